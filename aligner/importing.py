@@ -113,6 +113,17 @@ def check_call(
         raise ConfigError(f"{what}: {error}; its signature is {signature}. {remedy}") from error
 
 
+def named_by(function: Callable[..., Any], offered: Iterable[str]) -> set[str]:
+    """Names of ``offered`` that a signature takes by keyword; all of them if it takes any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a function of C
+        return set()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return set(offered)
+    return {one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY} & {*offered}
+
+
 def _split(name: str, key: str) -> tuple[str, str]:
     place, separator, attribute = name.rpartition(":")
     if not separator:

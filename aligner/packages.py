@@ -211,15 +211,10 @@ _PACKAGES = (
 
 def describe_environment(device: str) -> dict[str, str]:
     """Command, Python, packages and machine; ``device`` in words comes from the device seam."""
-    found = {
+    return {
         "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
         "device": device,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
         "python": platform.python_version(),
+        **{package: _version(package) or "not installed" for package in _PACKAGES},
     }
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found

@@ -19,7 +19,7 @@ def main() -> None:
     )
     parser.add_argument("pipeline", type=Path, help="YAML file, such as those of conf/pipelines/")
     arguments = parser.parse_args()
-    from aligner.algorithms.multi_run.stages import run_pipeline  # imports much: not for --help
+    from aligner.examples.pipeline_stages import run_pipeline  # imports much: not for --help
 
     run_pipeline(arguments.pipeline, ROOT / "conf", ROOT / "examples")
 

@@ -13,12 +13,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from aligner.catalog import imported
 from aligner.config.load import Root, load_config, with_built_in_task
@@ -59,6 +59,8 @@ def launch(
     def main(composed: DictConfig) -> None:
         sys.argv[:] = given  # what a report shows and further processes are started with
         with reported_errors():
+            for section in absent:
+                OmegaConf.update(composed, section, None)
             if note := with_built_in_task(composed):
                 print(note, flush=True)
             config = load_config(composed, root)
@@ -67,7 +69,8 @@ def launch(
 
     given = list(sys.argv)
     with reported_errors():
-        sys.argv[1:] = check_overrides(given[1:], root, conf_dir)
+        present, absent = without_sections(given[1:], root)
+        sys.argv[1:] = check_overrides(present, root, conf_dir)
     main()
 
 
@@ -79,6 +82,25 @@ def _quiet_imports() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|nemo)\.")
     warnings.filterwarnings("ignore", message=r".*(Apex|Transformer Engine|cuda_graph_scope).*")
     logging.getLogger("nv_one_logger").setLevel(logging.ERROR)
+
+
+def without_sections(arguments: Sequence[str], root: type) -> tuple[list[str], list[str]]:
+    """Split ``SECTION=null`` and ``~SECTION`` off a command line, for sections that may be null.
+
+    hydra reads both as choices of a config group, and keeps the section's keys of the base and of
+    the recipe, so that the section has to be removed after the composition.
+
+    Returns:
+        the other arguments, and the names of the sections.
+    """
+    present: list[str] = []
+    absent: list[str] = []
+    for argument in arguments:
+        spelled = re.fullmatch(r"\+{0,2}(\w+)=null|~(\w+)(=\w*)?", argument)
+        name = (spelled[1] or spelled[2]) if spelled else ""
+        may_be_null = type(None) in get_args(field_types(root).get(name))
+        (absent if may_be_null else present).append(name if may_be_null else argument)
+    return present, absent
 
 
 def check_overrides(

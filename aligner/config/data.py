@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import StrictBool, StrictStr
 
-from aligner.config.fields import Count, Source
+from aligner.config.fields import Count, Source, SpecialTokensInText
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,13 @@ class PromptColumns:
 
     chat_template_kwargs: Mapping[StrictStr, Any] = field(default_factory=dict)
     """Variables for the chat template, as `{enable_thinking: false}`; it must name each."""
+
+    special_tokens_in_text: SpecialTokensInText = "keep"
+    """Treatment of special and added tokens that rows or messages spell.
+
+    `keep`: they become tokens; `refuse`: an error names the row and the token; `escape`: U+200B
+    after the first character makes ordinary text of them.
+    """
 
     add_bos: StrictBool = False
     """Begin with the BOS token, unless the text already does."""

@@ -102,5 +102,5 @@ class ExpManagerConfig:
 
     @property
     def data_may_change(self) -> bool:
-        """Whether a resumed run may read other data, or the same data in another order."""
+        """True if a resumed run may read other data, or the same data in another order."""
         return bool(self.resume_changed) or "data" in self.accept_changed

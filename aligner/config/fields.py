@@ -7,7 +7,7 @@ integer of at least 1. Booleans, texts and numbers are strict: ``"8"`` is no num
 import os
 import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 from pydantic import AfterValidator, BeforeValidator, StrictFloat, StrictInt, StrictStr
@@ -106,6 +106,7 @@ UserClass = Annotated[
 ]
 Integer = Annotated[StrictInt, BeforeValidator(_whole)]
 Count = Annotated[Integer, Interval(ge=1)]
+SpecialTokensInText = Literal["keep", "refuse", "escape"]
 # Rows that a process lists, and whose columns it holds: beyond a million host memory ends first.
 BatchSize = Annotated[Integer, Interval(ge=1, le=1_000_000)]
 Natural = Annotated[Integer, Interval(ge=0)]

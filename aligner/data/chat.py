@@ -26,7 +26,7 @@ def parse_messages(value: Sequence[Any]) -> list[Message]:
 
     A message is ``{"role": text, "content": text}``, and may have ``tool_calls`` (functions with
     name and arguments, then without ``content``), ``reasoning_content``, ``tool_call_id``,
-    ``name``. Keys that are null count as absent.
+    ``name``. Keys that are null, and an empty list of calls, count as absent.
 
     Raises:
         DataError: what is wrong; the caller adds where.
@@ -86,7 +86,8 @@ def _parse_message(message: Any, index: int) -> Message:
     parsed = {
         key: value
         for key, value in message.items()
-        if value is not None or key in ("role", "content")
+        if key in ("role", "content")
+        or not (value is None or (key == "tool_calls" and value == []))
     }
     if parsed.get("tool_calls") and parsed.get("content") is None:
         parsed["content"] = ""

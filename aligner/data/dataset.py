@@ -204,9 +204,7 @@ class PromptSampler:
         self.shuffle = shuffle
         self.last_batch = last_batch
         self.may_change = may_change
-        self.epoch = 0  # of the next prompt
-        self.position = 0  # of the next prompt within its epoch
-        self._order = self._order_of(0)
+        self._begin_epoch(0)
 
     def next_batch(self, count: int | None = None) -> list[int]:
         """The next ``count`` indices; default ``batch_size``."""
@@ -276,12 +274,9 @@ class PromptSampler:
         self.position = min(state["position"], self.size)
 
     def _begin_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.position = 0
-        self._order = self._order_of(epoch)
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        return epoch_order(self.size, self.seed, epoch, shuffle=self.shuffle)
+        self.epoch = epoch  # of the next prompt
+        self.position = 0  # of the next prompt within its epoch
+        self._order = epoch_order(self.size, self.seed, epoch, shuffle=self.shuffle)
 
 
 def sequential_batches(size: int, batch_size: int) -> Iterator[list[int]]:

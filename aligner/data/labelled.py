@@ -87,12 +87,12 @@ def _mismatched(
     examples: Sequence[Example], place: int, longest: int | None, source: PromptSourceConfig
 ) -> Example:
     """The prompt at ``place`` with the nearest earlier response to another prompt that fits."""
-    prompt = _prompt(examples[place])
+    prompt = examples[place].prompt_ids
     for step in range(1, len(examples)):
         other = examples[place - step]  # the last rows come before the first
         start, end = other.learned[-1]
         length = len(prompt) + end - start
-        if _prompt(other) != prompt and (longest is None or length <= longest):
+        if other.prompt_ids != prompt and (longest is None or length <= longest):
             ids = [*prompt, *other.ids[start:end]]
             return Example(examples[place].id, ids, [(len(prompt), len(ids))])
     raise DataError(
@@ -101,10 +101,6 @@ def _mismatched(
         f"max_length={longest} with it; raise "
         "max_length, drop the row, or give rows with different prompts"
     )
-
-
-def _prompt(example: Example) -> list[int]:
-    return example.ids[: example.learned[-1][0]]
 
 
 def _label(row: Row, column: str) -> bool:

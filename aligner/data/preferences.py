@@ -79,7 +79,7 @@ def make_pair(
     """Turn one row into a pair; errors name its place and content."""
     chosen = make_example(row, index, tokenizer, data, "chosen_column")
     rejected = make_example(row, index, tokenizer, data, "rejected_column")
-    if _asked(chosen) != _asked(rejected):
+    if chosen.prompt_ids != rejected.prompt_ids:
         raise DataError(
             f"{row.place}: the chats of columns {data.chosen_column!r} and "
             f"{data.rejected_column!r} differ before their last message; a preference is "
@@ -130,10 +130,6 @@ def length_accuracy(train: Iterable[Pair], held_out: Iterable[Pair]) -> float:
 def _longer_chosen(pairs: Iterable[Pair]) -> float:
     gaps = [pair.chosen.length - pair.rejected.length for pair in pairs]
     return sum(0.5 if gap == 0 else float(gap > 0) for gap in gaps) / len(gaps)
-
-
-def _asked(example: Example) -> list[int]:
-    return example.ids[: example.learned[-1][0]]
 
 
 def _reward(row: Row, column: str | None, default: float) -> float:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from aligner.config import AskedDataConfig, DataConfig, ExampleDataConfig, PromptSourceConfig
 from aligner.config.data import PromptColumns
-from aligner.data.chat import parse_tools, render_chat
+from aligner.data.chat import parse_messages, parse_tools, render_chat
 from aligner.data.dataset import Dataset, check_bos, read_items
 from aligner.data.readers import Row, take
+from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError
 
@@ -139,9 +140,14 @@ def make_prompt(
     try:
         raw = take(row, data.prompt_column, (str, list), "data.prompt_column")
         del columns[data.prompt_column]
-        ground_truth = None
-        if ground_truth_column is not None:
-            ground_truth = _ground_truth(columns, ground_truth_column)
+        ground_truth = columns.pop(ground_truth_column, None) if ground_truth_column else None
+        if ground_truth_column is not None and ground_truth is None:
+            state = "null" if ground_truth_column in row.columns else "missing"
+            raise DataError(
+                f"column {ground_truth_column!r} is {state}; name another with "
+                "data.ground_truth_column, or set data.ground_truth_column=null if the data has "
+                "none"
+            )
         clash = sorted(RESERVED_COLUMNS & columns.keys())
         if clash:
             raise DataError(
@@ -155,29 +161,25 @@ def make_prompt(
     return Prompt(index, text, ids, ground_truth, columns)
 
 
-def _ground_truth(columns: dict[str, Any], name: str) -> Any:
-    if columns.get(name) is None:
-        raise DataError(
-            f"column {name!r} is {'null' if name in columns else 'missing'}; name another with "
-            "data.ground_truth_column, or set data.ground_truth_column=null if the data has none"
-        )
-    return columns.pop(name)
-
-
 def _render(
     raw: str | list[Any],
     columns: Mapping[str, Any],
     tokenizer: Tokenizer,
     data: PromptSection,
 ) -> str:
+    policy = data.special_tokens_in_text
+    if isinstance(raw, list):
+        raw = parse_messages(raw)
+    raw = treat_special_tokens(tokenizer, raw, policy, data.prompt_column)
     if isinstance(raw, str) and not data.chat:
         check_plain_text(data)
         return raw
+    tools = parse_tools(columns, data.tools_column)
     return render_chat(
         tokenizer,
         raw,
         system_prompt=data.system_prompt,
-        tools=parse_tools(columns, data.tools_column),
+        tools=treat_special_tokens(tokenizer, tools, policy, "tools"),
     )
 
 

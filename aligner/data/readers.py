@@ -61,17 +61,9 @@ def source_files(source: str | Path) -> list[Path] | None:
     Raises:
         DataError: there are none, or of another kind.
     """
-    path = Path(source).expanduser()
-    if not path.exists() and _names_a_function(str(source)):
+    path, name = Path(source).expanduser(), str(source)
+    if not path.exists() and ":" in name and not name.endswith(tuple(_READERS)):
         return None
-    return _files_of(path)
-
-
-def _names_a_function(source: str) -> bool:
-    return ":" in source and not source.endswith(tuple(_READERS))
-
-
-def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet"))
         if not files:
@@ -175,10 +167,10 @@ def _from_parquet(path: Path) -> Iterator[Row]:
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
-                for columns in batch.to_pylist():
+                for columns in batch.to_pylist(maps_as_pydicts="strict"):
                     number += 1
                     yield Row(f"{path}, row {number}", _without_arrow_nulls(columns))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, KeyError, OSError) as error:
         raise DataError(f"{path}, after row {number}: not readable Parquet: {error}") from error
 
 
@@ -186,16 +178,23 @@ def _without_arrow_nulls(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Remove the nulls that Arrow adds to chat messages and tools.
 
     The structs of an Arrow list have one set of keys, so that a tool call holds the arguments of
-    every other tool call as nulls. Lists of structs with one of the keys `_CHAT_KEYS` lose their
-    null keys at every depth. Other columns are unchanged.
+    every other tool call as nulls. Lists of structs with one of the keys `_CHAT_KEYS`, and structs
+    with a role and content, lose their null keys at every depth, also within other structs and
+    lists. Other values are unchanged.
     """
-    return {
-        name: _without_nulls(value)
-        if isinstance(value, list)
-        and any(isinstance(each, Mapping) and _CHAT_KEYS & each.keys() for each in value)
-        else value
-        for name, value in columns.items()
-    }
+    return {name: _without_chat_nulls(value) for name, value in columns.items()}
+
+
+def _without_chat_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if {"role", "content"} <= value.keys():
+            return _without_nulls(value)
+        return {key: _without_chat_nulls(part) for key, part in value.items()}
+    if not isinstance(value, list):
+        return value
+    if any(isinstance(each, Mapping) and _CHAT_KEYS & each.keys() for each in value):
+        return _without_nulls(value)
+    return [_without_chat_nulls(part) for part in value]
 
 
 def _without_nulls(value: Any) -> Any:

@@ -9,6 +9,7 @@ never the text that a chat template puts behind the end.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -29,6 +30,7 @@ from aligner.data.chat import (
 from aligner.data.dataset import Dataset, check_bos, read_items
 from aligner.data.prompts import check_plain_text, pad_right
 from aligner.data.readers import Row, take
+from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.data.tokenizers.tokenizer import encode_after as _encode_after
 from aligner.distributed.batched_data_dict import BatchedDataDict
@@ -53,6 +55,11 @@ class Example:
     def examples(self) -> tuple["Example"]:
         """The example itself, as pairs and labelled responses give theirs."""
         return (self,)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Tokens before the last response."""
+        return self.ids[: self.learned[-1][0]]
 
     @property
     def learned_tokens(self) -> int:
@@ -97,17 +104,26 @@ def make_example(
 
     ``response_key``: the key of ``data`` that names the column of the response.
     """
+    treat = partial(treat_special_tokens, tokenizer, policy=data.special_tokens_in_text)
     try:
         chat, learn, context = _conversation(row, data, response_key)
         if chat is None:
             check_plain_text(data)
+            if row.columns.get(data.tools_column or ""):
+                raise DataError(
+                    f"column {data.tools_column!r} holds tools, but the row is plain text and has "
+                    "no place for them; set data.chat=true, or data.tools_column=null"
+                )
             prompt = take(row, data.prompt_column, str, "data.prompt_column")
-            response = take(row, getattr(data, response_key), str, f"data.{response_key}")
+            column = getattr(data, response_key)
+            response = take(row, column, str, f"data.{response_key}")
+            prompt = treat(prompt, place=data.prompt_column)
+            response = treat(response, place=column, is_answer=True)
             ids, learned = encode_pair(tokenizer, prompt, response)
         else:
             later = len(chat) - context
-            chat = with_system(chat, data.system_prompt)
-            tools = parse_tools(row.columns, data.tools_column)
+            chat = with_system(treat(chat, place="messages"), data.system_prompt)
+            tools = treat(parse_tools(row.columns, data.tools_column), place="tools")
             check_all_used(tokenizer, chat, tools)
             context = len(chat) - later
             ids, learned = encode_chat(tokenizer, chat, learn, tools, context=context)

@@ -15,10 +15,13 @@ trajectory with the rewards of all turns (tinker and prime-rl make several sampl
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
 from typing import Any, Literal
 
+from aligner.config.fields import SpecialTokensInText
 from aligner.data.chat import Message, Tools, check_all_used, render
+from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer, encode_fragment
 from aligner.environments.calls import form_of, structured
@@ -47,12 +50,15 @@ class ChatRenderer:
         *,
         add_bos: bool = False,
         rewritten_history: RewrittenHistory = "fork",
+        special_tokens_in_text: SpecialTokensInText = "keep",
     ) -> None:
         """Set up.
 
         ``add_bos``: begin with BOS unless the text does. ``rewritten_history``: where the template
         shows earlier turns otherwise than they were sampled, fork, refuse, or keep the tokens.
+        ``special_tokens_in_text``: treatment of those that the environment's messages spell.
         """
+        self.treated = partial(treat_special_tokens, tokenizer, policy=special_tokens_in_text)
         self.tokenizer, self._add_bos = tokenizer, add_bos
         self._rewritten_history = rewritten_history
         self._has_template = _has_template(tokenizer)
@@ -211,8 +217,10 @@ class Conversation:
     def __init__(self, renderer: ChatRenderer, start: Start) -> None:
         """Begin with the environment's first messages."""
         self._renderer = renderer
-        self.first = [dict(message) for message in start.messages]
-        self._tools = None if start.tools is None else [dict(tool) for tool in start.tools]
+        messages = [dict(message) for message in start.messages]
+        tools = None if start.tools is None else [dict(tool) for tool in start.tools]
+        self.first: list[Message] = renderer.treated(messages, place="messages")
+        self._tools: Tools | None = renderer.treated(tools, place="tools")
         if self._tools is not None and not renderer.shows_tools(self.first, self._tools):
             self.first, self._tools = tools_in_text(self.first, self._tools), None
         self._messages = list(self.first)
@@ -306,6 +314,7 @@ class Conversation:
         if not goes_on:
             return
         before = self._messages
+        record.answer = self._renderer.treated(record.answer, place="messages")
         self._messages = [*before, _answer(record.content), *record.answer]
         ended = self.ids[-1] if record.ended else None
         text, ids = self._renderer.following(

@@ -1,35 +1,32 @@
 """Listening of the library's servers: uvicorn, within limits that one sender cannot pass.
 
-Bounded are connections, the time until a request is there and until its answer is taken, and the
-bytes of requests that are worked on. The application brings its own limits.
+Bounded are the connections, and the time until a request has arrived and until its answer is taken.
+`aligner.http.application` bounds the bytes of requests.
 """
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import resource
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from aligner.http import JSON_TYPE, MAX_BYTES
+from aligner.http import JSON_TYPE
 
 log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 512
 HEADERS_S = 10.0  # of a request's headers, from the moment it is connected
 ARRIVAL_S = 60.0  # of a whole request, headers and body, from the moment it is connected
-MOST_BYTES_IN_FLIGHT = 4 * MAX_BYTES  # of the bodies of all requests that are worked on
 _PIECE = 2**12  # of what came, for h11
 
 _OTHER_FILES = 512  # that a process has open beside its connections
@@ -38,70 +35,11 @@ _OTHER_FILES = 512  # that a process has open beside its connections
 Refusal = Callable[[int, str], Any]
 
 
-def plain_refusal(status: int, cause: str) -> dict[str, Any]:
-    """``{"error": cause}``."""
-    del status
-    return {"error": cause}
-
-
-def check_bearer(request: Request, token: str | None) -> None:
-    """Refuse a request without ``token``, with status 401; None lets everybody ask."""
-    if token is None:
-        return
-    given = request.headers.get("Authorization", "").encode()
-    if not hmac.compare_digest(given, f"Bearer {token}".encode()):
-        raise HTTPException(401, "the bearer token is missing or wrong")
-
-
-class Bodies:
-    """Bodies of the requests that are worked on, with a bound on their bytes together."""
-
-    def __init__(self) -> None:
-        """None so far."""
-        self._bytes = 0
-
-    @contextlib.asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[bytearray]:
-        """The body of a request; its bytes count until the block ends.
-
-        Raises:
-            HTTPException: 411, 413 or 503, for the sender.
-        """
-        body = bytearray()
-        try:
-            await self._append(request, body)
-            yield body
-        finally:
-            self._bytes -= len(body)
-
-    async def _append(self, request: Request, body: bytearray) -> None:
-        length = request.headers.get("Content-Length")
-        if length is None or "Transfer-Encoding" in request.headers:
-            raise HTTPException(411, "Content-Length is missing")
-        if int(length) > MAX_BYTES:
-            raise HTTPException(413, f"the body has {length} bytes, at most {MAX_BYTES} are taken")
-        async for piece in request.stream():
-            if self._bytes + len(piece) > MOST_BYTES_IN_FLIGHT:
-                raise HTTPException(503, "too many bytes are being worked on; try again later")
-            self._bytes += len(piece)
-            body += piece
-
-
-async def disconnected(request: Request) -> None:
-    """Wait until the sender of a request, whose body was read, has left."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 class _Connection(H11Protocol):
     """One request and its answer in bounded time; uvicorn by itself waits for a request forever."""
 
-    most = MOST_CONNECTIONS
-
-    @staticmethod
-    def refusal(status: int, cause: str) -> Any:
-        """Body of a refusal; a server may have another one."""
-        return plain_refusal(status, cause)
+    most: int  # connections
+    refusal: Refusal
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request; where there are too many the oldest without one gives way."""
@@ -171,21 +109,10 @@ class _Connection(H11Protocol):
 def listening(
     app: FastAPI,
     address: tuple[str, int],
-    refusal: Refusal = plain_refusal,
+    refusal: Refusal,
     connections: int | None = None,
 ) -> Iterator[tuple[str, int]]:
-    """Answer requests in a thread until the block ends; the host and port that it listens on.
-
-    Args:
-        app: answers them.
-        address: host and port; port 0: any that is free.
-        refusal: body of what is refused before the application sees it.
-        connections: at most so many at once, as far as the process may open files; default
-            `MOST_CONNECTIONS`.
-
-    Raises:
-        OSError: it cannot listen at ``address``.
-    """
+    """Answer requests with ``app``; see `aligner.http.application.http_server`."""
     most = _within_open_files(connections or MOST_CONNECTIONS)
     config = uvicorn.Config(
         app,

@@ -11,11 +11,6 @@ from aligner.errors import DataError
 Message = TypeVar("Message", bound=BaseModel)
 
 
-def parse(kind: type[Message], body: bytes | bytearray) -> Message:
-    """The message that ``body`` holds; `DataError` with the first thing that is wrong with it."""
-    return validated(kind, parse_json(body))
-
-
 def parse_json(body: bytes | bytearray) -> Any:
     """The JSON value that ``body`` holds; `DataError` where it is none."""
     try:

@@ -1,5 +1,6 @@
 """Bearer tokens: where they come from. They are never shown in a message."""
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -22,7 +23,9 @@ def read_token(variable: str | None, file: str | None, owner: str) -> str | None
         token, source = os.environ.get(variable), f"token_env={variable}"
     elif file is not None:
         path = Path(file).expanduser()
-        token, source = _content(path), f"token_file={path}"
+        token, source = None, f"token_file={path}"
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            token = path.read_text()
     else:
         return None
     token = (token or "").strip()
@@ -49,10 +52,3 @@ def new_token(file: str | None) -> str:
         with os.fdopen(handle, "w") as opened:
             opened.write(f"{token}\n")
     return token
-
-
-def _content(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return None

@@ -56,7 +56,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.losses.groups import TOLERANCE, compare_turns, deviation_in_group, sum_of_group
+from aligner.losses.groups import TOLERANCE, compare_turns, sum_of_group
 from aligner.losses.masked import masked_whiten
 
 
@@ -219,19 +219,14 @@ def soft_overlong_penalty(lengths: Tensor, is_end: Tensor, max_length: int, cach
     ``lengths``: int64 [B], generated tokens. ``is_end``: bool [B], the response ended by itself.
     ``max_length``: most tokens a response may have. Returns float32 [B].
     """
-    check_overlong(max_length, cache)
-    assert lengths.shape == is_end.shape, (lengths.shape, is_end.shape)
-    over = (lengths - (max_length - cache)).clamp(min=0).float()
-    soft = -(over / max(1, cache)).clamp(max=1.0)
-    return torch.where(is_end.bool(), soft, -1.0)
-
-
-def check_overlong(max_length: int, cache: int) -> None:
-    """Refuse a cache that does not fit into the response."""
     if not 0 <= cache <= max_length:
         raise ConfigError(
             f"overlong cache={cache} must be between 0 and max_length={max_length}, both in tokens"
         )
+    assert lengths.shape == is_end.shape, (lengths.shape, is_end.shape)
+    over = (lengths - (max_length - cache)).clamp(min=0).float()
+    soft = -(over / max(1, cache)).clamp(max=1.0)
+    return torch.where(is_end.bool(), soft, -1.0)
 
 
 SampleEstimator = Literal["reinforce", "rloo", "grpo", "dr_grpo"]
@@ -278,7 +273,10 @@ def group_advantages(
         # r - (sum - r)/(n - 1) = (r - mean)·n/(n - 1)
         deviation = deviation * size / (size - 1).clamp(min=1)
     elif estimator == "grpo":
-        deviation = deviation / (deviation_in_group(reward, groups, counts) + GRPO_EPSILON)
+        # Unbiased standard deviation of the group's rewards, before any penalty.
+        apart = torch.where(counts, reward - sum_of_group(reward, groups) / size.clamp(min=1), 0)
+        variance = sum_of_group(apart.square(), groups) / (size - 1).clamp(min=1)
+        deviation = deviation / (variance.sqrt() + GRPO_EPSILON)
     varies = has_reward_variance(rewards, groups, sample_mask)
     return torch.where(varies, deviation, 0).to(rewards.dtype)
 

@@ -68,7 +68,11 @@ class DistillationLoss:
         backward = (student.exp() * (student - teacher)).sum(dim=-1)
         if self.needs_entropy:
             assert outputs.entropy is not None, "this loss needs the entropy"
-            backward = backward + _rest(student, _only(outputs.entropy, counted))
+            # The tokens outside of the top k: Σ p·(log p - log ε).
+            probability = student.exp()
+            inside = (probability * student).sum(dim=-1)
+            outside = LOG_OUTSIDE * (1 - probability.sum(dim=-1))
+            backward = backward + (-_only(outputs.entropy, counted) - inside - outside)
         per_token = {
             "forward": forward,
             "backward": backward,
@@ -90,10 +94,3 @@ def _only(values: Tensor, counted: Tensor) -> Tensor:
     """``values`` [B, S] or [B, S, k] where ``counted`` [B, S]; 0 instead of garbage elsewhere."""
     where = counted if values.ndim == 2 else counted[..., None]
     return values.where(where, 0)
-
-
-def _rest(student: Tensor, entropy: Tensor) -> Tensor:
-    """``Σ_outside p·(log p - log ε)`` [B, S] of log-probs [B, S, k] and the whole entropy."""
-    probability = student.exp()
-    inside = (probability * student).sum(dim=-1)
-    return -entropy - inside - LOG_OUTSIDE * (1 - probability.sum(dim=-1))

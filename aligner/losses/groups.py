@@ -14,14 +14,6 @@ def sum_of_group(values: Tensor, groups: Tensor) -> Tensor:
     return torch.zeros_like(values).index_add(0, index, values)[index]
 
 
-def deviation_in_group(rewards: Tensor, groups: Tensor, counts: Tensor) -> Tensor:
-    """Unbiased standard deviation inside the group of each sample, of those that count, [B]."""
-    size = sum_of_group(counts.double(), groups)
-    apart = rewards - sum_of_group(rewards, groups) / size.clamp(min=1)
-    squares = sum_of_group(torch.where(counts, apart, 0).square(), groups)
-    return (squares / (size - 1).clamp(min=1)).sqrt()
-
-
 def compare_turns(
     worth: Tensor, charged: Tensor, there: Tensor, groups: Tensor
 ) -> tuple[Tensor, Tensor]:

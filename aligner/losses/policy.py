@@ -140,7 +140,10 @@ class PPOPolicyLoss:
         # Masked before exp, not after: a masked position may hold a difference that overflows,
         # and 0 · inf would be NaN in the gradient.
         log_ratio = torch.where(mask, logprobs - prev_logprobs, 0)
-        ratio = self._ratio(log_ratio, mask)
+        whole = log_ratio
+        if self.ratio_level == "sequence":
+            whole = row_means(log_ratio, mask).unsqueeze(1).expand_as(log_ratio)
+        ratio = whole.exp()  # 1 where masked
         advantages = torch.where(mask, advantages, 0)
         if self.surrogate == "cispo":
             surrogate, metrics = self._cispo(ratio, advantages, logprobs, mean)
@@ -163,15 +166,10 @@ class PPOPolicyLoss:
         # k3 from the policy that sampled: its samples, so the ratio is this policy's over it.
         metrics["approx_kl"] = mean(torch.expm1(log_ratio) - log_ratio)
         metrics["ppo_ratio"] = mean(ratio)
-        metrics["ppo_ratio_max"] = _masked_max(ratio, mask)
+        largest = torch.where(mask, ratio, 0).amax() if ratio.numel() else ratio.new_zeros(())
+        metrics["ppo_ratio_max"] = largest
         metrics["loss"] = loss
         return loss, {name: value.detach() for name, value in metrics.items()}
-
-    def _ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """ρ, float [B, S], 1 where masked; constant in a row at sequence level."""
-        if self.ratio_level == "sequence":
-            log_ratio = row_means(log_ratio, mask).unsqueeze(1).expand_as(log_ratio)
-        return log_ratio.exp()
 
     def _clipped(self, ratio: Tensor) -> Tensor:
         return ratio.clamp(1 - self.ratio_eps_low, 1 + self.ratio_eps_high)
@@ -241,10 +239,3 @@ class PPOPolicyLoss:
 def _check_choice(key: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(f"{key}={value!r} is unknown; use one of {', '.join(known)}")
-
-
-def _masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """Largest non-negative value where ``mask`` is True; 0 where there is none."""
-    if values.numel() == 0:
-        return values.new_zeros(())
-    return torch.where(mask, values, 0).amax()

@@ -4,7 +4,6 @@ The class is imported by its path in the process that reads the configuration an
 and tried there on a made-up batch before any model is built.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.importing import check_call, describe_exception, load_function
+from aligner.importing import check_call, describe_exception, load_function, named_by
 from aligner.losses.interfaces import metric_tensor
 from aligner.types import Denominators, TokenOutputs
 
@@ -126,7 +125,7 @@ def user_policy_loss(
             rows are split into micro-batches, or on tokens that do not count.
     """
     factory = load_function(name, key=KEY, kind="class")
-    taken = _named_by(factory, built_in)
+    taken = named_by(factory, built_in)
     for setting, options in given.items():
         if not set(options) & (taken | kwargs.keys()):
             raise ConfigError(
@@ -136,18 +135,6 @@ def user_policy_loss(
     loss = UserPolicyLoss(name, {**{key: built_in[key] for key in sorted(taken)}, **kwargs})
     _try(loss, has_reference)
     return loss
-
-
-def _named_by(factory: Callable[..., Any], offered: Mapping[str, Any]) -> set[str]:
-    """Names of ``offered`` that a signature has; all where it takes any keyword."""
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):
-        return set()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return set(offered)
-    by_keyword = {one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY}
-    return by_keyword & offered.keys()
 
 
 def _construct(factory: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Any:

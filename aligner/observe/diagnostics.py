@@ -121,7 +121,8 @@ def repeated_ngram_fraction(
     vocabulary = int(input_ids.max()) + 1
     gram = input_ids.long()
     for offset in range(1, n):
-        gram = _renumber(gram[:, :-1] * vocabulary + input_ids[:, offset:])
+        grown = gram[:, :-1] * vocabulary + input_ids[:, offset:]
+        _, gram = torch.unique(grown, return_inverse=True)
     starts = torch.arange(gram.shape[1], device=gram.device)
     inside = (starts >= prompt_lengths[:, None]) & (starts + n <= input_lengths[:, None])
     if token_mask is not None:
@@ -245,10 +246,6 @@ def _squares(x: Tensor) -> Tensor:
 
 def _all_or(mask: Tensor | None, like: Tensor) -> Tensor:
     return torch.ones_like(like, dtype=torch.bool) if mask is None else mask.bool()
-
-
-def _renumber(codes: Tensor) -> Tensor:
-    return torch.unique(codes, return_inverse=True)[1]
 
 
 def _combine(name: str, values: Sequence[float]) -> float:

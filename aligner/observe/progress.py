@@ -11,15 +11,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 _RECENT = 8  # steps that the estimate of the remaining time is based on
-_SHOWN = (  # metric, label, format
-    ("train_rollouts/rewards", "reward", "{:.3f}"),
-    ("train_optim/loss", "loss", "{:.4g}"),
-    ("train_optim/accuracy", "accuracy", "{:.3f}"),
-    ("val_rollouts/accuracy", "val accuracy", "{:.3f}"),
-    ("val_optim/loss", "val loss", "{:.4g}"),
-    ("val_optim/accuracy", "val accuracy", "{:.3f}"),
-    ("train_rollouts/init_policy_kl", "KL", "{:.4f}"),
-    ("train_rollouts/generation_length", "length", "{:.1f}"),
+_SHOWN = (  # metric, label, format (z: a number that rounds to 0 has no sign)
+    ("train_rollouts/rewards", "reward", "{:z.3f}"),
+    ("train_optim/loss", "loss", "{:z.4g}"),
+    ("train_optim/accuracy", "accuracy", "{:z.3f}"),
+    ("val_rollouts/accuracy", "val accuracy", "{:z.3f}"),
+    ("val_optim/loss", "val loss", "{:z.4g}"),
+    ("val_optim/accuracy", "val accuracy", "{:z.3f}"),
+    ("train_rollouts/init_policy_kl", "KL", "{:z.4f}"),
+    ("train_rollouts/generation_length", "length", "{:z.1f}"),
 )
 # The loss of an algorithm that learns from rewards is no measure of its progress.
 _NOT_BESIDE_REWARDS = ("train_optim/loss", "train_optim/accuracy")
@@ -117,9 +117,7 @@ class Progress:
             beside = name in _NOT_BESIDE_REWARDS and "train_rollouts/rewards" in self._latest
             if step is None or beside or (is_old and self._bar is None):
                 continue
-            shown.append(
-                f"{label} {_unsigned_zero(form.format(value))}" + f" (step {step})" * is_old
-            )
+            shown.append(f"{label} {form.format(value)}" + f" (step {step})" * is_old)
         return "  ".join(shown)
 
     def remaining(self) -> str:
@@ -128,11 +126,6 @@ class Progress:
             return ""
         each = sum(self._seconds) / len(self._seconds)
         return f"{each:.1f} s/step  ETA {clock_time(each * max(self.total - self.done, 0))}"
-
-
-def _unsigned_zero(text: str) -> str:
-    """Drop the sign of a number that is 0 at this precision."""
-    return text.lstrip("-") if text.startswith("-") and not text.strip("-0.") else text
 
 
 def clock_time(seconds: float) -> str:

@@ -1,12 +1,12 @@
 """Sampled responses: ``samples.jsonl`` and a table on the console."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -54,14 +54,11 @@ class SampleWriter:
 
 def read_samples(path: Path) -> list[Sample]:
     """All complete lines of a ``samples.jsonl``, oldest first; what is no sample is left out."""
-    return [sample for record in read_lines(path) if (sample := _sample(record)) is not None]
-
-
-def _sample(record: Mapping[str, Any]) -> Sample | None:
-    try:
-        return Sample(**{**record, "reward": float(record["reward"])})
-    except (KeyError, TypeError, ValueError):
-        return None
+    samples = []
+    for record in read_lines(path):
+        with suppress(KeyError, TypeError, ValueError):
+            samples.append(Sample(**{**record, "reward": float(record["reward"])}))
+    return samples
 
 
 def sample_table(samples: Sequence[Sample], *, tail: int = 160) -> Table:
@@ -73,24 +70,17 @@ def sample_table(samples: Sequence[Sample], *, tail: int = 160) -> Table:
     table.add_column("tokens", justify="right")
     for sample in samples:
         prompt = sample.prompt if len(sample.prompt) <= tail else "…" + sample.prompt[-tail:]
+        # Line ends are shown, since it matters where a response ends; control codes are not.
+        response = "".join(
+            char if char.isprintable() or char == "\n" else "\ufffd"
+            for char in sample.response.replace("\n", "⏎\n")
+        )
         tokens = f"{sample.response_length}{'' if sample.is_end else ' (cut)'}"
         table.add_row(
             Text(prompt),  # Text: brackets in the model's words are not markup
-            Text(_visible(sample.response)),
+            Text(response),
             Text(sample.ground_truth or ""),
             Text(f"{sample.reward:.4g}", style="green" if sample.reward > 0 else "red"),
             tokens,
         )
     return table
-
-
-def print_samples(samples: Sequence[Sample], console: Console) -> None:
-    """Print the table, if there is anything to show."""
-    if samples:
-        console.print(sample_table(samples))
-
-
-def _visible(text: str) -> str:
-    """Line ends shown, for it matters where a response ends; control codes removed."""
-    shown = text.replace("\n", "⏎\n")
-    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in shown)

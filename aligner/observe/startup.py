@@ -117,8 +117,9 @@ def _training_sentence(plan: BatchPlan, role: TrainedRole) -> str:
     updates = plan.ppo_epochs * plan.num_rollout_samples // role.global_batch_size
     ranks = role.data_parallel_size or plan.data_parallel_size
     micro_batches = role.global_batch_size // (role.micro_batch_size * ranks)
+    times = {1: "once", 2: "twice"}.get(plan.ppo_epochs, f"{plan.ppo_epochs} times")
     return (
-        f"The {role.name} goes over them {_times(plan.ppo_epochs)} in batches of "
+        f"The {role.name} goes over them {times} in batches of "
         f"{role.global_batch_size:,}: {_count(updates, 'update')} a step "
         f"({plan.steps * updates:,} in the run), each the sum of "
         f"{_count(micro_batches, 'micro-batch', 'micro-batches')} of {role.micro_batch_size:,} "
@@ -153,8 +154,9 @@ def memory_estimate(summary: StartupSummary) -> dict[str, int]:
 
 def startup_report(summary: StartupSummary) -> Group:
     """The report for the console; ``console.print`` it."""
+    processes = _count(summary.processes, "process", "processes")
     return Group(
-        Text(f"{summary.algorithm} on {_processes(summary)}: {summary.device.description}", "bold"),
+        Text(f"{summary.algorithm} on {processes}: {summary.device.description}", "bold"),
         Text(f"model from {summary.model}\n{_begins(summary)}"),
         *(Text(line) for line in (summary.dropout, summary.repetition) if line),
         *(Text(note, "yellow") for note in summary.notes),
@@ -168,10 +170,6 @@ def startup_report(summary: StartupSummary) -> Group:
         *(_indented(_package_line(status, summary.device.has_gpu)) for status in summary.packages),
         Text(),
     )
-
-
-def _processes(summary: StartupSummary) -> str:
-    return _count(summary.processes, "process", "processes")
 
 
 def _indented(text: Text) -> Padding:
@@ -198,17 +196,11 @@ def _role_table(roles: Sequence[RoleMemory]) -> Table:
     for role in roles:
         sizes = (role.weights, role.gradients, role.optimizer, role.total)
         shown = ("–" if size == 0 else readable_bytes(size) for size in sizes)
-        table.add_row(f"{role.name}{_learning(role)}", f"{role.parameters:,}", *shown)
+        name = role.name if role.trainable else f"{role.name} (frozen)"
+        if role.trainable and role.adapter_parameters:
+            name += f" (frozen, adapters of {role.adapter_parameters:,})"
+        table.add_row(name, f"{role.parameters:,}", *shown)
     return table
-
-
-def _learning(role: RoleMemory) -> str:
-    """Parts of a role that are not trained, in a few words."""
-    if not role.trainable:
-        return " (frozen)"
-    if role.adapter_parameters:
-        return f" (frozen, adapters of {role.adapter_parameters:,})"
-    return ""
 
 
 def _memory_line(summary: StartupSummary) -> Text:
@@ -243,7 +235,3 @@ def _package_line(status: PackageStatus, has_gpu: bool) -> Text:
 
 def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
-def _times(number: int) -> str:
-    return {1: "once", 2: "twice"}.get(number, f"{number} times")

@@ -110,7 +110,7 @@ def read_architecture(path: str) -> GPTArchitecture:
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
-        values: Mapping[str, Any] = json.loads(file.read_text())
+        values: Mapping[str, Any] = json.loads(file.read_bytes())
     except FileNotFoundError as error:
         raise ConfigError(
             f"plan.architecture={path}: there is no such file; give a Hugging Face config.json"

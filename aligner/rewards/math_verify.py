@@ -30,28 +30,23 @@ def reward(
     Returns:
         ``reward`` and ``accuracy`` (the same), and ``well_formed``: an answer was found.
     """
-    from math_verify import parse, verify  # sympy takes a while to import
+    # sympy takes a while to import
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     limit = sample_limit_s if threading.current_thread() is threading.main_thread() else None
+    extraction: list[Any] = [LatexExtractionConfig(), ExprExtractionConfig()]
+    if boxed:
+        extraction = [
+            LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
+        ]
     scores = []
     for response, ground_truth in zip(responses, ground_truths, strict=True):
-        gold = parse(_as_latex(ground_truth), parsing_timeout=limit)
+        text = str(ground_truth).strip()
+        latex = text if "$" in text or r"\boxed" in text else rf"$\boxed{{{text}}}$"
+        gold = parse(latex, parsing_timeout=limit)
         if not gold:
             raise ValueError(f"math-verify cannot read the ground truth {ground_truth!r}")
-        answer = parse(response, _extraction(boxed), parsing_timeout=limit)
+        answer = parse(response, extraction, parsing_timeout=limit)
         right = float(bool(answer) and verify(gold, answer, timeout_seconds=limit))
         scores.append({"reward": right, "accuracy": right, "well_formed": float(bool(answer))})
     return scores
-
-
-def _as_latex(ground_truth: Any) -> str:
-    text = str(ground_truth).strip()
-    return text if "$" in text or r"\boxed" in text else rf"$\boxed{{{text}}}$"
-
-
-def _extraction(boxed: bool) -> list[Any]:
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig
-
-    if not boxed:
-        return [LatexExtractionConfig(), ExprExtractionConfig()]
-    return [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]

@@ -34,7 +34,10 @@ def reward(
     scores = []
     for response, ground_truth in zip(responses, ground_truths, strict=True):
         match = compiled.fullmatch(response)
-        right = match is not None and _right_answer(match, ground_truth)
+        right = match is not None
+        if match is not None and "answer" in compiled.groupindex:
+            answer = match.group("answer")
+            right = answer is not None and answer.strip() == str(ground_truth).strip()
         reward = 1.0 if right else format_reward if match else 0.0
         scores.append(
             {
@@ -44,10 +47,3 @@ def reward(
             }
         )
     return scores
-
-
-def _right_answer(match: re.Match[str], ground_truth: Any) -> bool:
-    if "answer" not in match.re.groupindex:
-        return True
-    answer = match.group("answer")
-    return answer is not None and answer.strip() == str(ground_truth).strip()

@@ -3,8 +3,7 @@
 Log-probs are of every token that was sampled, the one that ended the answer included, as the engine
 computed them: at the sampling temperature, over the tokens that top-k and top-p left. A
 token has the text that it completes: a character of several tokens stands at the last of them, and
-special tokens, skipped, and the one that ended the answer have none. ``token_ids``
-and ``prompt_token_ids`` stand where vLLM has them.
+special tokens, skipped, and the one that ended the answer have none.
 """
 
 import secrets
@@ -12,16 +11,23 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.calls import Form
+from aligner.serving.openai_types import (
+    ChatLogprobs,
+    ChatMessage,
+    Completion,
+    CompletionChoice,
+    TextLogprobs,
+    TokenLogprob,
+    Usage,
+)
 from aligner.serving.queue import EndKind, Progress
+from aligner.serving.requests import ChatRequest, CompletionRequest
 from aligner.serving.tools import split_calls
-
-Json = dict[str, Any]
 
 
 class Choice:
@@ -127,196 +133,178 @@ class Choice:
         return plain + sum(length for place, length in self._spelt if place <= plain)
 
 
-@dataclass(frozen=True)
-class Wants:
-    """Contents of the answers that a request wants.
-
-    ``per_prompt``: answers to each prompt. ``form``: of calls; None: it offers no tools.
-    """
-
-    model: str
-    per_prompt: int = 1
-    logprobs: bool = False
-    token_ids: bool = False
-    usage: bool = False
-    obfuscation: bool = False
-    form: Form | None = None
-
-
 class Answer(ABC):
-    """Writes the answers to one request."""
+    """Writes the answers to one request, whole or in pieces; ``nothing``: content of the last."""
 
     object: str
     piece_object: str
     prefix: str
+    nothing: ClassVar[dict[str, Any]]
 
-    def __init__(self, tokenizer: Tokenizer, wants: Wants, choices: Sequence[Choice]) -> None:
-        """``choices``: as they will be filled."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        model: str,
+        request: ChatRequest | CompletionRequest,
+        choices: Sequence[Choice],
+        form: Form | None = None,
+    ) -> None:
+        """``choices``: as they will be filled. ``form``: of calls; None: there are no tools."""
         self.choices = choices
-        self._tokenizer, self._wants = tokenizer, wants
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
+        self._tokenizer, self._request, self._form = tokenizer, request, form
+        unique = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._head: dict[str, Any] = {"id": unique, "created": int(time.time()), "model": model}
 
-    def whole(self) -> Json:
-        """The answer, where every choice has ended."""
-        choices = [self._choice(number, one) for number, one in enumerate(self.choices)]
-        return {**self._envelope(self.object), "choices": choices, "usage": self._usage()}
+    def whole(self) -> Completion:
+        """The answer, once every choice has ended."""
+        choices = [
+            CompletionChoice(index=number, **self._content(choice), **self._details(choice))
+            for number, choice in enumerate(self.choices)
+        ]
+        return self._completion(self.object, choices, usage=self._usage())
 
-    def first(self) -> list[Json]:
-        """Pieces before anything came."""
+    def first(self) -> list[Completion]:
+        """Pieces before anything was sampled."""
         return []
 
-    def piece(self, progress: Progress) -> list[Json]:
+    def piece(self, progress: Progress) -> list[Completion]:
         """Pieces by which the answer grows."""
         choice = self.choices[progress.row]
         text = choice.push(progress)
-        pieces = self._grown(progress, text)
-        return [self._piece(progress.row, one) for one in pieces]
+        content, finish = self._growth(choice, text)
+        pieces = []
+        has_details = self._request.wants_logprobs or self._request.return_token_ids
+        if text or (has_details and progress.ids):
+            details = self._details(choice, len(choice.ids) - len(progress.ids))
+            pieces.append(self._piece(progress.row, **content, finish_reason=None, **details))
+        if finish is not None:
+            ending = {**self.nothing, "finish_reason": finish, "logprobs": None}
+            pieces.append(self._piece(progress.row, **ending))
+        return pieces
 
-    def last(self) -> list[Json]:
-        """Pieces after everything came."""
-        if not self._wants.usage:
+    def last(self) -> list[Completion]:
+        """Pieces after everything was sampled."""
+        if not self._request.stream_options.include_usage:
             return []
-        return [{**self._envelope(self.piece_object), "choices": [], "usage": self._usage()}]
+        return [self._completion(self.piece_object, [], usage=self._usage())]
 
     @abstractmethod
-    def _choice(self, number: int, choice: Choice) -> Json:
-        """A choice that has ended."""
+    def _content(self, choice: Choice) -> dict[str, Any]:
+        """Content of a choice that has ended, and why it ended."""
 
     @abstractmethod
-    def _grown(self, progress: Progress, text: str) -> list[Json]:
-        """Choices of pieces, without their index."""
+    def _growth(self, choice: Choice, text: str) -> tuple[dict[str, Any], str | None]:
+        """Content of a piece by which a choice grows by ``text``; and why the choice ended."""
 
     @abstractmethod
-    def _logprobs(self, choice: Choice, begin: int) -> Json:
+    def _logprobs(self, choice: Choice, begin: int) -> ChatLogprobs | TextLogprobs:
         """Log-probs of a choice's tokens from number ``begin`` on."""
 
-    def _details(self, choice: Choice, begin: int = 0) -> Json:
-        """Log-probs and ids of a choice's tokens from ``begin`` on, where they are wanted."""
-        details: Json = {"logprobs": None}
-        if self._wants.logprobs:
+    def _details(self, choice: Choice, begin: int = 0) -> dict[str, Any]:
+        """Log-probs and ids of a choice's tokens from ``begin`` on, as the request wants them."""
+        details: dict[str, Any] = {"logprobs": None}
+        if self._request.wants_logprobs:
             details["logprobs"] = self._logprobs(choice, begin)
-        if self._wants.token_ids:
+        if self._request.return_token_ids:
             details["token_ids"] = choice.ids[begin:]
         return details
 
-    def _tells(self, progress: Progress, text: str) -> bool:
-        """Return whether a piece is due."""
-        details = self._wants.logprobs or self._wants.token_ids
-        return bool(text) or (details and bool(progress.ids))
+    def _piece(self, index: int, **fields: Any) -> Completion:
+        further, options = {}, self._request.stream_options
+        if options.include_obfuscation:  # hides the length of a piece from who sees the traffic
+            further["obfuscation"] = secrets.token_urlsafe(16)[: 1 + secrets.randbelow(20)]
+        choice = CompletionChoice(index=index, **fields)
+        return self._completion(self.piece_object, [choice], **further)
 
-    def _piece(self, index: int, choice: Json) -> Json:
-        piece = {**self._envelope(self.piece_object), "choices": [{"index": index, **choice}]}
-        if self._wants.obfuscation:  # hides the length of a piece from who sees the traffic
-            piece["obfuscation"] = secrets.token_urlsafe(16)[: 1 + secrets.randbelow(20)]
-        return piece
+    def _completion(self, kind: str, choices: list[CompletionChoice], **further: Any) -> Completion:
+        return Completion(**self._head, object=kind, choices=choices, **further)
 
-    def _envelope(self, kind: str) -> Json:
-        return {**self._head, "object": kind, "model": self._wants.model}
-
-    def _usage(self) -> Json:
-        asked = sum(len(choice.prompt) for choice in self.choices[:: self._wants.per_prompt])
-        made = sum(len(choice.ids) for choice in self.choices)
-        return {
-            "prompt_tokens": asked,
-            "completion_tokens": made,
-            "total_tokens": asked + made,
-        }
+    def _usage(self) -> Usage:
+        read = sum(len(choice.prompt) for choice in self.choices[:: self._request.n])
+        sampled = sum(len(choice.ids) for choice in self.choices)
+        return Usage(prompt_tokens=read, completion_tokens=sampled, total_tokens=read + sampled)
 
 
 class ChatAnswer(Answer):
     """Answers of ``/v1/chat/completions``."""
 
     object, piece_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    nothing: ClassVar[dict[str, Any]] = {"delta": ChatMessage()}
 
-    def whole(self) -> Json:
-        """The answer, where every choice has ended."""
+    def whole(self) -> Completion:
+        """The answer, once every choice has ended."""
         answer = super().whole()
-        if self._wants.token_ids:
-            answer["prompt_token_ids"] = self.choices[0].prompt
+        if self._request.return_token_ids:
+            answer.prompt_token_ids = self.choices[0].prompt
         return answer
 
-    def first(self) -> list[Json]:
+    def first(self) -> list[Completion]:
         """The role of each message, and the prompt's tokens."""
-        said = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        delta = ChatMessage(role="assistant", content="")
         pieces = [
-            self._piece(index, {**said, "finish_reason": None})
+            self._piece(index, delta=delta, finish_reason=None, logprobs=None)
             for index in range(len(self.choices))
         ]
-        if self._wants.token_ids:
-            pieces[0]["prompt_token_ids"] = self.choices[0].prompt
+        if self._request.return_token_ids:
+            pieces[0].prompt_token_ids = self.choices[0].prompt
         return pieces
 
-    def _choice(self, number: int, choice: Choice) -> Json:
+    def _content(self, choice: Choice) -> dict[str, Any]:
         message, finish = self._message(choice)
-        return {
-            "index": number,
-            "message": {"role": "assistant", "refusal": None, **message},
-            "finish_reason": finish,
-            **self._details(choice),
-        }
+        whole = ChatMessage(role="assistant", refusal=None, **message)
+        return {"message": whole, "finish_reason": finish}
 
-    def _grown(self, progress: Progress, text: str) -> list[Json]:
-        choice = self.choices[progress.row]
-        delta: Json = {"content": text} if text else {}
+    def _growth(self, choice: Choice, text: str) -> tuple[dict[str, Any], str | None]:
+        delta: dict[str, Any] = {"content": text} if text else {}
         finish: str | None = choice.finish
-        if choice.finish is not None and self._wants.form is not None:
+        if choice.finish is not None and self._form is not None:
             message, finish = self._message(choice)
             delta = {key: value for key, value in message.items() if value is not None}
             for number, call in enumerate(delta.get("tool_calls", [])):
-                call["index"] = number
-        pieces = []
-        if self._tells(progress, text):
-            details = self._details(choice, len(choice.ids) - len(progress.ids))
-            pieces.append({"delta": delta, "finish_reason": None, **details})
-        if finish is not None:
-            pieces.append({"delta": {}, "finish_reason": finish, "logprobs": None})
-        return pieces
+                call.index = number
+        return {"delta": ChatMessage(**delta)}, finish
 
-    def _message(self, choice: Choice) -> tuple[Json, str | None]:
-        if self._wants.form is not None:
-            content, calls = split_calls(choice.text, self._wants.form)
+    def _message(self, choice: Choice) -> tuple[dict[str, Any], str | None]:
+        """Fields of the message that a choice is, and why it ended."""
+        if self._form is not None:
+            content, calls = split_calls(choice.text, self._form)
             if calls:
                 return {"content": content, "tool_calls": calls}, "tool_calls"
         return {"content": choice.plain_text}, choice.finish
 
-    def _logprobs(self, choice: Choice, begin: int) -> Json:
+    def _logprobs(self, choice: Choice, begin: int) -> ChatLogprobs:
         content = []
         for number in range(begin, len(choice.ids)):
             piece, alone = choice.pieces[number], self._tokenizer.decode([choice.ids[number]])
             # A part of a character, or a token without text, is shown as it is by itself.
-            shown = alone if "�" in alone or not piece else piece
-            found = {"token": shown, "logprob": choice.logprobs[number]}
-            content.append({**found, "bytes": list(piece.encode()), "top_logprobs": []})
-        return {"content": content, "refusal": None}
+            token = alone if "\ufffd" in alone or not piece else piece
+            logprob, spelt = choice.logprobs[number], list(piece.encode())
+            content.append(TokenLogprob(token=token, logprob=logprob, bytes=spelt, top_logprobs=[]))
+        return ChatLogprobs(content=content, refusal=None)
 
 
 class CompletionAnswer(Answer):
     """Answers of ``/v1/completions``."""
 
     object, piece_object, prefix = "text_completion", "text_completion", "cmpl"
+    nothing: ClassVar[dict[str, Any]] = {"text": ""}
 
-    def _choice(self, number: int, choice: Choice) -> Json:
-        details = self._details(choice)
-        if self._wants.token_ids:
+    def _content(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.text, "finish_reason": choice.finish}
+
+    def _growth(self, choice: Choice, text: str) -> tuple[dict[str, Any], str | None]:
+        return {"text": text}, choice.finish
+
+    def _details(self, choice: Choice, begin: int = 0) -> dict[str, Any]:
+        details = super()._details(choice, begin)
+        if self._request.return_token_ids and begin == 0:
             details["prompt_token_ids"] = choice.prompt
-        return {"index": number, "text": choice.text, "finish_reason": choice.finish, **details}
+        return details
 
-    def _grown(self, progress: Progress, text: str) -> list[Json]:
-        choice = self.choices[progress.row]
-        pieces = []
-        if self._tells(progress, text):
-            details = self._details(choice, len(choice.ids) - len(progress.ids))
-            if self._wants.token_ids and len(choice.ids) == len(progress.ids):
-                details["prompt_token_ids"] = choice.prompt
-            pieces.append({"text": text, "finish_reason": None, **details})
-        if choice.finish is not None:
-            pieces.append({"text": "", "finish_reason": choice.finish, "logprobs": None})
-        return pieces
-
-    def _logprobs(self, choice: Choice, begin: int) -> Json:
-        return {
-            "tokens": choice.pieces[begin:],
-            "token_logprobs": choice.logprobs[begin:],
-            "top_logprobs": None,
-            "text_offset": choice.offsets[begin:],
-        }
+    def _logprobs(self, choice: Choice, begin: int) -> TextLogprobs:
+        return TextLogprobs(
+            tokens=choice.pieces[begin:],
+            token_logprobs=choice.logprobs[begin:],
+            top_logprobs=None,
+            text_offset=choice.offsets[begin:],
+        )

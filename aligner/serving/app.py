@@ -1,34 +1,32 @@
-"""The HTTP side of a policy's server: OpenAI's interface on FastAPI and uvicorn.
-
-event loop (a thread): token, bytes ─► threads: JSON, chat template, tokens ─► Waiting ─► engine
-                  ▲                                                                (main thread)
-                  └──────────────────── tokens as they are sampled ◄────────────────────┘
+"""The HTTP side of a policy's server: OpenAI's interface (`aligner.http` draws its threads).
 
 Every wait ends: a request's at `Service.timeout_s`, and `aligner.http.listening` has the others.
 """
 
 import contextlib
 import itertools
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from aligner.data.tokenizers.tokenizer import encode_fragment
-from aligner.environments.calls import Form
-from aligner.errors import AlignerError, TokenizerError
-from aligner.http.listening import MOST_CONNECTIONS, Bodies, check_bearer, listening
-from aligner.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Wants
-from aligner.serving.exchange import ENDING, Exchange, refusal
-from aligner.serving.queue import Row, Waiting, sample_id
+from aligner.errors import AlignerError
+from aligner.http.application import Bodies, Routes, blame_sender, check_bearer, http_server
+from aligner.http.listening import MOST_CONNECTIONS
+from aligner.http.queue import JobQueue
+from aligner.http.results import Results
+from aligner.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer
+from aligner.serving.exchange import Exchange, refusal
+from aligner.serving.openai_types import ModelInfo, ModelList, SessionKey, Tokens
+from aligner.serving.queue import Progress, Row, RowJob, sample_id
 from aligner.serving.requests import (
     ChatRequest,
     CompletionRequest,
@@ -42,6 +40,7 @@ from aligner.serving.served import Served
 from aligner.serving.sessions import Session, Sessions
 
 Kind = TypeVar("Kind", bound=BaseModel)
+_Sampled = ChatRequest | CompletionRequest
 
 
 @dataclass
@@ -53,13 +52,11 @@ class Service:
     """
 
     served: Served
-    waiting: Waiting
+    queue: JobQueue[Row]
     timeout_s: float
     token: str
     sessions: Sessions = field(default_factory=Sessions)
     _bodies: Bodies = field(default_factory=Bodies)
-    # JSON takes many times its bytes: one request at a time.
-    _parsing: threading.Lock = field(default_factory=threading.Lock)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _started: int = field(default_factory=lambda: int(time.time()))
 
@@ -67,18 +64,18 @@ class Service:
         """Open to all, for it gives nothing away."""
         return {"status": "ok"}
 
-    async def models(self, request: Request) -> dict[str, Any]:
+    async def models(self, request: Request) -> ModelList:
         """The models that are served, which is one."""
-        self._authorised(request)
-        return {"object": "list", "data": [self._model()]}
+        return ModelList(data=[await self.model(request, self.served.name)])
 
-    async def model(self, request: Request, name: str) -> dict[str, Any]:
+    async def model(self, request: Request, name: str) -> ModelInfo:
         """The model of this name."""
         self._authorised(request)
         self._check_model(name)
-        return self._model()
+        name, positions = self.served.name, self.served.positions
+        return ModelInfo(id=name, created=self._started, max_model_len=positions)
 
-    async def tokenize(self, request: Request) -> dict[str, Any]:
+    async def tokenize(self, request: Request) -> Tokens:
         """Tokens of a text or a chat."""
 
         def ids(asked: TokenizeRequest) -> list[int]:
@@ -87,56 +84,36 @@ class Service:
                 return self.served.encoded(self.served.chat(asked.messages, asked.tools, kwargs))
             if asked.prompt is None:
                 raise HTTPException(400, "prompt: missing, and messages too; give one of them")
-            return self.served.encoded(asked.prompt)
+            return self.served.encoded(self.served.prompt(asked.prompt))
 
         async with self._read(request, TokenizeRequest) as asked:
-            tokens = await run_in_threadpool(_checked, ids, asked)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": self.served.positions}
+            tokens = await run_in_threadpool(blame_sender, ids, asked)
+        return Tokens(tokens=tokens, count=len(tokens), max_model_len=self.served.positions)
 
-    async def detokenize(self, request: Request) -> dict[str, Any]:
+    async def detokenize(self, request: Request) -> dict[str, str]:
         """Text of tokens."""
         async with self._read(request, DetokenizeRequest) as asked:
-            _checked(self.served.check_ids, asked.tokens)
+            blame_sender(self.served.check_ids, asked.tokens)
             return {"prompt": self.served.tokenizer.decode(asked.tokens)}
 
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
-
-        def prompts(asked: ChatRequest) -> list[list[int]]:
-            text = self.served.chat(asked.messages, asked.offered_tools, asked.chat_template_kwargs)
-            return [self._tokens(text, session)]
-
-        session = self._authorised(request)
-        began = time.monotonic()
-        async with self._read(request, ChatRequest) as asked:
-            self._check_size(asked.n)
-            ids = await run_in_threadpool(_checked, prompts, asked)
-            form = self.served.form if asked.offered_tools else None
-        return await self._answered(request, asked, ids, ChatAnswer, form, session, began)
+        return await self._completed(request, ChatRequest, ChatAnswer)
 
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
-
-        def prompts(asked: CompletionRequest) -> list[list[int]]:
-            return [self._tokens(one, session) for one in asked.prompts]
-
-        session = self._authorised(request)
-        began = time.monotonic()
-        async with self._read(request, CompletionRequest) as asked:
-            self._check_size(asked.n * len(_checked(lambda: asked.prompts)))
-            ids = await run_in_threadpool(_checked, prompts, asked)
-        return await self._answered(request, asked, ids, CompletionAnswer, None, session, began)
+        return await self._completed(request, CompletionRequest, CompletionAnswer)
 
     # Sessions ---------------------------------------------------------------------------------
 
-    async def begin_session(self, request: Request) -> dict[str, Any]:
+    async def begin_session(self, request: Request) -> SessionKey:
         """Begin a session, for whose key everything that is sampled is kept."""
         check_bearer(request, self.token)
         async with self._read(request, SessionRequest) as asked:
             session = self.sessions.begin(asked.seed)
         if session is None:
             raise HTTPException(429, "there are too many sessions; end some of them")
-        return {"id": session.id, "api_key": session.key}
+        return SessionKey(id=session.id, api_key=session.key)
 
     async def session(self, request: Request, name: str) -> dict[str, Any]:
         """Record of a session; for the server's token, or the session's own."""
@@ -149,13 +126,13 @@ class Service:
         self.sessions.end(session)
         return session.as_json()
 
-    async def reward(self, request: Request) -> dict[str, Any]:
+    async def reward(self, request: Request) -> dict[str, float | None]:
         """Set the reward of the session that asks."""
         session = self._authorised(request)
         if session is None:
             raise HTTPException(400, "a reward is a session's; ask with the session's key")
         async with self._read(request, RewardRequest) as asked:
-            _checked(session.set_reward, asked.reward)
+            blame_sender(session.set_reward, asked.reward)
         return {"reward": session.reward}
 
     def _session_of(self, request: Request, name: str) -> Session:
@@ -181,30 +158,22 @@ class Service:
     async def _read(self, request: Request, kind: type[Kind]) -> AsyncIterator[Kind]:
         """The request in a body, which counts until the block ends."""
         self._authorised(request)
-
-        def parse(body: bytearray) -> Kind:
-            with self._parsing:
-                return read_request(kind, body)
-
-        async with self._bodies.read(request) as body:
-            asked = await run_in_threadpool(_checked, parse, body)
+        async with self._bodies.read(request, partial(read_request, kind)) as asked:
             self._check_model(getattr(asked, "model", None))
             yield asked
 
-    async def _answered(
-        self,
-        request: Request,
-        asked: ChatRequest | CompletionRequest,
-        prompts: Sequence[list[int]],
-        kind: type[Answer],
-        form: Form | None,
-        session: Session | None,
-        began: float,
+    async def _completed(
+        self, request: Request, kind: type[_Sampled], writer: type[Answer]
     ) -> Response:
-        """``began``: when the request was connected; what came before counts against its time."""
+        """Answer a request of ``kind``; the time to read and encode it counts against its time."""
+        session = self._authorised(request)
+        began = time.monotonic()
+        async with self._read(request, kind) as asked:
+            prompts = await run_in_threadpool(blame_sender, self._prompts, asked, session)
+        has_tools = isinstance(asked, ChatRequest) and asked.offered_tools
+        tokenizer, form = self.served.tokenizer, self.served.form if has_tools else None
         asked = self.served.taken(asked)
-        rows = _checked(self._rows, asked, prompts, session)
-        tokenizer = self.served.tokenizer
+        rows = blame_sender(self._rows, asked, prompts, session)
         choices = [
             Choice(
                 tokenizer,
@@ -216,16 +185,7 @@ class Service:
             )
             for row in rows
         ]
-        wants = Wants(
-            self.served.name,
-            asked.n,
-            asked.wants_logprobs,
-            asked.return_token_ids,
-            asked.stream_options.include_usage,
-            asked.stream_options.include_obfuscation,
-            form,
-        )
-        answer = kind(tokenizer, wants, choices)
+        answer = writer(tokenizer, self.served.name, asked, choices, form)
 
         def ended(is_whole: bool) -> None:
             if session is None:
@@ -238,33 +198,39 @@ class Service:
                 tokens = choice.prompt, choice.ids, choice.logprobs
                 session.record(*tokens, choice.finish, choice.whole_text, row.request)
 
-        exchange = Exchange(self.waiting, rows, answer, self.timeout_s, began, ended)
+        results = Results[Progress]()
+        job = RowJob(rows, results.put)
         if session is not None:
-            session.follow(exchange.job)
-        return await exchange.response(request, stream=asked.stream)
+            session.follow(job)
+        exchange = Exchange(job, results, answer, self.timeout_s, began, ended)
+        return await exchange.response(self.queue, request, stream=asked.stream)
 
-    def _check_size(self, answers: int) -> None:
-        most = self.waiting.max_rows
+    def _prompts(self, asked: _Sampled, session: Session | None) -> list[list[int]]:
+        """Tokens of each prompt of a request."""
+        prompts = asked.prompts if isinstance(asked, CompletionRequest) else [asked]
+        answers, most = asked.n * len(prompts), self.queue.max_items
         if answers > most:
             raise HTTPException(413, f"{answers} answers, at most {most} are taken in a request")
+        return [self._tokens(prompt, session) for prompt in prompts]
 
-    def _tokens(self, prompt: str | list[int], session: Session | None) -> list[int]:
-        """Tokens of a prompt that is text or tokens."""
+    def _tokens(self, prompt: ChatRequest | str | list[int], session: Session | None) -> list[int]:
+        """Tokens of a prompt that is a chat, text or tokens."""
+        served = self.served
+        if isinstance(prompt, ChatRequest):
+            tools, kwargs = prompt.offered_tools, prompt.chat_template_kwargs
+            prompt = served.chat(prompt.messages, tools, kwargs, session is not None)
+        elif isinstance(prompt, str):
+            prompt = served.prompt(prompt)
         if not isinstance(prompt, str):
             return prompt
-        prompt = self.served.shortened(prompt)  # to be refused by its length
-        begin = self.served.encoded
-        return (
-            begin(prompt)
-            if session is None
-            else session.encoded(prompt, begin, partial(encode_fragment, self.served.tokenizer))
-        )
+        prompt = served.shortened(prompt)  # to be refused by its length
+        if session is None:
+            return served.encoded(prompt)
+        go_on = partial(encode_fragment, served.tokenizer)
+        return session.encoded(prompt, served.encoded, go_on)
 
     def _rows(
-        self,
-        asked: ChatRequest | CompletionRequest,
-        prompts: Sequence[list[int]],
-        session: Session | None,
+        self, asked: _Sampled, prompts: Sequence[list[int]], session: Session | None
     ) -> list[Row]:
         """``n`` rows for each prompt, adjacent.
 
@@ -292,40 +258,21 @@ class Service:
             for sample in range(asked.n)
         ]
 
-    def _model(self) -> dict[str, Any]:
-        return {
-            "id": self.served.name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "aligner",
-            "max_model_len": self.served.positions,
-        }
-
     def _check_model(self, name: str | None) -> None:
         known = self.served.name
         if name is not None and not self.served.is_called(name):
             raise HTTPException(404, f"model: there is no {name[:80]!r}; {known!r} is served")
 
 
-def _checked(function: Any, *arguments: Any) -> Any:
-    """Result of a function of a request's contents; its errors are the sender's."""
-    try:
-        return function(*arguments)
-    except HTTPException:
-        raise
-    except TokenizerError as error:
-        advice = "a model without a chat template completes text: ask /v1/completions"
-        raise HTTPException(400, f"{error}; {advice}") from error
-    except AlignerError as error:
-        raise HTTPException(400, str(error)) from error
-    except Exception as error:  # of a tokenizer or a template that cannot take the text
-        cause = f"{type(error).__name__}: {error}"
-        raise HTTPException(400, f"the request cannot be encoded: {cause}") from error
+def policy_server(
+    address: tuple[str, int], service: Service
+) -> AbstractContextManager[tuple[str, int]]:
+    """Answer requests in a thread until the block ends; the host and port that it listens on.
 
-
-def application(service: Service) -> FastAPI:
-    """Routes of a service."""
-    routes: dict[str, Any] = {
+    Raises:
+        OSError: it cannot listen at ``address``.
+    """
+    routes: Routes = {
         "GET /health": service.health,
         "GET /v1/models": service.models,
         "GET /v1/models/{name:path}": service.model,
@@ -338,38 +285,5 @@ def application(service: Service) -> FastAPI:
         "DELETE /v1/sessions/{name}": service.end_session,
         "POST /v1/reward": service.reward,
     }
-    known = ", ".join(name for name in routes if "{" not in name)
-
-    async def refused(request: Request, error: Exception) -> Response:
-        status, cause = 500, f"{type(error).__name__}: {error}"
-        if isinstance(error, HTTPException):
-            status, cause = error.status_code, error.detail
-        if cause in ("Not Found", "Method Not Allowed"):
-            cause += f": {request.method} {request.url.path[:80]!r}; there are {known}"
-        return JSONResponse(refusal(status, cause), status)
-
-    app = FastAPI(
-        openapi_url=None,
-        redirect_slashes=False,
-        exception_handlers={HTTPException: refused, Exception: refused},
-    )
-    for name, function in routes.items():
-        method, _, path = name.partition(" ")
-        # Answers are written as they are: no model of them is made.
-        app.add_api_route(path, function, methods=[method], response_model=None)
-    return app
-
-
-@contextlib.contextmanager
-def policy_server(address: tuple[str, int], service: Service) -> Iterator[tuple[str, int]]:
-    """Answer requests in a thread until the block ends; the host and port that it listens on.
-
-    Raises:
-        OSError: it cannot listen at ``address``.
-    """
-    connections = max(MOST_CONNECTIONS, service.waiting.max_rows)  # each waits on its own
-    with listening(application(service), address, refusal, connections) as place:
-        try:
-            yield place
-        finally:
-            service.waiting.fail_all(ConnectionAbortedError(ENDING))
+    most = max(MOST_CONNECTIONS, service.queue.max_items)  # each waits on its own connection
+    return http_server(address, routes, service.queue, refusal=refusal, connections=most)

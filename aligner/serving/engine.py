@@ -5,6 +5,7 @@ All ranks of a run take part; rank 0 has the requests, and the others wait for i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +15,15 @@ from aligner.data.prompts import pad_right
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.pool import engine_failure
 from aligner.errors import WorkerError
+from aligner.http.queue import JobQueue, Slot
+from aligner.http.results import ENDING
 from aligner.models.interfaces import GenerationInterface
 from aligner.parallel.collectives import from_rank_zero, is_rank_zero
-from aligner.serving.queue import EndKind, Slot, Waiting, batch_options
+from aligner.serving.queue import EndKind, Progress, Row, RowJob, batch_options, fit_together
 
 # The other ranks wait for rank 0 in a collective; it ends an idle wait this often.
 _HEARTBEAT_S = 0.5
-
-
+_RowSlot = Slot[Row]
 _Listener = Callable[[int, int, float], None]
 
 
@@ -31,6 +33,12 @@ class _Batch(NamedTuple):
     prompts: list[list[int]]
     sample_ids: list[int]
     options: SamplingOptions | None  # None: of no rows
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> "_Batch":
+        """The rows of a batch."""
+        prompts, sample_ids = [row.prompt for row in rows], [row.sample_id for row in rows]
+        return cls(prompts, sample_ids, batch_options(rows) if rows else None)
 
 
 class _NobodyWaitsError(Exception):
@@ -62,7 +70,7 @@ class ServingEngine:
     def __init__(
         self,
         generation: GenerationInterface,
-        waiting: Waiting,
+        queue: JobQueue[Row],
         settings: EngineSettings,
         survives: Callable[[Exception], bool] | None = None,
     ) -> None:
@@ -72,8 +80,10 @@ class ServingEngine:
         default it may unless there are other ranks, whose state is then unknown, or a worker
         failed.
         """
-        self._generation, self._waiting, self._settings = generation, waiting, settings
-        self._survives = survives or self._is_alone
+        self._generation, self._queue, self._settings = generation, queue, settings
+        self._survives = survives or (
+            lambda error: not (settings.has_peers or isinstance(error, WorkerError))
+        )
 
     def serve(self, is_stopping: Callable[[], bool]) -> None:
         """Answer until ``is_stopping`` on rank 0; collective.
@@ -81,41 +91,41 @@ class ServingEngine:
         A batch that fails is reported to those who asked; an error that the engine does not survive
         is raised.
         """
-        most, positions = self._settings.rows, self._settings.positions
+        fit = partial(fit_together, positions=self._settings.positions)
         while True:
-            slots: list[Slot] = []
+            slots: list[_RowSlot] = []
             stops = is_stopping()
             if is_rank_zero() and not stops:
-                slots = self._waiting.take(most, positions, _HEARTBEAT_S)
-            batch = from_rank_zero(None if stops else _batch_of(slots))
+                slots = self._queue.take(self._settings.rows, _HEARTBEAT_S, fit)
+            batch = from_rank_zero(None if stops else _Batch.of([slot.item for slot in slots]))
             if batch is None:
                 return
             if batch.prompts:
                 self._answer(batch, slots, is_stopping)
 
-    def _answer(self, batch: _Batch, slots: list[Slot], is_stopping: Callable[[], bool]) -> None:
+    def _answer(
+        self, batch: _Batch, slots: list[_RowSlot], is_stopping: Callable[[], bool]
+    ) -> None:
         try:
             output = self._generated(batch, slots, is_stopping)
         except _NobodyWaitsError:
-            _fail(slots, ConnectionAbortedError("the server is ending; try again later"))
+            for slot in slots:
+                slot.fail(ConnectionAbortedError(ENDING))
         except Exception as error:
             survives = self._survives(error)
             failure = engine_failure(error)
             for slot in slots:
-                if slot.is_wanted:
+                if slot.is_wanted and isinstance(slot.job, RowJob):
                     slot.job.failure = failure
-            _fail(slots, error)
+                slot.fail(error)
             if not survives:
                 raise
         else:
             for number, slot in enumerate(slots):
                 _finish(slot, output, number)
 
-    def _is_alone(self, error: Exception) -> bool:
-        return not (self._settings.has_peers or isinstance(error, WorkerError))
-
     def _generated(
-        self, batch: _Batch, slots: list[Slot], is_stopping: Callable[[], bool]
+        self, batch: _Batch, slots: list[_RowSlot], is_stopping: Callable[[], bool]
     ) -> BatchedDataDict:
         ids, lengths = pad_right(batch.prompts, self._settings.pad_id)
         columns = {"input_ids": ids, "input_lengths": lengths}
@@ -131,17 +141,17 @@ class ServingEngine:
         )
         return output.to("cpu")
 
-    def _listener(self, slots: list[Slot], is_stopping: Callable[[], bool]) -> _Listener:
+    def _listener(self, slots: list[_RowSlot], is_stopping: Callable[[], bool]) -> _Listener:
         ends, may_leave = self._settings.end_ids, not self._settings.has_peers
-        longest = max((slot.row.longest for slot in slots), default=0)
-        is_cut = any(slot.row.longest < longest for slot in slots)
+        longest = max((slot.item.longest for slot in slots), default=0)
+        is_cut = any(slot.item.longest < longest for slot in slots)
 
         def listen(number: int, token: int, logprob: float) -> None:
             if not slots:  # another rank
                 return
             slot = slots[number]
-            end: EndKind | None = "length" if slot.made + 1 >= slot.row.longest else None
-            slot.tell([token], [logprob], "stop" if token in ends else end)
+            end: EndKind | None = "length" if slot.reported + 1 >= slot.item.longest else None
+            _report(slot, [token], [logprob], "stop" if token in ends else end)
             if not may_leave or (not is_cut and all(each.is_ended for each in slots)):
                 return  # it comes to its end by itself
             if is_stopping() or not any(each.is_wanted for each in slots):
@@ -150,26 +160,22 @@ class ServingEngine:
         return listen
 
 
-def _batch_of(slots: Sequence[Slot]) -> _Batch:
-    rows = [slot.row for slot in slots]
-    options = batch_options(rows) if rows else None
-    return _Batch([row.prompt for row in rows], [row.sample_id for row in rows], options)
+def _report(slot: _RowSlot, ids: list[int], logprobs: list[float], end: EndKind | None) -> None:
+    """Report further tokens of a row; tokens after its end are ignored."""
+    if not slot.is_ended and (ids or end):
+        progress = Progress(slot.index, ids, logprobs, end)
+        slot.report(progress, parts=len(ids), is_last=end is not None)
 
 
-def _finish(slot: Slot, output: BatchedDataDict, number: int) -> None:
-    """Tell a row of what it has not heard, and of its end; longer answers are cut."""
-    begin, longest = len(slot.row.prompt), slot.row.longest
+def _finish(slot: _RowSlot, output: BatchedDataDict, number: int) -> None:
+    """Report the tokens of a row that were not reported, and its end; longer answers are cut."""
+    begin, longest = len(slot.item.prompt), slot.item.longest
     whole = int(output["unpadded_sequence_lengths"][number]) - begin
-    new = slice(begin + slot.made, begin + min(whole, longest))
+    new = slice(begin + slot.reported, begin + min(whole, longest))
     stopped = whole <= longest and bool(output["is_end"][number])
-    slot.tell(
+    _report(
+        slot,
         output["output_ids"][number, new].tolist(),
         output["logprobs"][number, new].tolist(),
         "stop" if stopped else "length",
     )
-
-
-def _fail(slots: Sequence[Slot], error: Exception) -> None:
-    for slot in slots:
-        if not slot.is_ended:
-            slot.job.tell(error)

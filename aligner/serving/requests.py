@@ -73,8 +73,8 @@ class StreamOptions(BaseModel):
     """``stream_options``."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class _Sampled(_Request):
@@ -93,6 +93,7 @@ class _Sampled(_Request):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
+    logprobs: bool | int | None = None
 
     @property
     def longest(self) -> int | None:
@@ -101,8 +102,8 @@ class _Sampled(_Request):
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if the answer has log-probs."""
-        raise NotImplementedError
+        """True if the answer has log-probs; for ``logprobs=0`` those of sampled tokens alone."""
+        return self.logprobs is not None and self.logprobs is not False
 
     def sampling_options(self, defaults: SamplingOptions, longest: int) -> SamplingOptions:
         """Sampling as the request has it, and as ``defaults`` where it says nothing.
@@ -113,14 +114,11 @@ class _Sampled(_Request):
         if self.temperature is not None:
             given["use_greedy"] = self.temperature == 0
             given["temperature"] = self.temperature or 1.0
-        if self.top_p is not None:
-            given["top_p"] = self.top_p
         if self.top_k is not None:
             given["top_k"] = max(0, self.top_k)
-        if self.repetition_penalty is not None:
-            given["repetition_penalty"] = self.repetition_penalty
-        if self.stop is not None:
-            given["end_strings"] = self.stop
+        further = {"top_p": self.top_p, "repetition_penalty": self.repetition_penalty}
+        further["end_strings"] = self.stop
+        given |= {key: value for key, value in further.items() if value is not None}
         least = defaults.length.min_length if self.min_tokens is None else self.min_tokens
         return SamplingOptions(
             dataclasses.replace(
@@ -146,20 +144,19 @@ class ChatRequest(_Sampled):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def wants_logprobs(self) -> bool:
-        """True if the answer has log-probs."""
-        return self.logprobs
-
-    @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """Functions that the model may call.
 
         Raises:
-            DataError: one of them is no function with a name.
+            DataError: one of them is no function with a name and a mapping of parameters.
         """
         for number, tool in enumerate(self.tools):
             function = tool.get("function")
-            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            if (
+                not isinstance(function, Mapping)
+                or not isinstance(function.get("name"), str)
+                or not isinstance(function.get("parameters") or {}, Mapping)
+            ):
                 raise DataError(
                     f"tools.{number}: must be of the form "
                     '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
@@ -172,11 +169,6 @@ class CompletionRequest(_Sampled):
 
     prompt: str | list[Any]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """True if the answer has log-probs."""
-        return self.logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:

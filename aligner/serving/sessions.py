@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from aligner.environments.pool import Failure
 from aligner.environments.protocol import Turn, check_turn
 from aligner.errors import DataError
-from aligner.serving.queue import EndKind, Job, sample_id
+from aligner.serving.queue import EndKind, RowJob, sample_id
 
 _MOST_TOKENS = 2**21  # of a session
 _MOST_SESSIONS = 4096
@@ -108,7 +108,7 @@ class Session:
         self.requests: list[int] = []
         self.rewards: dict[int, Turn] = {}
         self.exceeded: Limit | None = None
-        self._jobs: list[Job] = []
+        self._jobs: list[RowJob] = []
         self._limits = limits
         self._last: Turn | None = None  # the reward that was given last
         self._asked: Counter[int] = Counter()
@@ -144,7 +144,7 @@ class Session:
         with self._lock:
             return next((job.failure for job in self._jobs if job.failure), None)
 
-    def follow(self, job: Job) -> None:
+    def follow(self, job: RowJob) -> None:
         """Take note of a request that the engine is given."""
         with self._lock:
             self._jobs.append(job)

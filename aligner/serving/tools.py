@@ -8,6 +8,7 @@ from typing import Any
 from aligner.data.chat import Message
 from aligner.environments.calls import Form, before_calls, parse_calls
 from aligner.environments.tools import tools_in_text
+from aligner.serving.openai_types import FunctionCall, ToolCall
 
 
 def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -41,7 +42,7 @@ def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
     return tools_in_text(plain, tools) if tools else plain
 
 
-def split_calls(text: str, form: Form) -> tuple[str | None, list[dict[str, Any]]]:
+def split_calls(text: str, form: Form) -> tuple[str | None, list[ToolCall]]:
     """Text before the calls, None where there is none; and the calls as OpenAI's answers have them.
 
     Text whose calls cannot be read is text alone.
@@ -50,10 +51,10 @@ def split_calls(text: str, form: Form) -> tuple[str | None, list[dict[str, Any]]
     if not calls or any(call.problem is not None for call in calls):
         return text, []
     return before_calls(text, form).strip() or None, [
-        {
-            "id": call.id or uuid.uuid4().hex[:9],  # Mistral's templates refuse longer ones
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-        }
+        ToolCall(
+            id=call.id or uuid.uuid4().hex[:9],  # Mistral's templates refuse longer ones
+            type="function",
+            function=FunctionCall(name=call.name, arguments=json.dumps(call.arguments)),
+        )
         for call in calls
     ]

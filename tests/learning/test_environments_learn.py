@@ -253,7 +253,7 @@ def test_the_game_is_learned(tmp_path, tiny_nemo, seed):
 @pytest.mark.timeout(600)
 def test_the_agent_s_pipeline_runs_to_its_end(tmp_path, tiny_nemo, monkeypatch):
     """The recipes of `make agent` with a tiny model: what is shorter is what is set here."""
-    from aligner.algorithms.multi_run.stages import run_pipeline
+    from aligner.examples.pipeline_stages import run_pipeline
 
     monkeypatch.chdir(tmp_path)
     values = yaml.safe_load((ROOT / "conf" / "pipelines" / "agent.yaml").read_text())

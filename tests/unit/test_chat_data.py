@@ -288,3 +288,31 @@ def test_preferences_that_do_not_fit_are_refused(changes, message, tmp_path):
     row = {"chosen": CHAT[:2], "rejected": [QUESTION, {"role": "assistant", "content": "5"}]}
     with pytest.raises(DataError, match=rf"line 1: .*{message}"):
         load_set(PairDataset, written(tmp_path, {**row, **changes}), byte_level_tokenizer())
+
+
+def test_no_calls_are_the_same_as_none(tokenizer, tmp_path):
+    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    rows = [{"messages": [question, each]} for each in (answer, {**answer, "tool_calls": []})]
+    plain, empty = load_set(
+        ExampleDataset, written(tmp_path, *rows), tokenizer, messages_column="messages"
+    )
+    assert plain.ids == empty.ids
+
+
+def test_half_a_character_in_the_arguments_of_a_call_is_refused(tmp_path):
+    """The row holds text of JSON, in which only a rendering finds it."""
+    template = "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %}"
+    template += "{{ c.arguments | tojson }}{% endfor %}{{ m.content }}{% endfor %}"
+    call = {"name": "f", "arguments": '{"a": "\\ud800"}'}
+    row = {"prompt": "a", "response": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    with pytest.raises(DataError, match=r"line 1: the chat template refuses .*surrogates"):
+        load_set(ExampleDataset, written(tmp_path, row), chatml(template))
+
+
+def test_tools_of_a_row_without_place_for_them_are_refused(tmp_path):
+    row = {"prompt": "a", "response": "b", "tools": [{"name": "f"}]}
+    path = written(tmp_path, row)
+    with pytest.raises(DataError, match=r"'tools' holds tools, .*data\.tools_column=null"):
+        load_set(ExampleDataset, path, byte_level_tokenizer())
+    load_set(ExampleDataset, path, byte_level_tokenizer(), tools_column=None)
+    load_set(ExampleDataset, written(tmp_path, {**row, "tools": None}), byte_level_tokenizer())

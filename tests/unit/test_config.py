@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from aligner.architecture import GPTArchitecture
-from aligner.config import DPORunConfig, ParallelConfig, RSRunConfig, check_layout, parse_config
-from aligner.config.cli import check_overrides, launch
+from aligner.config import (
+    DPORunConfig,
+    ParallelConfig,
+    RSRunConfig,
+    RunConfig,
+    check_layout,
+    parse_config,
+)
+from aligner.config.cli import check_overrides, launch, without_sections
 from aligner.config.defaults import defaults_of, without_new_defaults
 from aligner.config.roles.model import CriticConfig, ModelConfig
 from aligner.config.roles.policy import check_policy_backend
@@ -355,6 +362,26 @@ def launched(monkeypatch):
         return seen[0][0]
 
     return run
+
+
+@pytest.mark.parametrize("spelling", ["critic=null", "+critic=null", "++critic=null", "~critic"])
+def test_the_critic_is_removed_as_the_remedy_says(launched, spelling, capsys):
+    """`SystemExit`: refused, with the remedy of ``aligner/config/rules/credit.py`` first."""
+    critic_free = [
+        "data.train.source=t.jsonl",
+        "trainer.ppo.advantage.estimator=grpo",
+        "trainer.ppo.normalize_advantages=false",
+        "model.ppo.num_rollouts_per_prompt=4",
+    ]
+    with pytest.raises(SystemExit):
+        launched(*critic_free)
+    assert "critic=null" in capsys.readouterr().err
+    assert launched(*critic_free, spelling).critic is None
+
+
+def test_sections_that_cannot_be_null_are_refused():
+    arguments = ["data=null", "~reward", "model.peft=null", "seed=3", "critic=null"]
+    assert without_sections(arguments, RunConfig) == (arguments[:-1], ["critic"])
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])

@@ -20,6 +20,7 @@ from aligner.algorithms.rollout.rollout import score
 from aligner.checkpoint.run_state.tree import normalise, read_tree, write_tree
 from aligner.config.environment import EnvironmentConfig
 from aligner.data.prompts import Prompt, PromptDataset
+from aligner.environments import Turn
 from aligner.errors import EnvironmentCallError
 
 EPISODES = PromptDataset(
@@ -115,4 +116,26 @@ def test_abandoned_conversations_end_after_their_round(tiny_nemo, monkeypatch, c
     assert "begins again" not in caplog.text  # as after a failure of the engine
     run.step(2)  # from the beginning, by the step that needs it
     assert run.seen[1]["turn_ids"].max() > 1
+    run.rollouts.close()
+
+
+class Last(envs.Echo):
+    """Scores the last turn only."""
+
+    def step(self, message):
+        turn = super().step(message)
+        return turn if turn.done else Turn(turn.messages)
+
+
+@pytest.mark.parametrize(("unscored", "counts"), [("zero", 1.0), ("mask", 0.0)])
+def test_a_conversation_that_a_limit_ended_ahead_counts_as_configured(unscored, counts, tiny_nemo):
+    run = Played(tiny_nemo, make=Last, unscored=unscored, max_turns=1)
+    for number in (1, 2, 3):
+        run.step(number)
+    for rollout in run.seen:  # the second and third were begun a step ahead
+        cut = [reason == "max_turns" for reason in rollout["end_reasons"]]
+        assert any(cut)
+        expected = [counts if is_cut else 1.0 for is_cut in cut]
+        assert rollout["sample_mask"].tolist() == expected
+        assert rollout["is_scored"].tolist() == [float(not is_cut) for is_cut in cut]
     run.rollouts.close()

@@ -209,3 +209,15 @@ def test_digits_are_split_by_the_named_rule(tmp_path, pre, tokens):
     path = write(tmp_path / "model.gguf", random_model(), pre=pre)
     assert len(load_tokenizer(path).encode("1234")) == tokens
     assert len(read_hf(path).tokenizer.encode("1234")) == tokens
+
+
+def test_no_token_is_added_to_those_of_the_file(tmp_path):
+    """The model has a row for each token of the file; transformers adds GPT-2's end token."""
+    text = "1<|endoftext|>2</s>"
+    for tokenizer in (
+        read_hf(write(tmp_path / "model.gguf", random_model())).tokenizer,
+        load_tokenizer(tmp_path / "model.gguf"),
+    ):
+        assert tokenizer.vocab_size == SIZES["vocab_size"]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert max(tokenizer.encode(text)) == tokenizer.eos_id == SIZES["vocab_size"] - 1

@@ -63,3 +63,39 @@ def test_a_byte_order_mark_in_a_configuration(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(json.loads(path.read_bytes())).encode())
     assert read_hf(tmp_path).architecture == plain
     assert torch.is_tensor(read_hf(tmp_path).weights["embedding.word_embeddings.weight"])
+
+
+def sharded(folder, **more):
+    """The directory of an index that lists all tensors but ``more``; returns the tensors."""
+    directory(folder)
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_file({**state, **more}, folder / "shard.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(state, "shard.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return state
+
+
+def test_a_tensor_that_the_index_does_not_list(tmp_path):
+    assert len(sharded(tmp_path / "listed")) == len(read_hf(tmp_path / "listed").weights._state)
+    sharded(tmp_path / "more", extra=torch.ones(2))
+    with pytest.raises(CheckpointError, match=r"shard\.safetensors' holds extra, which"):
+        read_hf(tmp_path / "more")
+
+
+def test_one_file_precedes_an_index_as_in_transformers(tmp_path):
+    state = sharded(tmp_path)
+    other = {name: tensor + 1 for name, tensor in state.items()}
+    save_file(other, tmp_path / "model.safetensors", {"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).model.embed_tokens.weight
+    assert torch.equal(read_hf(tmp_path).weights["embedding.word_embeddings.weight"], theirs)
+
+
+def test_integers_are_refused(tmp_path):
+    file = directory(tmp_path) / "model.safetensors"
+    name = "model.layers.0.mlp.down_proj.weight"
+    whole = torch.ones(32, 48, dtype=torch.int8)
+    save_file({**load_file(file), name: whole}, file, {"format": "pt"})
+    weights = read_hf(tmp_path).weights
+    with pytest.raises(CheckpointError, match=rf"{name} is of torch\.int8"):
+        dict(weights)

@@ -14,10 +14,11 @@ from aligner.checkpoint.adapters import (
     save_adapters,
 )
 from aligner.checkpoint.gathered_weights import GatheredWeights
-from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.config import LengthParams, LoraConfig, OptimConfig, SamplingParams
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import (
@@ -397,6 +398,25 @@ def test_a_mixture_of_experts_takes_adapters_in_its_attention(load):
 
 
 # Dropout --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [MegatronGPTActorModel, MegatronGPTCriticModel])
+def test_frozen_routers_leave_the_base_frozen(cls, tmp_path):
+    experts = dataclasses.replace(TINY_ARCHITECTURE, num_moe_experts=2, moe_router_topk=2)
+    path = tmp_path / "moe.nemo"
+    save_nemo(path, random_weights(experts), experts, byte_level_tokenizer().files())
+    settings = RoleSettings(
+        optim=OptimConfig(lr=1e-2), lora=LoraConfig(adapter_dim=2, target_modules=("attention",))
+    )
+    learned = []
+    for frozen in (False, True):
+        role = load_from_nemo(
+            cls, dataclasses.replace(settings, freeze_moe_router=frozen), restore_path=path
+        )
+        learned.append([n for n, each in role.gpt.named_parameters() if each.requires_grad])
+    assert learned[0] == learned[1]
+    assert all(".router." not in name for name in learned[0])
+    assert sum("adapter" in name or "lora" in name for name in learned[0]) > 0
 
 
 def test_dropout_keeps_the_mean_and_knows_tokens_not_places():

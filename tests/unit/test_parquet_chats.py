@@ -13,6 +13,7 @@ from aligner.data.readers import read_rows
 from aligner.data.supervised import ExampleDataset
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
+from aligner.errors import DataError
 
 TEMPLATE = (
     "{% if tools %}{{ 'TOOLS ' + (tools | tojson) }}{% endif %}{% for m in messages %}"
@@ -118,3 +119,30 @@ def test_byte_order_marks(tmp_path):
     ):
         (tmp_path / name).write_bytes(mark + content)
         assert [row.columns["prompt"] for row in read_rows(tmp_path / name)] == ["2+3=", "4+4="]
+
+
+def test_chats_within_structs_and_messages_by_themselves(tmp_path):
+    """What an environment's own columns hold; a null outside of chats stays."""
+    named = {**USER, "name": "Ada"}
+    rows = [
+        {
+            "task": {"chat": [user, row["call"]], "tools": row["tools"], "hint": hint},
+            "first": user,
+            "chats": [[user], [user, row["call"]]],
+        }
+        for row, user, hint in zip(ROWS, (USER, named, USER), ("a", None, "b"), strict=True)
+    ]
+    lines, table = ([row.columns for row in read_rows(file)] for file in both(tmp_path, rows))
+    assert table == lines == rows
+
+
+def test_maps_are_objects(tmp_path):
+    maps = [{"x": 1, "y": 2}, {}, None]
+    kind = pa.map_(pa.string(), pa.int64())
+    file = tmp_path / "maps.parquet"
+    parquet.write_table(pa.table({"limits": pa.array(maps, kind)}), file)
+    assert [row.columns["limits"] for row in read_rows(file)] == maps
+    twice = pa.array([[("x", 1), ("x", 2)]], kind)
+    parquet.write_table(pa.table({"limits": twice}), file)
+    with pytest.raises(DataError, match=r"maps\.parquet, after row 0: .*duplicate key was 'x'"):
+        list(read_rows(file))

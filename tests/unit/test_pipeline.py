@@ -17,10 +17,10 @@ from types import SimpleNamespace
 import pytest
 from test_observe_report import Document, sample
 
-from aligner.algorithms.multi_run.stages import plan, run_pipeline
-from aligner.config.commands.pipeline import load_pipeline
 from aligner.data.preferences import length_accuracy
 from aligner.errors import CheckpointNotFoundError, ConfigError, DataError, WorkerError
+from aligner.examples.pipeline_config import load_pipeline
+from aligner.examples.pipeline_stages import plan, run_pipeline
 from aligner.examples.tasks.gsm8k import gsm8k_examples
 from aligner.examples.tasks.gsm8k_solutions import solution_pairs
 from aligner.observe.estimates import wilson_interval

@@ -80,6 +80,15 @@ def test_data_and_rewards_need_not_be_given_where_no_recipe_gives_them():
     assert kept == ("reward.function=a:b", "data.train.source=t.jsonl")
 
 
+def test_an_architecture_with_a_byte_order_mark(tmp_path):
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_attention_heads": 4, "vocab_size": 64, "model_type": "llama"}
+    for name, mark in (("plain", b""), ("marked", b"\xef\xbb\xbf")):
+        (tmp_path / name).write_bytes(mark + json.dumps(sizes).encode())
+    plain, marked = (read_architecture(str(tmp_path / name)) for name in ("plain", "marked"))
+    assert plain == marked
+
+
 @pytest.mark.parametrize(
     ("argument", "words"),
     [

@@ -16,9 +16,10 @@ import pytest
 
 from aligner.config import RewardServerConfig
 from aligner.errors import DataError, RewardServerError
-from aligner.http import listening as http_side
+from aligner.http import application, listening
+from aligner.http.queue import JobQueue
 from aligner.rewards.server.client import RewardClient
-from aligner.rewards.server.http import RewardService, Waiting, http_server
+from aligner.rewards.server.http import RewardService
 from aligner.rewards.server.serve import score_until
 from aligner.rewards.server.wire import WireSample
 
@@ -47,12 +48,12 @@ def serving():
                 raise TypeError("of a tokenizer")
             return [len(sample.prompt), len(sample.response)]
 
-        waiting = Waiting(max_waiting)
-        service = RewardService((), encode, waiting, timeout_s, None)
-        _, state.port = running.enter_context(http_server(("127.0.0.1", 0), service))
+        queue = JobQueue(max_waiting, turn=BATCH)
+        service = RewardService((), encode, queue, timeout_s, None)
+        _, state.port = running.enter_context(service.serving(("127.0.0.1", 0)))
         state.url = f"http://127.0.0.1:{state.port}"
         state.loop = threading.Thread(
-            target=score_until, args=(state.stopping, waiting, score, BATCH), daemon=True
+            target=score_until, args=(state.stopping, queue, score, BATCH), daemon=True
         )
         state.loop.start()
         running.callback(state.stopping.set)
@@ -119,15 +120,35 @@ def test_the_server_stops_between_two_batches(serving):
 
 
 def test_a_server_that_ends_answers_what_it_has_not_scored():
-    service = RewardService((), lambda sample: [1], Waiting(10), 30.0)  # and no model
+    service = RewardService((), lambda sample: [1], JobQueue(10), 30.0)  # and no model
     with ThreadPoolExecutor(1) as pool:
-        with http_server(("127.0.0.1", 0), service) as (_, port):
+        with service.serving(("127.0.0.1", 0)) as (_, port):
             asked = pool.submit(post, port, body_of(1))
             time.sleep(0.5)
             started = time.monotonic()
         assert time.monotonic() - started < 5
         status, answer = asked.result(10)
     assert (status, answer["error"]) == (503, "the server is ending; try again later")
+
+
+def test_an_unexpected_error_is_answered_with_json():
+    service = RewardService(None, lambda sample: [1], JobQueue(10), 30.0)  # a mistake
+    with service.serving(("127.0.0.1", 0)) as (_, port):
+        answer = raw(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    head, body = answer.split(b"\r\n\r\n", 1)
+    assert head.startswith(b"HTTP/1.1 500 ")
+    assert json.loads(body) == {"error": "TypeError: 'NoneType' object is not iterable"}
+
+
+def test_requests_whose_sender_left_leave_room_for_others(serving):
+    state = serving(seconds=0.5, max_waiting=20)
+    body = body_of(20)
+    with socket.create_connection(("127.0.0.1", state.port)) as channel:
+        channel.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        time.sleep(0.3)
+        assert post(state.port, body_of(20))[0] == 503
+    time.sleep(0.1)
+    assert post(state.port, body_of(20))[0] == 200
 
 
 def test_what_nobody_waits_for_is_not_scored(serving):
@@ -151,7 +172,7 @@ def test_what_nobody_waits_for_is_not_scored(serving):
 @pytest.mark.parametrize("first", [b"GET /he", POST + b"Content-Length: 5000\r\n\r\n{"])
 def test_a_request_that_does_not_arrive_is_ended(serving, monkeypatch, first):
     """However busily it drips."""
-    monkeypatch.setattr(http_side, "ARRIVAL_S", 1.0)
+    monkeypatch.setattr(listening, "ARRIVAL_S", 1.0)
     state = serving()
     ended = None
     with socket.create_connection(("127.0.0.1", state.port), timeout=0.2) as channel:
@@ -171,7 +192,7 @@ def test_a_request_that_does_not_arrive_is_ended(serving, monkeypatch, first):
 
 
 def test_connections_are_bounded(serving, monkeypatch):
-    monkeypatch.setattr(http_side, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(listening, "MOST_CONNECTIONS", 3)
     state = serving()
     held = [socket.create_connection(("127.0.0.1", state.port)) for _ in range(3)]
     time.sleep(0.3)
@@ -187,7 +208,7 @@ def test_connections_are_bounded(serving, monkeypatch):
 
 
 def test_headers_arrive_sooner_than_a_body(serving, monkeypatch):
-    monkeypatch.setattr(http_side, "HEADERS_S", 0.5)
+    monkeypatch.setattr(listening, "HEADERS_S", 0.5)
     state = serving()
     with socket.create_connection(("127.0.0.1", state.port), timeout=5) as silent:
         assert b"within 0.5 s" in silent.recv(500)
@@ -199,18 +220,18 @@ def test_headers_arrive_sooner_than_a_body(serving, monkeypatch):
 
 def test_more_connections_than_files_may_be_open(monkeypatch, caplog):
     limits = {"now": (1024, 2048)}
-    monkeypatch.setattr(http_side.resource, "getrlimit", lambda kind: limits["now"])
-    monkeypatch.setattr(http_side.resource, "setrlimit", lambda kind, pair: limits.update(now=pair))
-    assert http_side._within_open_files(512) == 512
+    monkeypatch.setattr(listening.resource, "getrlimit", lambda kind: limits["now"])
+    monkeypatch.setattr(listening.resource, "setrlimit", lambda kind, pair: limits.update(now=pair))
+    assert listening._within_open_files(512) == 512
     assert limits["now"] == (1024, 2048)
-    assert http_side._within_open_files(1000) == 1000
+    assert listening._within_open_files(1000) == 1000
     assert limits["now"] == (1512, 2048)
-    assert http_side._within_open_files(4096) == 2048 - 512
+    assert listening._within_open_files(4096) == 2048 - 512
     assert "RLIMIT_NOFILE" in caplog.text
 
 
 def test_bytes_that_are_worked_on_are_bounded(serving, monkeypatch):
-    monkeypatch.setattr(http_side, "MOST_BYTES_IN_FLIGHT", 150_000)
+    monkeypatch.setattr(application, "MOST_BYTES_IN_FLIGHT", 150_000)
     state = serving()
     held = socket.create_connection(("127.0.0.1", state.port))
     held.sendall(POST + b"Content-Length: 200000\r\n\r\n" + b"[" * 140_000)

@@ -17,7 +17,13 @@ from aligner.config.load import load_config
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import with_chat_template
 from aligner.errors import ConfigError
-from tests.unit.test_run_directory import begun, configured, model, prepared  # noqa: F401
+from tests.unit.test_run_directory import (  # noqa: F401
+    begun,
+    configured,
+    model,
+    prepared,
+    recipe,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -182,6 +188,28 @@ def test_lora_is_part_of_the_identity(configured):  # noqa: F811
         prepared(configured("ppo", **lora))
     accepted = {"exp_manager__resume_changed": ["model.peft"]}
     assert prepared(configured("ppo", **lora, **accepted)) == []
+
+
+GAME = {"kind": "messages", "factory": "aligner.examples.tasks.games:GuessingGame"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("kwargs", {"guesses": 2}), ("unscored", "mask"), ("failed", "zero"), ("max_turns", 3)],
+)
+def test_an_environment_s_settings_change_on_purpose_alone(configured, key, value):  # noqa: F811
+    def played(changes, **more):
+        environment = {**recipe("ppo")["environment"], **GAME, **changes}
+        reward = {**recipe("ppo")["reward"], "kind": "environment", "function": None, "kwargs": {}}
+        return configured("ppo", environment=environment, reward=reward, **more)
+
+    begun(played({}))
+    assert prepared(played({})) == []
+    with pytest.raises(ConfigError, match=rf"environment\.{key}.*: ") as caught:
+        prepared(played({key: value}))
+    names = re.search(r"exp_manager\.resume_changed=\[([^]]*)\]", str(caught.value))[1].split(",")
+    for accepted in (names, ["environment"]):
+        assert prepared(played({key: value}, exp_manager__resume_changed=accepted)) == []
 
 
 TIMED = (

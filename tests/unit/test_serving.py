@@ -273,6 +273,11 @@ BAD = [
     (CHAT, {"messages": [{"role": "user"}]}, 400, "role and content must be text", None),
     (CHAT, {"messages": [{"content": "x", "role": "assistant"}]}, 400, "the assistant's", None),
     (CHAT, {"messages": USER, "tools": [{"name": "f"}]}, 400, "must be of the form", "tools.0"),
+    (
+        CHAT,
+        {"messages": USER, "tools": [{"function": {"name": "f", "parameters": "x"}}]},
+        *(400, "must be of the form", "tools.0"),
+    ),
     (CHAT, {"messages": USER, "tool_choice": "required"}, 400, "'none' or 'auto'", "tool_choice"),
     ("/tokenize", {}, 400, "missing, and messages too", "prompt"),
     ("/detokenize", {"tokens": [-1]}, 400, "greater than or equal to 0", "tokens.0"),
@@ -292,6 +297,9 @@ def test_bad_requests_are_refused_in_openais_form(served, path, body, status, wo
 def test_values_that_change_nothing_are_accepted(served):
     asked = {"prompt": "1", "max_tokens": 2, "user": "me", "echo": False, "presence_penalty": 0.0}
     ask(served, TEXT, **asked, suffix=None, best_of=1, model="tiny", logit_bias={})
+    nulls = {"include_usage": None, "include_obfuscation": None}
+    pieces = streamed(served, TEXT, prompt="1", max_tokens=2, stream_options=nulls)
+    assert not any("usage" in piece for piece in pieces)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.environments.calls import parse_calls
 from aligner.errors import DataError
-from aligner.serving.answers import ChatAnswer, Choice, CompletionAnswer, Wants
+from aligner.serving.answers import ChatAnswer, Choice, CompletionAnswer
 from aligner.serving.queue import Progress
 from aligner.serving.requests import ChatRequest, chat_messages, read_request
 from aligner.serving.served import Served
@@ -38,15 +38,15 @@ def answered(text, *, stop=(), stream=False, **options):
 def test_tokens_offsets_and_bytes_give_the_text(stream, skips):
     choice = answered("the 😀 <|im_start|>é!", stream=stream, skips_special=skips)
     assert choice.text == ("the 😀 é!" if skips else "the 😀 <|im_start|>é!")
-    wants = Wants("m", logprobs=True)
-    found = CompletionAnswer(TOKENIZER, wants, [choice]).whole()["choices"][0]["logprobs"]
-    assert len(found["tokens"]) == len(choice.ids) == len(found["token_logprobs"])
-    assert "".join(found["tokens"]) == choice.text
-    bounds = [*found["text_offset"], len(choice.text)]
+    request = ChatRequest(messages=[], logprobs=True)
+    found = CompletionAnswer(TOKENIZER, "m", request, [choice]).whole().choices[0].logprobs
+    assert len(found.tokens) == len(choice.ids) == len(found.token_logprobs)
+    assert "".join(found.tokens) == choice.text
+    bounds = [*found.text_offset, len(choice.text)]
     cut = [choice.text[a:b] for a, b in pairwise(bounds)]
-    assert cut == found["tokens"]
-    told = ChatAnswer(TOKENIZER, wants, [choice]).whole()["choices"][0]["logprobs"]["content"]
-    assert bytes(byte for one in told for byte in one["bytes"]) == choice.text.encode()
+    assert cut == found.tokens
+    told = ChatAnswer(TOKENIZER, "m", request, [choice]).whole().choices[0].logprobs.content
+    assert bytes(byte for one in told for byte in one.bytes) == choice.text.encode()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -75,8 +75,10 @@ def test_parameters_that_are_accepted_are_honoured():
     assert read_request(ChatRequest, body).stream_options.include_obfuscation
     choice = answered("a")
     for wants in (True, False):
-        answer = ChatAnswer(TOKENIZER, Wants("m", obfuscation=wants), [choice])
-        assert all(("obfuscation" in piece) is wants for piece in answer.first())
+        options = {"include_obfuscation": wants}
+        request = ChatRequest(messages=[], stream_options=options)
+        answer = ChatAnswer(TOKENIZER, "m", request, [choice])
+        assert all(("obfuscation" in piece.model_fields_set) is wants for piece in answer.first())
 
 
 def history(arguments, **message):

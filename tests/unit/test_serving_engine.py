@@ -19,9 +19,10 @@ from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import NonFiniteError, WorkerDiedError
+from aligner.http.queue import JobQueue
 from aligner.serving.app import Service, policy_server
 from aligner.serving.engine import EngineSettings, ServingEngine
-from aligner.serving.queue import Job, Row, Waiting
+from aligner.serving.queue import Row, RowJob
 from aligner.serving.served import Served
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -82,7 +83,7 @@ class Scripted:
 def serving(reply, *, seconds=0.0, tokenizer=None, listens=True, most=64, timeout_s=20.0):
     tokenizer = tokenizer or byte_level_tokenizer()
     script = Scripted(tokenizer, reply, seconds)
-    waiting, stopping = Waiting(most), threading.Event()
+    waiting, stopping = JobQueue(most), threading.Event()
     defaults = SamplingOptions(LengthParams(max_length=100), SamplingParams())
     served = Served("model", tokenizer, 2000, tokenizer.vocab_size, defaults)
     ends = frozenset(tokenizer.end_ids)
@@ -144,10 +145,10 @@ def test_what_waits_at_the_same_time_is_one_batch():
 def test_each_row_of_a_batch_has_its_own_length(listens):
     """Also where the engine says nothing before its end."""
     tokenizer = byte_level_tokenizer()
-    script, waiting, heard = Scripted(tokenizer, lambda text: "abcdef"), Waiting(9), []
+    script, waiting, heard = Scripted(tokenizer, lambda text: "abcdef"), JobQueue(9), []
     lengths = [LengthParams(max_length=most) for most in (2, 4, 9)]
     rows = [Row([65], 1, SamplingOptions(length, SamplingParams())) for length in lengths]
-    waiting.add(Job(rows, heard.append))
+    waiting.add(RowJob(rows, heard.append))
     ends = frozenset(tokenizer.end_ids)
     settings = EngineSettings(8, 2000, tokenizer.pad_id, ends, 1, listens, has_peers=False)
     engine = ServingEngine(script, waiting, settings)
@@ -280,6 +281,18 @@ def test_more_than_may_wait_is_asked_to_come_later():
         assert answer.json()["error"]["type"] == "rate_limit_error"
         assert texts(first.result()) == ["x" * 20]
         assert len(texts(second.result())) == 2
+
+
+def test_an_unexpected_error_is_answered_with_json(monkeypatch):
+    async def broken(self):
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(Service, "health", broken)
+    with serving(lambda text: "x") as server:
+        answer = server.client.get("/health")
+    assert answer.status_code == 500
+    error = answer.json()["error"]
+    assert (error["message"], error["type"]) == ("RuntimeError: a mistake", "server_error")
 
 
 def test_a_wait_ends():

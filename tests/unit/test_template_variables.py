@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from aligner.algorithms.ask.generate import generate
 from aligner.algorithms.run.startup import describe_model_of
 from aligner.checkpoint.convert import convert
-from aligner.config import GenerateConfig, SFTRunConfig, parse_config
+from aligner.config import GenerateConfig, RunConfig, SFTRunConfig, parse_config
 from aligner.data.chat import render
 from aligner.data.readers import Row
 from aligner.data.supervised import make_example
@@ -110,6 +110,22 @@ def test_the_key_reaches_data_and_conversations(model):
     )
     with pytest.raises(DataError, match=r"data\.chat_template_kwargs is set, but the row is plain"):
         make_example(row, 0, tokenizer, config.data)
+
+
+def test_a_run_with_an_environment_has_it(model):
+    environment = {"kind": "messages", "factory": "aligner.examples.tasks.games:GuessingGame"}
+    values = {"model": model, "environment": environment, "reward": {"kind": "environment"}}
+    data = {"train": {"source": "rows.jsonl"}}
+    openings = []
+    for kwargs in ({}, {"enable_thinking": False}):
+        values["data"] = data | {"chat_template_kwargs": kwargs}
+        tokenizer, _ = describe_model_of(parse_config(values, RunConfig))
+        talk = Conversation(ChatRenderer(tokenizer), Start(CHAT))
+        openings.append(tokenizer.decode(talk.ids).rpartition("assistant")[2])
+    assert openings == ["", "<no>"]
+    values["data"] = data | {"chat_template_kwargs": {"thinking": True}}
+    with pytest.raises(ConfigError, match="reads no thinking"):
+        describe_model_of(parse_config(values, RunConfig))
 
 
 def test_prompts_of_commands_have_it(model, tmp_path):

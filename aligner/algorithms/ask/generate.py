@@ -16,10 +16,11 @@ from aligner.config import GenerateConfig
 from aligner.data.chat import Message, parse_messages, render, with_system
 from aligner.data.prompts import PromptDataset, make_prompt
 from aligner.data.readers import Row
+from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.decoding import IncrementalDecoder
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.errors import ConfigError, TokenizerError
+from aligner.errors import ConfigError, DataError, TokenizerError
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.collectives import is_rank_zero, on_rank_zero
 from aligner.rewards.sequences import response_texts
@@ -152,6 +153,12 @@ class Chat:
                 self._answer(engine, said, room)
 
     def _answer(self, engine: Any, said: str, room: int) -> None:
+        tokenizer, policy = self._asked.tokenizer, self._config.data.special_tokens_in_text
+        try:
+            said = treat_special_tokens(tokenizer, said, policy, "the message")
+        except DataError as error:
+            self._write(f"({error})\n")
+            return
         messages = [*self._messages, {"role": "user", "content": said}]
         ids = self._prompt_ids(messages)
         if len(ids) > room:

@@ -11,13 +11,14 @@ from aligner.config import ServeConfig
 from aligner.config.commands.ask import as_run
 from aligner.data.tokenizers.loading import with_template_kwargs
 from aligner.errors import ConfigError, TokenizerError
+from aligner.http.queue import JobQueue
 from aligner.http.tokens import new_token, read_token
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
 from aligner.serving.engine import EngineSettings, ServingEngine
-from aligner.serving.queue import Waiting
+from aligner.serving.queue import Row
 from aligner.serving.served import Served
 from aligner.serving.sessions import Sessions
 
@@ -61,7 +62,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     generation, _ = asked.start(served.positions - 1, say)
     generation.prepare_for_generation()
     closing.callback(generation.finish_generation)
-    waiting = Waiting(config.server.max_waiting)
+    waiting = JobQueue[Row](config.server.max_waiting)
     sessions = Sessions(config.server.session_idle_s)
     service = Service(served, waiting, config.server.timeout_s, token, sessions)
 
@@ -85,6 +86,7 @@ def _served(config: ServeConfig, asked: AskedModel) -> Served:
         config.sampling.sampling_options,
         config.data.system_prompt,
         config.data.add_bos,
+        config.data.special_tokens_in_text,
     )
 
 

@@ -1,23 +1,12 @@
-"""Report on the runs of a pipeline."""
+"""Numbers and pages of a comparison of runs."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aligner.checkpoint.durable import atomic_file, write_json
-from aligner.config import BaseRunConfig, DPORunConfig, RewardRunConfig, SamplingRunConfig
-from aligner.device import accelerator
-from aligner.observe.metrics import read_metrics
-from aligner.observe.report.comparison import (
-    Comparison,
-    Learned,
-    Measure,
-    Policy,
-    render_comparison,
-)
-from aligner.observe.samples import read_samples
-from aligner.packages import describe_environment
+from aligner.config import BaseRunConfig, DPORunConfig, RewardRunConfig
+from aligner.observe.report.comparison import Comparison, Measure, render_comparison
 
 _REWARD = "val_rollouts/rewards"
 # Metric of a validation, what it is called here, and whether more (1) or less (-1) is better.
@@ -28,20 +17,6 @@ _HELD_OUT = (
     ("val_optim/rewards_margin", "margin", 1),
     ("val_optim/loss", "loss", -1),
 )
-
-
-@dataclass(frozen=True)
-class StageResult:
-    """A finished run of a pipeline."""
-
-    name: str
-    config: BaseRunConfig
-    folder: Path
-    began_with: str  # name of the stage whose model it took first
-    seconds: float
-    command: str
-    trained: Path | None  # None: an evaluation
-    summary: Mapping[str, Any]  # of `pair_summary`
 
 
 def pair_summary(config: BaseRunConfig) -> dict[str, float]:
@@ -66,59 +41,12 @@ def pair_summary(config: BaseRunConfig) -> dict[str, float]:
     }
 
 
-def write_comparison(
-    report: Path, title: str, results: Sequence[StageResult], missing: int
-) -> None:
-    """Write ``report`` and, beside it, its numbers as ``comparison.json``."""
-    comparison = Comparison(
-        title=title,
-        policies=list(_policies(results)),
-        learned=[_learned(result) for result in results if result.trained is not None],
-        environment=describe_environment(accelerator.description()),
-        missing=missing,
-    )
-    save_comparison(report, comparison)
-
-
 def save_comparison(report: Path, comparison: Comparison) -> None:
     """Write the page, and beside it ``comparison.json``."""
     report.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(report) as file:
         file.write(render_comparison(comparison).encode())
     write_json(report.with_name("comparison.json"), comparison.numbers())
-
-
-def _policies(results: Sequence[StageResult]) -> Iterator[Policy]:
-    """Results of the evaluations, in their order."""
-    parents = {result.name: result.began_with for result in results if result.trained is not None}
-    for result in results:
-        if result.trained is None:
-            [line] = read_metrics(result.folder / "metrics.jsonl")
-            yield Policy(
-                result.began_with,
-                parents.get(result.began_with),
-                line["val_rollouts/accuracy"],
-                int(line["val_rollouts/num_samples"]),
-                read_samples(result.folder / "samples.jsonl"),
-            )
-
-
-def _learned(result: StageResult) -> Learned:
-    metrics = read_metrics(result.folder / "metrics.jsonl")
-    return Learned(
-        name=result.name,
-        began_with=result.began_with,
-        metrics=metrics,
-        measures=list(held_out_measures(metrics, result.summary, _is_counted(result.config))),
-        seconds=result.seconds,
-        command=result.command,
-        files={"model": str(result.trained), "report": str(result.folder / "report.html")},
-    )
-
-
-def _is_counted(config: BaseRunConfig) -> bool:
-    """Return whether the reward is what the share of right answers counts."""
-    return isinstance(config, SamplingRunConfig) and config.reward.kind == "function"
 
 
 def held_out_measures(

@@ -1,6 +1,5 @@
 """A user's own estimator of advantages, by the path ``trainer.ppo.advantage.estimator`` gives."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.importing import check_call, describe_exception, load_function
+from aligner.importing import check_call, describe_exception, load_function, named_by
 
 KEY = "trainer.ppo.advantage.estimator"
 # What the function may name.
@@ -67,7 +66,8 @@ class UserEstimator:
         self.name, self._kwargs, self._has_critic = name, dict(kwargs), has_critic
         self._function = load_function(name, key=KEY)
         offered = [*_ALWAYS, *(_OF_A_CRITIC if has_critic else ())]
-        self._names = [one for one in offered if self.takes(one) and one not in self._kwargs]
+        taken = named_by(self._function, offered) - self._kwargs.keys()
+        self._names = [name for name in offered if name in taken]
         without = "" if has_critic else " (values only in a run with a critic)"
         check_call(
             self._function,
@@ -82,13 +82,7 @@ class UserEstimator:
 
     def takes(self, name: str) -> bool:
         """Return whether the function's signature has ``name``, or takes any keyword."""
-        try:
-            parameters = inspect.signature(self._function).parameters
-        except (TypeError, ValueError):  # a function of C
-            return False
-        if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-            return True
-        return name in parameters and parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY
+        return bool(named_by(self._function, [name]))
 
     def __call__(self, rollout: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Advantages and, with a critic, its targets: float32 [B, S], 0 where a mask is 0.

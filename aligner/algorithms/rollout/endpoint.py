@@ -24,12 +24,13 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.pool import EnvironmentPool
 from aligner.errors import ConfigError
+from aligner.http.queue import JobQueue
 from aligner.http.tokens import new_token
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.parallel.collectives import is_rank_zero, on_rank_zero
 from aligner.serving.app import Service, policy_server
 from aligner.serving.engine import EngineSettings, ServingEngine
-from aligner.serving.queue import Waiting
+from aligner.serving.queue import Row
 from aligner.serving.served import Request, Served
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class EndpointRollouts(RolloutSource):
         rollout = config.model.rollout
         self._options = SamplingOptions(rollout.length_params, rollout.sampling_params)
         most = max(_MOST_WAITING, 4 * self._config.concurrency)
-        self._waiting = Waiting(most, _GATHER_S)
+        self._waiting = JobQueue[Row](most, _GATHER_S)
         served = PolicyServed(
             _NAME,
             tokenizer,
@@ -106,6 +107,7 @@ class EndpointRollouts(RolloutSource):
             architecture.vocab_size,
             self._options,
             add_bos=config.data.add_bos,
+            special_tokens_in_text=config.data.special_tokens_in_text,
         )
         self._service = Service(served, self._waiting, MOST_SECONDS, new_token(None))
         self._pool: EnvironmentPool | None = None

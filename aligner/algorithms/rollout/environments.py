@@ -33,6 +33,7 @@ from aligner.algorithms.rollout.trajectories import (
     transcript,
 )
 from aligner.config import EnvironmentConfig, SamplingOptions
+from aligner.config.fields import SpecialTokensInText
 from aligner.data.prompts import pad_right
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
@@ -63,6 +64,7 @@ class EnvironmentRollouts(RolloutSource):
         tokenizer: the policy's.
         response_length: most tokens of one message of the policy.
         add_bos: begin with BOS unless the text does.
+        special_tokens_in_text: treatment of those that the environments' messages spell.
     """
 
     def __init__(
@@ -73,11 +75,15 @@ class EnvironmentRollouts(RolloutSource):
         *,
         response_length: int,
         add_bos: bool = False,
+        special_tokens_in_text: SpecialTokensInText = "keep",
     ) -> None:
         self._config, self._pool, self._tokenizer = config, pool, tokenizer
         self._response_length = response_length
         self._renderer = ChatRenderer(
-            tokenizer, add_bos=add_bos, rewritten_history=config.rewritten_history
+            tokenizer,
+            add_bos=add_bos,
+            rewritten_history=config.rewritten_history,
+            special_tokens_in_text=special_tokens_in_text,
         )
 
     def collect(

@@ -9,7 +9,7 @@ from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.run.dry_run import longest_set
 from aligner.algorithms.run.engine import Workers
 from aligner.algorithms.run.run import Run
-from aligner.algorithms.run.startup import check_lengths, check_validation_lengths, dropped_note
+from aligner.algorithms.run.startup import check_lengths, check_room, dropped_note
 from aligner.architecture import GPTArchitecture
 from aligner.config import SamplingRunConfig
 from aligner.config.rules.checks import check_longest_sequence
@@ -65,11 +65,13 @@ def load_prompts(run: Run[SamplingRunConfig]) -> Prompts:
         name: PromptDataset.load(source, run.tokenizer, data)
         for name, source in config.validation.sets.items()
     }
-    held_out = [both.validation, *sets.values()]
+    held_out = [*sets.values()] if both.validation is None else [both.validation, *sets.values()]
     for prompts in (both.train, *held_out):
-        if prompts is not None:
-            check_lengths(config, run.architecture, prompts.max_length)
-    check_validation_lengths(config, run.architecture, held_out)
+        check_lengths(config, run.architecture, prompts.max_length)
+    response = config.validation.max_length
+    if response is not None:
+        for prompts in held_out:
+            check_room(run.architecture, prompts.max_length, "validation.max_length", response)
     return Prompts(both.train, both.validation, sets)
 
 
@@ -153,6 +155,7 @@ def open_environments(
         tokenizer,
         response_length=config.model.rollout.length_params.max_length,
         add_bos=config.data.add_bos,
+        special_tokens_in_text=config.data.special_tokens_in_text,
     )
 
 

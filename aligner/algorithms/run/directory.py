@@ -133,8 +133,13 @@ class RunDirectory:
 
     def _last_step(self) -> int | None:
         """Last step of the history; None: there is no history."""
-        last = (_last_step(self.folder / name) for name in _HISTORY)
-        return max((step for step in last if step is not None), default=None)
+        steps: list[int] = []
+        for path in (self.folder / name for name in _HISTORY):
+            try:
+                steps += [line["step"] for line in read_lines(path)]
+            except OSError as error:
+                raise storage_error(path, error) from error
+        return max(steps, default=None)
 
     def _set_aside(self, reason: str) -> list[str]:
         target = set_aside(self.folder)
@@ -150,13 +155,6 @@ class RunDirectory:
     def _write(self, record: Mapping[str, Any]) -> None:
         with atomic_file(self.folder / RUN_FILE) as file:
             file.write((json.dumps(record, indent=1) + "\n").encode())
-
-
-def _last_step(path: Path) -> int | None:
-    try:
-        return max((line["step"] for line in read_lines(path)), default=None)
-    except OSError as error:
-        raise storage_error(path, error) from error
 
 
 def set_aside(folder: Path) -> Path | None:

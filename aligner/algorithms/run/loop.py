@@ -37,7 +37,7 @@ from aligner.errors import CheckpointError, DamagedStateError, NonFiniteError
 from aligner.models.handle import RoleHandle
 from aligner.observe.metrics import MetricsWriter, PhaseTimers
 from aligner.observe.progress import Progress
-from aligner.observe.samples import Sample, SampleWriter, print_samples
+from aligner.observe.samples import Sample, SampleWriter, sample_table
 from aligner.parallel.collectives import any_rank, from_rank_zero, is_rank_zero, on_rank_zero
 
 
@@ -337,8 +337,9 @@ class RunLoop:
         progress.step(step, metrics)
         for warning in result.warnings:
             self._say(f"step {step}: {warning}", "yellow")
-        if is_rank_zero() and (step <= 1 or self.schedule.validates(step)):
-            print_samples(result.samples, self.console)  # samples.jsonl has those of every step
+        is_shown = step <= 1 or self.schedule.validates(step)
+        if is_rank_zero() and is_shown and result.samples:
+            self.console.print(sample_table(result.samples))  # samples.jsonl has every step's
         return metrics
 
     def _check_learning(self, step: int, idle: tuple[str, ...], made: int | None) -> None:

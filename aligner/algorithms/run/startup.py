@@ -64,18 +64,13 @@ def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitectur
             if model.tokenizer is None
             else named_tokenizer(model.tokenizer, key="model.tokenizer")
         )
-        _check_adapters(model, checkpoint.architecture)
-        ends = model.rollout.sampling_params.end_tokens
-        return tokenizer.with_end_tokens(ends), checkpoint.architecture
-
-
-def _check_adapters(model: TrainedModelConfig, architecture: GPTArchitecture) -> None:
+        architecture = checkpoint.architecture
     lora, path = model.peft.lora, model.peft.restore_from_path
-    if lora is None:
-        return
-    adapter_shapes(architecture, lora)
-    if path is not None:
-        check_same(lora, read_adapters(path, architecture).lora, path)
+    if lora is not None:
+        adapter_shapes(architecture, lora)  # refuses targets that the model lacks
+        if path is not None:
+            check_same(lora, read_adapters(path, architecture).lora, path)
+    return tokenizer.with_end_tokens(model.rollout.sampling_params.end_tokens), architecture
 
 
 def count_parameters(architecture: GPTArchitecture) -> int:
@@ -94,18 +89,6 @@ def check_lengths(
         f"{config.model.rollout_key}.length_params.max_length",
         config.model.rollout.length_params.max_length,
     )
-
-
-def check_validation_lengths(
-    config: SamplingRunConfig,
-    architecture: GPTArchitecture,
-    sets: Sequence[PromptDataset | None],
-) -> None:
-    """Refuse validation prompts that leave no room for ``validation.max_length`` new tokens."""
-    response = config.validation.max_length
-    for prompts in sets:
-        if prompts is not None and response is not None:
-            check_room(architecture, prompts.max_length, "validation.max_length", response)
 
 
 def check_room(
@@ -209,10 +192,23 @@ def sampling_summary(
         ppo_epochs=passes,
         roles=trained,
     )
+    # Memory of the roles of the run's own model, the last that is trained first.
+    roles = [
+        role_memory(
+            config,
+            architecture,
+            role.data_parallel_size or data_size,
+            role.name,
+            model_parallel_size=role.model_parallel_size,
+        )
+        for role in reversed(trained)
+    ]
+    if with_reference and config.model.peft.lora is None:  # else it is the policy without adapters
+        roles.append(role_memory(config, architecture, data_size, "reference", trainable=False))
     return Summary(
         restores,
         batch_arithmetic(plan),
-        [*_own_roles(config, architecture, data_size, trained, with_reference), *frozen],
+        [*roles, *frozen],
         prompts.max_length + rollout.length_params.max_length,
         notes,
     )
@@ -245,7 +241,12 @@ def startup_summary(
             **cache,
             **training_memory(config, architecture, summary.longest, on_gpus=device.has_gpu),
         },
-        run_states=saving(config, summary.memory, processes),
+        run_states=saving_sentence(
+            summary.memory,
+            in_background=config.exp_manager.async_save,
+            processes_here=max(1, processes // config.trainer.num_nodes),
+            free_bytes=available_bytes(),
+        ),
         packages=find_packages(),
         dropout=dropout_in_words(config.model, architecture),
         repetition=repetition,
@@ -255,39 +256,6 @@ def startup_summary(
             *untried_versions(),
             *([f"ignored, since no result depends on it here: {ignored}"] if ignored else []),
         ],
-    )
-
-
-def _own_roles(
-    config: SamplingRunConfig,
-    architecture: GPTArchitecture,
-    data_size: int,
-    trained: Sequence[TrainedRole],
-    with_reference: bool,
-) -> list[RoleMemory]:
-    """Memory of the roles of the run's own model, the last that is trained first."""
-    roles = [
-        role_memory(
-            config,
-            architecture,
-            role.data_parallel_size or data_size,
-            role.name,
-            model_parallel_size=role.model_parallel_size,
-        )
-        for role in reversed(trained)
-    ]
-    if with_reference and config.model.peft.lora is None:  # else it is the policy without adapters
-        roles.append(role_memory(config, architecture, data_size, "reference", trainable=False))
-    return roles
-
-
-def saving(config: BaseRunConfig, roles: Sequence[RoleMemory], processes: int) -> str:
-    """Sentence on how run states are written; ``processes``: workers of the policy."""
-    return saving_sentence(
-        roles,
-        in_background=config.exp_manager.async_save,
-        processes_here=max(1, processes // config.trainer.num_nodes),
-        free_bytes=available_bytes(),
     )
 
 
@@ -310,6 +278,8 @@ def role_memory(
     ``model_parallel_size``: default the policy's.
     """
     low_precision = config.trainer.precision == "bf16"
+    lora = config.model.peft.lora if trainable else None
+    adapters = {} if lora is None else adapter_shapes(architecture, lora)
     return RoleMemory(
         name,
         count_parameters(architecture),
@@ -318,14 +288,8 @@ def role_memory(
         optimizer_shards=data_size,
         weight_bytes=2 if low_precision else 4,
         optimizer_bytes=12 if low_precision else 8,
-        adapter_parameters=_adapter_parameters(config, architecture) if trainable else 0,
+        adapter_parameters=sum(math.prod(shape) for shape in adapters.values()),
     )
-
-
-def _adapter_parameters(config: BaseRunConfig, architecture: GPTArchitecture) -> int:
-    lora = config.model.peft.lora
-    shapes = {} if lora is None else adapter_shapes(architecture, lora)
-    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _cache_memory(config: SamplingRunConfig, architecture: GPTArchitecture, length: int) -> int:

@@ -96,17 +96,26 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         self._folder = folder
         self._open_files: dict[str, Any] = {}
         index = folder / _INDEX
-        if index.exists():
+        if (folder / "model.safetensors").exists():  # transformers reads it before an index
+            self._files = dict.fromkeys(self._keys("model.safetensors"), "model.safetensors")
+        elif index.exists():
             self._files = _weight_map(index)
-        elif (folder / "model.safetensors").exists():
-            with _damage_named(folder / "model.safetensors"):
-                keys = self._open("model.safetensors").keys()
-            self._files = dict.fromkeys(keys, "model.safetensors")
+            for name in sorted(set(self._files.values())):
+                unlisted = sorted(set(self._keys(name)) - self._files.keys())
+                if unlisted:
+                    raise CheckpointError(
+                        f"{str(folder / name)!r} holds {unlisted[0]}, which {_INDEX} does not "
+                        "list; the files are of two models, or the index is damaged"
+                    )
         else:
             raise CheckpointError(
                 f"{str(folder)!r} holds no model.safetensors; pickled weights are not read, "
                 "save the model with save_pretrained(..., safe_serialization=True)"
             )
+
+    def _keys(self, name: str) -> list[str]:
+        with _damage_named(self._folder / name):
+            return list(self._open(name).keys())
 
     def _open(self, name: str) -> Any:
         if name not in self._open_files:

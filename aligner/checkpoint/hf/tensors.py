@@ -217,6 +217,11 @@ class HuggingFaceWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         layout, sources = self._rows[name]
         parts = [self._state[self._actual[source]] for source in sources]
+        for source, part in zip(sources, parts, strict=True):
+            if not part.is_floating_point():
+                raise CheckpointError(
+                    f"{source} is of {part.dtype}, of a quantised model; give the model in bf16"
+                )
         try:
             tensor = layout.join(parts, self._architecture)
         except RuntimeError as error:

@@ -21,6 +21,7 @@ from aligner.config.fields import (
     Integer,
     Natural,
     Seconds,
+    SpecialTokensInText,
     not_empty,
 )
 from aligner.config.generation import GenerationConfig
@@ -100,6 +101,9 @@ class ServedDataConfig:
 
     The request's own `chat_template_kwargs` go before them.
     """
+
+    special_tokens_in_text: SpecialTokensInText = "keep"
+    """Special and added tokens that requests spell: `keep`, `refuse`, or `escape` with U+200B."""
 
     add_bos: StrictBool = False
     """Begin with the BOS token, unless the text already does."""

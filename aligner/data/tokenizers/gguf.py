@@ -79,7 +79,7 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
     """
     from transformers import AutoTokenizer
 
-    _, values = gguf_values(path)
+    reader, values = gguf_values(path)
     prefix = "tokenizer.ggml."
     keys = {key.removeprefix(prefix): v for key, v in values.items() if key.startswith(prefix)}
     _check(path, keys)
@@ -98,6 +98,11 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
         raise CheckpointError(
             f"{str(path)!r}: transformers builds no tokenizer: {error}"
         ) from error
+    content = json.loads(files["tokenizer.json"])
+    size = len(reader.fields["tokenizer.ggml.tokens"].data)
+    known = [token for token in content["added_tokens"] if token["id"] < size]
+    if known != content["added_tokens"]:  # GPT-2's end token, which transformers adds
+        files["tokenizer.json"] = json.dumps({**content, "added_tokens": known}).encode()
     if keys["model"] == "gpt2":
         files["tokenizer.json"] = _with_rule(files["tokenizer.json"], keys.get("pre") or "gpt-2")
     settings = json.loads(files["tokenizer_config.json"])

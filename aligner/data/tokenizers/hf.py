@@ -127,6 +127,12 @@ class HuggingFaceTokenizer:
         return frozenset(number for number, token in added.items() if token.special)
 
     @property
+    def added_tokens(self) -> dict[int, str]:
+        """Text of every added token, special or not; `encode` finds them in any text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {number: token.content for number, token in added.items()}
+
+    @property
     def pad_id(self) -> int:
         """Padding token; the end-of-sequence token where none is declared."""
         return self._pad_id
@@ -196,6 +202,7 @@ class HuggingFaceTokenizer:
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 **self._template_kwargs,
             )
+            str(text).encode()  # half a character, which JSON text can hold, is no text
         except Exception as error:  # Jinja's errors, and what templates raise themselves
             raise DataError(f"the chat template refuses the messages: {error}") from error
         return str(text)

@@ -61,6 +61,14 @@ class SentencePieceTokenizer:
         return None if bos < 0 else bos
 
     @property
+    def added_tokens(self) -> dict[int, str]:
+        """Text of every user-defined piece; `encode` finds them in any text."""
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
+
+        pieces = ModelProto.FromString(self._model).pieces
+        return {n: each.piece for n, each in enumerate(pieces) if each.type == each.USER_DEFINED}
+
+    @property
     def pad_id(self) -> int:
         """Padding piece; the end-of-sequence piece where there is none."""
         pad = int(self._processor.pad_id())

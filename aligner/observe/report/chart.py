@@ -135,6 +135,9 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
     everything = [point for _, points in finite for point in points]
     scale = _Scale.around([*everything, *((everything[0][0], value) for value in shows)])
     thinned = [(one, thin_out(points)) for one, points in finite]
+    # Whole steps that the axis names; the last step is always one of them.
+    first, last = scale.first, scale.last
+    inner = [s for s in ticks(first, last) if s == int(s) and last - s > 0.1 * (last - first)]
     hover = [
         {"l": one.label, "s": one.style, "p": [[*scale.at(p), *p] for p in thin]}
         for one, thin in thinned
@@ -145,8 +148,7 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
             for value in ticks(scale.low, scale.high)
         ],
         step_ticks=[
-            (scale.at((int(step), scale.low))[0], f"{int(step):,}")
-            for step in _step_ticks(scale.first, scale.last)
+            (scale.at((int(step), scale.low))[0], f"{int(step):,}") for step in [*inner, scale.last]
         ],
         lines=[_line(one.style, [scale.at(point) for point in thin]) for one, thin in thinned],
         hover=json.dumps(hover),
@@ -181,13 +183,6 @@ class _Scale:
 def _finite(series: Series) -> list[tuple[int, float]]:
     pairs = zip(series.steps, series.values, strict=True)
     return [(step, value) for step, value in pairs if math.isfinite(value)]
-
-
-def _step_ticks(first: float, last: float) -> list[float]:
-    """Whole steps to name on the axis, the last one always among them."""
-    span = last - first
-    inner = [s for s in ticks(first, last) if s == int(s) and last - s > 0.1 * span]
-    return [*inner, last]
 
 
 def _line(style: str, points: Sequence[tuple[float, float]]) -> Line:

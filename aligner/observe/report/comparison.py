@@ -128,6 +128,13 @@ def render_comparison(comparison: Comparison) -> str:
     lead = f"{len(runs)} training runs, {minutes:.1f} minutes of training."
     if comparison.missing:
         lead += f" {comparison.missing} runs are still to be made; the same command goes on."
+    # Prompts that all policies were shown answering.
+    answers = [{sample.prompt: sample for sample in one.samples} for one in policies]
+    shared = [p for p in (answers or [{}])[0] if all(p in each for each in answers)]
+    commands: dict[str, str] = {}
+    for run in runs:
+        commands[run.name] = run.command
+        commands |= {f"{run.name}: {name}": path for name, path in run.files.items()}
     counts = " or ".join(map(str, sorted({one.count for one in policies})))
     return render(
         "comparison.html",
@@ -138,11 +145,11 @@ def render_comparison(comparison: Comparison) -> str:
         "whether it is right. In brackets: 95 % confidence interval.",
         policies=list(zip(policies, _changes(policies), strict=True)),
         names=[one.name for one in policies],
-        shared_answers=_shared_answers(policies),
+        shared_answers=[[each[prompt] for each in answers] for prompt in shared[:_MOST_PROMPTS]],
         runs=runs,
         curves=drawn(card for run in runs for card in _curves(run)),
         times=bars([(run.name, run.seconds) for run in runs]),
-        commands=_commands(runs),
+        commands=commands,
         environment=comparison.environment,
     )
 
@@ -165,19 +172,3 @@ def _curves(run: Learned) -> Iterator[ChartCard]:
         if any(line.label == _HELD_OUT for line in lines) and not (metric == "rewards" and is_same):
             title = f"{run.name}: {heading}"
             yield ChartCard(title, "", title, lines, shows)
-
-
-def _shared_answers(policies: Sequence[Policy]) -> list[list[Sample]]:
-    """The answers of each policy, a list for each prompt that all were shown answering."""
-    answers = [{sample.prompt: sample for sample in one.samples} for one in policies]
-    prompts = answers[0] if answers else {}
-    shared = [prompt for prompt in prompts if all(prompt in found for found in answers)]
-    return [[found[prompt] for found in answers] for prompt in shared[:_MOST_PROMPTS]]
-
-
-def _commands(runs: Sequence[Learned]) -> dict[str, str]:
-    rows: dict[str, str] = {}
-    for run in runs:
-        rows[run.name] = run.command
-        rows |= {f"{run.name}: {name}": path for name, path in run.files.items()}
-    return rows

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from aligner.observe.estimates import Z95, Estimate
 from aligner.observe.metric_names import describe
@@ -45,44 +44,26 @@ def render_evaluation(
         "evaluation.html",
         title=f"Evaluation of {model}",
         lead=f"{count} answers to {prompts} prompts.",
-        sets=[_shown(name, one) for name, one in sets.items()],
+        sets=[
+            (name, one, [_estimate(*item) for item in one.estimates.items()], _metrics(one.metrics))
+            for name, one in sets.items()
+        ],
         config=config,
         environment=environment,
     )
 
 
-class _ShownEstimate(NamedTuple):
-    name: str
-    meaning: str
-    share: float | None  # 0 to 1, of the bar; None: no bar
-    shown: str
+def _metrics(values: Mapping[str, float]) -> dict[str, str]:
+    """Numbers of one set, each with its meaning, by the names of the metrics."""
+    known = {key: describe(f"val_rollouts/{key}") for key in values}
+    return {
+        key: f"{short_number(values[key])}  ({info.meaning if info else ''})"
+        for key, info in known.items()
+    }
 
 
-class _ShownSet(NamedTuple):
-    name: str
-    lead: str
-    estimates: Sequence[_ShownEstimate]
-    metrics: Mapping[str, str]
-    samples: Sequence[Sample]
-
-
-def _shown(name: str, one: EvaluatedSet) -> _ShownSet:
-    return _ShownSet(
-        name,
-        f"{one.prompts} prompts, {one.samples_per_prompt} responses to each. ±: standard error "
-        "over prompts. In brackets: 95 % confidence interval by it.",
-        [_estimate(key, estimate) for key, estimate in one.estimates.items()],
-        {key: f"{short_number(value)}  ({_meaning(key)})" for key, value in one.metrics.items()},
-        one.samples,
-    )
-
-
-def _meaning(name: str) -> str:
-    info = describe(f"val_rollouts/{name}")
-    return "" if info is None else info.meaning
-
-
-def _estimate(key: str, one: Estimate) -> _ShownEstimate:
+def _estimate(key: str, one: Estimate) -> tuple[str, str, float | None, str]:
+    """Name, meaning, share of the bar from 0 to 1 (None: no bar) and text of an estimate."""
     name = shown_name(key)
     meaning = next((text for start, text in _MEANINGS if name.startswith(start)), "")
     shown = short_number(one.value, 3)
@@ -90,4 +71,4 @@ def _estimate(key: str, one: Estimate) -> _ShownEstimate:
         low, high = one.value - Z95 * one.error, one.value + Z95 * one.error
         shown += f" ± {short_number(one.error, 2)} [{low:.3f}, {high:.3f}]"
     share = None if key == "rewards" else min(max(one.value, 0.0), 1.0)
-    return _ShownEstimate(name, meaning, share, shown)
+    return name, meaning, share, shown

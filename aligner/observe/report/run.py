@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from aligner.checkpoint.durable import atomic_file
 from aligner.observe.diagnostics import ROUNDING_GAPS, gap_verdict
-from aligner.observe.metric_names import describe
+from aligner.observe.metric_names import MetricInfo, describe
 from aligner.observe.metrics import read_metrics
 from aligner.observe.report.chart import (
     Bar,
@@ -137,11 +137,11 @@ def render_report(run: RunRecord) -> str:
         lead=f"{last:,} steps. {run.status}".strip(),
         has_metrics=bool(series),
         tiles=[_tile(series[h.metric], h, series) for h in _HEADLINES if h.metric in series],
-        step_lead=_what_a_step_does(series),
+        has_rollouts=any(name.startswith(("train_rollouts/", "val_rollouts/")) for name in series),
         overview=_overview(series),
         gap=_gap(series, run.precision),
         has_samples=bool(run.samples),
-        samples_lead=_what_samples_show(run.samples),
+        has_conversations=any(sample.turns for sample in run.samples),
         pairs=before_and_after(run.samples)[:_MOST_ROWS],
         training_samples=_training_samples(run.samples),
         phases=_phases(series),
@@ -150,22 +150,6 @@ def render_report(run: RunRecord) -> str:
         config=run.config,
         environment=run.environment,
     )
-
-
-def _what_a_step_does(series: Mapping[str, Series]) -> str:
-    if any(name.startswith(("train_rollouts/", "val_rollouts/")) for name in series):
-        return "Each step the model answers prompts, is rewarded, and is changed a little."
-    return "Each step the model is changed a little, by what a batch of examples tells."
-
-
-def _what_samples_show(samples: Sequence[Sample]) -> str:
-    lead = "Responses as they were sampled, with their rewards."
-    if any(sample.turns for sample in samples):
-        lead += (
-            " Of conversations, what has a bar was sampled and is trained; the prompt and all "
-            "other messages were read, and are masked."
-        )
-    return lead
 
 
 class _Tile(NamedTuple):
@@ -212,13 +196,8 @@ def _overview(series: Mapping[str, Series]) -> list[ChartCard]:
     return drawn(cards)
 
 
-class _Gap(NamedTuple):
-    lead: str
-    rows: Mapping[str, str]
-
-
-def _gap(series: Mapping[str, Series], precision: str) -> _Gap | None:
-    """The gap of sampler and trainer beside that of rounding; None: the run has none.
+def _gap(series: Mapping[str, Series], precision: str) -> tuple[str, dict[str, str]] | None:
+    """Lead and rows on the gap of sampler and trainer, and that of rounding; None: no gap.
 
     Judged by the first step, whose rollout no update separates from its training.
     """
@@ -237,7 +216,7 @@ def _gap(series: Mapping[str, Series], precision: str) -> _Gap | None:
     verdict = gap_verdict(gaps.values[0], precision)
     if verdict is not None:
         lead += f" At the beginning it is {verdict.text}"
-    return _Gap(lead, rows)
+    return lead, rows
 
 
 def before_and_after(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
@@ -274,25 +253,17 @@ def _phases(series: Mapping[str, Series]) -> list[Bar]:
     )
 
 
-class _Group(NamedTuple):
-    heading: str
-    is_open: bool
-    cards: Sequence[ChartCard]
-
-
-def _groups(series: Mapping[str, Series]) -> list[_Group]:
-    """All metrics by what is before the ``/``, without groups in which nothing is drawn."""
+def _groups(series: Mapping[str, Series]) -> list[tuple[str, bool, list[ChartCard]]]:
+    """Heading, whether open, and cards of each group of metrics in which something is drawn."""
     groups = []
     for group, heading in _GROUPS.items():
-        members = {n: s for n, s in series.items() if n.split("/", 1)[0] == group}
-        cards = drawn(_metric_card(name, one) for name, one in sorted(members.items()))
-        if cards:
-            groups.append(_Group(f"{heading}: {group}/", group != "timers", cards))
+        cards = []
+        for name, one in sorted(series.items()):
+            prefix, _, metric = name.partition("/")
+            if prefix == group:
+                info = describe(name) or MetricInfo("", "")
+                tooltip = f"{name}: {info.meaning} Over: {info.over}"
+                cards.append(ChartCard(metric, info.meaning, tooltip, [one], is_single=True))
+        if shown := drawn(cards):
+            groups.append((f"{heading}: {group}/", group != "timers", shown))
     return groups
-
-
-def _metric_card(name: str, series: Series) -> ChartCard:
-    info = describe(name)
-    meaning, over = (info.meaning, info.over) if info else ("", "")
-    heading, tooltip = name.split("/", 1)[1], f"{name}: {meaning} Over: {over}"
-    return ChartCard(heading, meaning, tooltip, [series], is_single=True)

@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -320,16 +321,11 @@ class RewardProcess(ChildProcess):
         kind, payload = self.receive(deadline, time_limit_s)
         if kind == "scores":
             return self.parse(partial(parse_scores, samples=samples, name=self._name), payload)
-        culprit = self._receive_culprit(deadline)
+        culprit = None  # in the child's second message, unless the search takes too long
+        with suppress(RewardError):
+            culprit = self.receive(deadline, 0.0)[1]
         known = culprit if culprit in range(len(samples)) else None
         raise RewardError(failure_message(self._name, str(payload), samples, known))
-
-    def _receive_culprit(self, deadline: float) -> Any:
-        """The child's second message, unless the search takes longer than the time limit."""
-        try:
-            return self.receive(deadline, 0.0)[1]
-        except RewardError:
-            return None
 
 
 class ThreadRunner:

@@ -13,6 +13,7 @@ import os
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -97,12 +98,9 @@ class RewardClient:
 
     def check(self) -> tuple[str, ...]:
         """Wait until the server is ready and takes the token; what it rates (see `wire`)."""
-
-        def attributes(answer: Any) -> tuple[str, ...]:
-            return tuple(validated(HealthAnswer, answer).attributes)
-
-        health = _Request("GET", HEALTH, b"", attributes)
-        return self._ask_all([health, _rating([], 1)])[0]
+        health = _Request("GET", HEALTH, b"", partial(validated, HealthAnswer))
+        answer: HealthAnswer = self._ask_all([health, _rating([], 1)])[0]
+        return tuple(answer.attributes)
 
     def score(self, samples: Sequence[WireSample], width: int = 1) -> list[list[float]]:
         """``width`` numbers of each sample, asked for in several requests at once.

@@ -2,23 +2,23 @@
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import FrameType
 from typing import Literal
 
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import ParallelConfig, TrainedModelConfig
 from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
+from aligner.http.queue import JobQueue, Slot
 from aligner.models.gpt.megatron.reward import rated_attributes
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.reward.reward_model import RewardModel
 from aligner.parallel.collectives import from_rank_zero, is_rank_zero, on_rank_zero
 from aligner.parallel.groups import ParallelState, initialize_parallel, shutdown_parallel
 from aligner.rewards.sequences import SequenceEncoder
-from aligner.rewards.server.http import Ids, RewardService, Slice, Waiting, http_server
+from aligner.rewards.server.http import Ids, RewardService
 from aligner.rewards.server.wire import WireSample
 
 # The other ranks wait for rank 0 in a collective; it ends an idle wait this often.
@@ -52,22 +52,24 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
     parallel = initialize_parallel(parallel_config)
     model, encoder = _load(options, parallel)
     model.prepare_for_inference()
-    stopping = _stop_on_signals()
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: stopping.set())
 
     def score(sequences: list[Ids]) -> list[list[float]]:
         scores = model.get_rewards(encoder.collate(sequences), options.micro_batch_size)
         return scores["rewards"].float().reshape(len(sequences), -1).tolist()
 
-    waiting = Waiting(options.max_waiting)
+    queue = JobQueue[Ids](options.max_waiting, turn=options.batch_size)
     closing = ExitStack()
 
     def listen() -> str:
         def encode(sample: WireSample) -> Ids:
             return encoder.ids(sample.prompt, sample.response)
 
-        service = RewardService(model.attributes, encode, waiting, options.timeout_s, options.token)
+        service = RewardService(model.attributes, encode, queue, options.timeout_s, options.token)
         try:
-            host, port = closing.enter_context(http_server((options.host, options.port), service))
+            host, port = closing.enter_context(service.serving((options.host, options.port)))
         except OSError as error:
             raise ConfigError(
                 f"--host {options.host} --port {options.port}: cannot listen there: {error}; "
@@ -82,7 +84,7 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
             rates = ", ".join(model.attributes) or "one reward, from comparisons"
             ready(f"reward server ready at {address} ({options.model}: {rates})")
         has_peers = parallel.world_size > 1
-        score_until(stopping, waiting, score, options.batch_size, has_peers=has_peers)
+        score_until(stopping, queue, score, options.batch_size, has_peers=has_peers)
 
 
 def _load(options: ServeOptions, parallel: ParallelState) -> tuple[RewardModel, SequenceEncoder]:
@@ -105,7 +107,7 @@ def _load(options: ServeOptions, parallel: ParallelState) -> tuple[RewardModel, 
 
 def score_until(
     stopping: threading.Event,
-    waiting: Waiting,
+    queue: JobQueue[Ids],
     score: Callable[[list[Ids]], list[list[float]]],
     batch_size: int,
     *,
@@ -114,48 +116,25 @@ def score_until(
     """Score what waits on rank 0, with all ranks, until ``stopping`` is set there.
 
     Requests are scored ``batch_size`` sequences at a time, and between two batches ``stopping`` is
-    looked at. A batch that fails is reported to those who asked; where there are other ranks, their
-    state is then unknown, and the server ends.
+    looked at. A batch that fails is reported to its senders; if there are other ranks, their state
+    is then unknown, and the server ends.
     """
     while True:
-        slices: list[Slice] = []
+        slots: list[Slot[Ids]] = []
         if is_rank_zero() and not stopping.is_set():
-            slices = waiting.take(batch_size, _HEARTBEAT_S)
-        batch = None if stopping.is_set() else [ids for part in slices for ids in part.sequences]
-        batch = from_rank_zero(batch)
+            slots = queue.take(batch_size, _HEARTBEAT_S)
+        batch = from_rank_zero(None if stopping.is_set() else [slot.item for slot in slots])
         if batch is None:
             return
-        if batch:
-            _answer(slices, batch, score, has_peers)
-
-
-def _answer(
-    slices: Sequence[Slice],
-    batch: list[Ids],
-    score: Callable[[list[Ids]], list[list[float]]],
-    has_peers: bool,
-) -> None:
-    try:
-        rewards = score(batch)
-    except Exception as error:
-        for part in slices:
-            part.job.fail(error)
-        if has_peers:
-            raise
-        return
-    start = 0
-    for part in slices:
-        part.job.add(rewards[start : start + len(part.sequences)])
-        start += len(part.sequences)
-
-
-def _stop_on_signals() -> threading.Event:
-    stopping = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        stopping.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    return stopping
+        if not batch:
+            continue
+        try:
+            rewards = score(batch)
+        except Exception as error:
+            for slot in slots:
+                slot.fail(error)
+            if has_peers:
+                raise
+        else:
+            for slot, numbers in zip(slots, rewards, strict=False):
+                slot.report(numbers)

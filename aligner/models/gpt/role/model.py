@@ -377,13 +377,17 @@ def _report_non_finite(
 ) -> None:
     where = "nowhere (no log directory is set)"
     if role.settings.non_finite_dir is not None:
+        texts = None
+        if role.tokenizer is not None:
+            rows = zip(batch["input_ids"].tolist(), batch["input_lengths"].tolist(), strict=True)
+            texts = [role.tokenizer.decode(ids[:length]) for ids, length in rows]
         where = str(
             write_nonfinite(
                 role.settings.non_finite_dir,
                 role.role_name,
                 {"loss": loss, "grad_norm": outcome.grad_norm, "lr": outcome.lr},
                 batch,
-                _texts(role.tokenizer, batch),
+                texts,
                 update=number,
                 updates=updates,
                 rank=role.parallel.rank,
@@ -395,10 +399,3 @@ def _report_non_finite(
             f"updates): loss={loss}, grad_norm={outcome.grad_norm}; samples in {where}. "
             "Lower the learning rate, or set non_finite=skip in the trainer's section to go on"
         )
-
-
-def _texts(tokenizer: Tokenizer | None, batch: Mapping[str, Tensor]) -> list[str] | None:
-    if tokenizer is None:
-        return None
-    rows = zip(batch["input_ids"].tolist(), batch["input_lengths"].tolist(), strict=True)
-    return [tokenizer.decode(ids[:length]) for ids, length in rows]

@@ -41,7 +41,10 @@ class ModelOffload:
 
         Nothing moves where there is no device apart from the host.
         """
-        weights = [_plain(parameter.data) for parameter in self._model.parameters()]
+        weights = [
+            value.to_local() if isinstance(value, DTensor) else value
+            for value in (parameter.data for parameter in self._model.parameters())
+        ]
         buffers = [
             parameter.main_grad
             for parameter in self._model.parameters()
@@ -75,11 +78,6 @@ class ModelOffload:
         if self._parked:
             accelerator.synchronize()  # the copies must not be freed before they are read
         self._parked = []
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Local part of a DTensor; another tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, torch.device]]:

@@ -26,18 +26,27 @@ from typing import Any
 
 from rich.console import Console
 
-from aligner.algorithms.multi_run.report import StageResult, pair_summary, write_comparison
+from aligner.algorithms.multi_run.report import (
+    held_out_measures,
+    pair_summary,
+    save_comparison,
+)
 from aligner.algorithms.run.directory import config_changes, set_aside
 from aligner.checkpoint.durable import write_json
-from aligner.config import BaseRunConfig
-from aligner.config.commands.pipeline import (
+from aligner.config import BaseRunConfig, SamplingRunConfig
+from aligner.device import accelerator
+from aligner.errors import CheckpointNotFoundError, ConfigError, WorkerError
+from aligner.examples.pipeline_config import (
     START,
     PipelineConfig,
     RecipeConfig,
     compose_run,
     load_pipeline,
 )
-from aligner.errors import CheckpointNotFoundError, ConfigError, WorkerError
+from aligner.observe.metrics import read_metrics
+from aligner.observe.report.comparison import Comparison, Learned, Policy
+from aligner.observe.samples import read_samples
+from aligner.packages import describe_environment
 
 RECORD = "stage.json"
 _FREE = ("arguments", "kwargs", "loss_kwargs")  # mappings whose keys are the user's
@@ -61,6 +70,11 @@ class Stage:
     def command(self) -> str:
         """Command line as typed."""
         return shlex.join(["python", f"examples/{self.script.name}", *self.arguments])
+
+    @property
+    def began_with(self) -> str:
+        """Name of the stage whose model it takes first."""
+        return self.takes["model.restore_from_path"]
 
     @property
     def record(self) -> dict[str, Any]:
@@ -257,18 +271,43 @@ def _ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
 
 def compare(pipeline: PipelineConfig, stages: list[Stage], report: Path) -> None:
     """Write the report of the stages that are finished, and its numbers beside it."""
-    results = [
-        StageResult(
-            name=stage.name,
-            config=stage.config,
-            folder=stage.folder,
-            began_with=stage.takes["model.restore_from_path"],
-            seconds=stage.record["seconds"],
-            command=stage.command,
-            trained=stage.trained,
-            summary=stage.record.get("facts") or {},
-        )
-        for stage in stages
-        if stage.record.get("finished")
-    ]
-    write_comparison(report, pipeline.title, results, len(stages) - len(results))
+    finished = [stage for stage in stages if stage.record.get("finished")]
+    comparison = Comparison(
+        title=pipeline.title,
+        policies=list(_policies(finished)),
+        learned=[_learned(stage) for stage in finished if stage.trained is not None],
+        environment=describe_environment(accelerator.description()),
+        missing=len(stages) - len(finished),
+    )
+    save_comparison(report, comparison)
+
+
+def _policies(finished: list[Stage]) -> Iterator[Policy]:
+    """Results of the evaluations, in their order."""
+    parents = {stage.name: stage.began_with for stage in finished if stage.trained is not None}
+    for stage in finished:
+        if stage.trained is None:
+            [line] = read_metrics(stage.folder / "metrics.jsonl")
+            yield Policy(
+                stage.began_with,
+                parents.get(stage.began_with),
+                line["val_rollouts/accuracy"],
+                int(line["val_rollouts/num_samples"]),
+                read_samples(stage.folder / "samples.jsonl"),
+            )
+
+
+def _learned(stage: Stage) -> Learned:
+    config, record = stage.config, stage.record
+    metrics = read_metrics(stage.folder / "metrics.jsonl")
+    # A reward function gives the share of right answers itself; a model's reward is another number.
+    is_counted = isinstance(config, SamplingRunConfig) and config.reward.kind == "function"
+    return Learned(
+        name=stage.name,
+        began_with=stage.began_with,
+        metrics=metrics,
+        measures=list(held_out_measures(metrics, record.get("facts") or {}, is_counted)),
+        seconds=record["seconds"],
+        command=stage.command,
+        files={"model": str(stage.trained), "report": str(stage.folder / "report.html")},
+    )

@@ -1,0 +1,138 @@
+"""Applications of the library's servers: routes, bearer tokens, bodies within limits, refusals."""
+
+import contextlib
+import hmac
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from aligner.errors import AlignerError
+from aligner.http import MAX_BYTES
+from aligner.http.listening import Refusal, listening
+from aligner.http.queue import JobQueue
+from aligner.http.results import ENDING
+
+Parsed = TypeVar("Parsed")
+Routes = Mapping[str, Callable[..., Any]]  # from, for instance, ``GET /health`` to the endpoint
+MOST_BYTES_IN_FLIGHT = 4 * MAX_BYTES  # of the bodies of all requests that are worked on
+
+
+def check_bearer(request: Request, token: str | None) -> None:
+    """Refuse a request without ``token``, with status 401; None admits all requests."""
+    if token is None:
+        return
+    given = request.headers.get("Authorization", "").encode()
+    if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        raise HTTPException(401, "the bearer token is missing or wrong")
+
+
+class Bodies:
+    """Bodies of the requests that are worked on, with a bound on their bytes together."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._parsing = threading.Lock()  # JSON takes many times its bytes: one body at a time
+
+    @contextlib.asynccontextmanager
+    async def read(
+        self, request: Request, parse: Callable[[bytearray], Parsed]
+    ) -> AsyncIterator[Parsed]:
+        """Parse a request's body with ``parse``; its bytes count until the block ends.
+
+        Raises:
+            HTTPException: 400, 411, 413 or 503, for the sender.
+        """
+
+        def parsed() -> Parsed:
+            with self._parsing:
+                return blame_sender(parse, body)
+
+        body = bytearray()
+        try:
+            await self._append(request, body)
+            yield await run_in_threadpool(parsed)
+        finally:
+            self._bytes -= len(body)
+
+    async def _append(self, request: Request, body: bytearray) -> None:
+        length = request.headers.get("Content-Length")
+        if length is None or "Transfer-Encoding" in request.headers:
+            raise HTTPException(411, "Content-Length is missing")
+        if int(length) > MAX_BYTES:
+            raise HTTPException(413, f"the body has {length} bytes, at most {MAX_BYTES} are taken")
+        async for piece in request.stream():
+            if self._bytes + len(piece) > MOST_BYTES_IN_FLIGHT:
+                raise HTTPException(503, "too many bytes are being worked on; try again later")
+            self._bytes += len(piece)
+            body += piece
+
+
+def blame_sender(function: Callable[..., Parsed], *arguments: Any) -> Parsed:
+    """Call a function of a request's contents; its errors are refusals with status 400."""
+    try:
+        return function(*arguments)
+    except HTTPException:
+        raise
+    except AlignerError as error:
+        raise HTTPException(400, str(error)) from error
+    except Exception as error:  # of a tokenizer or a template that cannot take the text
+        cause = f"{type(error).__name__}: {error}"
+        raise HTTPException(400, f"the request cannot be encoded: {cause}") from error
+
+
+def application(routes: Routes, refusal: Refusal) -> FastAPI:
+    """Application of ``routes``; ``refusal`` writes the body of a refusal."""
+    known = ", ".join(route for route in routes if "{" not in route)
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        status, cause = 500, f"{type(error).__name__}: {error}"
+        if isinstance(error, HTTPException):
+            status, cause = error.status_code, error.detail
+        if cause in ("Not Found", "Method Not Allowed"):
+            cause += f": {request.method} {request.url.path[:80]!r}; there are {known}"
+        return JSONResponse(refusal(status, cause), status)
+
+    app = FastAPI(
+        openapi_url=None,
+        redirect_slashes=False,
+        exception_handlers={HTTPException: refuse, Exception: refuse},
+    )
+    for route, endpoint in routes.items():
+        method, _, path = route.partition(" ")
+        # Models are written as they are, not validated a second time.
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    return app
+
+
+@contextlib.contextmanager
+def http_server(
+    address: tuple[str, int],
+    routes: Routes,
+    queue: JobQueue[Any],
+    *,
+    refusal: Refusal = lambda status, cause: {"error": cause},
+    connections: int | None = None,
+) -> Iterator[tuple[str, int]]:
+    """Answer requests in a thread until the block ends; the host and port that it listens on.
+
+    Args:
+        address: host and port; port 0: any that is free.
+        routes: its endpoints.
+        queue: its jobs fail when the block ends.
+        refusal: writes the body of a refusal; by default ``{"error": cause}``.
+        connections: most at a time, as far as the process may open files; None:
+            `aligner.http.listening.MOST_CONNECTIONS`.
+
+    Raises:
+        OSError: it cannot listen at ``address``.
+    """
+    with listening(application(routes, refusal), address, refusal, connections) as place:
+        try:
+            yield place
+        finally:
+            queue.fail_all(ConnectionAbortedError(ENDING))
