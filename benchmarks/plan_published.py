@@ -10,6 +10,7 @@ Attention of the GPT runs was not fused; ours is, which makes estimates of them 
 """
 
 # ruff: noqa: E402
+import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ from typing import Any
 
 from aligner.dry.guard import load_guard
 
+if __name__ == "__main__":  # before torch is loaded, so that --help is quick
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
 load_guard()
 
 from aligner.architecture import GPTArchitecture
