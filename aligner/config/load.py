@@ -1,5 +1,6 @@
 """Conversion of omegaconf's tree into ``RunConfig``, the only one."""
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -8,7 +9,6 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import aligner.config.base  # noqa: F401  (hydra finds the defaults of conf/ by it)
 from aligner.compat.paths import current_path
 from aligner.config.commands.ask import AskConfig
 from aligner.config.parse import build, field_types
@@ -16,6 +16,9 @@ from aligner.config.rules.batches import derive_batches
 from aligner.config.rules.checks import check_config
 from aligner.config.run import BaseRunConfig, RunConfig, algorithm_of
 from aligner.errors import ConfigError
+
+if importlib.util.find_spec("hydra"):  # an engine's environment has none, and composes nothing
+    import aligner.config.base  # noqa: F401  (hydra finds the defaults of conf/ by it)
 
 Root = TypeVar("Root", bound=BaseRunConfig | AskConfig)
 Run = TypeVar("Run", bound=BaseRunConfig)

@@ -68,13 +68,13 @@ def collectives(**case):
         with DryDevice(case["world"], rank) as device:
             plain = device.saw_collective
 
-            def saw(packet, operands, ranks, seen=seen, plain=plain):
+            def saw(packet, operands, ranks, is_async=False, seen=seen, plain=plain):
                 tensors = [sum(t.nbytes for t in tensors_in(each)) for each in operands]
                 if not packet.__name__.startswith(("send", "recv")):
                     name = "-".join(map(str, ranks))
                     what = [packet.__name__, max(tensors, default=0), *reductions]
                     seen.setdefault(name, []).append(what)
-                plain(packet, operands, ranks)
+                plain(packet, operands, ranks, is_async)
 
             device.saw_collective = saw
             role = dry_roles.build({**case, "rank": rank})

@@ -129,28 +129,6 @@ def target_logprobs(
     return logprob_forward(ctx, logits, target.unsqueeze(-1), plan, inference_only).squeeze(-1)
 
 
-def logprob_backward(ctx: Any, upstream: Tensor) -> Tensor:
-    """Gradient of the local logits, in their dtype, from that of the log-probs [..., S, K]."""
-    logits, indices, normalizer, thresholds = ctx.saved_tensors
-    plan: LogprobPlan = ctx.plan
-    columns = plan.shard.columns
-    local, owned = plan.shard.localize(indices)
-    grad = torch.empty_like(logits)
-    grad[..., columns:] = 0
-    for rows in sequence_chunks(logits, plan.chunk_size):
-        here = (local[..., rows, :], owned[..., rows, :])
-        limits = None if thresholds is None else thresholds[..., rows]
-        chunk = plan.restrict(plan.chunk(logits, rows), limits, *here)
-        given = upstream[..., rows, :]
-        added = torch.where(here[1] & ~take_owned(chunk, *here).isneginf(), given, 0)
-        tile = (chunk - normalizer[..., rows].unsqueeze(-1)).exp_()
-        tile.mul_(-given.sum(dim=-1, keepdim=True))
-        if columns:
-            tile.scatter_add_(-1, here[0], added.to(tile.dtype))
-        grad[..., rows, :columns] = tile.div_(plan.sampling.temperature)
-    return grad
-
-
 class _Logprobs(torch.autograd.Function):
     """Base of the published classes, whose forward passes differ in their arguments only."""
 
@@ -161,8 +139,24 @@ class _Logprobs(torch.autograd.Function):
 
         With top-k or top-p it is exact for a fixed set of kept tokens and 0 outside it.
         """
-        upstream, indices = grad_outputs[0], ctx.saved_tensors[1]
-        grad = logprob_backward(ctx, upstream.view(indices.shape))
+        logits, indices, normalizer, thresholds = ctx.saved_tensors
+        upstream = grad_outputs[0].view(indices.shape)
+        plan: LogprobPlan = ctx.plan
+        columns = plan.shard.columns
+        local, owned = plan.shard.localize(indices)
+        grad = torch.empty_like(logits)
+        grad[..., columns:] = 0
+        for rows in sequence_chunks(logits, plan.chunk_size):
+            here = (local[..., rows, :], owned[..., rows, :])
+            limits = None if thresholds is None else thresholds[..., rows]
+            chunk = plan.restrict(plan.chunk(logits, rows), limits, *here)
+            given = upstream[..., rows, :]
+            added = torch.where(here[1] & ~take_owned(chunk, *here).isneginf(), given, 0)
+            tile = (chunk - normalizer[..., rows].unsqueeze(-1)).exp_()
+            tile.mul_(-given.sum(dim=-1, keepdim=True))
+            if columns:
+                tile.scatter_add_(-1, here[0], added.to(tile.dtype))
+            grad[..., rows, :columns] = tile.div_(plan.sampling.temperature)
         return grad, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
