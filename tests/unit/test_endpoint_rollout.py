@@ -41,7 +41,7 @@ class Agents:
         config = SimpleNamespace(
             environment=EnvironmentConfig(kind="endpoint", **settings),
             model=SimpleNamespace(rollout=rollout),
-            data=SimpleNamespace(add_bos=False),
+            data=SimpleNamespace(add_bos=False, special_tokens_in_text="keep"),
         )
         architecture = SimpleNamespace(vocab_size=TOKENIZER.vocab_size)
         self.rollouts = EndpointRollouts(
