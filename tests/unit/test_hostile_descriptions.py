@@ -257,6 +257,7 @@ def test_a_hugging_face_configuration_that_no_model_has(
 def test_an_index_of_a_wrong_kind(hugging_face, tmp_path, index, message):
     folder = tmp_path / "indexed"
     shutil.copytree(hugging_face, folder)
+    (folder / "model.safetensors").unlink()  # which would precede the index
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
         dict(read_hf(folder).weights)
