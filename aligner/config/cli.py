@@ -92,14 +92,19 @@ def without_sections(arguments: Sequence[str], root: type) -> tuple[list[str], l
 
     Returns:
         the other arguments, and the names of the sections.
+
+    Raises:
+        ConfigError: another argument sets a key of such a section.
     """
-    present: list[str] = []
-    absent: list[str] = []
+    present, absent = list[str](), list[str]()
     for argument in arguments:
         spelled = re.fullmatch(r"\+{0,2}(\w+)=null|~(\w+)(=\w*)?", argument)
         name = (spelled[1] or spelled[2]) if spelled else ""
         may_be_null = type(None) in get_args(field_types(root).get(name))
         (absent if may_be_null else present).append(name if may_be_null else argument)
+    for argument in present:
+        if argument.lstrip("+~").partition(".")[0] in absent:
+            raise ConfigError(f"{argument}: its section is set to null; remove one of the two")
     return present, absent
 
 

@@ -103,4 +103,5 @@ class ExpManagerConfig:
     @property
     def data_may_change(self) -> bool:
         """True if a resumed run may read other data, or the same data in another order."""
-        return bool(self.resume_changed) or "data" in self.accept_changed
+        sections = {key.partition(".")[0] for key in self.resume_changed}
+        return bool(sections & {"data", "seed"}) or "data" in self.accept_changed

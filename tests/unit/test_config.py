@@ -18,6 +18,7 @@ from aligner.config import (
 )
 from aligner.config.cli import check_overrides, launch, without_sections
 from aligner.config.defaults import defaults_of, without_new_defaults
+from aligner.config.experiment import ExpManagerConfig
 from aligner.config.roles.model import CriticConfig, ModelConfig
 from aligner.config.roles.policy import check_policy_backend
 from aligner.config.rules.checks import check_batch_layout
@@ -382,6 +383,19 @@ def test_the_critic_is_removed_as_the_remedy_says(launched, spelling, capsys):
 def test_sections_that_cannot_be_null_are_refused():
     arguments = ["data=null", "~reward", "model.peft=null", "seed=3", "critic=null"]
     assert without_sections(arguments, RunConfig) == (arguments[:-1], ["critic"])
+
+
+def test_a_key_of_a_removed_section_is_refused():
+    with pytest.raises(ConfigError, match=r"critic\.optim\.lr=1: its section is set to null"):
+        without_sections(["critic=null", "critic.optim.lr=1"], RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [(["seed"], True), (["data.shuffle"], True), (["model.ppo.ratio_eps"], False), ([], False)],
+)
+def test_only_accepted_changes_of_data_or_seed_let_the_data_differ(changed, expected):
+    assert ExpManagerConfig(resume_changed=tuple(changed)).data_may_change is expected
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
