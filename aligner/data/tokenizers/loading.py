@@ -52,6 +52,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             files["tokenizer.json"] = path.read_bytes()
     elif is_slow(directory):
         return _convert_with_transformers(directory)
+    elif len(files) == 1 and (model := next(iter(files))).endswith(".model"):
+        raise TokenizerError(
+            f"{path} has {model} alone, which SentencePiece and transformers split differently; "
+            f"give {path / model} for SentencePiece's tokens, or add a tokenizer_config.json with "
+            '{"tokenizer_class": "LlamaTokenizer"} for those of transformers'
+        )
     return tokenizer_from_files(files, origin=str(path))
 
 
