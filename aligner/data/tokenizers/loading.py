@@ -7,7 +7,6 @@ it.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -178,19 +177,10 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
 
 def with_template_kwargs(tokenizer: Tokenizer, values: Mapping[str, Any]) -> Tokenizer:
     """The same with ``data.chat_template_kwargs``; `ConfigError`: no template reads one of them."""
-    if not values:
-        return tokenizer
-    config = json.loads(tokenizer.files().get("tokenizer_config.json", b"{}"))
-    templates = config.get("chat_template") or []
-    named = [{"template": templates}] if isinstance(templates, str) else templates
-    text = "\n".join(each["template"] for each in named)
-    unused = [name for name in values if not re.search(rf"\b{re.escape(name)}\b", text)]
-    if unused:
-        raise ConfigError(
-            f"data.chat_template_kwargs={dict(values)}: the model's chat template reads no "
-            f"{', '.join(unused)}; leave it out"
-        )
-    return tokenizer.with_template_kwargs(values)
+    try:
+        return tokenizer.with_template_kwargs(values)
+    except DataError as error:
+        raise ConfigError(f"data.{error}") from error
 
 
 def as_tokenizer(tokenizer: Any) -> Any:
