@@ -264,7 +264,8 @@ def _options_of(root: type, group: str, known: Sequence[str], conf_dir: Path) ->
         return [] if foreign and scripts else list(known)
 
     def belongs(option: str) -> bool:
-        extended = OmegaConf.load(conf_dir / group / f"{option}.yaml").get("defaults", ())
+        path = conf_dir / group / f"{option}.yaml"
+        extended = OmegaConf.select(OmegaConf.load(path), "defaults", default=())
         names = {option, *(entry for entry in extended if isinstance(entry, str))}
         return bool(names & own) or not names & foreign
 
