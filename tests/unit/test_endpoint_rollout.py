@@ -197,6 +197,15 @@ def test_without_a_reward_it_is_not_scored(functions):
         functions.collect([task("unscored")])
 
 
+@pytest.mark.parametrize(("unscored", "counts"), [("zero", 1), ("mask", 0)])
+def test_an_agent_that_a_limit_ended_counts_as_configured(unscored, counts):
+    rows = [task("asks_without_reward"), task("two_turns")]
+    batch = collected(rows, max_turns=3, unscored=unscored, **RUN)
+    assert batch["end_reasons"] == ["max_turns", "done"]
+    assert batch["is_scored"].tolist() == [0, 1]
+    assert batch["sample_mask"].tolist() == [counts, 1]
+
+
 @pytest.mark.parametrize(
     ("what", "cause"),
     [

@@ -174,6 +174,13 @@ def hangs_once(policy, task):
     two_turns(policy, task)
 
 
+def asks_without_reward(policy, task):
+    messages = []
+    for _ in range(50):
+        messages += [said("?")]
+        messages += [policy.ask(messages)]
+
+
 def half_an_answer(policy, task):
     """The header of an answer on every open file, and nothing behind it."""
     policy.ask([said("?")])
