@@ -117,7 +117,7 @@ class EnvironmentPool:
         """Those ``slots`` with a whole answer or a dead process, within so many seconds."""
         slot_of = {self._processes[slot]: slot for slot in slots}
         ready = wait(list(slot_of), timeout_s)
-        return {slot_of[process] for process in ready if process.has_answer()}
+        return {slot for each, slot in slot_of.items() if each in ready and each.has_answer()}
 
     def kill(self, slot: int) -> None:
         """Kill a slot's process, with all that it started; the next call starts it again."""
