@@ -145,6 +145,7 @@ class PPOTrainer:
         """
         self.config = config
         self.policy, self.value, self.reward = policy, value, reward
+        self.train_prompts = train_prompts
         self.held_out = HeldOut(val_prompts, val_sets or {})
         self.sampler, self.pad_id = sampler, pad_id
         self.generation = generation or policy

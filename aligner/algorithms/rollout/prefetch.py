@@ -118,8 +118,7 @@ class Rollouts:
         """Inverse of `state_dict`; if settings may have changed, responses are sampled again."""
         indices, output = state["indices"], state["output"]
         if self._changes:
-            output = None
-            indices = None if max(indices or [0]) >= len(self._prompts) else indices
+            output, indices = None, indices if max(indices or [0]) < len(self._prompts) else None
         self._indices = None if indices is None else list(indices)
         self._output = None if output is None else BatchedDataDict(output)
         self._pending = None
