@@ -116,6 +116,23 @@ def test_a_directory_with_a_sentencepiece_model_alone_is_refused(vocabularies, t
     assert ours == [theirs.encode(text, add_special_tokens=False) for text in texts] != plain
 
 
+def test_a_model_directory_without_tokenizer_config_is_read_as_transformers_reads_it(
+    vocabularies, model, tmp_path
+):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(vocabularies["pieces"]["tokenizer.model"])
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    texts = list(fuzz())
+    expected = [theirs.encode(text, add_special_tokens=False) for text in texts]
+    convert(folder, tmp_path / "model.nemo")
+    with open_nemo(tmp_path / "model.nemo") as checkpoint:
+        assert [checkpoint.tokenizer.encode(text) for text in texts] == expected
+    assert [load_tokenizer(folder).encode(text) for text in texts] == expected
+
+
 def test_the_model_may_name_the_class(vocabularies, tmp_path):
     for name, content in vocabularies["pair"].items():
         (tmp_path / name).write_bytes(content)

@@ -235,7 +235,8 @@ def _saved_files(tokenizer: Any) -> dict[str, bytes]:
 def is_slow(directory: Path) -> bool:
     """Return whether a directory has a vocabulary whose class decides how text is split."""
     names = {path.name for path in directory.iterdir()}
-    has_class = "tokenizer_config.json" in names or {"vocab.json", "config.json"} <= names
+    has_vocabulary = "vocab.json" in names or any(name.endswith(".model") for name in names)
+    has_class = "tokenizer_config.json" in names or ("config.json" in names and has_vocabulary)
     return has_class and "tokenizer.json" not in names
 
 
