@@ -19,6 +19,7 @@ setup(
         "aligner.conf": ["**/*.yaml"],
         "aligner.device": ["pages.cpp"],
         "aligner.dry": ["guard.cpp"],
+        "aligner.observe": ["metric_names.md"],
         "aligner.observe.report": ["templates/*"],
     },
 )
