@@ -10,14 +10,12 @@ import pytest
 from rich.console import Console
 
 from aligner.algorithms.run.startup import training_memory
-from aligner.config import SequencePackingConfig, SFTRunConfig, parse_config
+from aligner.config import RolloutConfig, SequencePackingConfig, SFTRunConfig, parse_config
 from aligner.device.accelerator import DeviceInfo
 from aligner.errors import VersionError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
 from aligner.observe.startup import (
-    BatchPlan,
-    Restored,
     StartupSummary,
     TrainedRole,
     batch_arithmetic,
@@ -36,18 +34,15 @@ from aligner.packages import (
 )
 
 
-def a_plan(**changes) -> BatchPlan:
+def arithmetic(**changes) -> list[str]:
     sizes = {
-        "steps": 10,
-        "train_prompts": 100,
         "num_rollout_samples": 64,
         "num_rollouts_per_prompt": 4,
         "rollout_micro_batch_size": 20,
-        "data_parallel_size": 2,
-        "ppo_epochs": 2,
-        "roles": [TrainedRole("policy", 32, 8), TrainedRole("critic", 64, 4)],
     }
-    return BatchPlan(**{**sizes, **changes})
+    roles = [TrainedRole("policy", 32, 8), TrainedRole("critic", 64, 4)]
+    given = {"steps": 10, "train_prompts": 100, "data_parallel_size": 2, "passes": 2}
+    return batch_arithmetic(RolloutConfig(**sizes), roles, **{**given, **changes})
 
 
 def some_summary(**changes) -> StartupSummary:
@@ -57,7 +52,7 @@ def some_summary(**changes) -> StartupSummary:
         "algorithm": "GRPO",
         "model": "models/tiny.nemo",
         "log_dir": "results/tiny",
-        "batches": batch_arithmetic(a_plan()),
+        "batches": arithmetic(),
         "roles": [
             RoleMemory("policy", 1_000_001, True, model_parallel_size=2, optimizer_shards=2),
             RoleMemory("reference", 1_000_001, False, model_parallel_size=2),
@@ -77,7 +72,7 @@ def text_of(summary: StartupSummary) -> str:
 
 
 def test_batch_arithmetic_in_words():
-    assert batch_arithmetic(a_plan()) == [
+    assert arithmetic() == [
         "A step draws 16 prompts and samples 4 responses to each: 64 samples, 32 on each of "
         "2 data-parallel ranks, at most 20 of them in flight together.",
         "The policy goes over them twice in batches of 32: 4 updates a step (40 in the run), each "
@@ -87,7 +82,7 @@ def test_batch_arithmetic_in_words():
         "10 steps: 640 samples; 100 training prompts make an epoch of 6 steps and 4 prompts left "
         "over.",
     ]
-    assert batch_arithmetic(a_plan(train_prompts=None))[-1] == "10 steps: 640 samples."
+    assert arithmetic(train_prompts=None)[-1] == "10 steps: 640 samples."
 
 
 def test_memory_by_hand():
@@ -159,8 +154,11 @@ def test_supported_versions_are_those_of_the_project_file():
 
 
 def test_report_and_dict():
-    restored = Restored(12, "results/tiny/checkpoints/step_000012", ("policy", "optimizer"))
-    summary = some_summary(restored=restored, notes=("3 prompts were too long and dropped",))
+    summary = some_summary(
+        restored=(12, "results/tiny/checkpoints/step_000012"),
+        restores=("policy", "optimizer"),
+        notes=("3 prompts were too long and dropped",),
+    )
     text = text_of(summary)
     for part in (
         "GRPO on 2 processes: CPU, 2 threads",

@@ -18,7 +18,6 @@ from aligner.algorithms.rollout.rollout import (
     prompts_batch,
 )
 from aligner.algorithms.run.engine import Workers, run_settings
-from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_room
 from aligner.algorithms.supervised.build import (
@@ -32,7 +31,6 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.nemo.archive import named_by
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import DistillRunConfig, PeftConfig, StudentConfig
-from aligner.config.rules.checks import check_model_shares
 from aligner.data.dataset import Dataset, Split
 from aligner.data.prompts import Prompt, PromptDataset, collate_prompts
 from aligner.data.supervised import ExampleDataset, collate_examples
@@ -89,7 +87,6 @@ def train_distill(config: DistillRunConfig) -> None:
     """Distil from start to end and print where everything is."""
     with Run.open(config) as run:
         config, loop, tokenizer = run.config, run.config.trainer.distill, run.tokenizer
-        check_model_shares(config, run.world_size)
         architecture = check_teacher(config, tokenizer)
         vocab_size = shared_vocabulary(config, run.architecture, architecture)
         kind: type[Dataset[Any]] = PromptDataset if loop.on_policy else ExampleDataset
@@ -101,8 +98,7 @@ def train_distill(config: DistillRunConfig) -> None:
         seed = config.seed if loop.on_policy else None
         for attempt in run.attempts():
             with attempt:
-                sampler = example_sampler(config, task)
-                steps = total_steps(config, sampler)
+                sampler, steps = example_sampler(config, task)
                 student = attempt.start_policy(steps)
                 teacher = start_teacher(config, attempt)
                 targets = TeacherTargets(teacher, loop.top_k, vocab_size, seed)

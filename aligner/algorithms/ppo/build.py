@@ -6,8 +6,8 @@ from operator import attrgetter
 from typing import Any
 
 from aligner.algorithms.ppo.user_estimator import UserEstimator
-from aligner.algorithms.run.engine import Clusters, Workers, run_settings
-from aligner.algorithms.run.startup import Summary, sampling_summary, trained_policy
+from aligner.algorithms.run.engine import Workers, run_settings
+from aligner.algorithms.run.startup import sampling_summary, trained_policy
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
     CorrectionConfig,
@@ -25,7 +25,7 @@ from aligner.losses.user import user_policy_loss
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 from aligner.observe.memory import RoleMemory
-from aligner.observe.startup import TrainedRole
+from aligner.observe.startup import StartupSummary, TrainedRole
 from aligner.types import LossFunction
 
 
@@ -76,29 +76,28 @@ def summary_of(
     *,
     frozen: Sequence[RoleMemory],
     notes: Sequence[str],
-) -> Summary:
+) -> StartupSummary:
     """Summary of a run of ``steps`` steps on ``prompts``, for its start-up report.
 
     ``frozen``: models beside policy and critic. ``notes``: what else is to be said.
     """
-    critic = [] if config.critic is None else ["critic"]
+    critic, layout = config.critic, config.value_parallel
+    trained, names = [trained_policy(config)], ["policy"]
+    if critic is not None:
+        data_size = layout.data_size(workers.clusters.value.world_size())
+        batches = critic.global_batch_size, critic.micro_batch_size
+        trained.insert(0, TrainedRole("critic", *batches, data_size, layout.model_parallel_size))
+        names.append("critic")
     return sampling_summary(
         config,
         workers,
         prompts,
         steps=steps,
-        trained=[*_trained_critic(config, workers.clusters), trained_policy(config)],
+        trained=trained,
         passes=config.model.ppo.ppo_epochs,
         with_reference=needs_reference(config),
         frozen=frozen,
-        restores=[
-            "policy",
-            *critic,
-            "optimizers",
-            "schedules",
-            "data position",
-            "KL coefficient",
-        ],
+        restores=[*names, "optimizers", "schedules", "data position", "KL coefficient"],
         notes=notes,
     )
 
@@ -117,21 +116,6 @@ def run_notes(config: RunConfig) -> list[str]:
             "and off while sampling: ratios and clipping show its noise; 0 has none"
         )
     return notes
-
-
-def _trained_critic(config: RunConfig, clusters: Clusters) -> list[TrainedRole]:
-    critic, layout = config.critic, config.value_parallel
-    if critic is None:
-        return []
-    return [
-        TrainedRole(
-            "critic",
-            critic.global_batch_size,
-            critic.micro_batch_size,
-            layout.data_size(clusters.value.world_size()),
-            layout.model_parallel_size,
-        )
-    ]
 
 
 # Passes of a step -----------------------------------------------------------------------------

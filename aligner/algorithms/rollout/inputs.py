@@ -20,6 +20,7 @@ from aligner.environments.calls import form_of
 from aligner.environments.pool import EnvironmentPool
 from aligner.errors import ConfigError
 from aligner.generation.vllm.generation import VllmGeneration
+from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.collectives import on_rank_zero
 
@@ -199,6 +200,6 @@ def start_generation(
     )
 
 
-def generation_note(generation: VllmGeneration | None) -> list[str]:
-    """Device settings of the engines, for the start-up report."""
-    return [] if generation is None else [generation.in_words()]
+def generation_note(generation: GenerationInterface) -> list[str]:
+    """Device settings of engines beside the policy, for the start-up report."""
+    return [generation.in_words()] if isinstance(generation, VllmGeneration) else []

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from aligner.algorithms.run.engine import Workers
 from aligner.architecture import GPTArchitecture
@@ -23,14 +22,12 @@ from aligner.data.tokenizers.loading import (
     with_template_kwargs,
 )
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.device.accelerator import DeviceInfo
 from aligner.device.host_memory import available_bytes
 from aligner.errors import ConfigError
 from aligner.foreign_keys import IGNORED
 from aligner.logprobs.output_layer import tile_bytes
 from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
 from aligner.observe.startup import (
-    BatchPlan,
     StartupSummary,
     TrainedRole,
     batch_arithmetic,
@@ -142,25 +139,6 @@ def repetition_in_words(config: SamplingRunConfig, *, on_gpus: bool) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Summary of a run, for its start-up report.
-
-    Args:
-        restores: what a run state brings back, in words.
-        batches: how many of what makes a step, one sentence each.
-        memory: models per process.
-        longest: tokens of the longest sequence that is trained.
-        notes: anything else to be read before the first step.
-    """
-
-    restores: Sequence[str]
-    batches: Sequence[str]
-    memory: Sequence[RoleMemory]
-    longest: int
-    notes: Sequence[str] = ()
-
-
 def sampling_summary(
     config: SamplingRunConfig,
     workers: Workers,
@@ -173,25 +151,14 @@ def sampling_summary(
     frozen: Sequence[RoleMemory] = (),
     restores: Sequence[str],
     notes: Sequence[str],
-) -> Summary:
-    """Summary of a run that samples.
+) -> StartupSummary:
+    """Summary of a new run that samples.
 
     ``prompts``: those of training; ``trained``: roles that go ``passes`` times over every rollout;
     ``with_reference``: the initial policy is kept; ``frozen``: further models.
     """
-    architecture = workers.architecture
+    architecture, rollout = workers.architecture, config.model.rollout
     data_size = config.model.parallel.data_size(workers.clusters.policy.world_size())
-    rollout = config.model.rollout
-    plan = BatchPlan(
-        steps=steps,
-        train_prompts=len(prompts),
-        num_rollout_samples=rollout.num_rollout_samples,
-        num_rollouts_per_prompt=rollout.num_rollouts_per_prompt,
-        rollout_micro_batch_size=rollout.rollout_micro_batch_size,
-        data_parallel_size=data_size,
-        ppo_epochs=passes,
-        roles=trained,
-    )
     # Memory of the roles of the run's own model, the last that is trained first.
     roles = [
         role_memory(
@@ -205,54 +172,67 @@ def sampling_summary(
     ]
     if with_reference and config.model.peft.lora is None:  # else it is the policy without adapters
         roles.append(role_memory(config, architecture, data_size, "reference", trainable=False))
-    return Summary(
-        restores,
-        batch_arithmetic(plan),
-        [*roles, *frozen],
-        prompts.max_length + rollout.length_params.max_length,
-        notes,
+    batches = batch_arithmetic(
+        rollout,
+        trained,
+        steps=steps,
+        train_prompts=len(prompts),
+        data_parallel_size=data_size,
+        passes=passes,
     )
+    longest = prompts.max_length + rollout.length_params.max_length
+    memory = [*roles, *frozen]
+    return startup_summary(workers, batches, memory, longest, restores=restores, notes=notes)
 
 
 def startup_summary(
-    config: BaseRunConfig,
-    architecture: GPTArchitecture,
-    processes: int,
-    device: DeviceInfo,
-    summary: Summary,
+    workers: Workers,
+    batches: Sequence[str],
+    roles: Sequence[RoleMemory],
+    longest: int,
+    *,
+    restores: Sequence[str],
+    notes: Sequence[str],
 ) -> StartupSummary:
-    """Everything the start-up report shows of a new run.
+    """Summary of a new run, whose first started role is the trained one.
 
-    ``processes``: workers of the policy; ``device``: what they compute on.
+    Args:
+        workers: of the run, started.
+        batches: how many of what makes a step, one sentence each.
+        roles: models per process.
+        longest: tokens of the longest sequence that is trained.
+        restores: what a run state brings back, in words.
+        notes: anything else to be read before the first step.
     """
+    config, architecture = workers.config, workers.architecture
+    processes, device = workers.clusters.policy.world_size(), workers.roles[0].device_info()
     cache: dict[str, int] = {}
     repetition, ignored = "", ", ".join(IGNORED)
     if isinstance(config, SamplingRunConfig):
-        cache = {"KV cache": _cache_memory(config, architecture, summary.longest)}
+        cache = {"KV cache": _cache_memory(config, architecture, longest)}
         repetition = repetition_in_words(config, on_gpus=device.has_gpu)
+    training = training_memory(config, architecture, longest, on_gpus=device.has_gpu)
     return StartupSummary(
         processes=processes,
+        device=device,
         algorithm=config.algorithm,
         model=config.model.restore_from_path,
         log_dir=config.exp_manager.explicit_log_dir,
-        batches=summary.batches,
-        roles=summary.memory,
-        working_bytes={
-            **cache,
-            **training_memory(config, architecture, summary.longest, on_gpus=device.has_gpu),
-        },
+        batches=batches,
+        roles=roles,
+        working_bytes={**cache, **training},
         run_states=saving_sentence(
-            summary.memory,
+            roles,
             in_background=config.exp_manager.async_save,
             processes_here=max(1, processes // config.trainer.num_nodes),
             free_bytes=available_bytes(),
         ),
         packages=find_packages(),
+        restores=restores,
         dropout=dropout_in_words(config.model, architecture),
         repetition=repetition,
-        device=device,
         notes=[
-            *summary.notes,
+            *notes,
             *untried_versions(),
             *([f"ignored, since no result depends on it here: {ignored}"] if ignored else []),
         ],
