@@ -204,15 +204,16 @@ class RunLoop:
                 self._record(0, self._validate(0, timers), timers, progress)
             for step in range(done + 1, total + 1):
                 if self.learner.is_out_of_data:
-                    self._say_out_of_data(step - 1)
                     self.ended_by = "max_epochs is reached"
+                    self._say(f"{self.ended_by} after step {step - 1} of at most {total}")
                     break
                 with training_step(step):
                     result = self.learner.step(step, timers)
                 self.step = step
                 self.callbacks.tell("on_step_end", step, result.metrics)
                 interrupted = any_rank(stopped.name is not None)
-                out_of_time = from_rank_zero(self._out_of_time())
+                seconds, limit = time.monotonic() - self._started, self.schedule.max_seconds
+                out_of_time = from_rank_zero(limit is not None and seconds >= limit)
                 is_last = step == total or self.learner.is_out_of_data
                 is_stopped = out_of_time or self.callbacks.stop_reason is not None
                 # Not after a signal: the resumed run must write what an uninterrupted one does.
@@ -225,9 +226,12 @@ class RunLoop:
                 is_end = is_last or interrupted or is_stopped
                 self._save_when_due(step, written, timers, is_end=is_end, done=done)
                 if (interrupted or is_stopped) and not is_last:
-                    self.ended_by = self._stopped_by(interrupted, stopped.name, out_of_time)
-                    self._say_stopped(step, self.ended_by)
                     self.interrupted = interrupted
+                    self.ended_by = self._stopped_by(interrupted, stopped.name, out_of_time)
+                    self._say(
+                        f"stopped by {self.ended_by} after step {step} of {total}; the run state "
+                        f"{self.store.path(step)} is saved and the same command continues"
+                    )
                     return
             self.store.finish()
             self._announce()
@@ -405,19 +409,6 @@ class RunLoop:
         )
         self._unannounced = step
         self._announce()
-
-    def _out_of_time(self) -> bool:
-        limit = self.schedule.max_seconds
-        return limit is not None and time.monotonic() - self._started >= limit
-
-    def _say_out_of_data(self, step: int) -> None:
-        self._say(f"max_epochs is reached after step {step} of at most {self.schedule.total_steps}")
-
-    def _say_stopped(self, step: int, reason: str) -> None:
-        self._say(
-            f"stopped by {reason} after step {step} of {self.schedule.total_steps}; the run state "
-            f"{self.store.path(step)} is saved and the same command continues"
-        )
 
     def _say(self, text: str, style: str | None = None) -> None:
         if is_rank_zero():

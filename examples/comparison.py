@@ -1,4 +1,4 @@
-"""Runs of any kind side by side: the comparison of a pipeline, for directories of one's own."""
+"""Runs of any kind side by side: for directories of one's own, and for the stages of a pipeline."""
 
 import json
 from collections import Counter
@@ -9,17 +9,32 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from aligner.algorithms.multi_run.report import held_out_measures, save_comparison
+from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.device import accelerator
 from aligner.errors import AlignerError, DataError
 from aligner.observe.metrics import read_metrics
 from aligner.observe.report.chart import short_number
-from aligner.observe.report.comparison import Comparison, Learned, Policy
+from aligner.observe.report.comparison import (
+    Comparison,
+    Learned,
+    Measure,
+    Policy,
+    render_comparison,
+)
 from aligner.observe.samples import Sample
 from aligner.packages import describe_environment
 
 _METRICS, _EVALUATION = "metrics.jsonl", "evaluation.json"
+_REWARD = "val_rollouts/rewards"
+# Metric of a validation, what it is called here, and whether more (1) or less (-1) is better.
+_HELD_OUT = (
+    ("val_rollouts/accuracy", "right answers", 1),
+    (_REWARD, "reward", 1),
+    ("val_optim/accuracy", "pairs ranked right", 1),
+    ("val_optim/rewards_margin", "margin", 1),
+    ("val_optim/loss", "loss", -1),
+)
 
 
 def compare_runs(folders: Sequence[Path], output: Path, title: str) -> Path:
@@ -157,3 +172,43 @@ def _table(comparison: Comparison) -> Table:
         share = f"{asked.accuracy:.3f} [{asked.interval[0]:.3f}, {asked.interval[1]:.3f}]"
         table.add_row(asked.name, asked.began_with, "right answers", "", share, "", "")
     return table
+
+
+def save_comparison(report: Path, comparison: Comparison) -> None:
+    """Write the page, and beside it ``comparison.json``."""
+    report.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(report) as file:
+        file.write(render_comparison(comparison).encode())
+    write_json(report.with_name("comparison.json"), comparison.numbers())
+
+
+def held_out_measures(
+    metrics: Sequence[Mapping[str, float]], summary: Mapping[str, Any], is_counted: bool | None
+) -> Iterator[Measure]:
+    """Before and after on what was held out, by the first and the last validation.
+
+    Args:
+        metrics: lines of a run's ``metrics.jsonl``.
+        summary: of `pipeline_stages.pair_summary`.
+        is_counted: whether the reward is just the share of right answers, so that it has no
+            line of its own; None: where the two are the same numbers.
+    """
+    held_out = [line for line in metrics if any(name.startswith("val_") for name in line)]
+    if not held_out:
+        return
+    first, last = held_out[0], held_out[-1]
+    counts = {
+        "val_rollouts/accuracy": last.get("val_rollouts/num_samples"),
+        "val_optim/accuracy": summary.get("pairs"),
+    }
+    if is_counted is None:
+        right = "val_rollouts/accuracy"
+        is_counted = all(line.get(right) == line.get(_REWARD) for line in held_out)
+    for metric, label, better in _HELD_OUT:
+        if metric in last and not (metric == _REWARD and is_counted):
+            count = counts.get(metric)
+            share_of = None if count is None else int(count)
+            yield Measure(label, first[metric], last[metric], share_of, better)
+        if metric == "val_optim/accuracy" and "length_accuracy" in summary:
+            share, pairs = summary["length_accuracy"], summary["pairs"]
+            yield Measure("… by length alone", None, share, pairs)
