@@ -31,7 +31,13 @@ from aligner.checkpoint.durable import write_json
 from aligner.config import BaseRunConfig, DPORunConfig, RewardRunConfig, SamplingRunConfig
 from aligner.device import accelerator
 from aligner.errors import CheckpointNotFoundError, ConfigError, WorkerError
-from aligner.examples.comparison import held_out_measures, save_comparison
+from aligner.examples.comparison import (
+    ComparedPolicy,
+    Comparison,
+    Learned,
+    held_out_measures,
+    save_comparison,
+)
 from aligner.examples.pipeline_config import (
     START,
     PipelineConfig,
@@ -40,7 +46,6 @@ from aligner.examples.pipeline_config import (
     load_pipeline,
 )
 from aligner.observe.metrics import read_metrics
-from aligner.observe.report.comparison import Comparison, Learned, Policy
 from aligner.observe.samples import read_samples
 from aligner.packages import describe_environment
 
@@ -278,13 +283,13 @@ def compare(pipeline: PipelineConfig, stages: list[Stage], report: Path) -> None
     save_comparison(report, comparison)
 
 
-def _policies(finished: list[Stage]) -> Iterator[Policy]:
+def _policies(finished: list[Stage]) -> Iterator[ComparedPolicy]:
     """Results of the evaluations, in their order."""
     parents = {stage.name: stage.began_with for stage in finished if stage.trained is not None}
     for stage in finished:
         if stage.trained is None:
             [line] = read_metrics(stage.folder / "metrics.jsonl")
-            yield Policy(
+            yield ComparedPolicy(
                 stage.began_with,
                 parents.get(stage.began_with),
                 line["val_rollouts/accuracy"],

@@ -9,12 +9,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from aligner.algorithms.run.startup import training_memory
-from aligner.config import RolloutConfig, SequencePackingConfig, SFTRunConfig, parse_config
+from aligner.algorithms.run.startup import working_memory
+from aligner.config import (
+    RolloutConfig,
+    RunConfig,
+    SequencePackingConfig,
+    SFTRunConfig,
+    parse_config,
+)
 from aligner.device.accelerator import DeviceInfo
 from aligner.errors import VersionError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
-from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
+from aligner.observe.memory import RoleMemory
 from aligner.observe.startup import (
     StartupSummary,
     TrainedRole,
@@ -91,12 +97,30 @@ def test_memory_by_hand():
     assert (policy.weights, policy.gradients) == (2_000_004, 2_000_004)
     assert policy.optimizer == 250_001 * 8
     assert (reference.gradients, reference.optimizer) == (0, 0)
-    sizes = {"layers": 30, "query_groups": 3, "kv_channels": 64, "value_bytes": 4}
-    assert kv_cache_bytes(**sizes, sequences=64, length=100) == 2 * 30 * 3 * 64 * 64 * 100 * 4
-    shape = {"layers": 10, "hidden_size": 8, "tokens": 5, "value_bytes": 4}
-    assert activation_bytes(**shape, recompute=False) == 17 * 10 * 160
-    assert activation_bytes(**shape, recompute=True) == 27 * 160
-    assert head_bytes(hidden_size=8, tokens=5, tile_bytes=100) == 2 * 5 * 8 * 4 + 200
+
+
+def test_working_memory_by_hand():
+    given = {
+        "model": {
+            "restore_from_path": "m.nemo",
+            "micro_batch_size": 2,
+            "ppo": {"rollout_micro_batch_size": 64},
+        },
+        "reward": {"function": "a.b"},
+        "data": {"train": {"source": "d.jsonl"}},
+    }
+    config = parse_config(given, RunConfig)
+    model = TINY_ARCHITECTURE  # 4 layers, 64 wide, 4 groups of 8 channels, 272 columns of logits
+    memory = working_memory(config, model, length=100, on_gpus=False)
+    assert memory == {
+        "KV cache": 2 * 4 * 4 * 8 * 64 * 100 * 4,
+        "activations": 17 * 4 * 200 * 64 * 4,
+        "output layer": 2 * 200 * 64 * 4 + 2 * 200 * 272 * 4,
+    }
+    full = dataclasses.replace(config.model, activations_checkpoint_granularity="full")
+    config = dataclasses.replace(config, model=full)
+    memory = working_memory(config, model, length=100, on_gpus=False)
+    assert memory["activations"] == (17 + 4) * 200 * 64 * 4
 
 
 def test_a_token_budget_is_what_a_micro_batch_holds():
@@ -105,13 +129,13 @@ def test_a_token_budget_is_what_a_micro_batch_holds():
         "data": {"train": {"source": "d.jsonl"}},
     }
     config = parse_config(given, SFTRunConfig)
-    by_rows = training_memory(config, TINY_ARCHITECTURE, length=100, on_gpus=False)
+    by_rows = working_memory(config, TINY_ARCHITECTURE, length=100, on_gpus=False)
     assert by_rows["activations"] == 17 * 200 * TINY_ARCHITECTURE.hidden_size * 4 * (
         TINY_ARCHITECTURE.num_layers
     )
     budget = SequencePackingConfig(enabled=True, train_mb_tokens=1000)
     packed = dataclasses.replace(config.model, sequence_packing=budget)
-    by_tokens = training_memory(
+    by_tokens = working_memory(
         dataclasses.replace(config, model=packed), TINY_ARCHITECTURE, length=100, on_gpus=False
     )
     assert by_tokens["activations"] == 5 * by_rows["activations"]

@@ -1,13 +1,11 @@
 """Parts of a PPO run, made from its configuration: roles, losses, passes of a step, notes."""
 
-from collections.abc import Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
 from aligner.algorithms.ppo.user_estimator import UserEstimator
-from aligner.algorithms.run.engine import Workers, run_settings
-from aligner.algorithms.run.startup import sampling_summary, trained_policy
+from aligner.algorithms.run.engine import Clusters, Workers, run_settings
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
     CorrectionConfig,
@@ -17,15 +15,13 @@ from aligner.config import (
     check_layout,
 )
 from aligner.config.rules.checks import check_batch_layout
-from aligner.data.prompts import PromptDataset
 from aligner.errors import ConfigError
 from aligner.losses.kl import AdaptiveKLController, FixedKLController, KLController
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.user import user_policy_loss
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
-from aligner.observe.memory import RoleMemory
-from aligner.observe.startup import StartupSummary, TrainedRole
+from aligner.observe.startup import TrainedRole
 from aligner.types import LossFunction
 
 
@@ -68,37 +64,17 @@ def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy
     return policy, workers.own(value)
 
 
-def summary_of(
-    config: RunConfig,
-    workers: Workers,
-    prompts: PromptDataset,
-    steps: int,
-    *,
-    frozen: Sequence[RoleMemory],
-    notes: Sequence[str],
-) -> StartupSummary:
-    """Summary of a run of ``steps`` steps on ``prompts``, for its start-up report.
-
-    ``frozen``: models beside policy and critic. ``notes``: what else is to be said.
-    """
+def trained_critic(config: RunConfig, clusters: Clusters) -> TrainedRole | None:
+    """Batches of the critic, for the start-up report; None without one."""
     critic, layout = config.critic, config.value_parallel
-    trained, names = [trained_policy(config)], ["policy"]
-    if critic is not None:
-        data_size = layout.data_size(workers.clusters.value.world_size())
-        batches = critic.global_batch_size, critic.micro_batch_size
-        trained.insert(0, TrainedRole("critic", *batches, data_size, layout.model_parallel_size))
-        names.append("critic")
-    return sampling_summary(
-        config,
-        workers,
-        prompts,
-        steps=steps,
-        trained=trained,
-        passes=config.model.ppo.ppo_epochs,
-        with_reference=needs_reference(config),
-        frozen=frozen,
-        restores=[*names, "optimizers", "schedules", "data position", "KL coefficient"],
-        notes=notes,
+    if critic is None:
+        return None
+    return TrainedRole(
+        "critic",
+        critic.global_batch_size,
+        critic.micro_batch_size,
+        layout.data_size(clusters.value.world_size()),
+        layout.model_parallel_size,
     )
 
 

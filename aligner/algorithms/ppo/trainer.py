@@ -26,7 +26,7 @@ from aligner.algorithms.ppo.build import (
     run_notes,
     start_roles,
     starts_at_sampler,
-    summary_of,
+    trained_critic,
 )
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.ppo.user_estimator import UserEstimator
@@ -78,9 +78,16 @@ def train_ppo(config: RunConfig) -> None:
                     policy_loss=policy_loss,
                     estimator=estimator,
                 )
-                notes = inputs.notes(trainer, *run_notes(config))
-                frozen, prompts = inputs.reward.memory(), inputs.prompts.train
-                summary = summary_of(config, attempt, prompts, steps, frozen=frozen, notes=notes)
+                summary = inputs.summary(
+                    attempt,
+                    trainer,
+                    steps,
+                    critic=trained_critic(config, attempt.clusters),
+                    passes=config.model.ppo.ppo_epochs,
+                    with_reference=trainer.needs_reference,
+                    restores=["optimizers", "schedules", "data position", "KL coefficient"],
+                    notes=run_notes(config),
+                )
                 with attempt.loop(trainer, steps, summary) as run_loop:
                     run_loop.run()
 

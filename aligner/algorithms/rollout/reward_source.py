@@ -99,7 +99,7 @@ def load_reward(
     if reward.kind == "function":
         return RewardSource(config, tokenizer, function, None)
     if reward.server is not None:
-        from aligner.rewards.server.client import RemoteReward  # httpx, tenacity: for this alone
+        from aligner.rewards.server.client import RemoteReward  # httpx: for this alone
 
         remote = RemoteReward(
             reward.server,

@@ -1,6 +1,6 @@
 """Base of the trainers that learn from the policy's own responses, and the inputs of their runs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,12 +20,14 @@ from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
 from aligner.algorithms.run.engine import Workers
 from aligner.algorithms.run.loop import Learner, StepResult
 from aligner.algorithms.run.run import Run
+from aligner.algorithms.run.startup import role_memory, startup_summary
 from aligner.config import SamplingRunConfig
 from aligner.data.dataset import PromptSampler
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 from aligner.observe.metrics import PhaseTimers
+from aligner.observe.startup import StartupSummary, TrainedRole, batch_arithmetic
 from aligner.rewards.interface import RewardInterface
 
 
@@ -146,6 +148,52 @@ class SamplingInputs:
         workers.closing.callback(trainer.rollouts.close)
         return trainer
 
-    def notes(self, trainer: SamplingTrainer, *further: str) -> list[str]:
-        """Notes on the prompts and the engines, for the start-up report; ``further`` between."""
-        return [*self.prompts.notes(), *further, *generation_note(trainer.generation)]
+    def summary(
+        self,
+        workers: Workers,
+        trainer: SamplingTrainer,
+        steps: int,
+        *,
+        critic: TrainedRole | None = None,
+        passes: int = 1,
+        with_reference: bool = False,
+        restores: Sequence[str],
+        notes: Sequence[str],
+    ) -> StartupSummary:
+        """Summary of a run of ``steps`` steps, for its start-up report.
+
+        Policy and ``critic`` go ``passes`` times over every rollout; ``with_reference``: the
+        initial policy is kept; ``restores``: what a run state brings back beside the roles;
+        ``notes``: anything else to be read before the first step.
+        """
+        config, architecture, rollout = self.config, workers.architecture, self.config.model.rollout
+        data_size = config.model.parallel.data_size(workers.clusters.policy.world_size())
+        model = config.model
+        policy = TrainedRole("policy", model.global_batch_size, model.micro_batch_size)
+        batches = batch_arithmetic(
+            rollout,
+            [policy] if critic is None else [critic, policy],
+            steps=steps,
+            train_prompts=len(self.prompts.train),
+            data_parallel_size=data_size,
+            passes=passes,
+        )
+        memory = [role_memory(config, architecture, data_size, "policy")]
+        if critic is not None:
+            size = critic.data_parallel_size or data_size
+            layout = critic.model_parallel_size
+            memory.append(
+                role_memory(config, architecture, size, "critic", model_parallel_size=layout)
+            )
+        if with_reference and model.peft.lora is None:  # else it is the policy without adapters
+            memory.append(
+                role_memory(config, architecture, data_size, "reference", trainable=False)
+            )
+        return startup_summary(
+            workers,
+            batches,
+            [*memory, *self.reward.memory()],
+            self.prompts.train.max_length + rollout.length_params.max_length,
+            restores=["policy", *([] if critic is None else ["critic"]), *restores],
+            notes=[*notes, *self.prompts.notes(), *generation_note(trainer.generation)],
+        )

@@ -15,7 +15,6 @@ from aligner.algorithms.rollout.trainer import SamplingInputs, SamplingTrainer
 from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
-from aligner.algorithms.run.startup import sampling_summary, trained_policy
 from aligner.config import RSRunConfig
 from aligner.config.rules.checks import check_model_shares
 from aligner.distributed.batched_data_dict import columns_of
@@ -42,15 +41,12 @@ def train_rs(config: RSRunConfig) -> None:
                     f"of the samples of a step the best {rs.top_n_rollouts} of every "
                     f"{rs.num_rollouts_per_prompt} are learned: {kept}"
                 )
-                summary = sampling_summary(
-                    config,
+                summary = inputs.summary(
                     attempt,
-                    inputs.prompts.train,
-                    steps=steps,
-                    trained=[trained_policy(config)],
-                    frozen=inputs.reward.memory(),
-                    restores=["policy", "optimizer", "schedule", "data position"],
-                    notes=[learned, *inputs.notes(trainer)],
+                    trainer,
+                    steps,
+                    restores=["optimizer", "schedule", "data position"],
+                    notes=[learned],
                 )
                 with attempt.loop(trainer, steps, summary) as run_loop:
                     run_loop.run()

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import yaml
 from rich.console import Console
@@ -38,13 +38,16 @@ from aligner.data.tokenizers.clock import fixed_time
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import NonFiniteError, WorkerDiedError
 from aligner.observe.metric_names import check_names
-from aligner.observe.metrics import Logger, MetricsWriter, make_loggers
-from aligner.observe.report.run import write_report
+from aligner.observe.metrics import MetricsWriter, make_loggers
+from aligner.observe.report.run import RunRecord, write_report
 from aligner.observe.run_lock import RunLock
 from aligner.observe.samples import SampleWriter
 from aligner.observe.startup import StartupSummary, startup_report
 from aligner.packages import describe_environment
 from aligner.parallel.collectives import gather_objects, is_rank_zero, on_rank_zero, this_rank
+
+if TYPE_CHECKING:
+    from lightning.fabric.loggers import Logger
 
 Config = TypeVar("Config", bound=BaseRunConfig)
 Config_co = TypeVar("Config_co", bound=BaseRunConfig, covariant=True)
@@ -204,20 +207,10 @@ class Attempt(Workers):
             exchange=gather_objects,
         )
 
-        def loggers() -> Sequence[Logger]:
+        def loggers() -> "Sequence[Logger]":
             latest = store.states()
-            return make_loggers(
-                folder,
-                restored_step=latest[-1].step if latest else None,
-                tensorboard=exp.create_tensorboard_logger,
-                wandb=exp.create_wandb_logger,
-                wandb_options={
-                    "project": exp.wandb.project,
-                    "name": exp.wandb.name,
-                    **exp.wandb.kwargs,
-                },
-                config=config.as_dict(),
-            )
+            restored = latest[-1].step if latest else None
+            return make_loggers(folder, exp, restored_step=restored, config=config.as_dict())
 
         run.callbacks.begin(config.as_dict(), folder, steps)
         limit = config.trainer.max_seconds
@@ -275,17 +268,15 @@ class Attempt(Workers):
             f"{note[0].upper()}{note[1:]}."
             for note in _cut_short(config, loop.schedule.total_steps)
         ]
-        on_rank_zero(
-            lambda: write_report(
-                folder,
-                title=f"{config.algorithm} of {Path(config.model.restore_from_path).name}",
-                config=yaml.safe_dump(config.as_dict(), sort_keys=False),
-                environment=describe_environment(device),
-                artifacts={name: str(path) for name, path in places.items()},
-                status=" ".join(status),
-                precision=config.trainer.precision,
-            )
+        record = RunRecord(
+            title=f"{config.algorithm} of {Path(config.model.restore_from_path).name}",
+            config=yaml.safe_dump(config.as_dict(), sort_keys=False),
+            environment=describe_environment(device),
+            artifacts={name: str(path) for name, path in places.items()},
+            status=" ".join(status),
+            precision=config.trainer.precision,
         )
+        on_rank_zero(lambda: write_report(folder, record))
         width = max(len(name) for name in places)
         for place, path in places.items():
             self._run.console.print(f"{place:>{width}}  {path}", highlight=False, soft_wrap=True)
