@@ -36,6 +36,12 @@ class Prompts(Split[PromptDataset]):
         """Length of the longest prompt of all sets, in tokens."""
         return max([super().max_length, *(each.max_length for each in self.sets.values())])
 
+    @property
+    def held_out(self) -> dict[str, PromptDataset]:
+        """Every set for validation by the prefix of its metrics."""
+        own = {} if self.validation is None else {"val_rollouts": self.validation}
+        return {**own, **{f"val_sets/{name}": prompts for name, prompts in self.sets.items()}}
+
     def sampler(self, config: SamplingRunConfig) -> PromptSampler:
         """Sampler of the training prompts of each step."""
         rollout = config.model.rollout

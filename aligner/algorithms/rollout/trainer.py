@@ -16,7 +16,7 @@ from aligner.algorithms.rollout.inputs import (
 from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.reward_source import RewardSource, load_reward
 from aligner.algorithms.rollout.rollout import RolloutSource
-from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
+from aligner.algorithms.rollout.validation import validate_on_prompts
 from aligner.algorithms.run.engine import Workers
 from aligner.algorithms.run.loop import Learner, StepResult
 from aligner.algorithms.run.run import Run
@@ -78,9 +78,9 @@ class SamplingTrainer(Learner):
 
     def validate(self, step: int, timers: PhaseTimers) -> StepResult:
         """Sample responses to the validation prompts, as in ``validation``, and score them."""
-        held_out = HeldOut(self.prompts.validation, self.prompts.sets)
+        held_out, rollouts = self.prompts.held_out, self.rollouts
         return validate_on_prompts(
-            self.config, self.rollouts, self.generation, self.reward, held_out, step, timers
+            self.config, rollouts, self.generation, self.reward, held_out, step, timers
         )
 
     def state_dict(self) -> dict[str, Any]:
