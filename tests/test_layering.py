@@ -73,7 +73,6 @@ CONFINED = {
     "nemo": ["aligner/checkpoint/nemo/connector.py", "aligner/models/gpt/megatron/model.py"],
     "fastapi": ["aligner/http/", "aligner/rewards/server/", "aligner/serving/"],
     "httpx": ["aligner/rewards/server/"],
-    "tenacity": ["aligner/rewards/server/"],
     "uvicorn": ["aligner/http/"],
 }
 
