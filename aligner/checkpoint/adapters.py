@@ -9,7 +9,7 @@ the keys of a `.nemo` of the merged weights beyond its architecture.
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from aligner.checkpoint.canonical import (
     LORA_B,
     OUTPUT_LAYER,
     REWARD_HEAD,
+    LazyTensors,
     Shape,
     Weights,
     check_shape,
@@ -167,7 +168,7 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return merged.to(weight.dtype)
 
 
-class MergedWeights(Mapping[str, Tensor]):
+class MergedWeights(LazyTensors):
     """Canonical weights with adapters added, each when it is indexed.
 
     A head that was trained beside the adapters stands for the weights' own, and for the output
@@ -178,7 +179,7 @@ class MergedWeights(Mapping[str, Tensor]):
         self._weights, self._adapters = weights, adapters
         heads = [name for name in REWARD_HEAD if name in adapters.tensors]
         replaced = {*heads, OUTPUT_LAYER} if heads else set()
-        self._names = [*(name for name in weights if name not in replaced), *heads]
+        super().__init__([*(name for name in weights if name not in replaced), *heads])
 
     def __getitem__(self, name: str) -> Tensor:
         added = self._adapters.tensors
@@ -189,12 +190,3 @@ class MergedWeights(Mapping[str, Tensor]):
         if a is None or b is None:
             return weight
         return add_product(weight, a, b, self._adapters.lora.scale)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)

@@ -47,6 +47,22 @@ _IGNORED = re.compile(r"_extra_state|rotary_pos_emb|(^|\.)inv_freq$|core_attenti
 _PREFIX = re.compile(r"^(model\.)?(module\.)*(?=\D)")
 
 
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors that are read when they are indexed; ``names`` are theirs, in order."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = dict.fromkeys(names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # without reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 @runtime_checkable
 class SharedWeights(Protocol):
     """Canonical weights of which a part can be read by itself."""

@@ -5,7 +5,7 @@ model's numbers are listed here.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aligner.checkpoint.canonical import LazyTensors
 from aligner.data.tokenizers.gguf import gguf_tokenizer_files, gguf_values
 from aligner.errors import CheckpointError
 
@@ -241,7 +242,7 @@ def _shortest(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-class GGUFTensors(Mapping[str, Tensor]):
+class GGUFTensors(LazyTensors):
     """Tensors under Hugging Face's names, dequantised to float32 when they are indexed.
 
     A tensor that the family does not have keeps its own name.
@@ -263,6 +264,7 @@ class GGUFTensors(Mapping[str, Tensor]):
                 continue
             for expert in range(int(tensor.shape[-1])):
                 self._places[target.replace("{e}", str(expert))] = tensor, expert
+        super().__init__(self._places)
 
     def __getitem__(self, name: str) -> Tensor:
         from gguf import dequantize
@@ -283,12 +285,3 @@ class GGUFTensors(Mapping[str, Tensor]):
                 value = turns.transpose(1, 2).reshape(value.shape)
         is_conv = self._config["model_type"] == "gpt2" and ".c_" in name and value.dim() == 2
         return value.T.contiguous() if is_conv else value
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)

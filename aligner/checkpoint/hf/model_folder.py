@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.canonical import REWARD_HEAD, Weights, check_names
+from aligner.checkpoint.canonical import REWARD_HEAD, LazyTensors, Weights, check_names
 from aligner.checkpoint.durable import sync_path, sync_tree
 from aligner.checkpoint.hf.families import (
     Family,
@@ -89,7 +89,7 @@ def model_from_parts(
     )
 
 
-class SafetensorsFolder(Mapping[str, Tensor]):
+class SafetensorsFolder(LazyTensors):
     """All tensors of a directory's safetensors files, memory-mapped and read when indexed."""
 
     def __init__(self, folder: Path) -> None:
@@ -112,6 +112,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 f"{str(folder)!r} holds no model.safetensors; pickled weights are not read, "
                 "save the model with save_pretrained(..., safe_serialization=True)"
             )
+        super().__init__(self._files)
 
     def _keys(self, name: str) -> list[str]:
         with _damage_named(self._folder / name):
@@ -127,15 +128,6 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         with _damage_named(self._folder / name):
             tensor: Tensor = self._open(name).get_tensor(key)
         return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._files  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
 
 
 @contextlib.contextmanager

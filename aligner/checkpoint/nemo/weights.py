@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import (
     OUTPUT_LAYER,
     REWARD_HEAD,
+    LazyTensors,
     canonical_name,
     check_names,
     check_shape,
@@ -121,7 +122,7 @@ class StackedTensor:
         self.source.begin(self.key, self.index)
 
 
-class LazyWeights(Mapping[str, Tensor]):
+class LazyWeights(LazyTensors):
     """Canonical weights that are read when indexed; names and shapes are checked.
 
     While the caller copies a tensor, a thread checks the bytes of the next one in the order of
@@ -141,6 +142,7 @@ class LazyWeights(Mapping[str, Tensor]):
         tied = architecture.tie_embeddings
         self._readers = {n: read for n, read in readers.items() if not (tied and n == OUTPUT_LAYER)}
         self._next = dict(itertools.pairwise(self._readers))
+        super().__init__(self._readers)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = unpad_vocabulary(name, self._readers[name](), self._architecture)
@@ -160,15 +162,6 @@ class LazyWeights(Mapping[str, Tensor]):
         if name in self._next:
             self._readers[self._next[name]].begin(tp_rank, tp_size)
         return share
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._readers  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
 
 
 class TensorSource(Protocol):
