@@ -4,12 +4,11 @@ The optimizer's directory holds one file per worker, as the run state does: its 
 weights, the moments and the step. Any parallel layout reads it back.
 """
 
-import os
 import shutil
 from pathlib import Path
 
-from aligner.checkpoint.durable import atomic_file, sync_path, sync_tree
-from aligner.checkpoint.run_state.files import discard
+from aligner.checkpoint.durable import atomic_file
+from aligner.checkpoint.run_state.files import replace_folder
 from aligner.checkpoint.run_state.worker_state import (
     SavedShares,
     StatefulWorker,
@@ -17,8 +16,8 @@ from aligner.checkpoint.run_state.worker_state import (
     save_worker_state,
 )
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.errors import CheckpointNotFoundError, StorageError
-from aligner.parallel.collectives import gather_objects, on_rank_zero
+from aligner.errors import CheckpointNotFoundError
+from aligner.parallel.collectives import on_rank_zero
 
 
 def save_optimizer_state(worker: StatefulWorker, folder: str) -> None:
@@ -31,18 +30,8 @@ def save_optimizer_state(worker: StatefulWorker, folder: str) -> None:
         partial.mkdir(parents=True)
 
     on_rank_zero(begin)
-    failure: Exception | None = None
-    try:
-        save_worker_state(worker, str(partial))
-    except Exception as error:
-        failure = error
-    reports = gather_objects(None if failure is None else str(failure))
-    if failure is not None:
-        raise failure
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text is not None]
-    if failed:
-        raise StorageError(f"optimizer_path={folder} was not written: {'; '.join(failed)}")
-    on_rank_zero(lambda: _replace(target, partial))
+    save_worker_state(worker, str(partial), f"optimizer_path={folder} was not written: ")
+    on_rank_zero(lambda: replace_folder(partial, target))
 
 
 def load_optimizer_state(worker: StatefulWorker, folder: str) -> None:
@@ -65,15 +54,3 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
                 file.write(content)
 
     on_rank_zero(write)
-
-
-def _replace(target: Path, partial: Path) -> None:
-    """Give ``partial`` the name ``target``; an earlier directory is kept until then."""
-    sync_tree(partial)
-    old = target.with_name(f".{target.name}.old")
-    discard(old)
-    if target.exists():
-        os.rename(target, old)
-    os.rename(partial, target)
-    sync_path(target.parent)
-    discard(old)

@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any, Protocol, overload
 
 from aligner.checkpoint.background import AbandonedError, BackgroundTask, CopyMemory
-from aligner.checkpoint.durable import (
-    durable_file,
-    readable_bytes,
-    require_free_space,
+from aligner.checkpoint.durable import durable_file, readable_bytes, require_free_space
+from aligner.checkpoint.run_state.files import (
+    check_files,
+    raised_on_all,
+    read_checksums,
+    write_checksums,
 )
-from aligner.checkpoint.run_state.checksums import damage, read_checksums, write_checksums
 from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state.tree import (
     bytes_to_copy,
@@ -192,7 +193,13 @@ def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> 
     """
     checksums = {}
     for rank in range(num_shares):
-        mark, share = _wait_for_mark(folder / _mark(rank), stop), folder / _name(rank)
+        share, marked = folder / _name(rank), folder / _mark(rank)
+        while not marked.exists():
+            if stop is None:
+                time.sleep(_LOOK_S)
+            elif stop.wait(_LOOK_S):
+                raise AbandonedError(f"{marked} was not written")
+        mark = json.loads(marked.read_bytes())
         if share.stat().st_size != mark["size"]:
             raise DamagedStateError(
                 f"{share} has {share.stat().st_size} bytes, and {mark['size']} were written; is "
@@ -204,32 +211,15 @@ def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> 
         (folder / _mark(rank)).unlink()
 
 
-def _wait_for_mark(path: Path, stop: threading.Event | None) -> dict[str, int]:
-    while True:
-        try:
-            return json.loads(path.read_bytes())
-        except FileNotFoundError:
-            if stop is None:
-                time.sleep(_LOOK_S)
-            elif stop.wait(_LOOK_S):
-                raise AbandonedError(f"{path} was not written") from None
-
-
-def save_worker_state(worker: StatefulWorker, folder: str) -> None:
+def save_worker_state(worker: StatefulWorker, folder: str, prefix: str = "") -> None:
     """Write this worker's share and its random states to ``folder``, which all workers share.
 
-    Collective over the role's workers. An error is raised where it happened; the others return, so
-    so the caller of all workers must not take the folder for complete.
+    Collective over the role's workers; an error on one is raised on all. ``prefix``: see
+    `raised_on_all`.
     """
-    failure: Exception | None = None
-    try:
+    with raised_on_all(gather_objects, prefix):
         ShareWriter(worker).begin(folder, in_background=False)
-    except Exception as error:
-        failure = error
-    have_failed = gather_objects(failure is not None)
-    if failure is not None:
-        raise failure
-    if worker.parallel.rank == 0 and not any(have_failed):
+    if worker.parallel.rank == 0:
         seal(Path(folder), worker.parallel.world_size)
 
 
@@ -249,18 +239,13 @@ def load_worker_state(worker: StatefulWorker, folder: str) -> None:
 
 
 def check_worker_states(parallel: ParallelState, folder: Path) -> None:
-    """Refuse ``folder`` where a file is not what was written; every worker reads its share.
+    """Refuse ``folder`` if a file is not what was written; every worker reads its share.
 
     A folder of a version that wrote no checksums is not looked at.
     """
-    try:
+    with raised_on_all(gather_objects):
         written = sorted(read_checksums(folder).items())
-        found = damage(folder, dict(written[parallel.rank :: parallel.world_size]))
-    except DamagedStateError as error:
-        found = str(error)
-    reports = [report for report in gather_objects(found) if report is not None]
-    if reports:
-        raise DamagedStateError("; ".join(dict.fromkeys(reports)))
+        check_files(folder, dict(written[parallel.rank :: parallel.world_size]))
 
 
 class SavedShares(Sequence[Mapping[str, Any]]):
