@@ -233,17 +233,6 @@ def merge(name: str, parts: list[Tensor], architecture: GPTArchitecture) -> Tens
         tensor = torch.cat([torch.cat(half) for half in halves])
     else:
         tensor = torch.cat(parts, dim=axis)
-    return unpad_vocabulary(name, tensor, architecture)
-
-
-def unpad_vocabulary(name: str, tensor: Tensor, architecture: GPTArchitecture) -> Tensor:
-    """Drop the padding rows of an embedding or output layer [V_padded, H], of any dtype.
-
-    Other tensors pass through.
-
-    Raises:
-        CheckpointError: there are fewer rows than tokens.
-    """
     if name not in _VOCABULARY:
         return tensor
     if tensor.shape[0] < architecture.vocab_size:

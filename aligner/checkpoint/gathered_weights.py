@@ -15,6 +15,7 @@ from aligner.checkpoint.canonical import (
     LazyTensors,
     expected_shapes,
     merge,
+    split_axis,
 )
 from aligner.checkpoint.gpt_weights import merging, model_parameters
 from aligner.device import accelerator
@@ -132,8 +133,8 @@ class GatheredTensors(LazyTensors):
             tensor = part.contiguous() if holder == self._ep.rank() else torch.empty_like(part)
             dist.broadcast(tensor, group=self._ep, group_src=holder)
             return tensor
-        if self._tp is None:
-            return merge(name, [part], self._architecture)
+        if self._tp is None or split_axis(name) is None or name in REWARD_HEAD:
+            return merge(name, [part], self._architecture)  # the same on every rank
         parts = [torch.empty_like(part) for _ in range(self._tp.size())]
         dist.all_gather(parts, part.contiguous(), group=self._tp)
         return merge(name, parts, self._architecture)

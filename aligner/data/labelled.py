@@ -7,7 +7,7 @@ the whole run, so that the reference's log-probs are computed once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -30,16 +30,7 @@ class Labelled(Examples):
     example: Example
     desirable: bool
     mismatched: Example
-
-    @property
-    def examples(self) -> tuple[Example, Example]:
-        """The response and the mismatched one."""
-        return self.example, self.mismatched
-
-    def with_examples(self, examples: Sequence[Example]) -> "Labelled":
-        """The same label of two other examples."""
-        example, mismatched = examples
-        return replace(self, example=example, mismatched=mismatched)
+    sequences = ("example", "mismatched")
 
 
 class LabelledDataset(Dataset[Labelled]):

@@ -7,7 +7,7 @@ rows, the chosen one first.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -28,16 +28,7 @@ class Pair(Examples):
     chosen: Example
     rejected: Example
     rewards: tuple[float, float] = (1.0, 0.0)
-
-    @property
-    def examples(self) -> tuple[Example, Example]:
-        """The two, chosen first."""
-        return self.chosen, self.rejected
-
-    def with_examples(self, examples: Sequence[Example]) -> "Pair":
-        """The same pair out of two other examples."""
-        chosen, rejected = examples
-        return replace(self, chosen=chosen, rejected=rejected)
+    sequences = ("chosen", "rejected")
 
 
 class PairDataset(Dataset[Pair]):

@@ -21,11 +21,7 @@ class Rated(Examples):
 
     example: Example
     ratings: tuple[float | None, ...]
-
-    @property
-    def examples(self) -> tuple[Example]:
-        """The sequence."""
-        return (self.example,)
+    sequences = ("example",)
 
 
 class RatedDataset(Dataset[Rated]):

@@ -8,9 +8,9 @@ never the text that a chat template puts behind the end.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -37,13 +37,20 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import DataError
 
 
+@dataclass(frozen=True)
 class Examples:
     """An item of some sequences: pairs, labelled and rated responses, and examples themselves."""
+
+    sequences: ClassVar[tuple[str, ...]] = ()  # names of the fields that hold them
 
     @property
     def examples(self) -> tuple["Example", ...]:
         """Its sequences, in the order of a batch."""
-        raise NotImplementedError
+        return tuple(getattr(self, name) for name in self.sequences)
+
+    def with_examples(self, examples: Sequence["Example"]) -> Self:
+        """The same item of other sequences."""
+        return replace(self, **dict(zip(self.sequences, examples, strict=True)))
 
     @property
     def length(self) -> int:

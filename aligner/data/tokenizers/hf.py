@@ -55,17 +55,15 @@ class HuggingFaceTokenizer:
         self._origin = origin
         self._renderer: PreTrainedTokenizerFast | None = None
         self._template_kwargs: dict[str, Any] = {}
-        self._vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
-        eos_id = self._special_id("eos_token")
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        eos_id, self.bos_id, pad_id = map(self._special_id, ("eos_token", "bos_token", "pad_token"))
         if eos_id is None:
             raise TokenizerError(
                 f"{origin} names no end-of-sequence token; add eos_token to the "
                 "tokenizer_config.json beside it"
             )
-        self._eos_id = eos_id
-        self._bos_id = self._special_id("bos_token")
-        pad_id = self._special_id("pad_token")
-        self._pad_id = eos_id if pad_id is None else pad_id
+        self.eos_id = eos_id
+        self.pad_id = eos_id if pad_id is None else pad_id
 
     @classmethod
     def from_files(
@@ -83,42 +81,27 @@ class HuggingFaceTokenizer:
         return cls(backend, config, generation_config=generation, origin=origin)
 
     @property
-    def vocab_size(self) -> int:
-        """Largest token id plus one."""
-        return self._vocab_size
-
-    @property
-    def eos_id(self) -> int:
-        """End-of-sequence token."""
-        return self._eos_id
-
-    @property
     def end_ids(self) -> tuple[int, ...]:
         """Every token that ends a response; see `aligner.data.tokenizers.tokenizer.Tokenizer`."""
         if self._ends is None:
             named = generation_ends(self._generation_file(), self._origin)
-            self._ends = tuple(dict.fromkeys((self._eos_id, *named, self.turn_end_id)))
+            self._ends = tuple(dict.fromkeys((self.eos_id, *named, self.turn_end_id)))
         return self._ends
 
     @property
     def turn_end_id(self) -> int:
         """The token that ends an assistant's message in the chat template; else EOS."""
         if not self._config.get("chat_template"):
-            return self._eos_id
+            return self.eos_id
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
         try:
             text = self.apply_chat_template(chat, add_generation_prompt=False)
         except DataError:  # a template for other chats
-            return self._eos_id
+            return self.eos_id
         behind = text.rpartition(_ANSWER)[2].lstrip()
         added = self._backend.get_added_tokens_decoder()
         fitting = [end for end, token in added.items() if behind.startswith(token.content)]
-        return max(fitting, key=lambda end: len(added[end].content), default=self._eos_id)
-
-    @property
-    def bos_id(self) -> int | None:
-        """Beginning-of-sequence token, if declared."""
-        return self._bos_id
+        return max(fitting, key=lambda end: len(added[end].content), default=self.eos_id)
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -132,11 +115,6 @@ class HuggingFaceTokenizer:
         added = self._backend.get_added_tokens_decoder()
         return {number: token.content for number, token in added.items()}
 
-    @property
-    def pad_id(self) -> int:
-        """Padding token; the end-of-sequence token where none is declared."""
-        return self._pad_id
-
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``; the post-processor adds nothing."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
@@ -144,9 +122,7 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, special tokens spelt out."""
-        text: str = self._backend.decode(
-            known_ids(ids, self._vocab_size), skip_special_tokens=False
-        )
+        text: str = self._backend.decode(known_ids(ids, self.vocab_size), skip_special_tokens=False)
         return text
 
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "HuggingFaceTokenizer":
@@ -154,7 +130,7 @@ class HuggingFaceTokenizer:
         ids = []
         for token in tokens:
             found = token if isinstance(token, int) else self._backend.token_to_id(token)
-            if found is None or not 0 <= found < self._vocab_size:
+            if found is None or not 0 <= found < self.vocab_size:
                 raise TokenizerError(
                     f"end_tokens: {token!r} is no token of {self._origin}; text of several tokens "
                     "goes into end_strings"

@@ -32,15 +32,10 @@ def is_tokenizer_file(name: object) -> bool:
 class Tokenizer(Protocol):
     """Text to token ids and back. Picklable, so that it can travel to workers."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Largest token id plus one: the rows an embedding needs before padding."""
-        ...
-
-    @property
-    def eos_id(self) -> int:
-        """The token that ends a response."""
-        ...
+    vocab_size: int  # largest token id plus one: the rows an embedding needs before padding
+    eos_id: int  # the token that ends a response
+    bos_id: int | None  # the token that begins a text, if there is one
+    pad_id: int  # the token to fill with; the end-of-sequence token if there is no other
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -54,16 +49,6 @@ class Tokenizer(Protocol):
     @property
     def turn_end_id(self) -> int:
         """The token that ends an assistant's message in the chat template; else ``eos_id``."""
-        ...
-
-    @property
-    def bos_id(self) -> int | None:
-        """The token that begins a text, if there is one."""
-        ...
-
-    @property
-    def pad_id(self) -> int:
-        """The token to fill with; the end-of-sequence token where there is no other."""
         ...
 
     def encode(self, text: str) -> list[int]:
