@@ -12,7 +12,12 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from aligner.data.tokenizers.clock import RunClock
-from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, generation_ends, known_ids
+from aligner.data.tokenizers.tokenizer import (
+    GENERATION_CONFIG,
+    generation_ends,
+    json_object,
+    known_ids,
+)
 from aligner.errors import DataError, TokenizerError
 
 if TYPE_CHECKING:
@@ -78,7 +83,7 @@ class HuggingFaceTokenizer:
             raise TokenizerError(f"{origin} is not a readable tokenizer: {error}") from error
         _add_missing_tokens(backend, config)
         generation_ends(files, origin)  # refuses what cannot be used
-        generation = json.loads(files.get(GENERATION_CONFIG, b"{}"))
+        generation = json_object(files, GENERATION_CONFIG, origin)
         return cls(backend, config, generation_config=generation, origin=origin)
 
     @property
@@ -248,14 +253,7 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
     """``tokenizer_config.json`` with plain-text special tokens and one chat template."""
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if name in files:
-            try:
-                content = json.loads(files[name])
-            except (ValueError, RecursionError) as error:
-                raise TokenizerError(f"{origin}: {name} is not JSON: {error}") from error
-            if not isinstance(content, dict):
-                raise TokenizerError(f"{origin}: {name} does not hold a JSON object")
-            merged.update(content)
+        merged |= json_object(files, name, origin)
     for name in _SPECIAL_NAMES:
         token = merged.get(name)
         text = token.get("content") if isinstance(token, dict) else token  # one spelt out
