@@ -21,9 +21,8 @@ import nemo_writers as writers
 from ranks import run_ranks
 from test_nemo_kinds import GPT, LLAMA, distinct_weights
 
-from aligner.checkpoint import gathered_weights
-from aligner.checkpoint.gathered_weights import gather_weights
-from aligner.checkpoint.gpt_weights import canonical_parameters, load_weights
+from aligner.checkpoint import gpt_weights
+from aligner.checkpoint.gpt_weights import canonical_parameters, gather_weights, load_weights
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.parallel.groups import ParallelConfig, initialize_parallel, shutdown_parallel
@@ -46,14 +45,14 @@ class Watched(TorchDispatchMode):
         self.bytes = 0  # of new tensors
         self.sent = []
         self.held = 0  # most sent tensors that were alive when the next one was sent
-        send = gathered_weights._send
+        send = gpt_weights._send
 
         def watched(tensor, group):
             self.sent.append(weakref.ref(tensor))
             self.held = max(self.held, sum(ref() is not None for ref in self.sent))
             send(tensor, group)
 
-        self.patch = mock.patch.object(gathered_weights, "_send", watched)
+        self.patch = mock.patch.object(gpt_weights, "_send", watched)
 
     def __enter__(self):
         self.patch.start()

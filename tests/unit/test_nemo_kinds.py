@@ -13,8 +13,7 @@ from reference_gpt import reference_logits
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import expected_shapes
-from aligner.checkpoint.gathered_weights import gather_weights
-from aligner.checkpoint.gpt_weights import load_weights
+from aligner.checkpoint.gpt_weights import gather_weights, load_weights
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.errors import CheckpointError
 from aligner.models.gpt.megatron.build import build_gpt

@@ -20,6 +20,8 @@ from aligner.checkpoint.canonical import (
     check_shape,
     expected_shapes,
     merge,
+    origin_of_rows,
+    runs_of_rows,
     split,
     split_axis,
 )
@@ -27,7 +29,6 @@ from aligner.checkpoint.nemo.archive import ArchiveReader
 from aligner.checkpoint.nemo.tensor_file import StoredTensor, load_tensors
 from aligner.checkpoint.nemo.torch_dist import TorchDistSource
 from aligner.checkpoint.nemo.zarr_v2 import ZarrSource
-from aligner.checkpoint.resplit import origin_of_rows, runs_of_rows
 from aligner.errors import CheckpointError
 
 WEIGHTS_FOLDER = "model_weights"

@@ -147,12 +147,6 @@ class RunStateStore:
         rank: int = 0,
         exchange: Exchange = lambda mine: [mine],
     ) -> None:
-        if mode not in ("max", "min"):
-            raise ConfigError(f"mode is {mode!r}; it must be 'max' or 'min'")
-        if save_top_k < 0:
-            raise ConfigError(f"save_top_k is {save_top_k}; it must be 0 or more")
-        if save_last_k < 1:
-            raise ConfigError(f"save_last_k is {save_last_k}; it must be 1 or more")
         self.root = Path(root)
         self.save_top_k, self.monitor, self.mode = save_top_k, monitor, mode
         self.save_last_k = save_last_k

@@ -33,13 +33,21 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], where: str = "sta
     become int or float. Anything that is not a tree is refused, with its place.
     """
     if isinstance(tree, Tensor):
-        _check_tensor(tree, where)
+        kind = type(tree)
+        if kind not in _TENSOR_TYPES:
+            raise CheckpointError(
+                f"{where} is a {kind.__qualname__}; save each rank's local tensor"
+            )
+        if tree.is_meta or tree.layout is not torch.strided:
+            raise CheckpointError(f"{where} is a {tree.layout} tensor on {tree.device}: no data")
         return change(tree.detach())
     if isinstance(tree, Mapping):
-        return {
-            _plain_key(key, where): map_tensors(value, change, f"{where}.{key}")
-            for key, value in tree.items()
-        }
+        for key in tree:
+            if not isinstance(key, (str, int)):
+                raise CheckpointError(
+                    f"{where} has the key {key!r}; keys must be strings or integers"
+                )
+        return {key: map_tensors(each, change, f"{where}.{key}") for key, each in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(map_tensors(v, change, f"{where}[{i}]") for i, v in enumerate(tree))
     return _plain(tree, where)
@@ -57,20 +65,6 @@ def _plain(value: Any, where: str) -> Any:
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be part "
         "of a run state; convert it to tensors, numbers, strings, lists and mappings"
     )
-
-
-def _plain_key(key: Any, where: str) -> Any:
-    if not isinstance(key, (str, int)):
-        raise CheckpointError(f"{where} has the key {key!r}; keys must be strings or integers")
-    return key
-
-
-def _check_tensor(tensor: Tensor, where: str) -> None:
-    kind = type(tensor)
-    if kind not in _TENSOR_TYPES:
-        raise CheckpointError(f"{where} is a {kind.__qualname__}; save each rank's local tensor")
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        raise CheckpointError(f"{where} is a {tensor.layout} tensor on {tensor.device}: no data")
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:

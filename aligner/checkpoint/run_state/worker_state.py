@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 from aligner.checkpoint.background import AbandonedError, BackgroundTask, CopyMemory
 from aligner.checkpoint.durable import durable_file, readable_bytes, require_free_space
@@ -127,17 +127,12 @@ class ShareWriter:
         ``wait``: until it is written.
         """
         task = self._task
-        if task is None:
-            return None
-        if wait:
-            task.wait()
-        if not task.done:
+        if task is None or not (task.wait() if wait else task.done):
             return None
         self._task = None
-        error = task.error
-        if error is None or isinstance(error, StorageError):
-            return None if error is None else str(error)
-        return f"{type(error).__name__}: {error}"
+        if task.error is None or isinstance(task.error, StorageError):
+            return None if task.error is None else str(task.error)
+        return f"{type(task.error).__name__}: {task.error}"
 
     @property
     def _rank(self) -> int:
@@ -279,16 +274,11 @@ class SavedShares(Sequence[Mapping[str, Any]]):
     def __len__(self) -> int:
         return self._size
 
-    @overload
-    def __getitem__(self, rank: int) -> Mapping[str, Any]: ...
-    @overload
-    def __getitem__(self, rank: slice) -> Sequence[Mapping[str, Any]]: ...
-    def __getitem__(self, rank: int | slice) -> Any:
-        if isinstance(rank, slice):
-            return [self[each] for each in range(*rank.indices(len(self)))]
+    def __getitem__(self, rank: int) -> Mapping[str, Any]:  # type: ignore[override]
         if not 0 <= rank < len(self):
             raise IndexError(rank)
-        return self.share(rank)["state"]
+        state: Mapping[str, Any] = self.share(rank)["state"]
+        return state
 
 
 def _name(rank: int) -> str:

@@ -264,20 +264,18 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
     if "chat_template.jinja" in files:
         merged["chat_template"] = files["chat_template.jinja"].decode("utf-8-sig")
     template = merged.get("chat_template")
-    if isinstance(template, list):  # several named ones, of which transformers takes one each time
-        try:
-            named = {entry["name"]: entry["template"] for entry in template}
-        except (KeyError, TypeError) as error:
-            raise TokenizerError(
-                f"{origin}: chat_template is a list, but not of names and templates: {error!r}"
-            ) from error
-        if not all(isinstance(part, str) for item in named.items() for part in item):
-            raise TokenizerError(f"{origin}: a name or template of chat_template is not a text")
-        if "default" not in named and len(named) == 1:
-            merged["chat_template"] = next(iter(named.values()))
-        return merged
-    if not isinstance(merged.get("chat_template"), str | None):
-        raise TokenizerError(f"{origin}: chat_template is not a text")
+    if isinstance(template, list) and all(
+        isinstance(entry, Mapping)
+        and all(isinstance(entry.get(key), str) for key in ("name", "template"))
+        for entry in template
+    ):  # several named ones, of which transformers takes one each time
+        names = {entry["name"] for entry in template}
+        if len(names) == 1 and "default" not in names:
+            merged["chat_template"] = template[-1]["template"]
+    elif not isinstance(template, str | None):
+        raise TokenizerError(
+            f"{origin}: chat_template is neither a text nor a list of names and templates"
+        )
     return merged
 
 

@@ -45,8 +45,7 @@ from aligner.checkpoint.adapters import (
     save_adapters,
 )
 from aligner.checkpoint.canonical import LORA_A, LORA_B, REWARD_HEAD, Shape, check_shape, split
-from aligner.checkpoint.gathered_weights import GatheredTensors
-from aligner.checkpoint.gpt_weights import canonical_parameters
+from aligner.checkpoint.gpt_weights import GatheredTensors, canonical_parameters
 from aligner.config import LoraConfig
 from aligner.errors import CheckpointError
 from aligner.kernels.counter_hash import UNIFORM_BITS, combine, counter_hash, uniform_bits
