@@ -199,25 +199,19 @@ def _without_arrow_nulls(columns: Mapping[str, Any]) -> dict[str, Any]:
     with a role and content, lose their null keys at every depth, also within other structs and
     lists. Other values are unchanged.
     """
-    return {name: _without_chat_nulls(value) for name, value in columns.items()}
+    return {name: _without_nulls(value, in_chat=False) for name, value in columns.items()}
 
 
-def _without_chat_nulls(value: Any) -> Any:
+def _without_nulls(value: Any, in_chat: bool) -> Any:
     if isinstance(value, Mapping):
-        if {"role", "content"} <= value.keys():
-            return _without_nulls(value)
-        return {key: _without_chat_nulls(part) for key, part in value.items()}
+        in_chat = in_chat or {"role", "content"} <= value.keys()
+        parts = value.items()
+        return {k: _without_nulls(v, in_chat) for k, v in parts if not (in_chat and v is None)}
     if not isinstance(value, list):
         return value
-    if any(isinstance(each, Mapping) and _CHAT_KEYS & each.keys() for each in value):
-        return _without_nulls(value)
-    return [_without_chat_nulls(part) for part in value]
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+    structs = (each for each in value if isinstance(each, Mapping))
+    in_chat = in_chat or any(_CHAT_KEYS & struct.keys() for struct in structs)
+    return [_without_nulls(part, in_chat) for part in value]
 
 
 def _from_text(path: Path) -> Iterator[Row]:

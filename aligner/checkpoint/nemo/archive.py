@@ -156,17 +156,23 @@ class ArchiveReader:
             )
         return data
 
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Member ``name``, a JSON object."""
+        data = bytes(self.view(name)) if name == CHECKSUMS else self.read(name)
+        try:
+            value = json.loads(data)
+            if not isinstance(value, dict):
+                raise TypeError(f"a {type(value).__name__} instead of an object")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{name} of {str(self.path)!r} is damaged ({error}); copy the file anew"
+            ) from error
+        return value
+
     @functools.cached_property
     def _digests(self) -> dict[str, Any]:
         """SHA-256 of small members; {} for an archive without a list."""
-        if CHECKSUMS not in self.names:
-            return {}
-        try:
-            listed = dict(json.loads(bytes(self.view(CHECKSUMS))))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{CHECKSUMS} of {str(self.path)!r} is damaged ({error}); copy the file anew"
-            ) from error
+        listed = self.read_json(CHECKSUMS) if CHECKSUMS in self.names else {}
         absent = sorted(set(listed) - self.names)
         if absent:
             raise CheckpointError(

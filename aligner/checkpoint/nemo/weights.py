@@ -1,7 +1,6 @@
 """All weight layouts found in `.nemo` files, read lazily into canonical form."""
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -166,13 +165,9 @@ def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyW
 
 
 def _distributed_source(archive: ArchiveReader) -> TorchDistSource | ZarrSource:
-    try:
-        metadata = json.loads(archive.read(f"{WEIGHTS_FOLDER}/metadata.json"))
-        backend = metadata["sharded_backend"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{WEIGHTS_FOLDER}/metadata.json is damaged: {error!r}") from error
+    backend = archive.read_json(f"{WEIGHTS_FOLDER}/metadata.json").get("sharded_backend")
     sources = {"torch_dist": TorchDistSource, "zarr": ZarrSource}
-    if backend not in sources:
+    if not isinstance(backend, str) or backend not in sources:
         raise CheckpointError(
             f"{WEIGHTS_FOLDER}/metadata.json names sharded_backend={backend!r}; "
             f"known: {', '.join(sources)}"

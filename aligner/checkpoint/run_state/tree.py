@@ -207,33 +207,28 @@ def write_tree(path: Path, tree: Any, stop: threading.Event | None = None) -> in
     return file.checksum
 
 
-class _NoArchiveChecksums:
+_crc_lock = threading.Lock()
+_crc_options: list[bool] = []  # as each of the threads that write has found it
+
+
+@contextlib.contextmanager
+def _no_archive_checksums() -> Iterator[None]:
     """Turn off the archive's own checksums: they cost as much time as the disk and are never read.
 
     torch has this option once for all threads: the first that comes sets it, the last that goes
     sets it back.
     """
-
-    def __init__(self) -> None:
-        self._lock, self._users, self._before = threading.Lock(), 0, True
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self._lock:
-            if self._users == 0:
-                self._before = torch.serialization.get_crc32_options()
-                torch.serialization.set_crc32_options(False)
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    torch.serialization.set_crc32_options(self._before)
-
-
-_no_archive_checksums = _NoArchiveChecksums()
+    with _crc_lock:
+        _crc_options.append(torch.serialization.get_crc32_options())
+        torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        with _crc_lock:
+            before = _crc_options[0]
+            _crc_options.pop()
+            if not _crc_options:
+                torch.serialization.set_crc32_options(before)
 
 
 def read_tree(path: Path) -> Any:

@@ -13,11 +13,13 @@ files show that a share is written: no collective is needed, and none runs durin
 Reading is memory-mapped and begins with a worker's own file: on the layout that was saved that is
 all it opens, and else it touches of the others' what its own share needs.
 Before any is used, the workers check them, each its share, and agree on the result.
+The optimizer state that `save_checkpoint` writes beside a role's weights is such a folder, too.
 """
 
 import json
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -26,11 +28,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from aligner.checkpoint.background import AbandonedError, BackgroundTask, CopyMemory
-from aligner.checkpoint.durable import durable_file, readable_bytes, require_free_space
+from aligner.checkpoint.durable import atomic_file, durable_file, readable_bytes, require_free_space
 from aligner.checkpoint.run_state.files import (
     check_files,
     raised_on_all,
     read_checksums,
+    replace_folder,
     write_checksums,
 )
 from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
@@ -43,10 +46,16 @@ from aligner.checkpoint.run_state.tree import (
     read_tree,
     write_tree,
 )
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.device.host_memory import available_bytes
-from aligner.errors import CheckpointError, DamagedStateError, StorageError
-from aligner.parallel.collectives import gather_objects
+from aligner.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedStateError,
+    StorageError,
+)
+from aligner.parallel.collectives import gather_objects, on_rank_zero
 from aligner.parallel.groups import ParallelState
 
 _LOOK_S = 0.02  # between two looks for another worker's mark
@@ -241,6 +250,45 @@ def check_worker_states(parallel: ParallelState, folder: Path) -> None:
     with raised_on_all(gather_objects):
         written = sorted(read_checksums(folder).items())
         check_files(folder, dict(written[parallel.rank :: parallel.world_size]))
+
+
+def save_optimizer_state(worker: StatefulWorker, folder: str) -> None:
+    """Write ``folder``, complete or not at all; every worker calls it, and all share the disk.
+
+    It holds what a role's folder of a run state holds, and any parallel layout reads it.
+    """
+    target = Path(folder)
+    partial = target.with_name(f".{target.name}.partial")
+
+    def begin() -> None:
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+        partial.mkdir(parents=True)
+
+    on_rank_zero(begin)
+    save_worker_state(worker, str(partial), f"optimizer_path={folder} was not written: ")
+    on_rank_zero(lambda: replace_folder(partial, target))
+
+
+def load_optimizer_state(worker: StatefulWorker, folder: str) -> None:
+    """Restore weights, moments and step from what `save_optimizer_state` wrote."""
+    if not Path(folder).is_dir():
+        raise CheckpointNotFoundError(
+            f"optimizer_path={folder} does not exist; give a directory that save_checkpoint wrote, "
+            "or none to begin with fresh optimizer state"
+        )
+    check_worker_states(worker.parallel, Path(folder))
+    worker.load_state_dict(SavedShares(Path(folder), worker.parallel.rank))
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
+    """Write the tokenizer's files into ``folder``; rank 0 does, and if it cannot, all raise."""
+
+    def write() -> None:
+        for name, content in tokenizer.files().items():
+            with atomic_file(Path(folder) / name, len(content)) as file:
+                file.write(content)
+
+    on_rank_zero(write)
 
 
 class SavedShares(Sequence[Mapping[str, Any]]):
