@@ -110,7 +110,7 @@ class Family:
 
     def read(self, config: Config) -> GPTArchitecture:
         """Read an architecture off a ``config.json`` that has the defaults."""
-        fields = {name: config.get(key) for name, key in self.keys.items()}
+        fields: dict[str, Any] = {name: config.get(key) for name, key in self.keys.items()}
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
         fields["num_query_groups"] = fields.get("num_query_groups") or heads
         fields["kv_channels"] = fields.get("kv_channels") or hidden // heads
@@ -146,11 +146,11 @@ def _read_llama(config: Config) -> dict[str, Any]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     scaling = None
     if kind in _ROPE_SETTINGS:
-        settings = {name: float(rope[name]) for name in _ROPE_SETTINGS[kind]}
+        settings: dict[str, Any] = {name: float(rope[name]) for name in _ROPE_SETTINGS[kind]}
         if kind == "llama3":
             positions = int(rope["original_max_position_embeddings"])
             settings["original_max_position_embeddings"] = positions
-        scaling = RopeScaling(**settings, kind=kind)
+        scaling = RopeScaling(**{**settings, "kind": kind})
     elif kind != "default":
         raise CheckpointError(
             f"rope type {kind!r} in config.json is not supported; known: default, linear, llama3"

@@ -166,7 +166,10 @@ def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyW
 
 def _distributed_source(archive: ArchiveReader) -> TorchDistSource | ZarrSource:
     backend = archive.read_json(f"{WEIGHTS_FOLDER}/metadata.json").get("sharded_backend")
-    sources = {"torch_dist": TorchDistSource, "zarr": ZarrSource}
+    sources: dict[str, type[TorchDistSource] | type[ZarrSource]] = {
+        "torch_dist": TorchDistSource,
+        "zarr": ZarrSource,
+    }
     if not isinstance(backend, str) or backend not in sources:
         raise CheckpointError(
             f"{WEIGHTS_FOLDER}/metadata.json names sharded_backend={backend!r}; "

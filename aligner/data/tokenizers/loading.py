@@ -221,8 +221,8 @@ def fold_named_templates(directory: Path, files: dict[str, bytes]) -> dict[str, 
         return files
     named = {path.stem: path.read_text(encoding="utf-8-sig") for path in paths}
     config = json_object(files, "tokenizer_config.json", str(directory))
-    default = files.pop("chat_template.jinja", b"").decode("utf-8-sig")
-    default = default or config.get("chat_template")
+    text = files.pop("chat_template.jinja", b"").decode("utf-8-sig")
+    default = text or config.get("chat_template")
     if isinstance(default, str):
         named = {"default": default, **named}
     config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
