@@ -5,7 +5,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from aligner.checkpoint.gathered_weights import GatheredWeights
+from aligner.checkpoint.gpt_weights import GatheredWeights
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView
 from aligner.config import RSModelConfig, TrainedModelConfig

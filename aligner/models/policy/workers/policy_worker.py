@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from aligner.checkpoint.run_state.role_files import load_optimizer_state
+from aligner.checkpoint.run_state.worker_state import load_optimizer_state
 from aligner.config import SamplingOptions, TrainedModelConfig
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer

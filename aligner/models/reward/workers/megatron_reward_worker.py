@@ -1,6 +1,6 @@
 """One process's share of a reward model on megatron-core."""
 
-from aligner.checkpoint.run_state.role_files import load_optimizer_state
+from aligner.checkpoint.run_state.worker_state import load_optimizer_state
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.models.gpt import load_from_nemo

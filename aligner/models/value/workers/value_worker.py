@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from aligner.checkpoint.nemo.archive import named_by
-from aligner.checkpoint.run_state.role_files import load_optimizer_state
+from aligner.checkpoint.run_state.worker_state import load_optimizer_state
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
