@@ -151,8 +151,7 @@ def run_sharded(
         One result per rank, in order; and where the rows of the results, one after the other,
         stood in ``data``.
     """
-    # The overloads know a mode by its argument's name, which an unpacked mapping hides.
-    shards: Any = data.shard_by_batch_size(  # type: ignore[call-overload]
+    shards: Any = data.shard_by_batch_size(
         group.sharding_annotations.get_axis_size("data_parallel"),
         batch_size=batch_size,
         allow_uneven_shards=batch_size is None,
