@@ -4,7 +4,8 @@ What every role on this backend shares: building, passes of micro-batches, files
 counterpart of `MegatronGPTModel`; what a role computes from the hidden states is the role's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,13 +37,11 @@ from aligner.models.gpt.role.model import (
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import on_rank_zero
 from aligner.parallel.groups import ParallelState
-from aligner.types import LossFunction, TokenOutputs
+from aligner.types import LossFunction
 
 
 class DTensorModel(RoleModel, LightningModule):
     """A role's share of a transformers model on this process."""
-
-    has_scalar_head = False
 
     def __init__(
         self,
@@ -61,27 +60,6 @@ class DTensorModel(RoleModel, LightningModule):
         self.model, self.shards = self.build(self._hugging_face_names(source.weights))
         self.optimizer: ShardOptimizer | None = None
 
-    # What a role adds -------------------------------------------------------------------------
-
-    def token_outputs(
-        self,
-        model: TransformersModel,
-        hidden: Tensor,
-        microbatch: Microbatch,
-        with_entropy: bool,
-    ) -> TokenOutputs:
-        """The role's outputs for each token, from ``model``'s float hidden states ``[n * L, H]``.
-
-        Called inside ``model``'s forward pass.
-        """
-        raise NotImplementedError
-
-    def loss_outputs(
-        self, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
-    ) -> TokenOutputs:
-        """Outputs for each token that ``loss_fn`` reads; ``hidden`` as in `token_outputs`."""
-        return self.token_outputs(self.model, hidden, microbatch, loss_fn.needs_entropy)
-
     # The model --------------------------------------------------------------------------------
 
     def build(
@@ -99,7 +77,7 @@ class DTensorModel(RoleModel, LightningModule):
             self.parallel,
             dtype=self.settings.dtype,
             recompute=self.settings.recompute,
-            with_scalar_head=self.has_scalar_head,
+            with_scalar_head=self.has_head,
         )
 
     def setup_training(self) -> None:
@@ -131,18 +109,12 @@ class DTensorModel(RoleModel, LightningModule):
         total = torch.zeros(batch["input_ids"].shape, device=batch["input_ids"].device)
         start = 0
         for microbatch in microbatches:
+            head = partial(self.token_outputs, scoring, microbatch=microbatch, with_entropy=False)
             with torch.no_grad():
-                result = scoring(microbatch.layout, self._scores(microbatch, scoring))
+                result = scoring(microbatch.layout, head).values_or_logprobs
             total[start : start + result.shape[0], : result.shape[1]] = result
             start += result.shape[0]
         return total
-
-    def _scores(
-        self, microbatch: Microbatch, model: TransformersModel
-    ) -> Callable[[Tensor], Tensor]:
-        return lambda hidden: (
-            self.token_outputs(model, hidden, microbatch, False).values_or_logprobs
-        )
 
     def run_batch(
         self,
@@ -155,17 +127,14 @@ class DTensorModel(RoleModel, LightningModule):
         loss = self.loss_of_call(loss_fn)
         denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
 
-        def head_of(microbatch: Microbatch) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]:
-            def head(hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                outputs = self.loss_outputs(hidden, microbatch, loss)
-                return loss(outputs, microbatch.columns, denominators)
-
-            return head
+        def head(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            outputs = self.loss_outputs(self.model, hidden, microbatch, loss)
+            return loss(outputs, microbatch.columns, denominators)
 
         parts = []
         with torch.set_grad_enabled(not forward_only):
             for microbatch in self.split(batch, mbs or self.settings.micro_batch_size):
-                share, metrics = self.model(microbatch.layout, head_of(microbatch))
+                share, metrics = self.model(microbatch.layout, partial(head, microbatch))
                 if not forward_only:
                     share.backward()
                 parts.append({**metrics, "loss": share.detach()})

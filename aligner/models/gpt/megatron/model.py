@@ -120,7 +120,6 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         initialize: fill the weights at random; False when a checkpoint is about to.
     """
 
-    has_head: ClassVar[bool] = False  # of its own, in the output layer's place
     config_types: ClassVar[tuple[SectionType, ...]] = (TrainedModelConfig,)  # of a run's section
     artifact_folder: tempfile.TemporaryDirectory | None = None  # files registered in the `.nemo`
 
@@ -167,18 +166,12 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     def add_head(self, gpt: GPTModel) -> None:
         """Let a role replace the output layer by a head of its own."""
 
-    def token_outputs(
-        self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
-    ) -> TokenOutputs:
-        """The role's outputs for each token, from ``gpt``'s float hidden states ``[n, L, H]``."""
-        raise NotImplementedError
-
     def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:
         """megatron-core's forward step that ends in the loss and its metrics."""
         gpt = self.gpt
 
         def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:
-            return self.token_outputs(gpt, hidden, microbatch, loss_fn.needs_entropy)
+            return self.loss_outputs(gpt, hidden, microbatch, loss_fn)
 
         return partial(forward_step, head=loss_head(outputs, loss_fn, denominators))
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,13 @@ from aligner.models.gpt.forward.schedule import (
     row_bounds,
     split_microbatches,
 )
-from aligner.models.gpt.forward.token_layout import LayoutRules
+from aligner.models.gpt.forward.token_layout import LayoutRules, TokenLayout
 from aligner.models.gpt.role.optimizer_step import StepOptimizer, StepOutcome
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.observe.nonfinite import write_nonfinite
 from aligner.parallel.collectives import combine_metrics, reduce_metrics
 from aligner.parallel.groups import ParallelState
-from aligner.types import Denominators, LossFunction
+from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
 class ValueHead(nn.Module):
@@ -74,6 +74,7 @@ class RoleModel:
     """
 
     role_name = "model"  # in reports
+    has_head: ClassVar[bool] = False  # of its own, in the output layer's place
     loss_fn: LossFunction | None = None  # where a call is given none
     settings: RoleSettings
     architecture: GPTArchitecture
@@ -81,6 +82,24 @@ class RoleModel:
     parallel: ParallelState
     model: nn.Module  # with what wraps it for training
     optimizer: StepOptimizer | None  # None before `setup_training`, or where it does not learn
+
+    # What a role computes ---------------------------------------------------------------------
+
+    def token_outputs(
+        self, model: Any, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
+    ) -> TokenOutputs:
+        """The role's outputs for each token, from ``model``'s float final hidden states.
+
+        ``hidden``: ``[n, L, H]`` of megatron-core, ``[n * L, H]`` of a transformers model, inside
+        whose forward pass this is called.
+        """
+        raise NotImplementedError
+
+    def loss_outputs(
+        self, model: Any, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
+    ) -> TokenOutputs:
+        """Outputs for each token that ``loss_fn`` reads; ``hidden`` as in `token_outputs`."""
+        return self.token_outputs(model, hidden, microbatch, loss_fn.needs_entropy)
 
     # Learning ---------------------------------------------------------------------------------
 
@@ -308,7 +327,11 @@ class RoleModel:
 
 
 class ValueModel(RoleModel):
-    """A role that estimates the values of states."""
+    """A role that estimates the values of states, with a scalar head for the output layer."""
+
+    has_head = True
+    # An output belongs to the next token. Only tests turn it off; no configuration reaches it.
+    right_shift: ClassVar[bool] = True
 
     def get_values(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
@@ -324,6 +347,18 @@ class ValueModel(RoleModel):
             float32 ``[B, S]``; 0 beyond a sequence's length.
         """
         return self.infer_tokens(batch, micro_batches)
+
+
+def head_outputs(numbers: Tensor, layout: TokenLayout, *, right_shift: bool) -> TokenOutputs:
+    """Outputs float ``[n * L, K]`` of a `ValueHead` in the frame: ``[B, S]``, or ``[B, S, K]``.
+
+    With ``right_shift`` the output of token j is the value of j + 1, the state *before* that token:
+    otherwise the value of a state would be computed after its action was seen. Without it the
+    output belongs to the token just read.
+    """
+    rows, tokens = layout.predicted_tokens() if right_shift else layout.held_tokens()
+    numbers = numbers.squeeze(-1) if numbers.shape[-1] == 1 else numbers
+    return TokenOutputs(layout.to_frame(layout.take(numbers, rows), tokens))
 
 
 def trainable(optimizer: Optimizer | None) -> Optimizer:
