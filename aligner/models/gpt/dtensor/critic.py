@@ -5,7 +5,7 @@ from torch import Tensor
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.forward.schedule import Microbatch
-from aligner.models.gpt.role.model import ValueModel, head_outputs
+from aligner.models.gpt.role.model import ValueModel, framed_outputs
 from aligner.types import TokenOutputs
 
 
@@ -20,4 +20,4 @@ class DTensorCriticModel(DTensorModel, ValueModel):
         """Values before every token, float32 [B, S], of ``hidden`` [n * L, H]."""
         assert not with_entropy  # a policy's matter
         assert model.score is not None
-        return head_outputs(model.score(hidden), microbatch.layout, right_shift=self.right_shift)
+        return framed_outputs(model.score(hidden), microbatch.layout, right_shift=self.right_shift)

@@ -24,7 +24,7 @@ from aligner.models.gpt.forward.schedule import (
 )
 from aligner.models.gpt.forward.token_layout import LayoutRules
 from aligner.models.gpt.megatron.model import MegatronGPTModel
-from aligner.models.gpt.role.model import ValueHead, ValueModel, head_outputs
+from aligner.models.gpt.role.model import ValueHead, ValueModel, framed_outputs
 from aligner.models.gpt.role.settings import SectionType
 from aligner.models.interfaces import CriticModelInterface
 from aligner.parallel.groups import joined_parallel
@@ -64,10 +64,10 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
     def token_outputs(
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """Outputs of the head for every token; see `head_outputs`."""
+        """Outputs of the head for every token; see `framed_outputs`."""
         assert not with_entropy  # a policy's matter
         numbers = gpt.rm_head(full_hidden_states(gpt, hidden, vocab_parallel=False))
-        return head_outputs(numbers, microbatch.layout, right_shift=self.right_shift)
+        return framed_outputs(numbers, microbatch.layout, right_shift=self.right_shift)
 
     def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:
         """`forward_step_value` with this role's head and loss."""
@@ -165,7 +165,7 @@ def forward_step_value(
         cp_normalize: False multiplies the loss by the context-parallel size, which the gradient's
             sum over those ranks otherwise counts once.
         policy_cfg: not read; its packing and layout are in the other arguments.
-        right_shift: see `head_outputs`.
+        right_shift: see `framed_outputs`.
 
     Returns:
         The stage's output, and the closure that makes loss and metrics of the last one's.
@@ -174,7 +174,7 @@ def forward_step_value(
     def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:
         assert value_head is not None, "the last stage holds the head"
         rows = full_hidden_states(unwrap_model(model), hidden, vocab_parallel=False)
-        return head_outputs(value_head(rows), microbatch.layout, right_shift=right_shift)
+        return framed_outputs(value_head(rows), microbatch.layout, right_shift=right_shift)
 
     del state, defer_fp32_logits, policy_cfg
     denominators = Denominators(valid_tokens=global_valid_toks, valid_seqs=global_valid_seqs)

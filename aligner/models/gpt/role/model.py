@@ -349,7 +349,7 @@ class ValueModel(RoleModel):
         return self.infer_tokens(batch, micro_batches)
 
 
-def head_outputs(numbers: Tensor, layout: TokenLayout, *, right_shift: bool) -> TokenOutputs:
+def framed_outputs(numbers: Tensor, layout: TokenLayout, *, right_shift: bool) -> TokenOutputs:
     """Outputs float ``[n * L, K]`` of a `ValueHead` in the frame: ``[B, S]``, or ``[B, S, K]``.
 
     With ``right_shift`` the output of token j is the value of j + 1, the state *before* that token:
