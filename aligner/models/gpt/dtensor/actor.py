@@ -84,8 +84,6 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
         )
         return gpt.eval().requires_grad_(False)
 
-    # Weights for other engines ----------------------------------------------------------------
-
     def hugging_face_weights(self) -> WholeParameters:
-        """The whole weights under Hugging Face's names, gathered when indexed; collective."""
+        """See `SamplingPolicy.hugging_face_weights`."""
         return WholeParameters(self.shards)

@@ -6,7 +6,7 @@ counterpart of `MegatronGPTModel`; what a role computes from the hidden states i
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -36,7 +36,7 @@ from aligner.models.gpt.role.model import (
 )
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import on_rank_zero
-from aligner.parallel.groups import ParallelState
+from aligner.parallel.groups import ParallelState, initialize_parallel
 from aligner.types import LossFunction
 
 
@@ -59,6 +59,14 @@ class DTensorModel(RoleModel, LightningModule):
         check_layout(self.architecture, settings.parallel, parallel.world_size)
         self.model, self.shards = self.build(self._hugging_face_names(source.weights))
         self.optimizer: ShardOptimizer | None = None
+
+    @classmethod
+    def from_checkpoint(
+        cls, checkpoint: ModelSource, *, settings: RoleSettings, tokenizer: Tokenizer
+    ) -> Self:
+        """Build this role from an open model, on this process's place in the settings' layout."""
+        parallel = initialize_parallel(settings.parallel, seed=settings.seed)
+        return cls(checkpoint, settings, parallel, tokenizer)
 
     # The model --------------------------------------------------------------------------------
 

@@ -11,6 +11,9 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from aligner.checkpoint.gathered_weights import GatheredWeights
+from aligner.checkpoint.hf.families import config_to_hf
+from aligner.checkpoint.hf.tensors import HuggingFaceView
 from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.kernels.counter_hash import CallSeeds
 from aligner.losses.language import NegativeLogLikelihoodLoss
@@ -112,6 +115,21 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
     def model_to_sample_from(self) -> GPTModel:
         """The policy's own model."""
         return self.gpt
+
+    def hugging_face_weights(self) -> HuggingFaceView:
+        """See `SamplingPolicy.hugging_face_weights`."""
+        family, _ = config_to_hf(self.architecture)
+        return HuggingFaceView(self._gathered_weights, family.table, self.architecture)
+
+    @cached_property
+    def _gathered_weights(self) -> GatheredWeights:
+        return GatheredWeights(
+            self.gpt,
+            self.architecture,
+            tp_group=self.parallel.tp_group,
+            pp_group=self.parallel.pp_group,
+            ep_group=self.parallel.ep_group,
+        )
 
     @cached_property
     def _call_seeds(self) -> CallSeeds:

@@ -280,6 +280,10 @@ class SamplingPolicy(RoleModel):
         """A megatron-core model with the weights as they are now; collective where it is a copy."""
         raise NotImplementedError
 
+    def hugging_face_weights(self) -> Mapping[str, Tensor]:
+        """The whole weights under Hugging Face's names, gathered when indexed; collective."""
+        raise NotImplementedError
+
     def _make_generator(self) -> Generator:
         if self.tokenizer is None:
             raise ConfigError("tokenizer: the model was built without one; generation needs it")

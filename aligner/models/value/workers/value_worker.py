@@ -1,11 +1,9 @@
 """One process's share of a critic, whatever it is built of."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from aligner.checkpoint.nemo.archive import named_by
-from aligner.checkpoint.run_state.role_files import load_optimizer_state
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -13,7 +11,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import ConfigError
 from aligner.models.gpt.role.model import ValueModel
-from aligner.models.gpt.role.settings import RoleSettings, RunSettings, critic_settings
+from aligner.models.gpt.role.settings import RunSettings, continuing, critic_settings
 from aligner.models.worker import (
     RoleWorker,
     micro_batches_of,
@@ -27,7 +25,7 @@ from aligner.parallel.groups import ParallelState
 Critic = TypeVar("Critic", bound=ValueModel)
 
 
-class ValueWorker(RoleWorker[Critic], ABC):
+class ValueWorker(RoleWorker[Critic]):
     """Loads the critic's body (the policy's, by default) and serves `Value`.
 
     Args:
@@ -74,24 +72,15 @@ class ValueWorker(RoleWorker[Critic], ABC):
         settings = critic_settings(config, model, run, max_optimizer_steps)
         own_body = config.restore_from_path is not None and weights_path is None
         with named_by("critic.restore_from_path" if own_body else "model.restore_from_path"):
-            critic = self.load(settings, body_path, weights_path, tokenizer, parallel)
-        super().__init__(critic, parallel)
-        if init_optimizer:
-            self.model.setup_training()
-        if optimizer_path is not None:
-            load_optimizer_state(self, optimizer_path)
-        self._offloads = config.offload_weights
-
-    @staticmethod
-    @abstractmethod
-    def load(
-        settings: RoleSettings,
-        body_path: str,
-        whole_path: str | None,
-        tokenizer: Tokenizer,
-        parallel: ParallelState,
-    ) -> Critic:
-        """The backend's critic, on the body at ``body_path`` or whole from ``whole_path``."""
+            settings, whole_path = continuing(settings, weights_path)
+            critic = self.load_model(settings, whole_path or body_path, tokenizer)
+        super().__init__(
+            critic,
+            parallel,
+            offloads=config.offload_weights,
+            init_optimizer=init_optimizer,
+            optimizer_path=optimizer_path,
+        )
 
     def get_values(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
