@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
+from aligner.losses.masked import check_choice
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
@@ -53,7 +54,7 @@ def kl_estimate(
     Masked positions are the caller's to drop.
     """
     assert logprobs.shape == ref_logprobs.shape, (logprobs.shape, ref_logprobs.shape)
-    check_estimator(estimator)
+    check_choice("kl estimator", estimator, _ESTIMATORS)
     estimate_of = _ESTIMATORS[estimator]
     k1 = logprobs - ref_logprobs
     if input_clamp is not None:
@@ -65,12 +66,6 @@ def kl_estimate(
     # Not clamped in the graph: where the estimate overflows its derivative does, and 0 · inf is
     # NaN in the gradient.
     return torch.where(inside, estimate_of(torch.where(inside, k1, 0)), bounded)
-
-
-def check_estimator(estimator: str, key: str = "kl estimator") -> None:
-    """Refuse an unknown estimator; ``key`` is the configuration key the message names."""
-    if estimator not in _ESTIMATORS:
-        raise ConfigError(f"{key}={estimator!r} is unknown; use one of {', '.join(_ESTIMATORS)}")
 
 
 class KLController(Protocol):

@@ -10,11 +10,13 @@ from torch import Tensor
 from aligner.config import CorrectionConfig
 from aligner.errors import ConfigError
 from aligner.losses.corrections import Corrected, correct, gap_metrics
-from aligner.losses.kl import KLEstimator, check_estimator, kl_estimate
+from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.masked import (
     Aggregation,
     BatchAverage,
     check_aggregation,
+    check_choice,
+    counted_tokens,
     row_means,
 )
 from aligner.types import Denominators, TokenOutputs
@@ -81,7 +83,7 @@ class PPOPolicyLoss:
     rows_per_group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        check_estimator(self.kl_estimator, "kl_estimator")
+        check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ConfigError(f"dual_clip={self.dual_clip} must exceed 1; use null to turn it off")
         if self.importance_cap is not None and self.importance_cap <= 0:
@@ -103,8 +105,8 @@ class PPOPolicyLoss:
             raise ConfigError(
                 f"entropy_bonus={self.entropy_bonus} needs the entropy; set needs_entropy=true"
             )
-        _check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
-        _check_choice("surrogate", self.surrogate, get_args(Surrogate))
+        check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
+        check_choice("surrogate", self.surrogate, get_args(Surrogate))
         if self.surrogate == "cispo" and self.dual_clip is not None:
             raise ConfigError(
                 f"dual_clip={self.dual_clip} bounds the clipped surrogate, which surrogate=cispo "
@@ -122,18 +124,9 @@ class PPOPolicyLoss:
         on-policy mini-batch (the current log-probs, detached, are those of the rollout);
         ``ref_logprobs`` and ``generation_logprobs`` [B, S] where an option needs them.
         """
-        logprobs = outputs.values_or_logprobs
-        advantages, token_mask = batch["advantages"], batch["token_mask"]
-        assert logprobs.ndim == 2, logprobs.shape
-        assert logprobs.shape == advantages.shape == token_mask.shape, (
-            logprobs.shape,
-            advantages.shape,
-            token_mask.shape,
-        )
-        assert batch["sample_mask"].shape == logprobs.shape[:1], batch["sample_mask"].shape
-        mask = token_mask.bool() & batch["sample_mask"].bool().unsqueeze(1)
+        logprobs, advantages = outputs.values_or_logprobs, batch["advantages"]
         prev_logprobs = batch.get("prev_logprobs", logprobs.detach())
-        assert prev_logprobs.shape == logprobs.shape, prev_logprobs.shape
+        mask = counted_tokens(batch, logprobs, advantages, prev_logprobs)
         mean = BatchAverage(mask, denominators)  # of tokens, whatever the loss averages
         average = BatchAverage(mask, denominators, self.aggregation, self.max_response_length)
 
@@ -234,8 +227,3 @@ class PPOPolicyLoss:
             input_clamp=self.kl_input_clamp,
             output_clamp=self.kl_output_clamp,
         )
-
-
-def _check_choice(key: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{key}={value!r} is unknown; use one of {', '.join(known)}")
