@@ -223,6 +223,7 @@ def prefix_groups(
     common = np.zeros_like(lengths)
     if input_ids is not None:
         common = _common_with_previous(input_ids, lengths)
+    begins_alike = (common >= LEAST_SAVED) & (common * LEAST_PART >= lengths)
     alone = -(-lengths // multiple) * multiple
     new = -(-(lengths - common) // multiple) * multiple  # behind what the row before has
     groups = []
@@ -233,7 +234,7 @@ def prefix_groups(
         while start < batch.stop:
             end = start + together
             tokens = int(alone[start] + new[start + 1 : end].sum())
-            while end < batch.stop and _begins_like_previous(common[end], lengths[end]):
+            while end < batch.stop and begins_alike[end]:
                 tokens += int(new[end : end + together].sum())
                 if tokens > max_tokens or alone[start : end + together].sum() > share:
                     break
@@ -247,10 +248,6 @@ def prefix_groups(
             start = group.rows.stop
         groups.append(found)
     return groups
-
-
-def _begins_like_previous(common: int, length: int) -> bool:
-    return bool(common >= LEAST_SAVED and common * LEAST_PART >= length)
 
 
 def _group(input_ids: IntArray | None, lengths: IntArray, rows: range, multiple: int) -> RowGroup:

@@ -93,7 +93,11 @@ def row_statistics(
         if not keep_target:
             below = target_logits < restriction.thresholds
             target_logits = target_logits.masked_fill(below, -torch.inf)
-        _add_targets(target_logits - maximum, total, weighted)
+        shifted = target_logits - maximum
+        exponential = shifted.exp()
+        total += exponential
+        if weighted is not None:  # clamped: a target at -inf adds 0, and 0 · -inf would be NaN
+            weighted += exponential * shifted.clamp(min=EXCLUDED)
     log_total = total.log()
     log_normalizer = maximum + log_total
     entropy = None if weighted is None else log_total - weighted / total
@@ -148,14 +152,6 @@ def _target_column(local: Tensor, owned: Tensor, columns: slice) -> tuple[Tensor
     column = local - columns.start
     here = owned & (column >= 0) & (column < columns.stop - columns.start)
     return torch.where(here, column, 0).unsqueeze(1), here.unsqueeze(1)
-
-
-def _add_targets(shifted: Tensor, total: Tensor, weighted: Tensor | None) -> None:
-    """Count the targets, their logits relative to the maximum, in place."""
-    exponential = shifted.exp()
-    total += exponential
-    if weighted is not None:  # clamped: a target at -inf adds 0, and 0 · -inf would be NaN
-        weighted += exponential * shifted.clamp(min=EXCLUDED)
 
 
 class LogitGradient(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aligner.config import CorrectionConfig
 from aligner.errors import ConfigError
-from aligner.losses.corrections import Corrected, correct, gap_metrics
+from aligner.losses.corrections import correct, gap_metrics
 from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.masked import (
     Aggregation,
@@ -143,9 +143,13 @@ class PPOPolicyLoss:
         else:
             surrogate, metrics = self._clip(ratio, advantages, mean)
         if "generation_logprobs" in batch or self._correction.is_on:
-            weights, found = self._corrected(logprobs, prev_logprobs, batch, mean)
+            # With the sampler as the old policy the trainer's log-probs are the present ones.
+            trainer = logprobs if self.correction.old_logprobs == "sampler" else prev_logprobs
+            gap = trainer.detach() - batch["generation_logprobs"]
+            left = batch.get("second_moment_mask")
+            weights, corrected = correct(self._correction, gap, mean, left)
             surrogate = surrogate if weights is None else weights * surrogate
-            metrics |= found
+            metrics |= gap_metrics(gap, mean) | corrected
         loss = average(surrogate)
         if self.kl_coefficient != 0:
             kl = self._kl(logprobs, batch["ref_logprobs"], mask)
@@ -205,17 +209,6 @@ class PPOPolicyLoss:
             return self.correction
         bounds = (0.0, self.importance_cap)
         return replace(self.correction, weights=self.ratio_level, bounds=bounds)
-
-    def _corrected(
-        self, logprobs: Tensor, prev: Tensor, batch: Mapping[str, Tensor], mean: BatchAverage
-    ) -> Corrected:
-        """Weights of the tokens, and metrics of them and of the gap to the sampler."""
-        # With the sampler as the old policy nothing else of the trainer is known than the present.
-        trainer = logprobs if self.correction.old_logprobs == "sampler" else prev
-        log_ratio = trainer.detach() - batch["generation_logprobs"]
-        left = batch.get("second_moment_mask")
-        weights, metrics = correct(self._correction, log_ratio, mean, left)
-        return Corrected(weights, gap_metrics(log_ratio, mean) | metrics)
 
     def _kl(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
         """KL estimate to the reference at each token, 0 where masked."""

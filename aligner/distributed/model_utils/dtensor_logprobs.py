@@ -97,7 +97,9 @@ def dtensor_from_parallel_logits_to_logprobs(
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params
     )
-    if not _shards_sequence(target):
+    mesh = target.device_mesh if isinstance(target, DTensor) else None
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if mesh is None or "cp" not in names or mesh["cp"].size() == 1:
         whole = target.full_tensor() if isinstance(target, DTensor) else target
         shifted = whole.to(vocab_parallel_logits.device).roll(-1, dims=-1)
         return PlannedLogprob.apply(vocab_parallel_logits, shifted, plan, inference_only)[:, :-1]
@@ -107,7 +109,7 @@ def dtensor_from_parallel_logits_to_logprobs(
             "order of its positions"
         )
     assert isinstance(target, DTensor)
-    mesh, placements = target.device_mesh, target.placements
+    placements = target.placements
     order = seq_index.argsort()
     shifted = target.full_tensor()[:, order].roll(-1, dims=-1)[:, seq_index]
     everywhere = DTensor.from_local(shifted, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -115,10 +117,3 @@ def dtensor_from_parallel_logits_to_logprobs(
     logprobs = PlannedLogprob.apply(vocab_parallel_logits, local, plan, inference_only)
     whole = DTensor.from_local(logprobs, mesh, placements, run_check=False).full_tensor()
     return whole[:, order][:, :-1]
-
-
-def _shards_sequence(target: DTensor | Tensor) -> bool:
-    if not isinstance(target, DTensor):
-        return False
-    names = target.device_mesh.mesh_dim_names or ()
-    return "cp" in names and target.device_mesh["cp"].size() > 1

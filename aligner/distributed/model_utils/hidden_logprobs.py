@@ -84,7 +84,10 @@ def from_parallel_hidden_states_to_logprobs(
         raise LayoutError("packed sequences need both cu_seqlens_padded and unpacked_seqlen")
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        hidden = _whole_sequence(tensor_parallel_hidden_states, shard.group, sequence_parallel)
+        hidden = tensor_parallel_hidden_states
+        if shard.group is not None:  # what ranks make of it adds up in the gradient
+            whole = gather_first if sequence_parallel else SumGradient.apply
+            hidden = whole(hidden, shard.group)
         length, batch, _ = hidden.shape
         target = target.to(hidden.device)
         if cu_seqlens_padded is not None:
@@ -104,15 +107,6 @@ def from_parallel_hidden_states_to_logprobs(
             return unpack(logprobs, cu_seqlens_padded, unpacked_seqlen, cp_group)
         rows = logprobs.view(length, batch).t()
         return gather_context(rows, target.shape[1], cp_group)[:, :-1]
-
-
-def _whole_sequence(
-    hidden: Tensor, group: dist.ProcessGroup | None, sequence_parallel: bool
-) -> Tensor:
-    """[S_cp, B, H] on every tensor-parallel rank; what they make of it adds up in the gradient."""
-    if group is None:
-        return hidden
-    return gather_first(hidden, group) if sequence_parallel else SumGradient.apply(hidden, group)
 
 
 class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):

@@ -144,7 +144,11 @@ class IncrementalModel:
             LayoutError: the model's attention is not ours.
         """
         self._attention = [module for module in gpt.modules() if isinstance(module, CoreAttention)]
-        _check_attention(self._attention)
+        if not self._attention:
+            raise LayoutError(
+                "generation keeps its cache in aligner's own core attention and this model was "
+                "built with another one; build it with the local layer spec"
+            )
         self._gpt = gpt
         self._vocab_size = architecture.vocab_size
         parameter = next(gpt.parameters())
@@ -353,14 +357,6 @@ class IncrementalModel:
         finally:
             for module in self._attention:
                 module.cache = None
-
-
-def _check_attention(attention: Sequence[nn.Module]) -> None:
-    if not attention:
-        raise LayoutError(
-            "generation keeps its cache in aligner's own core attention and this model was built "
-            "with another one; build it with the local layer spec"
-        )
 
 
 def without_gradients(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -116,7 +116,11 @@ class Responses:
         self._end_ids = self.index(rules.eos_ids)
         self._seen: Tensor | None = None
         if rules.sampling.repetition_penalty != 1.0:
-            self._seen = _tokens_seen(prompts.tokens, within, rules.vocab_size, unused)
+            # Bool [B + unused, V]: the token occurs in the prompt. Padding goes to one more column.
+            padding = rules.vocab_size
+            seen = self.tokens.new_zeros(shape[0], padding + 1, dtype=torch.bool)
+            seen[:batch].scatter_(1, torch.where(within, prompts.tokens, padding), True)
+            self._seen = seen[:, :padding]
         self._kept: dict[int, Batch] = {}  # by number of rows: what graphs read and write
         self._graphs: dict[tuple[int, int, bool], Callable[[], None] | None] = {}
         self._graph_memory = accelerator.graph_memory()
@@ -255,13 +259,6 @@ def with_room(length: int) -> int:
     """``length`` rounded up, so that what is a little longer next time fits the same memory."""
     step = max(64, (1 << (length.bit_length() - 1)) // 4)
     return -(-length // step) * step
-
-
-def _tokens_seen(prompts: Tensor, within: Tensor, vocab_size: int, unused: int) -> Tensor:
-    """Bool [B + ``unused``, V]: the token occurs in the prompt."""
-    seen = prompts.new_zeros(prompts.shape[0] + unused, vocab_size + 1, dtype=torch.bool)
-    seen[:-unused].scatter_(1, torch.where(within, prompts, vocab_size), True)
-    return seen[:, :vocab_size]
 
 
 _PREFILL_TOKENS = 8192  # most tokens (padding included) of one prefill pass, if it has two prompts

@@ -6,6 +6,7 @@ logits exist for some rows at a time.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -142,13 +143,11 @@ def candidate_logprobs(
 
     chosen = layout.take(hidden, rows)
     parts = list(_slices(len(rows), weight))
-    again = len(parts) > 1 and torch.is_grad_enabled()  # so that one part's logits are kept at most
-    found = [
-        _recomputed(outputs, chosen[part], weight, ids[part])
-        if again
-        else outputs(chosen[part], weight, ids[part])
-        for part in parts
-    ]
+    computed: Callable[..., tuple[Tensor, ...]] = outputs
+    if len(parts) > 1 and torch.is_grad_enabled():
+        # Again in the backward pass, so that one part's logits are kept at most.
+        computed = partial(checkpoint, outputs, use_reentrant=False, preserve_rng_state=False)
+    found = [computed(chosen[part], weight, ids[part]) for part in parts]
     logprobs, *entropy = (torch.cat(pieces) for pieces in zip(*found, strict=True))
     return TokenOutputs(
         layout.to_frame(logprobs, tokens),
@@ -200,10 +199,3 @@ def _slices(rows: int, weight: Tensor) -> Iterator[slice]:
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """``[N, H]`` to ``[1, N, V_local]``, in float32 at least."""
     return (wide_linear(hidden, weight) / temperature)[None]
-
-
-def _recomputed(
-    function: Callable[..., tuple[Tensor, ...]], *arguments: Tensor
-) -> tuple[Tensor, ...]:
-    """Result of ``function``, which is called again in the backward pass."""
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -60,6 +60,8 @@ from aligner.parallel.collectives import broadcast_floats, on_rank_zero
 from aligner.parallel.groups import ParallelState, initialize_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
+_OF_ROWS = ("input_ids", "input_lengths")
+
 
 class ForwardReuse:
     """Hidden states of a scoring pass over one micro-batch, with their graph, for one update."""
@@ -85,26 +87,17 @@ class ForwardReuse:
         Whatever they are, nothing is left afterwards.
         """
         kept, self._microbatch = self._microbatch, None
-        if (
-            kept is None
-            or len(microbatches) != 1
-            or not _same_rows(kept, microbatches[0])
-            or self._versions != self._weight_versions()
-        ):
+        if kept is None or len(microbatches) != 1 or self._versions != self._weight_versions():
+            return list(microbatches)
+        # The same sequences, in the same order and frame?
+        rows = [(kept.columns[name], microbatches[0].columns[name]) for name in _OF_ROWS]
+        if not all(torch.equal(*pair) for pair in rows):
             return list(microbatches)
         return [dataclasses.replace(microbatches[0], hidden=kept.hidden)]
 
     def _weight_versions(self) -> list[int]:
         """Version counter of each weight, which a write increases."""
         return [parameter._version for parameter in self._model.parameters()]
-
-
-def _same_rows(one: Microbatch, other: Microbatch) -> bool:
-    """Return whether two micro-batches hold the same sequences, in the same order and frame."""
-    return all(
-        torch.equal(one.columns[name], other.columns[name])
-        for name in ("input_ids", "input_lengths")
-    )
 
 
 class MegatronGPTModel(RoleWeights, ModelPT):
@@ -297,18 +290,15 @@ class MegatronGPTModel(RoleWeights, ModelPT):
             results = [found for _, found in infer_microbatches(self.gpt, microbatches, step)]
         else:
             results = train_microbatches(self.model, self.forward_reuse.take(microbatches), step)
-        return self._reduce(results, own_tokens)
-
-    def drop_reused_forward(self) -> None:
-        """Free the graph of a scoring pass that no update took."""
-        self.forward_reuse.drop()
-
-    def _reduce(self, results: list[dict[str, Tensor]], own_tokens: Tensor) -> BatchResult:
         reduced = None
         if self.parallel.is_last_stage:
             reduced = reduce_result(results, own_tokens, self.parallel.dp_group)
         last = dist.get_global_rank(self.parallel.pp_group, self.settings.parallel.pipeline - 1)
         return result_of(broadcast_floats(reduced, last, self.parallel.pp_group))
+
+    def drop_reused_forward(self) -> None:
+        """Free the graph of a scoring pass that no update took."""
+        self.forward_reuse.drop()
 
     # NeMo's ModelPT ---------------------------------------------------------------------------
 
