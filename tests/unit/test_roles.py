@@ -34,9 +34,9 @@ from aligner.models.gpt import (
 )
 from aligner.models.gpt.forward.token_layout import TokenLayout
 from aligner.models.gpt.megatron.build import build_gpt
-from aligner.models.gpt.role.model import ValueHead
 from aligner.models.gpt.role.optimizer_step import learning_rate
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.value import ValueHead
 
 LENGTHS = (9, 5, 12, 7)
 PROMPTS = (4, 3, 6, 2)

@@ -5,7 +5,7 @@ from torch import Tensor
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.forward.schedule import Microbatch
-from aligner.models.gpt.role.model import ValueModel, framed_outputs
+from aligner.models.gpt.role.value import ValueModel, framed_outputs
 from aligner.types import TokenOutputs
 
 

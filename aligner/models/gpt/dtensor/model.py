@@ -16,7 +16,6 @@ from aligner.checkpoint.canonical import Weights
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView, HuggingFaceWeights
 from aligner.checkpoint.model_source import ModelSource
-from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import CheckpointError
@@ -35,7 +34,6 @@ from aligner.models.gpt.role.model import (
     result_of,
 )
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.parallel.collectives import on_rank_zero
 from aligner.parallel.groups import ParallelState, initialize_parallel
 from aligner.types import LossFunction
 
@@ -181,12 +179,6 @@ class DTensorModel(RoleModel, LightningModule):
                 raise CheckpointError(
                     f"the model has {shard.name}, which the checkpoint lacks; load one of this role"
                 )
-
-    def save_to(self, save_path: str) -> None:
-        """Write a `.nemo`. Call it on every rank. Rank 0 writes, and if it cannot, all raise."""
-        weights = self.whole_weights()
-        files = self.tokenizer.files() if self.tokenizer is not None else {}
-        on_rank_zero(lambda: save_nemo(save_path, weights, self.architecture, files))
 
     def _hugging_face_names(self, weights: Weights) -> HuggingFaceView:
         family, _ = config_to_hf(self.architecture)

@@ -24,8 +24,8 @@ from aligner.models.gpt.forward.schedule import (
 )
 from aligner.models.gpt.forward.token_layout import LayoutRules
 from aligner.models.gpt.megatron.model import MegatronGPTModel
-from aligner.models.gpt.role.model import ValueHead, ValueModel, framed_outputs
 from aligner.models.gpt.role.settings import SectionType
+from aligner.models.gpt.role.value import ValueHead, ValueModel, framed_outputs
 from aligner.models.interfaces import CriticModelInterface
 from aligner.parallel.groups import joined_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs

@@ -13,9 +13,11 @@ same weights. Then the values' pass keeps its graph:
 """
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import getitem
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -31,7 +33,6 @@ from aligner.checkpoint.adapters import adapter_shapes
 from aligner.checkpoint.model_source import ModelSource
 from aligner.checkpoint.nemo.config import architecture_from_config
 from aligner.checkpoint.nemo.connector import GPTSaveRestoreConnector
-from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import TrainedModelConfig, as_omegaconf, check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
@@ -56,7 +57,7 @@ from aligner.models.gpt.role.model import (
     result_of,
 )
 from aligner.models.gpt.role.settings import RoleSettings, SectionType, settings_beside_architecture
-from aligner.parallel.collectives import broadcast_floats, on_rank_zero
+from aligner.parallel.collectives import broadcast_floats
 from aligner.parallel.groups import ParallelState, initialize_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
@@ -334,28 +335,10 @@ class MegatronGPTModel(RoleWeights, ModelPT):
             model.load_adapters(model.settings.adapters_path)
         return model
 
-    def write_nemo(self, path: str) -> None:
-        """Write a `.nemo`; call it on every rank. Rank 0 writes, and if it cannot, all raise."""
-        weights = self.whole_weights()
-        on_rank_zero(
-            lambda: save_nemo(
-                path,
-                weights,
-                self.architecture,
-                self.tokenizer.files() if self.tokenizer is not None else {},
-                extra_config=self.nemo_keys(),
-                artifacts={
-                    key: Path(self.cfg_value(key)) for key in getattr(self, "artifacts", None) or {}
-                },
-            )
-        )
-
-    def cfg_value(self, key: str) -> Any:
-        """Value of a dotted key of ``cfg``."""
-        value: Any = self.cfg
-        for name in key.split("."):
-            value = value[name]
-        return value
+    def nemo_artifacts(self) -> dict[str, Path]:
+        """Files that were registered with NeMo; ``cfg`` has their paths."""
+        keys = getattr(self, "artifacts", None) or {}
+        return {key: Path(functools.reduce(getitem, key.split("."), self.cfg)) for key in keys}
 
     def save_to(self, save_path: str) -> None:
         """Write a `.nemo` through NeMo's connector; call it on every rank."""

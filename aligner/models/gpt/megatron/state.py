@@ -429,7 +429,3 @@ class RoleWeights(RoleModel):
             pp_group=self.parallel.pp_group,
             ep_group=self.parallel.ep_group,
         )
-
-    def nemo_keys(self) -> dict[str, Any]:
-        """Keys that a role adds to the `.nemo`'s ``model_config.yaml``."""
-        return {}

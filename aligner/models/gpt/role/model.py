@@ -8,11 +8,11 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import Weights
+from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.distributed.step import current_step
@@ -23,34 +23,13 @@ from aligner.models.gpt.forward.schedule import (
     row_bounds,
     split_microbatches,
 )
-from aligner.models.gpt.forward.token_layout import LayoutRules, TokenLayout
+from aligner.models.gpt.forward.token_layout import LayoutRules
 from aligner.models.gpt.role.optimizer_step import StepOptimizer, StepOutcome
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.observe.nonfinite import write_nonfinite
-from aligner.parallel.collectives import combine_metrics, reduce_metrics
+from aligner.parallel.collectives import combine_metrics, on_rank_zero, reduce_metrics
 from aligner.parallel.groups import ParallelState
 from aligner.types import Denominators, LossFunction, TokenOutputs
-
-
-class ValueHead(nn.Module):
-    """Linear map from a hidden state to ``outputs`` numbers, in ``dtype`` (float32) in any model.
-
-    A critic has one, a reward model one for each attribute that it rates. PPO's value signal is
-    small; in bfloat16 its updates fall below the precision of the weights. A fresh head is zero:
-    every state is worth 0 until something has been learnt, on every layout.
-    """
-
-    def __init__(
-        self, hidden_size: int, dtype: torch.dtype = torch.float32, outputs: int = 1
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(outputs, hidden_size, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(outputs, dtype=dtype))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[..., H]`` in any dtype to ``[..., outputs]`` in the head's."""
-        return F.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
-
 
 Optimizer = TypeVar("Optimizer")
 _VALID_TOKENS = "valid_tokens"
@@ -296,7 +275,26 @@ class RoleModel:
 
     def save_to(self, save_path: str) -> None:
         """Write a `.nemo`. Call it on every rank. Rank 0 writes, and if it cannot, all raise."""
-        raise NotImplementedError
+        self.write_nemo(save_path)
+
+    def write_nemo(self, path: str) -> None:
+        """See `save_to`."""
+        weights = self.whole_weights()
+        files = self.tokenizer.files() if self.tokenizer is not None else {}
+        keys, artifacts = self.nemo_keys(), self.nemo_artifacts()
+        on_rank_zero(
+            lambda: save_nemo(
+                path, weights, self.architecture, files, extra_config=keys, artifacts=artifacts
+            )
+        )
+
+    def nemo_keys(self) -> dict[str, Any]:
+        """Keys that a role adds to the `.nemo`'s ``model_config.yaml``."""
+        return {}
+
+    def nemo_artifacts(self) -> dict[str, Path]:
+        """Further files of the `.nemo`, by the key of ``model_config.yaml`` that names them."""
+        return {}
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Canonical weights joined on rank 0, none elsewhere; call it on every rank.
@@ -324,41 +322,6 @@ class RoleModel:
     def num_parameters(self) -> int:
         """Parameters on this process."""
         raise NotImplementedError
-
-
-class ValueModel(RoleModel):
-    """A role that estimates the values of states, with a scalar head for the output layer."""
-
-    has_head = True
-    # An output belongs to the next token. Only tests turn it off; no configuration reaches it.
-    right_shift: ClassVar[bool] = True
-
-    def get_values(
-        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
-    ) -> Tensor:
-        """Values of the states before each token.
-
-        Args:
-            batch: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
-            micro_batches: sequences per forward pass, or the rows of each; default
-                ``forward_micro_batch_size``.
-
-        Returns:
-            float32 ``[B, S]``; 0 beyond a sequence's length.
-        """
-        return self.infer_tokens(batch, micro_batches)
-
-
-def framed_outputs(numbers: Tensor, layout: TokenLayout, *, right_shift: bool) -> TokenOutputs:
-    """Outputs float ``[n * L, K]`` of a `ValueHead` in the frame: ``[B, S]``, or ``[B, S, K]``.
-
-    With ``right_shift`` the output of token j is the value of j + 1, the state *before* that token:
-    otherwise the value of a state would be computed after its action was seen. Without it the
-    output belongs to the token just read.
-    """
-    rows, tokens = layout.predicted_tokens() if right_shift else layout.held_tokens()
-    numbers = numbers.squeeze(-1) if numbers.shape[-1] == 1 else numbers
-    return TokenOutputs(layout.to_frame(layout.take(numbers, rows), tokens))
 
 
 def trainable(optimizer: Optimizer | None) -> Optimizer:

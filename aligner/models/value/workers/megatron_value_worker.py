@@ -10,8 +10,8 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.logprobs.output_layer import CapturingOutputLayer as _ValueOutputLayerBypass
 from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel, forward_step_value
 from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
-from aligner.models.gpt.role.model import ValueHead
 from aligner.models.gpt.role.settings import RunSettings, reward_settings
+from aligner.models.gpt.role.value import ValueHead
 from aligner.models.reward.workers.reward_worker import RewardScorer
 from aligner.models.value.workers.value_worker import ValueWorker
 

@@ -10,8 +10,8 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import ConfigError
-from aligner.models.gpt.role.model import ValueModel
 from aligner.models.gpt.role.settings import RunSettings, continuing, critic_settings
+from aligner.models.gpt.role.value import ValueModel
 from aligner.models.worker import (
     RoleWorker,
     micro_batches_of,
