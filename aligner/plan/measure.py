@@ -23,7 +23,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDic
 from aligner.distributed.workers import LocalCluster, micro_batching
 from aligner.dry.device import DeviceKind, DryDevice
 from aligner.dry.record import Record
-from aligner.models.gpt.decode.scheduler import Responses
+from aligner.models.gpt.decode.responses import Responses
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.worker import RoleWorker
 from aligner.parallel.groups import initialize_parallel

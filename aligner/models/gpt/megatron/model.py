@@ -321,10 +321,11 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         """
         if tokenizer is None and checkpoint.tokenizer_files:
             tokenizer = checkpoint.tokenizer
+        # Without settings the role's defaults: the file's own are of who trained it.
         model = cls(
             checkpoint.config,
             trainer,
-            settings=settings or RoleSettings(),  # the file's own speak of who trained it
+            settings=cls.settings_for(checkpoint, settings or RoleSettings()),
             architecture=checkpoint.architecture,
             tokenizer=tokenizer,
             initialize=False,
@@ -333,7 +334,17 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         model.load_whole_weights(checkpoint.weights, strict)
         if model.adapters is not None and model.settings.adapters_path is not None:
             model.load_adapters(model.settings.adapters_path)
+        model.read_config(checkpoint.config)
         return model
+
+    @classmethod
+    def settings_for(cls, checkpoint: ModelSource, settings: RoleSettings) -> RoleSettings:
+        """Settings, with those that a role reads from the file where they are not given."""
+        del checkpoint
+        return settings
+
+    def read_config(self, config: Mapping[str, Any]) -> None:
+        """Read what a role keeps in ``model_config.yaml``; see `nemo_keys`."""
 
     def nemo_artifacts(self) -> dict[str, Path]:
         """Files that were registered with NeMo; ``cfg`` has their paths."""
