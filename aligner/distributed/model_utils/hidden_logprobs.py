@@ -17,7 +17,6 @@ from aligner.errors import LayoutError
 from aligner.logprobs.fused import (
     RowStatistics,
     input_gradients,
-    logit_gradient,
     row_statistics,
     shard_logprobs,
 )
@@ -164,23 +163,15 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         """
         local_hidden, weight, target, logprobs, log_normalizer = ctx.saved_tensors
         hidden = gather_first(local_hidden, ctx.shard.group)
-        gradient = logit_gradient(
-            RowStatistics(logprobs, log_normalizer, None),
-            target,
-            ctx.shard,
-            grad_outputs[0].t().reshape(-1),
-            None,
-            restricted=False,
-        )
         grad_hidden, grad_weight = input_gradients(
             hidden.flatten(0, 1),
             weight,
+            target,
             ctx.shard,
-            gradient,
-            restriction=None,
+            RowStatistics(logprobs, log_normalizer, None),
+            grad_outputs[0].t().reshape(-1),
+            needed=(ctx.needs_input_grad[0], ctx.needs_input_grad[2]),
             chunk_size=ctx.chunk_size,
-            need_hidden=ctx.needs_input_grad[0],
-            need_weight=ctx.needs_input_grad[2],
         )
         if grad_hidden is not None:
             grad_hidden = reduce_scatter_first(grad_hidden.view_as(hidden), ctx.shard.group)
