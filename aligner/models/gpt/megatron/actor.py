@@ -68,15 +68,8 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
         gpt = self.gpt
 
         def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-            return best_candidates(
-                *self.output_layer(gpt, hidden),
-                microbatch.selected,
-                microbatch.layout,
-                count=k,
-                vocab_size=vocab_size,
-                tp_group=self.vocab_group,
-                temperature=self.sampling_params.temperature,
-            )
+            projection = self.projection(gpt, hidden)._replace(vocab_size=vocab_size)
+            return best_candidates(projection, microbatch.selected, microbatch.layout, k)
 
         ids = batch["input_ids"].new_zeros(*batch["input_ids"].shape, k)
         logits = torch.zeros(ids.shape, device=ids.device)

@@ -18,6 +18,7 @@ from aligner.losses.interfaces import reads_logits
 from aligner.models.gpt.decode.generator import Generator
 from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
 from aligner.models.gpt.forward.token_logprobs import (
+    Projection,
     candidate_logprobs,
     token_logits,
     token_logprobs,
@@ -133,6 +134,12 @@ class SamplingPolicy(RoleModel):
         """
         raise NotImplementedError
 
+    def projection(self, model: Any, hidden: Tensor) -> Projection:
+        """`output_layer`, with the vocabulary and the sampling temperature."""
+        factors = self.output_layer(model, hidden)
+        size, temperature = self.architecture.vocab_size, self.sampling_params.temperature
+        return Projection(*factors, size, self.vocab_group, temperature)
+
     def token_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
@@ -140,26 +147,18 @@ class SamplingPolicy(RoleModel):
 
         Of the tokens themselves, or of ``teacher_topk_indices`` where the micro-batch has them.
         """
-        columns = microbatch.columns
-        factors = self.output_layer(model, hidden)
+        columns, selected, layout = microbatch.columns, microbatch.selected, microbatch.layout
+        projection = self.projection(model, hidden)
         if "teacher_topk_indices" in columns:
+            candidates = columns["teacher_topk_indices"]
             return candidate_logprobs(
-                *factors,
-                columns["teacher_topk_indices"],
-                microbatch.selected,
-                microbatch.layout,
-                vocab_size=self.architecture.vocab_size,
-                tp_group=self.vocab_group,
-                temperature=self.sampling_params.temperature,
-                with_entropy=with_entropy,
+                projection, candidates, selected, layout, with_entropy=with_entropy
             )
         return token_logprobs(
-            *factors,
+            projection,
             columns["input_ids"],
-            microbatch.selected,
-            microbatch.layout,
-            vocab_size=self.architecture.vocab_size,
-            tp_group=self.vocab_group,
+            selected,
+            layout,
             sampling=self.sampling_params,
             with_entropy=with_entropy,
             kept_ids=columns.get("kept_ids"),
@@ -171,14 +170,7 @@ class SamplingPolicy(RoleModel):
         """`token_outputs`, or all logits float32 ``[B, S, V]`` where ``loss_fn`` reads them."""
         if not reads_logits(loss_fn):
             return super().loss_outputs(model, hidden, microbatch, loss_fn)
-        logits = token_logits(
-            *self.output_layer(model, hidden),
-            microbatch.layout,
-            vocab_size=self.architecture.vocab_size,
-            tp_group=self.vocab_group,
-            temperature=self.sampling_params.temperature,
-        )
-        return TokenOutputs(logits)
+        return TokenOutputs(token_logits(self.projection(model, hidden), microbatch.layout))
 
     def get_logprobs(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
