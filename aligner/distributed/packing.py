@@ -95,9 +95,9 @@ class SequencePacker(ABC):
         min_bin_count: int | None = None,
         bin_count_multiple: int | None = None,
     ) -> None:
-        self.bin_capacity = _at_least("bin_capacity", bin_capacity, 1)
-        self.min_bin_count = _at_least("min_bin_count", min_bin_count or 0, 0)
-        self.bin_count_multiple = _at_least(
+        self.bin_capacity = at_least("bin_capacity", bin_capacity, 1)
+        self.min_bin_count = at_least("min_bin_count", min_bin_count or 0, 0)
+        self.bin_count_multiple = at_least(
             "bin_count_multiple", 1 if bin_count_multiple is None else bin_count_multiple, 1
         )
         self.metrics = PackingMetrics() if collect_metrics else None
@@ -145,7 +145,8 @@ class ConcatenativePacker(SequencePacker):
         return bins
 
 
-def _at_least(key: str, value: int, least: int) -> int:
+def at_least(key: str, value: int, least: int) -> int:
+    """``value`` of ``key``; `ConfigError` where it is below ``least``."""
     if value < least:
         raise ConfigError(f"{key}={value} must be at least {least}")
     return value
@@ -357,9 +358,6 @@ class _Pool:
     def _take(self, position: int) -> int:
         del self._sizes[position]
         return self._items.pop(position)
-
-
-__all__ = ["PackingAlgorithm", "SequencePacker", "get_packer"]
 
 
 class PackingAlgorithm(Enum):

@@ -24,9 +24,9 @@ are scored. Name, signature and docstring are those of the worker method::
 """
 
 import functools
-import importlib
 import inspect
 import os
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -398,8 +398,7 @@ class LocalCluster:
                 "were started on this machine; leave it out, or use a RayVirtualCluster"
             )
         os.environ.update({key: str(value) for key, value in (env_vars or {}).items()})
-        module_name, _, class_name = worker_class.rpartition(".")
-        constructor = getattr(importlib.import_module(module_name), class_name)
+        constructor = pkgutil.resolve_name(":".join(worker_class.rsplit(".", 1)))
         try:
             worker = constructor(parallel=self.parallel, **kwargs)
         except AlignerError as error:

@@ -76,7 +76,7 @@ def make_batch(width=WIDTH):
 
 def reference_hidden(model, ids):
     """Hidden states after the final norm, one sequence at a time, through megatron-core itself."""
-    from aligner.models.gpt.forward.schedule import bypassed_output_layer
+    from aligner.logprobs.output_layer import bypassed_output_layer
 
     with torch.no_grad(), bypassed_output_layer(model.gpt):
         return model.gpt(ids[None], torch.arange(len(ids))[None], None)[0].double()

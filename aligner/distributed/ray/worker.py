@@ -4,9 +4,9 @@ It may run in an interpreter that has little more than Ray, so only the standard
 here; a worker's own module brings what the worker needs.
 """
 
-import importlib
 import os
 import pickle
+import pkgutil
 import socket
 import sys
 import traceback
@@ -129,8 +129,7 @@ class WorkerProcess:
             if world is not None:
                 keywords["parallel"] = _join(world)
                 self._has_world = True
-            module_name, _, class_name = worker_class.rpartition(".")
-            constructor = getattr(importlib.import_module(module_name), class_name)
+            constructor = pkgutil.resolve_name(":".join(worker_class.rsplit(".", 1)))
             self._worker = constructor(*positional, **keywords)
         except Exception as error:
             raise _failure(error) from None

@@ -34,7 +34,7 @@ from aligner.architecture import GPTArchitecture
 from aligner.device import accelerator
 from aligner.errors import AlignerError, LayoutError
 from aligner.kernels.linear_product import Product, has_wide_products, packed_linears, wide_mm
-from aligner.logprobs.output_layer import VocabShard
+from aligner.logprobs.output_layer import VocabShard, output_weight
 from aligner.models.gpt.decode.kv_cache import KVCache, aligned
 from aligner.models.gpt.decode.layers import (
     IncrementalLayer,
@@ -44,7 +44,6 @@ from aligner.models.gpt.decode.layers import (
     is_transformer_engine,
 )
 from aligner.models.gpt.decode.sampling import SampledTokens
-from aligner.models.gpt.forward.schedule import output_weight
 from aligner.models.gpt.layers.attention import CoreAttention
 
 _NOTHING_DRAWN = -1

@@ -30,11 +30,7 @@ from torch import Tensor, nn
 
 from aligner.device import accelerator
 from aligner.distributed.sequences import Sequences, shared_prefixes
-from aligner.logprobs.output_layer import (
-    OutputLayerBypass,
-    bypassed_output_layer,
-    output_weight,
-)
+from aligner.logprobs.output_layer import bypassed_output_layer
 from aligner.models.gpt.forward.token_layout import (
     BoolArray,
     LayoutRules,
@@ -44,14 +40,6 @@ from aligner.models.gpt.forward.token_layout import (
 from aligner.models.gpt.layers.attention import SegmentParams
 from aligner.models.gpt.lora import TokenDropout
 from aligner.types import Denominators, LossFunction, TokenOutputs
-
-__all__ = [
-    "OutputLayerBypass",
-    "bypassed_output_layer",
-    "full_hidden_states",
-    "output_weight",
-    "placed_positions",
-]
 
 
 class PlacedRotary(nn.Module):

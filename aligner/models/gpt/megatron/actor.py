@@ -16,12 +16,12 @@ from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView
 from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.kernels.counter_hash import CallSeeds
+from aligner.logprobs.output_layer import output_weight
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.gpt.forward.schedule import (
     Microbatch,
     MicroBatches,
     full_hidden_states,
-    output_weight,
 )
 from aligner.models.gpt.forward.token_logprobs import best_candidates
 from aligner.models.gpt.megatron.model import MegatronGPTModel

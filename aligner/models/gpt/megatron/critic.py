@@ -11,12 +11,12 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from aligner.config import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
+from aligner.logprobs.output_layer import OutputLayerBypass
 from aligner.losses.interfaces import as_loss
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
     Microbatch,
     MicroBatches,
-    OutputLayerBypass,
     forward_step,
     full_hidden_states,
     loss_head,

@@ -33,18 +33,11 @@ Policy = TypeVar("Policy", bound=SamplingPolicy)
 class PolicyWorker(RefitWorker, RoleWorker[Policy]):
     """Loads the policy from ``config.restore_from_path`` and serves `Policy`.
 
+    Arguments are those of `Policy`; the weights that ``config`` names are the reference's. Further:
+
     Args:
-        config: the policy's section, or a mapping of `PolicyConfig`; the weights it names are the
-            reference's.
-        tokenizer: packaged when the policy is saved.
-        weights_path: continue from these weights.
-        optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
-        init_optimizer: False for a policy that does not learn.
-        init_reference_model: whether a reference policy is kept.
         worker_sharding_annotations: place of every worker; must agree with ``config``.
-        run: what all roles share; default that of the mapping.
         parallel: this process's place; default joined, by RANK and its kin in the environment.
-        max_optimizer_steps: what a schedule without ``max_steps`` decays over.
         kwargs: published arguments without a counterpart; named in a warning.
     """
 

@@ -11,17 +11,8 @@ from aligner.parallel.groups import ParallelState
 class MegatronRewardWorker(RewardWorker):
     """Loads a reward model, or a language model with a fresh head, and serves `RewardModel`.
 
-    Args:
-        config: where it comes from, its layout and, where it learns, its optimizer.
-        tokenizer: packaged when it is saved.
-        run: what all roles of the run share.
-        parallel: this process's place.
-        attributes: ratings of its head; none for comparisons, None: as in its file.
-        weights_path: load these weights and this head instead of what ``config`` names.
-        optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
-        init_optimizer: False for a model that only scores.
-        max_optimizer_steps: what a schedule without ``max_steps`` decays over.
-        offload_weights: weights wait in host memory between scorings.
+    Arguments are those of `RewardModel`. ``parallel``: this process's place. ``offload_weights``:
+    weights wait in host memory between scorings.
     """
 
     model_class = MegatronGPTRewardModel

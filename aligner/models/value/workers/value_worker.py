@@ -28,18 +28,8 @@ Critic = TypeVar("Critic", bound=ValueModel)
 class ValueWorker(RoleWorker[Critic]):
     """Loads the critic's body (the policy's, by default) and serves `Value`.
 
-    Args:
-        config: the critic's section, which needs ``model``; or a mapping of `ValueConfig`.
-        tokenizer: packaged when the critic is saved.
-        weights_path: load these weights and this head instead of what ``config`` names.
-        optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
-        init_optimizer: False for a critic that only predicts.
-        worker_sharding_annotations: place of every worker; must agree with ``config``.
-        model: the policy's section; its layout is the critic's where that has none of its own.
-        run: what all roles share; default that of the mapping.
-        parallel: this process's place; default joined, by RANK and its kin in the environment.
-        max_optimizer_steps: what a schedule without ``max_steps`` decays over.
-        kwargs: published arguments without a counterpart; named in a warning.
+    Arguments are those of `Value`, and of `PolicyWorker`. ``weights_path`` names weights and a head
+    that are loaded instead of what ``config`` names.
     """
 
     def __init__(
