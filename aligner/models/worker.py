@@ -61,6 +61,13 @@ def micro_batches_of(data: Mapping[str, Any], size: int | None) -> MicroBatches 
     return size if brought is None else brought[0]
 
 
+def passes_over(
+    data: Mapping[str, Any], size: int | None
+) -> tuple[dict[str, Tensor], MicroBatches | None]:
+    """`tensors_on_device` and `micro_batches_of`: what a role's passes take."""
+    return tensors_on_device(data), micro_batches_of(data, size)
+
+
 def place_of(
     layout: ParallelConfig,
     annotations: NamedSharding | None,
@@ -182,7 +189,7 @@ class RoleWorker(Generic[Served]):
         loss = as_loss(loss_fn)
         history: dict[str, list[float]] = defaultdict(list)
         for number, part in enumerate(self._global_batches(data, gbs)):
-            batch, passes = tensors_on_device(part), micro_batches_of(part, mbs)
+            batch, passes = passes_over(part, mbs)
             if eval_mode:
                 _, metrics = self.model.get_loss_and_metrics(batch, True, loss, passes)
             else:

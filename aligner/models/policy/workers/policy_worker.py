@@ -18,8 +18,8 @@ from aligner.models.gpt.role.policy import SamplingPolicy
 from aligner.models.gpt.role.settings import RunSettings, policy_settings
 from aligner.models.worker import (
     RoleWorker,
-    micro_batches_of,
     note_unused,
+    passes_over,
     place_of,
     read_published,
     tensors_on_device,
@@ -146,17 +146,14 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         ``logprobs`` float32 [B, S]: position t speaks of token t, 0 at t = 0 and where the mask is
         0.
         """
-        passes = micro_batches_of(data, micro_batch_size)
-        return BatchedDataDict(
-            {"logprobs": self.model.get_logprobs(tensors_on_device(data), passes)}
-        )
+        logprobs = self.model.get_logprobs(*passes_over(data, micro_batch_size))
+        return BatchedDataDict({"logprobs": logprobs})
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """As `get_logprobs` under the initial weights; the key is ``reference_logprobs``."""
-        passes = micro_batches_of(data, micro_batch_size)
-        logprobs = self.model.get_reference_logprobs(tensors_on_device(data), passes)
+        logprobs = self.model.get_reference_logprobs(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"reference_logprobs": logprobs})
 
     def get_topk_logits(
@@ -168,8 +165,8 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         sampling temperature and in descending order, and ``topk_indices`` int64 [B, S, k]; position
         t speaks of token t, 0 at t = 0 and where the mask is 0. Only on megatron-core.
         """
-        passes = micro_batches_of(data, micro_batch_size)
-        logits, ids = self.model.get_topk_logits(tensors_on_device(data), k, vocab_size, passes)
+        batch, passes = passes_over(data, micro_batch_size)
+        logits, ids = self.model.get_topk_logits(batch, k, vocab_size, passes)
         return BatchedDataDict({"topk_logits": logits, "topk_indices": ids})
 
     # Weights for sampling engines -------------------------------------------------------------

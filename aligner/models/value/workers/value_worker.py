@@ -12,14 +12,7 @@ from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import ConfigError
 from aligner.models.gpt.role.settings import RunSettings, continuing, critic_settings
 from aligner.models.gpt.role.value import ValueModel
-from aligner.models.worker import (
-    RoleWorker,
-    micro_batches_of,
-    note_unused,
-    place_of,
-    read_published,
-    tensors_on_device,
-)
+from aligner.models.worker import RoleWorker, note_unused, passes_over, place_of, read_published
 from aligner.parallel.groups import ParallelState
 
 Critic = TypeVar("Critic", bound=ValueModel)
@@ -80,8 +73,7 @@ class ValueWorker(RoleWorker[Critic]):
         Reads ``input_ids`` int64 [B, S] and ``input_lengths`` int64 [B]. 0 at t = 0 and from a
         row's length on. ``micro_batch_size``: sequences per forward pass, default as configured.
         """
-        passes = micro_batches_of(data, micro_batch_size)
-        values = self.model.get_values(tensors_on_device(data), passes)
+        values = self.model.get_values(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"values": values})
 
     def share_backbone(
