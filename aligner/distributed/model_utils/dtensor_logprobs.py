@@ -84,9 +84,7 @@ def dtensor_from_parallel_logits_to_logprobs(
     ``vocab_parallel_logits``: the local float [B, S / CP, V_local], whose first ``vocab_end_index -
     vocab_start_index`` columns are those global ids. ``target``: int64 [B, S], unshifted; a DTensor
     sharded by its sequence on a mesh with ``cp`` when the logits are, arranged by ``seq_index``
-    int64 [S]. ``chunk_size``: positions at a time; None lets memory decide. ``sampling_params``:
-    the distribution that was sampled from, temperature included. ``inference_only``: keep nothing
-    for backward.
+    int64 [S]. The rest as for `from_parallel_logits_to_logprobs`.
 
     The gradient of a rank's positions is that of its own copy of the result, as DTensor has it:
     exact for a loss that all ranks compute alike, nothing is summed over ``cp``.

@@ -153,7 +153,11 @@ class WorkerProcess:
         try:
             with _in_step(step):
                 result = getattr(self._worker, method_name)(*given, **kwargs)
-            return _on_host(result) if self._has_world else result
+            if not self._has_world:
+                return result
+            from aligner.distributed.workers import to_host
+
+            return to_host(result)
         except Exception as error:
             raise _failure(error) from None
 
@@ -177,12 +181,6 @@ def _in_step(step: int) -> AbstractContextManager[None]:
     from aligner.distributed.step import training_step
 
     return training_step(step)
-
-
-def _on_host(result: Any) -> Any:
-    from aligner.distributed.workers import to_host
-
-    return to_host(result)
 
 
 def _write_output_to(log: str) -> None:
