@@ -16,7 +16,7 @@ from aligner.config import (
 )
 from aligner.config.rules.checks import check_batch_layout
 from aligner.errors import ConfigError
-from aligner.losses.kl import AdaptiveKLController, FixedKLController, KLController
+from aligner.losses.kl import AdaptiveKLController, FixedKLController
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.user import user_policy_loss
 from aligner.models.policy.lm_policy import Policy
@@ -154,7 +154,7 @@ def kl_in_reward(config: RunConfig) -> bool:
 # Losses and estimators ------------------------------------------------------------------------
 
 
-def make_kl_controller(config: TrainerPPOConfig) -> KLController:
+def make_kl_controller(config: TrainerPPOConfig) -> FixedKLController:
     """The controller of the KL weight in the reward."""
     controller = config.kl_controller
     if controller.mode == "fixed":
