@@ -32,7 +32,6 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.nemo.archive import named_by
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import DistillRunConfig, PeftConfig, StudentConfig
-from aligner.config.rules.checks import check_model_shares
 from aligner.data.dataset import Dataset, Split
 from aligner.data.prompts import Prompt, PromptDataset, collate_prompts
 from aligner.data.supervised import ExampleDataset, collate_examples
@@ -89,7 +88,6 @@ def train_distill(config: DistillRunConfig) -> None:
     """Distil from start to end and print where everything is."""
     with Run.open(config) as run:
         config, loop, tokenizer = run.config, run.config.trainer.distill, run.tokenizer
-        check_model_shares(config, run.world_size)
         architecture = check_teacher(config, tokenizer)
         vocab_size = shared_vocabulary(config, run.architecture, architecture)
         kind: type[Dataset[Any]] = PromptDataset if loop.on_policy else ExampleDataset

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from aligner.algorithms.ppo.build import (
-    check_roles,
     kl_in_reward,
     make_estimator,
     make_kl_controller,
@@ -75,7 +74,6 @@ def train_ppo(config: RunConfig) -> None:
     """Run PPO from start to end and print where everything is."""
     with Run.open(config) as run:
         config = run.config
-        check_roles(config, run.architecture, run.engine.worlds)
         prompts = load_prompts(run)
         columns = prompts.train.column_names
         reward = load_reward(config, run.engine, run.tokenizer, columns, run.closing)

@@ -16,7 +16,6 @@ from aligner.algorithms.supervised.build import (
 )
 from aligner.algorithms.supervised.trainer import Examples, SupervisedTrainer, Task
 from aligner.config import LOSS_OPTIONS, DPORunConfig, TrainerDPOConfig
-from aligner.config.rules.checks import check_model_shares
 from aligner.data.dataset import Dataset
 from aligner.data.labelled import MISMATCHED, LabelledDataset, collate_labelled
 from aligner.data.preferences import PairDataset, collate_pairs
@@ -38,7 +37,6 @@ def train_dpo(config: DPORunConfig) -> None:
     """Optimise for preferences from start to end and print where everything is."""
     with Run.open(config) as run:
         config, loop, pad_id = run.config, run.config.trainer.dpo, run.tokenizer.pad_id
-        check_model_shares(config, run.world_size)
         kind: type[Dataset[Any]] = PairDataset if loop.is_paired else LabelledDataset
         examples, longest = load_split(run, kind)
         check_sequences(run, longest)

@@ -17,7 +17,6 @@ from aligner.algorithms.supervised.build import (
 from aligner.algorithms.supervised.trainer import Examples, SupervisedTrainer, Task
 from aligner.checkpoint.model_source import open_model
 from aligner.config import RewardRunConfig
-from aligner.config.rules.checks import check_model_shares
 from aligner.data.dataset import Dataset, PromptSampler, Split
 from aligner.data.preferences import OrderedPairDataset, Pair, PairDataset, collate_pairs
 from aligner.data.ratings import RatedDataset, collate_rated
@@ -31,7 +30,6 @@ def train_reward_model(config: RewardRunConfig) -> None:
     """Train from start to end and print where everything is."""
     with Run.open(config) as run:
         config = run.config
-        check_model_shares(config, run.world_size)
         check_head(config)
         examples, longest = load_split(run, kind_of(config))
         check_sequences(run, longest)

@@ -28,7 +28,6 @@ from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import sampling_summary, trained_policy
 from aligner.config import RSRunConfig
-from aligner.config.rules.checks import check_model_shares
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
 from aligner.distributed.batched_data_dict import columns_of
@@ -45,7 +44,6 @@ def train_rs(config: RSRunConfig) -> None:
     """Run rejection sampling from start to end and print where everything is."""
     with Run.open(config) as run:
         config, rs = run.config, run.config.model.rs
-        check_model_shares(config, run.world_size)
         prompts = load_prompts(run)
         columns = prompts.train.column_names
         reward = load_reward(config, run.engine, run.tokenizer, columns, run.closing)

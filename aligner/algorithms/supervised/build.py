@@ -11,7 +11,7 @@ from aligner.algorithms.run.startup import Summary, dropped_note, role_memory
 from aligner.algorithms.supervised.trainer import SupervisedTrainer, Task
 from aligner.architecture import GPTArchitecture
 from aligner.config import SFTRunConfig, SupervisedRunConfig, check_layout
-from aligner.config.rules.checks import check_longest_example, check_model_shares
+from aligner.config.parse import refuse
 from aligner.data.dataset import D, PromptSampler, Split
 from aligner.data.prompts import PromptDataset
 from aligner.data.supervised import ExampleDataset, collate_examples, response_note
@@ -24,7 +24,6 @@ def train_sft(config: SFTRunConfig) -> None:
     """Fine-tune from start to end and print where everything is."""
     with Run.open(config) as run:
         config = run.config
-        check_model_shares(config, run.world_size)
         examples, longest = load_split(run, ExampleDataset)
         check_sequences(run, longest)
         task = Task(
@@ -67,7 +66,7 @@ def check_sequences(run: Run[SupervisedRunConfig], longest: int, *others: GPTArc
     ``others``: further models, which stand in the trained one's layout and read its sequences.
     """
     config = run.config
-    check_longest_example(config, longest)
+    refuse(config.length_problems(longest))
     for other in others:
         check_layout(other, config.model.parallel, run.world_size)
     for architecture in (run.architecture, *others):

@@ -1,7 +1,8 @@
 """Preferences: pairs of responses, or responses that are good or bad; and a loop over them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import StrictBool, StrictFloat, StrictStr
 
@@ -46,6 +47,15 @@ class PairDataConfig(PromptColumns, TrainingSets):
 
     Never cut.
     """
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse the reward of one response without that of the other."""
+        chosen, rejected = self.chosen_reward_column, self.rejected_reward_column
+        if (chosen is None) != (rejected is None):
+            yield (
+                f"{key}.chosen_reward_column={chosen} and {key}.rejected_reward_column={rejected}: "
+                "give both or none"
+            )
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,23 @@ class TrainerDPOConfig(SupervisedLoopConfig):
     def has_reference(self) -> bool:
         """True if the loss reads the log-probs of the initial weights."""
         return self.loss != "simpo"
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse options of another loss, and labels that are mostly wrong."""
+        options = sorted({name for names in LOSS_OPTIONS.values() for name in names})
+        for name in options:
+            value, default = getattr(self, name), getattr(TrainerDPOConfig, name)
+            if name not in LOSS_OPTIONS[self.loss] and value != default:
+                owners = [loss for loss, names in LOSS_OPTIONS.items() if name in names]
+                yield (
+                    f"{key}.{name}={value} is an option of {', '.join(owners)}, and {key}.loss="
+                    f"{self.loss}; leave it at {default}, or change the loss"
+                )
+        if self.label_smoothing >= 0.5:
+            yield (
+                f"{key}.label_smoothing={self.label_smoothing} must be below 0.5; from there on "
+                "the rejected responses would be preferred"
+            )
 
 
 @dataclass(frozen=True)
