@@ -8,7 +8,7 @@ from annotated_types import Interval
 from pydantic import StrictBool, StrictStr
 
 from aligner.config.fields import Count, Integer, Natural, Positive, Seconds
-from aligner.config.parse import shown
+from aligner.foreign_keys import shown
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
         values = _given(values, prefix, missing)
     problems = [f"{key}: {_TEXTS['missing'].format(key=key)}" for key in missing]
     try:
-        (built,) = _adapter(cls).validate_python((values,))
+        (built,) = _adapter(cls).validate_python((values,))  # type: ignore[arg-type]
     except ValidationError as error:
         problems += _problems(cls, error.errors(include_url=False), prefix)
     refuse(problems)
@@ -332,14 +332,3 @@ def _show(value: Any) -> str:
         text = "too long a number to show"
     text = text if len(text) <= 200 else f"{text[:200]}..."
     return f"{text} ({type(value).__name__})"
-
-
-def shown(value: Any) -> str:
-    """A value as the command line has it: ``null``, ``true``, ``[0.5,2]``, text without quotes."""
-    if isinstance(value, tuple | list):
-        return f"[{','.join(map(shown, value))}]"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )

@@ -16,7 +16,7 @@ from aligner.config.fields import (
     Seconds,
     not_empty,
 )
-from aligner.config.parse import shown
+from aligner.foreign_keys import shown
 
 
 @dataclass(frozen=True)

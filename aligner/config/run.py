@@ -17,21 +17,18 @@ from aligner.config.algorithms.preference import (
 from aligner.config.algorithms.reward_model import RewardDataConfig, RewardTrainerConfig
 from aligner.config.algorithms.supervised import ExampleDataConfig, SFTTrainerConfig
 from aligner.config.algorithms.trainer import (
-    LoopConfig,
     RSTrainerConfig,
-    SamplingLoopConfig,
-    SupervisedLoopConfig,
     TrainerConfig,
     TrainingConfig,
 )
 from aligner.config.cluster import ClusterConfig
-from aligner.config.combinations import ReadIf, multiples_near
+from aligner.config.combinations import ReadIf
 from aligner.config.data import DataConfig
 from aligner.config.environment import EnvironmentConfig
 from aligner.config.experiment import ExpManagerConfig
 from aligner.config.fields import Natural
 from aligner.config.generation import GenerationConfig
-from aligner.config.layout import ParallelConfig
+from aligner.config.layout import ParallelConfig, multiples_near
 from aligner.config.reward import RewardConfig
 from aligner.config.roles.model import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.config.roles.policy import BackendConfig
@@ -59,9 +56,9 @@ class BaseRunConfig:
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
 
     @property
-    def loop(self) -> LoopConfig:
-        """The algorithm's section of ``trainer``."""
-        raise NotImplementedError
+    def loop(self) -> Any:
+        """The algorithm's section of ``trainer``, a `LoopConfig`."""
+        return getattr(self.trainer, self.section.removeprefix("trainer."))
 
     @property
     def value_parallel(self) -> ParallelConfig:
@@ -187,11 +184,6 @@ class SamplingRunConfig(BaseRunConfig):
         return super().monitor
 
     @property
-    def loop(self) -> SamplingLoopConfig:
-        """The algorithm's section of ``trainer``."""
-        raise NotImplementedError
-
-    @property
     def has_environment(self) -> bool:
         """True if the policy converses with an environment."""
         return self.environment.is_set
@@ -222,11 +214,6 @@ class RunConfig(SamplingRunConfig):
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     critic: CriticConfig | None = field(default_factory=CriticConfig)
     """The critic; null: none is built."""
-
-    @property
-    def loop(self) -> SamplingLoopConfig:
-        """See ``trainer.ppo``."""
-        return self.trainer.ppo
 
     @property
     def value_parallel(self) -> ParallelConfig:
@@ -266,11 +253,6 @@ class RSRunConfig(SamplingRunConfig):
     model: RSModelConfig
     trainer: RSTrainerConfig = field(default_factory=RSTrainerConfig)
 
-    @property
-    def loop(self) -> SamplingLoopConfig:
-        """See ``trainer.rs``."""
-        return self.trainer.rs
-
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Refuse also kept responses that a global batch does not divide."""
         yield from super().problems(key, run)
@@ -291,11 +273,6 @@ class SupervisedRunConfig(BaseRunConfig):
     """Options of a run that learns from given examples."""
 
     data: ExampleDataConfig | PairDataConfig
-
-    @property
-    def loop(self) -> SupervisedLoopConfig:
-        """The algorithm's section of ``trainer``."""
-        raise NotImplementedError
 
     @property
     def rows_per_example(self) -> int:
@@ -340,11 +317,6 @@ class SFTRunConfig(SupervisedRunConfig):
     data: ExampleDataConfig
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
 
-    @property
-    def loop(self) -> SupervisedLoopConfig:
-        """See ``trainer.sft``."""
-        return self.trainer.sft
-
 
 @dataclass(frozen=True, kw_only=True)
 class DistillRunConfig(SupervisedRunConfig):
@@ -355,11 +327,6 @@ class DistillRunConfig(SupervisedRunConfig):
     data: ExampleDataConfig
     trainer: DistillTrainerConfig = field(default_factory=DistillTrainerConfig)
 
-    @property
-    def loop(self) -> SupervisedLoopConfig:
-        """See ``trainer.distill``."""
-        return self.trainer.distill
-
 
 @dataclass(frozen=True, kw_only=True)
 class DPORunConfig(SupervisedRunConfig):
@@ -367,11 +334,6 @@ class DPORunConfig(SupervisedRunConfig):
 
     data: PreferenceDataConfig
     trainer: DPOTrainerConfig = field(default_factory=DPOTrainerConfig)
-
-    @property
-    def loop(self) -> SupervisedLoopConfig:
-        """See ``trainer.dpo``."""
-        return self.trainer.dpo
 
     @property
     def rows_per_example(self) -> int:
@@ -385,11 +347,6 @@ class RewardRunConfig(SupervisedRunConfig):
 
     data: RewardDataConfig
     trainer: RewardTrainerConfig = field(default_factory=RewardTrainerConfig)
-
-    @property
-    def loop(self) -> SupervisedLoopConfig:
-        """See ``trainer.reward_model``."""
-        return self.trainer.reward_model
 
     @property
     def rows_per_example(self) -> int:

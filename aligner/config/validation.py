@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from annotated_types import Interval
-from pydantic import StrictBool, StrictFloat, StrictStr
+from pydantic import StrictBool, StrictFloat
 
 from aligner.config.data import PromptSourceConfig
 from aligner.config.fields import Count, Function, Natural, Positive
@@ -80,38 +80,19 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True)
-class AnswerSamplingConfig:
-    """Sampling of a model that answers without being trained."""
+class SampleCount:
+    """Number of responses to a prompt."""
 
     samples_per_prompt: Count = 1
     """Responses to each prompt."""
 
+
+@dataclass(frozen=True)
+class AnswerSamplingConfig(SamplingParams, LengthParams, SampleCount):
+    """Sampling of a model that answers without being trained."""
+
     max_length: Count = 256
-    """Most new tokens."""
-
-    min_length: Natural = 1
-    """A response cannot end before so many tokens."""
-
-    temperature: Positive = 1.0
-    """Logits are divided by it."""
-
-    top_k: Natural = 0
-    """Draw among the so many likeliest tokens; 0: off."""
-
-    top_p: Annotated[StrictFloat, Interval(gt=0, le=1)] = 1.0
-    """Draw among the fewest likeliest tokens with this much probability; 1: off."""
-
-    repetition_penalty: Positive = 1.0
-    """Penalty of tokens that occurred; 1: off."""
-
-    use_greedy: StrictBool = False
-    """Always take the likeliest token."""
-
-    end_strings: tuple[StrictStr, ...] = ()
-    """A response ends after the first of these."""
-
-    end_tokens: tuple[StrictStr, ...] = ()
-    """Further tokens that end it, beside those that the model brings."""
+    """Most new tokens, the end-of-sequence token included."""
 
     batch_size: Count = 64
     """Sequences in flight together, per rank."""

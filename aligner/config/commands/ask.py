@@ -27,7 +27,7 @@ from aligner.config.fields import (
     not_empty,
 )
 from aligner.config.generation import GenerationConfig
-from aligner.config.parse import refuse, shown
+from aligner.config.parse import refuse
 from aligner.config.reward import RewardConfig
 from aligner.config.roles.model import RSModelConfig
 from aligner.config.roles.peft import PeftConfig
@@ -39,6 +39,7 @@ from aligner.config.validation import (
     AnswerSamplingConfig,
     answer_problems,
 )
+from aligner.foreign_keys import shown
 
 
 @dataclass(frozen=True)
@@ -158,12 +159,7 @@ class AskConfig:
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Refuse lengths that no response can have, and settings of training runs."""
-        sampling = self.sampling
-        if sampling.min_length > sampling.max_length:
-            yield (
-                f"sampling.min_length={sampling.min_length} is more than "
-                f"sampling.max_length={sampling.max_length}; lower the one or raise the other"
-            )
+        yield from self.sampling.problems("sampling", run)
         for option, value, default in (
             ("trainer.max_time", self.trainer.max_time, None),
             ("generation.async_rollouts", self.generation.async_rollouts, False),

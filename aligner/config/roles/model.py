@@ -59,23 +59,26 @@ class MegatronOnly:
 
 
 @dataclass(frozen=True)
-class SequencePackingConfig:
-    """Micro-batches of several sequences in one row, without padding between them.
+class TokenBudgets:
+    """Micro-batches of a number of tokens, not of sequences; the critic has the policy's."""
 
-    The critic follows. ``micro_batch_size`` then says nothing.
-    """
+    enabled: StrictBool = False
+    train_mb_tokens: Count = 4096
+    """Tokens of a micro-batch in training, with padding, per rank; no sequence may be longer."""
+
+    logprob_mb_tokens: Count | None = None
+    """Tokens of a micro-batch in log-probs and values; null: as in training."""
+
+
+@dataclass(frozen=True)
+class SequencePackingConfig(TokenBudgets):
+    """Micro-batches of several sequences in one row."""
 
     enabled: StrictBool = False
     """Micro-batches of several sequences in one row, without padding between them.
 
     Policy and critic; `micro_batch_size` then says nothing.
     """
-
-    train_mb_tokens: Count = 4096
-    """Tokens of a row in training, per rank; no sequence may be longer."""
-
-    logprob_mb_tokens: Count | None = None
-    """Tokens of a row in log-probs and values; null: as in training."""
 
     algorithm: PackingAlgorithmName = "modified_first_fit_decreasing"
     """Choice of the sequences that share a row.
@@ -86,24 +89,14 @@ class SequencePackingConfig:
 
 
 @dataclass(frozen=True)
-class DynamicBatchingConfig:
-    """Padded micro-batches of a token budget instead of a number of sequences.
-
-    Sequences of similar length go together. The critic follows. ``micro_batch_size`` then says
-    nothing.
-    """
+class DynamicBatchingConfig(TokenBudgets):
+    """Padded micro-batches of sequences of similar length."""
 
     enabled: StrictBool = False
     """Padded micro-batches of a token budget, of sequences of similar length.
 
     Policy and critic. Not together with packing; `micro_batch_size` then says nothing.
     """
-
-    train_mb_tokens: Count = 4096
-    """Tokens of a micro-batch in training, padding included, per rank."""
-
-    logprob_mb_tokens: Count | None = None
-    """Tokens of a micro-batch in log-probs and values; null: as in training."""
 
     sequence_length_round: Count = 8
     """Padded lengths are rounded up to a multiple of it."""

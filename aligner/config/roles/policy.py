@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from aligner.config.combinations import multiples_near
-from aligner.config.parse import field_types, refuse, shown
+from aligner.config.parse import field_types, refuse
 from aligner.config.roles.model import LAYOUT_KEYS, MegatronOnly, TrainedModelConfig
+from aligner.foreign_keys import shown
 
 
 @dataclass(frozen=True)

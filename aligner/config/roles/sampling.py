@@ -17,7 +17,7 @@ from aligner.config.fields import (
     Positive,
     UserClass,
 )
-from aligner.config.parse import shown
+from aligner.foreign_keys import shown
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
