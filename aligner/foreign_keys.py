@@ -42,11 +42,11 @@ def is_inert(key: str, value: Any) -> bool:
 
 def table(rows: list[tuple[str, Any, str]]) -> str:
     """Align rows of "their key, value, what to use" below those titles."""
-    shown = [("their key", "value", "what to use")]
-    shown += [(key, text[:40], remedy) for key, value, remedy in rows for text in [shown(value)]]
-    widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
+    cells = [("their key", "value", "what to use")]
+    cells += [(key, shown(value)[:40], remedy) for key, value, remedy in rows]
+    widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
     return "\n".join(
-        f"  {key:<{widths[0]}}  {value:<{widths[1]}}  {use}" for key, value, use in shown
+        f"  {key:<{widths[0]}}  {value:<{widths[1]}}  {use}" for key, value, use in cells
     )
 
 

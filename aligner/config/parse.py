@@ -85,6 +85,17 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
     return built
 
 
+def check_fields(values: Any) -> None:
+    """Refuse a dataclass made in code whose values do not fit the types of its fields."""
+    hints, problems = field_types(type(values)), []
+    for field in dataclasses.fields(values):
+        try:
+            build(hints[field.name], getattr(values, field.name), field.name)
+        except ConfigError as error:
+            problems.append(str(error))
+    refuse(problems)
+
+
 def refuse(problems: Iterable[str]) -> None:
     """Raise one ``ConfigError`` with all messages; do nothing if there are none."""
     messages = list(dict.fromkeys(problems))

@@ -8,7 +8,7 @@ from pydantic import StrictBool, StrictFloat, StrictStr
 
 from aligner.config.algorithms.trainer import SupervisedLoopConfig, TrainingConfig
 from aligner.config.data import PromptColumns, TrainingSets
-from aligner.config.fields import Count, NonNegative, Positive
+from aligner.config.fields import Count, MinorShare, NonNegative, Positive
 
 PreferenceLossName = Literal["dpo", "ipo", "rpo", "simpo", "kto"]
 
@@ -82,8 +82,11 @@ class TrainerDPOConfig(SupervisedLoopConfig):
     beta: Positive | None = None
     """Weight of the implicit reward, the cost of leaving the reference; null: 0.1, SimPO 2."""
 
-    label_smoothing: NonNegative = 0.0
-    """DPO: share of pairs labelled the wrong way round (cDPO); below 0.5."""
+    label_smoothing: MinorShare = 0.0
+    """DPO: share of pairs labelled the wrong way round (cDPO); below 0.5.
+
+    From there on the rejected responses would be preferred.
+    """
 
     average_logprobs: StrictBool = False
     """DPO, IPO, RPO: mean over a response's tokens, not their sum."""
@@ -117,7 +120,7 @@ class TrainerDPOConfig(SupervisedLoopConfig):
         return self.loss != "simpo"
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse options of another loss, and labels that are mostly wrong."""
+        """Refuse options of another loss."""
         options = sorted({name for names in LOSS_OPTIONS.values() for name in names})
         for name in options:
             value, default = getattr(self, name), getattr(TrainerDPOConfig, name)
@@ -127,11 +130,6 @@ class TrainerDPOConfig(SupervisedLoopConfig):
                     f"{key}.{name}={value} is an option of {', '.join(owners)}, and {key}.loss="
                     f"{self.loss}; leave it at {default}, or change the loss"
                 )
-        if self.label_smoothing >= 0.5:
-            yield (
-                f"{key}.label_smoothing={self.label_smoothing} must be below 0.5; from there on "
-                "the rejected responses would be preferred"
-            )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pydantic import StrictBool, StrictFloat, StrictStr
 
 from aligner.config.combinations import ReadIf, multiples_near
 from aligner.config.fields import (
+    AboveOne,
     BatchSize,
     Count,
     Fraction,
@@ -319,7 +320,7 @@ class PolicyPPOConfig(RolloutConfig):
     `environment.max_tokens` and `environment.max_turns` times it.
     """
 
-    dual_clip: Annotated[StrictFloat, Interval(gt=1)] | None = None
+    dual_clip: AboveOne | None = None
     """Bound c > 1 of the ratio where the advantage is negative; null: off.
 
     Dual clip (Ye et al. 2020).
