@@ -21,11 +21,10 @@ from aligner.config import (
     parse_config,
 )
 from aligner.config.cli import check_overrides, launch, without_sections
-from aligner.config.defaults import defaults_of, without_new_defaults
 from aligner.config.experiment import ExpManagerConfig
+from aligner.config.parse import defaults_of, refuse, without_new_defaults
 from aligner.config.roles.model import CriticConfig, ModelConfig
 from aligner.config.roles.policy import check_policy_backend
-from aligner.config.rules.checks import check_batch_layout
 from aligner.errors import AlignerError, ConfigError, LayoutError
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -247,9 +246,9 @@ def test_values_are_converted_where_that_loses_nothing():
 
 def test_batches_must_divide_over_data_parallel_ranks():
     config = parse_config(MINIMAL)  # global 64, micro 8
-    check_batch_layout(config, 4, 4)
+    refuse(config.share_problems(4, 4))
     with pytest.raises(ConfigError, match=r"8 x 3 data-.* = 24.*trainer.devices.*48 or 72"):
-        check_batch_layout(config, 3, 4)
+        refuse(config.share_problems(3, 4))
 
 
 @pytest.mark.parametrize(
@@ -400,7 +399,7 @@ def launched(monkeypatch):
 
 @pytest.mark.parametrize("spelling", ["critic=null", "+critic=null", "++critic=null", "~critic"])
 def test_the_critic_is_removed_as_the_remedy_says(launched, spelling, capsys):
-    """`SystemExit`: refused, with the remedy of ``aligner/config/rules/credit.py`` first."""
+    """`SystemExit`: refused, with the remedy of ``aligner/config/algorithms/trainer.py`` first."""
     critic_free = [
         "data.train.source=t.jsonl",
         "trainer.ppo.advantage.estimator=grpo",

@@ -1,7 +1,8 @@
 """Distillation: a student, its teacher, and the loop."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import StrictBool
 
@@ -79,6 +80,25 @@ class TrainerDistillConfig(SupervisedLoopConfig):
 
     zero_outside_topk: StrictBool = True
     """The teacher gives other tokens probability 0; false: they are not looked at."""
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse models and options that distillation does not have."""
+        if run.policy.backend != "megatron":
+            yield (
+                f"policy.backend={run.policy.backend}: student and teacher are megatron-core "
+                "models; set policy.backend=megatron"
+            )
+        default = TrainerDistillConfig.mixed_weight
+        if self.kl != "mixed" and self.mixed_weight != default:
+            yield (
+                f"{key}.mixed_weight={self.mixed_weight} weighs the two divergences of kl=mixed, "
+                f"and {key}.kl={self.kl}; leave it at {default}, or set kl=mixed"
+            )
+        if self.on_policy and run.data.messages_column is not None:
+            yield (
+                f"data.messages_column={run.data.messages_column} is a chat with its answers, and "
+                f"{key}.on_policy=true reads prompts alone; name data.prompt_column instead"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """Preferences: pairs of responses, or responses that are good or bad; and a loop over them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import StrictBool, StrictFloat, StrictStr
 
 from aligner.config.algorithms.trainer import SupervisedLoopConfig, TrainingConfig
 from aligner.config.data import PromptColumns, TrainingSets
-from aligner.config.fields import Count, NonNegative, Positive
+from aligner.config.fields import Count, MinorShare, NonNegative, Positive
 
 PreferenceLossName = Literal["dpo", "ipo", "rpo", "simpo", "kto"]
 
@@ -47,6 +48,15 @@ class PairDataConfig(PromptColumns, TrainingSets):
     Never cut.
     """
 
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse the reward of one response without that of the other."""
+        chosen, rejected = self.chosen_reward_column, self.rejected_reward_column
+        if (chosen is None) != (rejected is None):
+            yield (
+                f"{key}.chosen_reward_column={chosen} and {key}.rejected_reward_column={rejected}: "
+                "give both or none"
+            )
+
 
 @dataclass(frozen=True)
 class PreferenceDataConfig(PairDataConfig):
@@ -72,8 +82,11 @@ class TrainerDPOConfig(SupervisedLoopConfig):
     beta: Positive | None = None
     """Weight of the implicit reward, the cost of leaving the reference; null: 0.1, SimPO 2."""
 
-    label_smoothing: NonNegative = 0.0
-    """DPO: share of pairs labelled the wrong way round (cDPO); below 0.5."""
+    label_smoothing: MinorShare = 0.0
+    """DPO: share of pairs labelled the wrong way round (cDPO); below 0.5.
+
+    From there on the rejected responses would be preferred.
+    """
 
     average_logprobs: StrictBool = False
     """DPO, IPO, RPO: mean over a response's tokens, not their sum."""
@@ -105,6 +118,18 @@ class TrainerDPOConfig(SupervisedLoopConfig):
     def has_reference(self) -> bool:
         """True if the loss reads the log-probs of the initial weights."""
         return self.loss != "simpo"
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse options of another loss."""
+        options = sorted({name for names in LOSS_OPTIONS.values() for name in names})
+        for name in options:
+            value, default = getattr(self, name), getattr(TrainerDPOConfig, name)
+            if name not in LOSS_OPTIONS[self.loss] and value != default:
+                owners = [loss for loss, names in LOSS_OPTIONS.items() if name in names]
+                yield (
+                    f"{key}.{name}={value} is an option of {', '.join(owners)}, and {key}.loss="
+                    f"{self.loss}; leave it at {default}, or change the loss"
+                )
 
 
 @dataclass(frozen=True)

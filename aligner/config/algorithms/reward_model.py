@@ -1,7 +1,8 @@
 """Data that a reward model learns from, and the loop that trains it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import StrictStr
 
@@ -47,6 +48,45 @@ class TrainerRewardModelConfig(SupervisedLoopConfig):
 
     limit_standardize_examples: Count = 1024
     """Pairs there that are measured, the first so many."""
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse a loss without its data, and options and data of the other loss."""
+        data, rates = run.data, self.loss == "regression"
+        if run.policy.backend != "megatron":
+            yield (
+                f"policy.backend={run.policy.backend}: reward models are trained on megatron-core; "
+                "set policy.backend=megatron"
+            )
+        if rates and not data.attribute_columns:
+            yield (
+                f"{key}.loss=regression rates attributes, and data.attribute_columns is empty; "
+                "name the columns of ratings, for example data.attribute_columns=[helpfulness]"
+            )
+        if rates and self.variant != "plain":
+            yield (
+                f"{key}.variant={self.variant} is one of bradley_terry, and {key}.loss=regression; "
+                "leave it at plain"
+            )
+        if rates and self.standardize_on is not None:
+            yield (
+                f"{key}.standardize_on={self.standardize_on}: ratings have a scale of their own, "
+                "which regression keeps; set it to null"
+            )
+        if not rates and data.attribute_columns:
+            yield (
+                f"data.attribute_columns={list(data.attribute_columns)} are for {key}.loss="
+                "regression; set that, or leave them empty"
+            )
+        if not rates and self.variant != "plain" and data.chosen_reward_column is None:
+            yield (
+                f"{key}.variant={self.variant} reads how strong a preference is; give "
+                "data.chosen_reward_column and data.rejected_reward_column, or set variant=plain"
+            )
+        if self.standardize_on == "validation" and data.validation is None:
+            yield (
+                f"{key}.standardize_on=validation, and data.validation is null; give it, or use "
+                "train"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Worked examples, and a loop over them."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import StrictStr
 
 from aligner.config.algorithms.trainer import SupervisedLoopConfig, TrainingConfig
-from aligner.config.data import PromptColumns, TrainingSets
+from aligner.config.data import SEPARATE_RESPONSE, PromptColumns, TrainingSets
 from aligner.config.fields import Count
 
 
@@ -14,7 +14,7 @@ from aligner.config.fields import Count
 class ExampleDataConfig(PromptColumns, TrainingSets):
     """Training and validation examples, and how a row becomes one."""
 
-    response_column: StrictStr = "response"
+    response_column: Annotated[StrictStr, SEPARATE_RESPONSE] = "response"
     """Column of text, of the assistant's message, or of a whole chat."""
 
     messages_column: StrictStr | None = None
