@@ -9,15 +9,19 @@ only. The docstring below a field describes it, also in the tables of ``docs/``
 
 # ruff: noqa: F401  (names for the rest of the library)
 
-from aligner.config.algorithms.distill import KLDirection, StudentConfig, TeacherConfig
 from aligner.config.algorithms.preference import (
     LOSS_OPTIONS,
     PairDataConfig,
     PreferenceDataConfig,
+    RewardDataConfig,
     TrainerDPOConfig,
 )
-from aligner.config.algorithms.reward_model import RewardDataConfig
-from aligner.config.algorithms.supervised import ExampleDataConfig
+from aligner.config.algorithms.supervised import (
+    ExampleDataConfig,
+    KLDirection,
+    StudentConfig,
+    TeacherConfig,
+)
 from aligner.config.algorithms.trainer import (
     ImproperEndConfig,
     KLControllerConfig,

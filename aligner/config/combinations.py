@@ -53,8 +53,7 @@ def _unread(
                         f"{option}={given!r} {rule.reason}. Nothing reads it in this run; leave it "
                         "out"
                     )
-        section = section_in(hint)
-        if section is not None and value is not None:
+        if isinstance(value, Mapping) and (section := section_in(hint)) is not None:
             yield from _unread(section, below, value, default or {}, run)
 
 

@@ -9,8 +9,8 @@ import difflib
 import json
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval
@@ -125,12 +125,10 @@ def _given(values: Mapping[Any, Any], prefix: str, missing: list[str]) -> dict[A
     return given
 
 
-def field_types(cls: type) -> dict[str, Any]:
-    """Resolved type of each field of a dataclass, annotations kept, in order of definition.
-
-    Of a ``TypedDict`` that of each key.
-    """
-    return get_type_hints(cls, include_extras=True)
+field_types: Callable[[Any], Mapping[Any, Any]] = cache(
+    partial(get_type_hints, include_extras=True)
+)
+"""Resolved type of each field of a dataclass, or of each key of a ``TypedDict``, in their order."""
 
 
 def arms_of(hint: Any) -> Iterator[Any]:

@@ -7,28 +7,34 @@ from typing import Annotated, Any
 
 from pydantic import StrictBool
 
-from aligner.config.algorithms.distill import DistillTrainerConfig, StudentConfig, TeacherConfig
 from aligner.config.algorithms.names import algorithm_of
 from aligner.config.algorithms.preference import (
     DPOTrainerConfig,
     PairDataConfig,
     PreferenceDataConfig,
+    RewardDataConfig,
+    RewardTrainerConfig,
 )
-from aligner.config.algorithms.reward_model import RewardDataConfig, RewardTrainerConfig
-from aligner.config.algorithms.supervised import ExampleDataConfig, SFTTrainerConfig
+from aligner.config.algorithms.supervised import (
+    DistillTrainerConfig,
+    ExampleDataConfig,
+    SFTTrainerConfig,
+    StudentConfig,
+    TeacherConfig,
+)
 from aligner.config.algorithms.trainer import (
     RSTrainerConfig,
     TrainerConfig,
     TrainingConfig,
 )
 from aligner.config.cluster import ClusterConfig
-from aligner.config.combinations import ReadIf
+from aligner.config.combinations import ReadIf, multiples_near
 from aligner.config.data import DataConfig
 from aligner.config.environment import EnvironmentConfig
 from aligner.config.experiment import ExpManagerConfig
 from aligner.config.fields import Natural
 from aligner.config.generation import GenerationConfig
-from aligner.config.layout import ParallelConfig, multiples_near
+from aligner.config.layout import ParallelConfig
 from aligner.config.reward import RewardConfig
 from aligner.config.roles.model import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.config.roles.policy import BackendConfig

@@ -214,6 +214,46 @@ def test_refusals_name_key_value_and_remedy(overrides, words):
         assert word in str(caught.value)
 
 
+def test_all_values_that_do_not_fit_are_named_at_once():
+    values = tree(seed="x", model__optim__lrr=1, model__ppo__ratio_eps=[0.1], critic={"optim": 3})
+    values["data"]["train"]["source"] = "???"
+    with pytest.raises(ConfigError) as caught:
+        parse_config(values)
+    title, *messages = str(caught.value).splitlines()
+    assert title == "5 settings cannot be used:"
+    assert [message.split(": ")[0] for message in messages] == [
+        *("- data.train.source", "- model.optim.lrr", "- model.ppo.ratio_eps"),
+        *("- seed", "- critic.optim"),
+    ]
+    assert "did you mean model.optim.lr?" in messages[1]
+    assert "a list of 2 values, got [0.1]" in messages[2]
+
+
+def test_all_broken_rules_are_named_at_once():
+    values = tree(
+        model__ppo={"length_params": {"min_length": 9, "max_length": 8}},
+        trainer__ppo={"advantage": {"batch_baseline": True}, "reward": {"overlong_cache": 9}},
+        cluster__address="a:1",
+        validation__temperature=0.5,
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse_config(values)
+    title, *messages = str(caught.value).splitlines()
+    assert title == "5 settings cannot be used:"
+    for message, words in zip(
+        messages,
+        (
+            "model.ppo.length_params.min_length=9",
+            "trainer.ppo.advantage.batch_baseline=true",
+            "trainer.ppo.reward.overlong_cache=9",
+            "cluster.address=a:1",
+            "validation.temperature=0.5",
+        ),
+        strict=True,
+    ):
+        assert message.startswith(f"- {words}")
+
+
 @pytest.mark.parametrize("missing", ["model", "reward", "data"])
 def test_required_groups(missing):
     values = {key: value for key, value in MINIMAL.items() if key != missing}
