@@ -64,7 +64,7 @@ PACKAGES = [
     ]
 ]
 MODULES_IN_A_FOLDER = 16
-LINES_OF_A_FILE = 550
+LINES_OF_A_FILE = 450
 CONFINED = {
     "omegaconf": ["aligner/config/", "aligner/compat/", "examples/"],
     "hydra": ["aligner/config/", "examples/"],

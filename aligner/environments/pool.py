@@ -115,9 +115,9 @@ class EnvironmentPool:
 
     def answered(self, slots: Sequence[int], timeout_s: float) -> set[int]:
         """Those ``slots`` with a whole answer or a dead process, within so many seconds."""
-        slot_of = {self._processes[slot]: slot for slot in slots}
-        ready = wait(list(slot_of), timeout_s)
-        return {slot for each, slot in slot_of.items() if each in ready and each.has_answer()}
+        slot_of = {self._processes[slot].fileno(): slot for slot in slots}
+        ready = [slot_of[number] for number in wait(list(slot_of), timeout_s)]  # type: ignore[index]
+        return {slot for slot in ready if self._processes[slot].has_answer()}
 
     def kill(self, slot: int) -> None:
         """Kill a slot's process, with all that it started; the next call starts it again."""

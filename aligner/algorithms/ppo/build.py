@@ -6,36 +6,20 @@ from typing import Any
 
 from aligner.algorithms.ppo.user_estimator import UserEstimator
 from aligner.algorithms.run.engine import Clusters, Workers, run_settings
-from aligner.architecture import GPTArchitecture
 from aligner.config import (
     CorrectionConfig,
     PolicyPPOConfig,
     RunConfig,
     TrainerPPOConfig,
-    check_layout,
 )
-from aligner.config.rules.checks import check_batch_layout
 from aligner.errors import ConfigError
-from aligner.losses.kl import AdaptiveKLController, FixedKLController, KLController
+from aligner.losses.kl import AdaptiveKLController, FixedKLController
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.user import user_policy_loss
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 from aligner.observe.startup import TrainedRole
 from aligner.types import LossFunction
-
-
-def check_roles(config: RunConfig, architecture: GPTArchitecture, worlds: tuple[int, int]) -> None:
-    """Refuse a layout of the critic, or batches of either role, that its workers cannot share.
-
-    ``worlds``: workers of the policy and of the critic (0: there is none).
-    """
-    policy_world, value_world = worlds
-    if value_world:
-        section = "model" if config.value_parallel == config.model.parallel else "critic"
-        check_layout(architecture, config.value_parallel, value_world, section)
-    policy_size = config.model.parallel.data_size(policy_world)
-    check_batch_layout(config, policy_size, config.value_parallel.data_size(value_world))
 
 
 def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy, Value | None]:
@@ -154,7 +138,7 @@ def kl_in_reward(config: RunConfig) -> bool:
 # Losses and estimators ------------------------------------------------------------------------
 
 
-def make_kl_controller(config: TrainerPPOConfig) -> KLController:
+def make_kl_controller(config: TrainerPPOConfig) -> FixedKLController:
     """The controller of the KL weight in the reward."""
     controller = config.kl_controller
     if controller.mode == "fixed":

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from aligner.algorithms.ppo.build import (
-    check_roles,
     kl_in_reward,
     make_estimator,
     make_kl_controller,
@@ -60,7 +59,6 @@ def train_ppo(config: RunConfig) -> None:
     """Run PPO from start to end and print where everything is."""
     with Run.open(config) as run:
         config = run.config
-        check_roles(config, run.architecture, run.engine.worlds)
         policy_loss, estimator = make_policy_loss(config), make_estimator(config)
         inputs = SamplingInputs.load(run)
         for attempt in run.attempts():

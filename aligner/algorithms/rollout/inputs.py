@@ -12,7 +12,7 @@ from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_lengths, check_room, dropped_note
 from aligner.architecture import GPTArchitecture
 from aligner.config import SamplingRunConfig
-from aligner.config.rules.checks import check_longest_sequence
+from aligner.config.parse import refuse
 from aligner.data.dataset import PromptSampler, Split
 from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -86,7 +86,7 @@ def _load_episodes(run: Run[SamplingRunConfig]) -> Prompts:
     """Rows of a run over conversations; a prompt may be as long as leaves room for a response."""
     config = run.config
     longest = longest_opening(config, run.architecture)
-    check_longest_sequence(config, longest)
+    refuse(config.length_problems(longest))
     held_out, truth = config.data.validation, config.data.ground_truth_column
     return Prompts(
         EpisodeDataset.read(config.data.train, longest, truth),

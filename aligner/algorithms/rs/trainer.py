@@ -16,7 +16,6 @@ from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
 from aligner.config import RSRunConfig
-from aligner.config.rules.checks import check_model_shares
 from aligner.distributed.batched_data_dict import columns_of
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.handle import TRAINED_COLUMNS
@@ -28,7 +27,6 @@ def train_rs(config: RSRunConfig) -> None:
     """Run rejection sampling from start to end and print where everything is."""
     with Run.open(config) as run:
         config, rs = run.config, run.config.model.rs
-        check_model_shares(config, run.world_size)
         inputs = SamplingInputs.load(run)
         for attempt in run.attempts():
             with attempt:

@@ -11,7 +11,7 @@ from typing import Any
 from aligner.checkpoint.fingerprint import fingerprint_of, model_fingerprint
 from aligner.compat.paths import current_path
 from aligner.config import BaseRunConfig
-from aligner.config.run import Algorithm, algorithm_of
+from aligner.config.algorithms.names import Algorithm, algorithm_of
 from aligner.data.readers import Source, source_files
 from aligner.errors import CheckpointError, DataError
 

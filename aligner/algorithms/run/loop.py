@@ -30,7 +30,7 @@ from aligner.algorithms.run.stopping import stop_signal
 from aligner.checkpoint.background import stop_all_tasks
 from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state.store import RunStateStore
-from aligner.config.defaults import without_new_defaults
+from aligner.config.parse import without_new_defaults
 from aligner.data.dataset import PromptSampler
 from aligner.data.tokenizers.clock import TEMPLATE_TIME
 from aligner.device import accelerator

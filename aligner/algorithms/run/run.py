@@ -33,7 +33,7 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import BaseRunConfig, check_layout
-from aligner.config.defaults import defaults_of
+from aligner.config.parse import defaults_of, refuse
 from aligner.data.tokenizers.clock import fixed_time
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import NonFiniteError, WorkerDiedError
@@ -83,7 +83,7 @@ class Run(Generic[Config_co]):
         A dry run (``config.dry_run``) leaves the directory alone and writes to another.
 
         Raises:
-            ConfigError: the directory is another run's.
+            ConfigError: the directory is another run's, or the processes cannot share a batch.
             LayoutError: the model cannot be laid out over the processes.
         """
         with ExitStack() as closing:
@@ -95,7 +95,7 @@ class Run(Generic[Config_co]):
             for note in [] if config.dry_run else prepare_log_dir(config, closing):
                 console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
             tokenizer, architecture = describe_model_of(config)
-            check_layout(architecture, config.model.parallel, engine.worlds[0])
+            check_roles(config, architecture, engine.worlds)
             yield Run(config, engine, console, callbacks, tokenizer, architecture, closing)
 
     @property
@@ -114,6 +114,21 @@ class Run(Generic[Config_co]):
             yield attempt
             if not attempt.has_failed:
                 return
+
+
+def check_roles(
+    config: BaseRunConfig, architecture: GPTArchitecture, worlds: tuple[int, int]
+) -> None:
+    """Refuse layouts, and batches, of the trained roles that their workers cannot share.
+
+    ``worlds``: workers of the policy and of the critic (0: there is none).
+    """
+    check_layout(architecture, config.model.parallel, worlds[0])
+    if worlds[1] and config.value_parallel != config.model.parallel:
+        check_layout(architecture, config.value_parallel, worlds[1], "critic")
+    elif worlds[1]:
+        check_layout(architecture, config.value_parallel, worlds[1])
+    refuse(config.share_problems(*worlds))
 
 
 class Attempt(Workers):

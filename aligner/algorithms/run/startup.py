@@ -14,7 +14,7 @@ from aligner.config import (
     SupervisedRunConfig,
     TrainedModelConfig,
 )
-from aligner.config.rules.checks import check_longest_sequence
+from aligner.config.parse import refuse
 from aligner.data.tokenizers.loading import (
     named_tokenizer,
     with_chat_template,
@@ -76,7 +76,7 @@ def check_lengths(
     config: SamplingRunConfig, architecture: GPTArchitecture, longest_prompt: int
 ) -> None:
     """Refuse prompts that leave no room for a response, in the model or in a token budget."""
-    check_longest_sequence(config, longest_prompt)
+    refuse(config.length_problems(longest_prompt))
     check_room(
         architecture,
         longest_prompt,

@@ -12,7 +12,7 @@ from aligner.algorithms.run.startup import dropped_note, role_memory, startup_su
 from aligner.algorithms.supervised.trainer import SupervisedTrainer, Task
 from aligner.architecture import GPTArchitecture
 from aligner.config import SFTRunConfig, SupervisedRunConfig, check_layout
-from aligner.config.rules.checks import check_longest_example, check_model_shares
+from aligner.config.parse import refuse
 from aligner.data.dataset import D, PromptSampler, Split
 from aligner.data.prompts import PromptDataset
 from aligner.data.supervised import ExampleDataset, collate_examples, response_note
@@ -49,10 +49,8 @@ def load_split(
 ) -> tuple[Split[D], int]:
     """Read and tokenize the examples of a run; with them the tokens of the longest sequence.
 
-    A dry run's are of the greatest length. ``others``: further models that read them. A global
-    batch that the processes cannot share is refused before.
+    A dry run's are of the greatest length. ``others``: further models that read them.
     """
-    check_model_shares(run.config, run.world_size)
     examples = Split.load(kind, run.config.data, run.tokenizer)
     longest = examples.max_length
     if not run.config.dry_run:
@@ -67,7 +65,7 @@ def check_sequences(run: Run[SupervisedRunConfig], longest: int, *others: GPTArc
     ``others``: further models, which stand in the trained one's layout and read its sequences.
     """
     config = run.config
-    check_longest_example(config, longest)
+    refuse(config.length_problems(longest))
     for other in others:
         check_layout(other, config.model.parallel, run.world_size)
     for architecture in (run.architecture, *others):
