@@ -121,7 +121,7 @@ def _global_batch(config: BaseRunConfig) -> int | None:
         return None
     fewest = -(-learned // largest)
     # No more than twice as many: a prime number of samples is not learned one by one.
-    for parts in range(fewest, 2 * fewest + 1):
+    for parts in range(fewest, 2 * fewest + 1) if learned else ():
         if learned % parts == 0:
             return learned // parts
     return None
