@@ -11,12 +11,13 @@ from aligner.config import CorrectionConfig
 from aligner.config.fields import AboveOne, NonNegative, Positive
 from aligner.config.parse import check_fields
 from aligner.errors import ConfigError
-from aligner.losses.corrections import Corrected, correct, gap_metrics
+from aligner.losses.corrections import correct, gap_metrics
 from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.masked import (
     Aggregation,
     BatchAverage,
     check_aggregation,
+    counted_tokens,
     row_means,
 )
 from aligner.types import Denominators, TokenOutputs
@@ -115,18 +116,9 @@ class PPOPolicyLoss:
         on-policy mini-batch (the current log-probs, detached, are those of the rollout);
         ``ref_logprobs`` and ``generation_logprobs`` [B, S] where an option needs them.
         """
-        logprobs = outputs.values_or_logprobs
-        advantages, token_mask = batch["advantages"], batch["token_mask"]
-        assert logprobs.ndim == 2, logprobs.shape
-        assert logprobs.shape == advantages.shape == token_mask.shape, (
-            logprobs.shape,
-            advantages.shape,
-            token_mask.shape,
-        )
-        assert batch["sample_mask"].shape == logprobs.shape[:1], batch["sample_mask"].shape
-        mask = token_mask.bool() & batch["sample_mask"].bool().unsqueeze(1)
+        logprobs, advantages = outputs.values_or_logprobs, batch["advantages"]
         prev_logprobs = batch.get("prev_logprobs", logprobs.detach())
-        assert prev_logprobs.shape == logprobs.shape, prev_logprobs.shape
+        mask = counted_tokens(batch, logprobs, advantages, prev_logprobs)
         mean = BatchAverage(mask, denominators)  # of tokens, whatever the loss averages
         average = BatchAverage(mask, denominators, self.aggregation, self.max_response_length)
 
@@ -143,9 +135,13 @@ class PPOPolicyLoss:
         else:
             surrogate, metrics = self._clip(ratio, advantages, mean)
         if "generation_logprobs" in batch or self._correction.is_on:
-            weights, found = self._corrected(logprobs, prev_logprobs, batch, mean)
+            # With the sampler as the old policy the trainer's log-probs are the present ones.
+            trainer = logprobs if self.correction.old_logprobs == "sampler" else prev_logprobs
+            gap = trainer.detach() - batch["generation_logprobs"]
+            left = batch.get("second_moment_mask")
+            weights, corrected = correct(self._correction, gap, mean, left)
             surrogate = surrogate if weights is None else weights * surrogate
-            metrics |= found
+            metrics |= gap_metrics(gap, mean) | corrected
         loss = average(surrogate)
         if self.kl_coefficient != 0:
             kl = self._kl(logprobs, batch["ref_logprobs"], mask)
@@ -205,17 +201,6 @@ class PPOPolicyLoss:
             return self.correction
         bounds = (0.0, self.importance_cap)
         return replace(self.correction, weights=self.ratio_level, bounds=bounds)
-
-    def _corrected(
-        self, logprobs: Tensor, prev: Tensor, batch: Mapping[str, Tensor], mean: BatchAverage
-    ) -> Corrected:
-        """Weights of the tokens, and metrics of them and of the gap to the sampler."""
-        # With the sampler as the old policy nothing else of the trainer is known than the present.
-        trainer = logprobs if self.correction.old_logprobs == "sampler" else prev
-        log_ratio = trainer.detach() - batch["generation_logprobs"]
-        left = batch.get("second_moment_mask")
-        weights, metrics = correct(self._correction, log_ratio, mean, left)
-        return Corrected(weights, gap_metrics(log_ratio, mean) | metrics)
 
     def _kl(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
         """KL estimate to the reference at each token, 0 where masked."""

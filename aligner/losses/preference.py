@@ -27,7 +27,7 @@ from torch import Tensor
 
 from aligner.config.fields import MinorShare, NonNegative, Positive
 from aligner.config.parse import check_fields
-from aligner.losses.masked import masked_sum, row_means
+from aligner.losses.masked import counted_tokens, masked_sum, row_means
 from aligner.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.types import Denominators, TokenOutputs
 
@@ -66,11 +66,9 @@ class PairwiseLoss(ABC):
         response's tokens; ``sample_mask`` [B], the same for both rows of a pair; and
         ``ref_logprobs`` float [B, S] where the loss has a reference.
         """
-        logprobs, token_mask = outputs.values_or_logprobs, batch["token_mask"]
-        assert logprobs.ndim == 2, logprobs.shape
-        assert logprobs.shape == token_mask.shape, (logprobs.shape, token_mask.shape)
+        logprobs = outputs.values_or_logprobs
         pairs = pairs_of(batch, denominators)
-        mask = token_mask.bool() & pairs.rows().unsqueeze(1)
+        mask = counted_tokens(batch, logprobs) & pairs.rows().unsqueeze(1)
         chosen, rejected = split_pairs(self.beta * self._scores(logprobs, batch, mask))
         loss = pairs.mean(self._losses(chosen - rejected, batch))
         metrics = {
@@ -230,16 +228,9 @@ class KTOLoss:
         ``token_mask`` [B, S], ``sample_mask`` [B], ``desirable`` [B] (1: good) and ``kl_baseline``
         float [B]: ``z``, the same number in every row of the global batch.
         """
-        logprobs, token_mask = outputs.values_or_logprobs, batch["token_mask"]
-        ref_logprobs = batch["ref_logprobs"]
-        assert logprobs.ndim == 2, logprobs.shape
-        assert logprobs.shape == token_mask.shape == ref_logprobs.shape, (
-            logprobs.shape,
-            token_mask.shape,
-            ref_logprobs.shape,
-        )
+        logprobs, ref_logprobs = outputs.values_or_logprobs, batch["ref_logprobs"]
+        mask = counted_tokens(batch, logprobs, ref_logprobs)
         counts, desirable = batch["sample_mask"].bool(), batch["desirable"].bool()
-        mask = token_mask.bool() & counts.unsqueeze(1)
         rewards = self.beta * masked_sum(logprobs - ref_logprobs, mask, dim=1)
         baseline = batch["kl_baseline"].detach()
         gain = rewards - self.beta * baseline
@@ -274,11 +265,7 @@ def kto_kl_baseline(
     ``logprobs``, ``ref_logprobs``: float [B, S]; ``token_mask``: [B, S], 1 on the mismatched
     response's tokens; ``sample_mask``: [B].
     """
-    assert logprobs.shape == ref_logprobs.shape == token_mask.shape, (
-        logprobs.shape,
-        ref_logprobs.shape,
-        token_mask.shape,
-    )
-    mask = token_mask.bool() & sample_mask.bool().unsqueeze(1)
+    masks = {"token_mask": token_mask, "sample_mask": sample_mask}
+    mask = counted_tokens(masks, logprobs, ref_logprobs)
     drift = masked_sum(logprobs.detach() - ref_logprobs, mask)
     return (drift / sample_mask.bool().sum().clamp(min=1)).clamp(min=0)

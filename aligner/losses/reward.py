@@ -94,11 +94,8 @@ class AttributeRegressionLoss:
         scores = sequence_scores(outputs.values_or_logprobs, batch["input_lengths"])
         scores = scores.unsqueeze(1) if scores.ndim == 1 else scores
         ratings, rated = batch["attributes"], batch["attribute_mask"].bool()
-        assert scores.shape == ratings.shape == rated.shape, (
-            scores.shape,
-            ratings.shape,
-            rated.shape,
-        )
+        shapes = scores.shape, ratings.shape, rated.shape
+        assert len(set(shapes)) == 1, shapes
         rated = rated & batch["sample_mask"].bool().unsqueeze(1)
         error = torch.where(rated, scores - ratings, 0)
 

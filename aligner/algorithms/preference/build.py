@@ -6,7 +6,6 @@ from typing import Any
 
 from aligner.algorithms.preference.reference_logprobs import ReferenceLogprobs
 from aligner.algorithms.run.directory import log_dir
-from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.supervised.build import (
     check_sequences,
@@ -44,16 +43,14 @@ def train_dpo(config: DPORunConfig) -> None:
         task = preference_task(config, sets, pad_id)
         for attempt in run.attempts():
             with attempt:
-                sampler = example_sampler(config, task)
-                steps = total_steps(config, sampler)
+                sampler, steps = example_sampler(config, task)
                 policy = attempt.start_policy(steps)
                 if loop.has_reference:  # computed before the first update
                     path = log_dir(config) / "reference_logprobs.pt"
                     reference = ReferenceLogprobs(policy, path, pad_id, run.console)
                     task = preference_task(config, reference.of(sets, config), pad_id)
-                trainer = SupervisedTrainer(
-                    policy, task, sampler, limit_val_examples=loop.limit_val_examples
-                )
+                limit = loop.limit_val_examples
+                trainer = SupervisedTrainer(policy, task, sampler, limit_val_examples=limit)
                 summary = supervised_summary(config, attempt, examples, steps, longest)
                 with attempt.loop(trainer, steps, summary) as run_loop:
                     run_loop.run()

@@ -166,11 +166,11 @@ class RunIdentity:
 
 def identity_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Leaves of a configuration, by dotted key, that are part of a run's identity."""
-    return {key: value for key, value in flat(config).items() if not _may_change(key)}
-
-
-def _may_change(key: str) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+    return {
+        key: value
+        for key, value in flat(config).items()
+        if not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+    }
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
