@@ -325,7 +325,7 @@ def test_samples_that_no_batch_divides_are_not_learned_one_by_one():
 
 def test_a_rollout_of_less_than_one_prompt_is_refused_by_its_key():
     model = {"restore_from_path": "m.nemo", "rs": {"num_rollouts_per_prompt": 128}}
-    with pytest.raises(ConfigError, match="num_rollout_samples=64 is not a multiple of .*=128"):
+    with pytest.raises(ConfigError, match=r"num_rollout_samples=64 is not a multiple of .*=128"):
         parse_config({**MINIMAL, "model": model}, RSRunConfig)
 
 
