@@ -172,11 +172,7 @@ class CorrectionConfig:
                 )
         ppo, weights = run.model.ppo, f"{key}.weights={self.weights}"
         cap = ppo.truncated_importance_sampling
-        capped = (
-            f"model.ppo.truncated_importance_sampling={cap}"
-            if cap is None
-            else (f"model.ppo.truncated_importance_sampling={cap:g}")
-        )
+        capped = f"model.ppo.truncated_importance_sampling={shown(cap)}"
         if self.weights == "none":
             for name in ("bounds", "outside"):
                 if (value := getattr(self, name)) != getattr(CorrectionConfig, name):
