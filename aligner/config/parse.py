@@ -11,7 +11,17 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import Interval
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -130,7 +140,8 @@ def field_types(cls: type) -> dict[str, Any]:
 
     Of a ``TypedDict`` that of each key.
     """
-    return get_type_hints(cls, include_extras=True)
+    hints = get_type_hints(cls, include_extras=True)
+    return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
 
 def arms_of(hint: Any) -> Iterator[Any]:
