@@ -205,41 +205,31 @@ class TurnRecord:
     steps: list[tuple[int, float]] = field(default_factory=list)  # end in characters, reward
 
 
-class Conversation:
-    """One trajectory: its tokens, which of them were sampled, and its turns.
+class RecordedTurns:
+    """Tokens of a conversation, which of them were sampled, and its turns.
 
-    ``ids``: tokens so far, of all its sequences one behind the other. ``starts``: where each
-    begins; several where it forked. ``logprobs``: of the tokens that were sampled, 0 of the
-    others.
-    ``turn_ids``: number of the turn that sampled a token, from 1; 0: none did.
+    ``prompt``: text before the first turn. ``ids``: tokens so far, of all its sequences one after
+    the other. ``starts``: where each begins; several if it forked. ``logprobs``: of the tokens that
+    were sampled, 0 of the others. ``turn_ids``: number of the turn that sampled a token, from 1;
+    0: none did.
     """
 
-    def __init__(self, renderer: ChatRenderer, start: Start) -> None:
-        """Begin with the environment's first messages."""
-        self._renderer = renderer
-        messages = [dict(message) for message in start.messages]
-        tools = None if start.tools is None else [dict(tool) for tool in start.tools]
-        self.first: list[Message] = renderer.treated(messages, place="messages")
-        self._tools: Tools | None = renderer.treated(tools, place="tools")
-        if self._tools is not None and not renderer.shows_tools(self.first, self._tools):
-            self.first, self._tools = tools_in_text(self.first, self._tools), None
-        self._messages = list(self.first)
-        self.prompt, self.ids = renderer.opening(self._messages, self._tools)
-        self._text, self.starts = self.prompt, [0]
-        self.prompt_length = len(self.ids)
-        self.logprobs = [0.0] * self.prompt_length
-        self.turn_ids = [0] * self.prompt_length
+    def __init__(self, tokenizer: Tokenizer, prompt: str) -> None:
+        """A conversation without tokens."""
+        self.tokenizer, self.prompt = tokenizer, prompt
+        self.ids, self.turn_ids, self.starts = list[int](), list[int](), list[int]()
+        self.logprobs: list[float] = []
         self.turns: list[TurnRecord] = []
 
     @property
-    def length(self) -> int:
-        """Tokens up to the last that was sampled: what is behind it trains nothing."""
-        return 1 + max((at for at, turn in enumerate(self.turn_ids) if turn), default=-1)
+    def prompt_length(self) -> int:
+        """Tokens before the first that was sampled."""
+        return next((at for at, turn in enumerate(self.turn_ids) if turn), len(self.ids))
 
     @property
-    def sequence(self) -> list[int]:
-        """Tokens of the sequence that the policy continues."""
-        return self.ids[self.starts[-1] :]
+    def length(self) -> int:
+        """Tokens up to the last that was sampled: what follows it trains nothing."""
+        return 1 + max((at for at, turn in enumerate(self.turn_ids) if turn), default=-1)
 
     @property
     def positions(self) -> list[int]:
@@ -264,14 +254,24 @@ class Conversation:
                 rewards[at] += reward
         return rewards
 
+    @property
+    def forks(self) -> int:
+        """Number of further sequences in which the policy said something."""
+        length = self.length
+        return sum(0 < start < length for start in self.starts)
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float] | None, turn: int) -> None:
+        """Append tokens; ``logprobs``: None: they were read."""
+        self.ids += ids
+        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+        self.turn_ids += [turn] * len(ids)
+
     def _ends(self, places: Sequence[int], characters: Sequence[int]) -> list[int]:
-        """Tokens that complete so many characters of the text of those at ``places``, which follow
-        one another.
-        """
+        """For each number of characters, the token of consecutive ``places`` that completes it."""
         if not characters:
             return []
         start = max(start for start in self.starts if start <= places[0])
-        decoder = IncrementalDecoder(self._renderer.tokenizer, self.ids[start : places[0]])
+        decoder = IncrementalDecoder(self.tokenizer, self.ids[start : places[0]])
         known: list[int] = []
         count = 0
         for at in places:
@@ -282,11 +282,28 @@ class Conversation:
             for end in characters
         ]
 
+
+class Conversation(RecordedTurns):
+    """A conversation in messages: what was said becomes the tokens that the policy reads next."""
+
+    def __init__(self, renderer: ChatRenderer, start: Start) -> None:
+        """Begin with the environment's first messages."""
+        self._renderer = renderer
+        messages = [dict(message) for message in start.messages]
+        tools = None if start.tools is None else [dict(tool) for tool in start.tools]
+        self.first: list[Message] = renderer.treated(messages, place="messages")
+        self._tools: Tools | None = renderer.treated(tools, place="tools")
+        if self._tools is not None and not renderer.shows_tools(self.first, self._tools):
+            self.first, self._tools = tools_in_text(self.first, self._tools), None
+        prompt, ids = renderer.opening(self.first, self._tools)
+        super().__init__(renderer.tokenizer, prompt)
+        self._messages, self._text, self.starts = list(self.first), prompt, [0]
+        self.add(ids, None, 0)
+
     @property
-    def forks(self) -> int:
-        """Number of further sequences in which the policy said something."""
-        length = self.length
-        return sum(0 < start < length for start in self.starts)
+    def sequence(self) -> list[int]:
+        """Tokens of the sequence that the policy continues."""
+        return self.ids[self.starts[-1] :]
 
     def answered(self, ids: Sequence[int], logprobs: Sequence[float], is_end: bool) -> Message:
         """Add the tokens that the policy sampled; return its message.
@@ -296,7 +313,7 @@ class Conversation:
         ended = is_end and ids[-1] in self._renderer.tokenizer.end_ids
         content = decode_response(self._renderer.tokenizer, self.sequence, ids)
         self.turns.append(TurnRecord(content, len(ids), ended))
-        self._add(ids, logprobs, len(self.turns))
+        self.add(ids, logprobs, len(self.turns))
         return _answer(content)
 
     def follow(self, turn: Turn, *, goes_on: bool) -> None:
@@ -326,12 +343,7 @@ class Conversation:
             self.starts.append(len(self.ids))
             joined, ids = other
         self._text = joined
-        self._add(ids, [0.0] * len(ids), 0)
-
-    def _add(self, ids: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
-        self.ids += ids
-        self.logprobs += logprobs
-        self.turn_ids += [turn] * len(ids)
+        self.add(ids, None, 0)
 
 
 def _has_template(tokenizer: Tokenizer) -> bool:

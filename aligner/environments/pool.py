@@ -5,7 +5,7 @@ import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, NamedTuple
 
 from aligner.child_process import ChildProcess, Wording
@@ -86,8 +86,9 @@ class EnvironmentPool:
         is_command = not isinstance(factory, str)
         self.factory = factory if isinstance(factory, str) else shlex.join(factory)
         self._key = f"{COMMAND_KEY if is_command else KEY}={self.factory!r}"
+        self.name = f"{'agent' if runs_agents else 'environment'} {self.factory!r}"
         self._wording = Wording(
-            f"{'agent' if runs_agents else 'environment'} {self.factory!r}",
+            self.name,
             "raise environment.timeout_s and total_timeout_s, or make it faster",
             EnvironmentCallError,
             EnvironmentTimeoutError,
@@ -109,10 +110,13 @@ class EnvironmentPool:
         dead = self._start_missing(first)
         return [dead.get(call.slot) or self._send(call) for call in calls]
 
-    def answered(self, slots: Sequence[int], timeout_s: float) -> set[int]:
-        """Those ``slots`` whose processes have answered or ended, within so many seconds."""
+    def answered(self, slots: Sequence[int], timeout_s: float, wake: Connection) -> set[int]:
+        """Those ``slots`` whose processes have answered or ended, within so many seconds.
+
+        A message on ``wake`` ends the wait.
+        """
         files = {self._processes[slot].fileno(): slot for slot in slots}
-        ready = wait(list(files), timeout_s)
+        ready = wait([*files, wake], timeout_s)
         return {slot for file, slot in files.items() if file in ready}
 
     def kill(self, slot: int) -> None:

@@ -174,8 +174,10 @@ class Service:
         tokenizer, form = self.served.tokenizer, self.served.form if has_tools else None
         asked = self.served.taken(asked)
         rows = blame_sender(self._rows, asked, prompts, session)
-        choices = [
-            Choice(
+        choices = []
+        for row in rows:
+            assert row.options is not None, "a request says how it is sampled"
+            choice = Choice(
                 tokenizer,
                 row.prompt,
                 row.options.sampling.end_strings,
@@ -183,8 +185,7 @@ class Service:
                 min_tokens=row.options.length.min_length,
                 skips_special=asked.skip_special_tokens,
             )
-            for row in rows
-        ]
+            choices.append(choice)
         answer = writer(tokenizer, self.served.name, asked, choices, form)
 
         def ended(is_whole: bool) -> None:

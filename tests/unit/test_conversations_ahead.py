@@ -81,8 +81,15 @@ def test_conversations_are_one_step_old_and_survive_a_restart(tiny_nemo, tmp_pat
 
 def test_a_failure_is_raised_by_the_step_that_takes_the_rollout(tiny_nemo):
     class FailsLater(envs.Echo):
+        made = 0
+
+        def __init__(self, seed, **columns):
+            super().__init__(seed, **columns)
+            FailsLater.made += 1
+            self.is_ahead = FailsLater.made > ROWS
+
         def step(self, message):
-            if threading.current_thread() is not threading.main_thread():
+            if self.is_ahead:
                 raise RuntimeError("later")
             return super().step(message)
 

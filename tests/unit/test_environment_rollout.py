@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -32,13 +33,26 @@ MOST = 4  # tokens of a response
 class HerePool:
     """A pool without processes."""
 
-    factory = "here"
+    factory, name = "here", "environment 'here'"
 
     def __init__(self, make):
-        self.make, self.hosts, self.most = make, {}, 0
+        self.make, self.hosts, self.most, self.answers = make, {}, 0, {}
 
-    def call(self, calls):
-        return [self._answer(call) for call in calls]
+    def begin(self, calls):
+        for call in calls:
+            self.answers[call.slot] = self._answer(call)
+        return [0.0 for _ in calls]
+
+    def answered(self, slots, timeout_s, wake):
+        if not slots:
+            wait([wake], timeout_s)
+        return set(slots)
+
+    def receive(self, call, began):
+        return self.answers.pop(call.slot)
+
+    def kill(self, slot):
+        self.hosts.pop(slot, None)
 
     def _answer(self, call):
         if call.name == "begin":

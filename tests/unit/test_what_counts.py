@@ -13,7 +13,7 @@ from test_endpoint_rollout import collected as agents_collected
 from test_environment_rollout import TOKENIZER, HerePool, collected
 
 from aligner.algorithms.ppo.credit import Credit
-from aligner.algorithms.rollout.agents import trajectory_of
+from aligner.algorithms.rollout.endpoint import trajectory_of
 from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.rollout import score
 from aligner.algorithms.rollout.trajectories import Trajectory, rollout_batch
@@ -266,9 +266,9 @@ class CountsClosed(HerePool):
         super().__init__(make)
         self.names = []
 
-    def call(self, calls):
+    def begin(self, calls):
         self.names += [call.name for call in calls]
-        return super().call(calls)
+        return super().begin(calls)
 
 
 @pytest.mark.parametrize("make", [SpeaksAsATool, BeginsTooLong, EarnsTooMuch])

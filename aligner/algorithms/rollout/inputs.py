@@ -16,12 +16,9 @@ from aligner.config.rules.checks import check_longest_sequence
 from aligner.data.dataset import PromptSampler, Split
 from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.environments.calls import form_of
-from aligner.environments.pool import EnvironmentPool
 from aligner.errors import ConfigError
 from aligner.generation.vllm.generation import VllmGeneration
 from aligner.models.policy.lm_policy import Policy
-from aligner.parallel.collectives import on_rank_zero
 
 
 @dataclass(frozen=True)
@@ -134,29 +131,7 @@ def open_environments(
         from aligner.algorithms.rollout.endpoint import EndpointRollouts
 
         return EndpointRollouts(config, tokenizer, architecture, columns, closing)
-    assert environment.factory is not None, "checked with the configuration"
-    factory, pools = environment.factory, []
-
-    def start() -> None:
-        pool = EnvironmentPool(
-            factory,
-            environment.kwargs,
-            columns,
-            form=form_of(tokenizer),
-            memory_mb=environment.memory_mb,
-        )
-        pools.append(pool)
-        closing.callback(pool.close)
-
-    on_rank_zero(start)
-    return EnvironmentRollouts(
-        environment,
-        pools[0] if pools else None,
-        tokenizer,
-        response_length=config.model.rollout.length_params.max_length,
-        add_bos=config.data.add_bos,
-        special_tokens_in_text=config.data.special_tokens_in_text,
-    )
+    return EnvironmentRollouts.open(config, tokenizer, architecture, columns, closing)
 
 
 def of_dry_run(run: Run[SamplingRunConfig], prompts: Prompts) -> Prompts:

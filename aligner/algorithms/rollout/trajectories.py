@@ -13,7 +13,7 @@ from torch import Tensor
 from aligner.config import EnvironmentConfig
 from aligner.data.prompts import pad_right
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.environments.conversation import TurnRecord
+from aligner.environments.conversation import RecordedTurns, TurnRecord
 from aligner.environments.pool import Failure
 from aligner.errors import AlignerError, EnvironmentCallError, WorkerError
 from aligner.models.interfaces import GenerationInterface
@@ -58,6 +58,34 @@ class Trajectory:
     turns: list[dict[str, Any]]
     failures: list[str]
     kept: Sequence[KeptTokens] = ()
+
+    @classmethod
+    def of(
+        cls,
+        record: RecordedTurns,
+        reason: EndReason,
+        failures: list[str],
+        kept: Sequence[KeptTokens] = (),
+    ) -> "Trajectory":
+        """Trajectory of a conversation up to the last token that was sampled."""
+        length, turns = record.length, record.turns
+        return cls(
+            prompt=record.prompt,
+            prompt_length=record.prompt_length,
+            ids=record.ids[:length],
+            turn_ids=record.turn_ids[:length],
+            positions=record.positions,
+            logprobs=record.logprobs[:length],
+            rewards=record.rewards,
+            is_scored=any(turn.reward is not None or turn.steps for turn in turns),
+            parts=total_parts(turns),
+            end_reason=reason,
+            forks=record.forks,
+            text=transcript(turns),
+            turns=[vars(turn).copy() for turn in turns],
+            failures=failures,
+            kept=kept,
+        )
 
 
 def total_parts(turns: Iterable[TurnRecord]) -> dict[str, float]:
@@ -130,7 +158,7 @@ def engine_survives(generation: GenerationInterface, error: Exception) -> bool:
     return True
 
 
-def attempt(failures: Sequence[str]) -> int:
+def attempt_number(failures: Sequence[str]) -> int:
     """Number of the attempt that follows ``failures``, of which random numbers are made.
 
     An attempt that the engine ended is made again with the same ones: what comes of it is what
