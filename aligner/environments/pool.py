@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 _WORKER = "aligner.environments.worker"
 AGENT_WORKER = "aligner.environments.agent"
 _MOST_BYTES = 2**24  # of one answer
+CallName = Literal["begin", "step", "close", "run"]
 FailureReason = Literal["env_timeout", "env_error", "engine_error"]
 
 
@@ -26,7 +27,7 @@ class Call(NamedTuple):
     """A call of what is in a slot; see `aligner.environments.worker` and ``agent``."""
 
     slot: int
-    name: Literal["begin", "step", "close", "run"]
+    name: CallName
     argument: Any
     limit_s: float
 

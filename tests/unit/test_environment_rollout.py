@@ -15,7 +15,6 @@ from aligner.algorithms.rollout.environments import (
     EnvironmentRollouts,
 )
 from aligner.algorithms.rollout.rollout import prompts_batch, score
-from aligner.algorithms.rollout.trajectories import transcript
 from aligner.config.environment import EnvironmentConfig
 from aligner.data.prompts import Prompt, collate_prompts
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -329,4 +328,4 @@ def test_a_transcript_says_who_said_what():
     talk.follow(Turn([{"role": "user", "content": "no"}], -0.5), goes_on=True)
     talk.answered([ord("5"), 258], [-1.0, -1.0], True)
     talk.follow(Turn(), goes_on=False)
-    assert transcript(talk.turns) == "4 [-0.5]\n[user] no\n5 [not scored]"
+    assert talk.text == "4 [-0.5]\n[user] no\n5 [not scored]"

@@ -8,7 +8,6 @@ order of events, and a batch of the engine waits only a moment for conversations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -16,70 +15,42 @@ from multiprocessing import Pipe
 from typing import Any
 
 from aligner.algorithms.rollout.trajectories import (
-    EndReason,
     Failures,
-    Trajectory,
     check_scored,
     environment_seed,
 )
 from aligner.config import EnvironmentConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
+from aligner.environments.trajectory import Trajectory
 from aligner.http.queue import JobQueue
 from aligner.serving.queue import Progress, Row, RowJob
+from aligner.serving.sessions import Session
 
 _POLL_S = 0.05  # between two checks of the clocks
 _MAX_JOIN_S = 30.0
 
 # A conversation yields a call of its process, or a row that the engine is to continue. It is sent
-# the call's return value, or the row's `Progress` with all tokens.
-Steps = Generator[Call | Row, Any, EndReason | Failure]
+# the call's return value, or the row's `Progress` with all tokens; a failure is thrown into it.
+Steps = Generator[Call | Row, Any, tuple[Trajectory, Failure | None]]
 
 
 class ConversationFailedError(Exception):
-    """A call of a process or of the engine failed; thrown into `Attempt.conduct`."""
+    """A call of a process or of the engine failed."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
         self.failure = failure
 
 
-class Attempt(ABC):
-    """One attempt at the conversation of an `Episode`; each kind of environment has a subclass."""
-
-    @abstractmethod
-    def conduct(self) -> Steps:
-        """Conduct the conversation; return why it ended."""
-
-    @property
-    @abstractmethod
-    def answers(self) -> int:
-        """Number of the policy's answers so far."""
-
-    @abstractmethod
-    def trajectory(
-        self, reason: EndReason, failures: list[str], failure: Failure | None
-    ) -> Trajectory:
-        """Trajectory of the conversation; with a ``failure`` that makes it a sample of reward 0."""
-
-    @property
-    def is_waiting(self) -> bool:
-        """True if the engine owes an answer to the call under way, whose clock stands still."""
-        return False
-
-    @property
-    def engine_failure(self) -> Failure | None:
-        """Failure of the engine during the call under way."""
-        return None
-
-
 @dataclass
 class Episode:
     """A row of the rollout until its conversation has ended. Times are ``time.monotonic()``.
 
-    ``seed``: of its environment. ``failures``: reasons of the attempts that failed. ``silent_s``:
-    seconds since the call under way began or the engine answered. ``used_s``: seconds of all calls,
-    without those in which the engine owed an answer. ``reply``: of the engine; None: not yet there.
+    ``seed``: of its environment. ``failures``: reasons of the attempts that failed. ``session``: by
+    which the process of the call under way may ask the policy. ``silent_s``: seconds since the call
+    began or the policy answered. ``used_s``: seconds of all calls, without those in which the
+    policy owed an answer. ``reply``: of the engine; None: not yet there.
     """
 
     row: int
@@ -88,14 +59,23 @@ class Episode:
     columns: dict[str, Any]
     failures: list[str] = field(default_factory=list)
     slot: int = -1
-    attempt: Attempt = field(init=False)
     steps: Steps = field(init=False)
     call: Call | None = None
+    session: Session | None = None
     job: RowJob | None = None
     reply: Progress | Exception | None = None
     seen: float = 0.0
     silent_s: float = 0.0
     used_s: float = 0.0
+
+    @property
+    def attempt(self) -> int:
+        """Number of the attempt, of which random numbers are made.
+
+        An attempt that the engine ended is made again with the same ones: what comes of it is what
+        would have come without the failure.
+        """
+        return sum(reason != "engine_error" for reason in self.failures)
 
 
 class Driver:
@@ -106,10 +86,10 @@ class Driver:
         config: EnvironmentConfig,
         pool: EnvironmentPool,
         queue: JobQueue[Row],
-        begin: Callable[[Episode], Attempt],
+        conduct: Callable[[Episode], Steps],
     ) -> None:
-        """``queue``: of the rows that the engine samples. ``begin``: begins an attempt."""
-        self._config, self._pool, self._queue, self._begin = config, pool, queue, begin
+        """``queue``: of the rows that the engine samples. ``conduct``: makes an attempt."""
+        self._config, self._pool, self._queue, self._conduct = config, pool, queue, conduct
         self._waiting: deque[Episode] = deque()
         self._active: list[Episode] = []
         self._free_slots = deque(range(config.concurrency))
@@ -180,8 +160,7 @@ class Driver:
         while self._waiting and self._free_slots:
             episode = self._waiting.popleft()
             episode.slot, episode.used_s = self._free_slots.popleft(), 0.0
-            episode.attempt = self._begin(episode)
-            episode.steps = episode.attempt.conduct()
+            episode.steps = self._conduct(episode)
             starting.append(episode)
         self._active += starting
         self._resume([(episode, None) for episode in starting])
@@ -208,13 +187,14 @@ class Driver:
     ) -> Answer | Failure | None:
         assert episode.call is not None
         spent, episode.seen = now - episode.seen, now
-        if episode.attempt.is_waiting:
+        session = episode.session
+        if session is not None and session.is_waiting:
             episode.silent_s = 0.0
         else:
             episode.silent_s += spent
             episode.used_s += spent
         # An agent may hide the engine's failure, so that comes before whatever the agent answered.
-        failure = episode.attempt.engine_failure
+        failure = None if session is None else session.engine_failure
         if failure is None and is_answered:
             return self._pool.receive(episode.call, now)
         failure = failure or self._lateness(episode)
@@ -259,9 +239,7 @@ class Driver:
                     value = reply.value if isinstance(reply, Answer) else reply
                     request = episode.steps.send(value)
             except StopIteration as end:
-                self._end(episode, end.value)
-            except ConversationFailedError as error:
-                self._end(episode, error.failure)
+                self._end(episode, *end.value)
             else:
                 if isinstance(request, Call):
                     calling.append((episode, request))
@@ -286,16 +264,16 @@ class Driver:
         is_queued = self._queue.add(episode.job)
         assert is_queued, "the queue has room for a row of each slot"
 
-    def _end(self, episode: Episode, outcome: EndReason | Failure) -> None:
+    def _end(self, episode: Episode, trajectory: Trajectory, failure: Failure | None) -> None:
         """Keep the trajectory, or begin the conversation again."""
         self._active.remove(episode)
         self._free_slots.append(episode.slot)
-        failure = outcome if isinstance(outcome, Failure) else None
         if failure is not None:
             episode.failures.append(failure.reason)
-        if failure is not None and not self._failures.add(failure, episode.attempt.answers):
-            self._waiting.append(episode)
-        else:
-            reason: EndReason = "failed" if isinstance(outcome, Failure) else outcome
-            self._ended[episode.row] = episode.attempt.trajectory(reason, episode.failures, failure)
+            if not self._failures.add(failure, len(trajectory.turns)):
+                self._waiting.append(episode)
+                return
+            trajectory.fail(failure.text)
+        trajectory.failures = episode.failures
+        self._ended[episode.row] = trajectory
         self._queue.wake()  # a batch waits for one conversation less

@@ -8,29 +8,28 @@ The tokens of a trajectory depend on the run's seed, its sample id and what its 
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from aligner.algorithms.rollout.driver import Attempt, ConversationFailedError, Episode, Steps
+from aligner.algorithms.rollout.driver import ConversationFailedError, Episode, Steps
 from aligner.algorithms.rollout.environments import ConversationRollouts
-from aligner.algorithms.rollout.trajectories import EndReason, Trajectory, attempt_number
 from aligner.architecture import GPTArchitecture
-from aligner.config import EnvironmentConfig, SamplingOptions, SamplingRunConfig
+from aligner.config import SamplingOptions, SamplingRunConfig
 from aligner.config.fields import MOST_SECONDS
 from aligner.data.tokenizers.decoding import decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.environments.conversation import RecordedTurns, TurnRecord
 from aligner.environments.pool import Call, EnvironmentPool, Failure
 from aligner.environments.protocol import Turn, check_total
+from aligner.environments.trajectory import Trajectory, TurnRecord
 from aligner.errors import ConfigError, DataError
 from aligner.http.tokens import new_token
 from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
 from aligner.serving.queue import sample_id
 from aligner.serving.served import Request, Served
-from aligner.serving.sessions import Limits, Session, Sessions
+from aligner.serving.sessions import Limits, Session
 
 log = logging.getLogger(__name__)
 
@@ -127,107 +126,56 @@ class EndpointRollouts(ConversationRollouts):
 
         on_rank_zero(start)
 
-    def _beginner(
-        self, pool: EnvironmentPool, seed: int, options: SamplingOptions | None
-    ) -> Callable[[Episode], Attempt]:
-        defaults = options or self._options
-        self._service.served = dataclasses.replace(self._service.served, defaults=defaults)
-
-        def begin(episode: Episode) -> Attempt:
-            names = ("rollout", seed, episode.sample_id, attempt_number(episode.failures))
-            limits = Limits(self._config.max_turns, self._config.max_tokens)
-            session = self._service.sessions.begin(sample_id(*names), limits)
-            assert session is not None, "a server has room for a session of each slot"
-            argument = (self._base_url, session.key, episode.seed, episode.columns)
-            call = Call(episode.slot, "run", argument, self._config.timeout_s)
-            return _AgentAttempt(
-                self._config, pool, self._tokenizer, self._service.sessions, session, call
-            )
-
-        return begin
-
-
-@dataclass
-class _AgentAttempt(Attempt):
-    """An agent runs once; its requests are recorded by a session."""
-
-    config: EnvironmentConfig
-    pool: EnvironmentPool
-    tokenizer: Tokenizer
-    sessions: Sessions
-    session: Session
-    call: Call
-    info: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def answers(self) -> int:
-        """See `Attempt.answers`."""
-        return len(self.session.order)
-
-    @property
-    def is_waiting(self) -> bool:
-        """See `Attempt.is_waiting`."""
-        return self.session.is_waiting
-
-    @property
-    def engine_failure(self) -> Failure | None:
-        """See `Attempt.engine_failure`."""
-        return self.session.engine_failure
-
-    def conduct(self) -> Steps:
-        """Run the agent.
+    def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
+        """Run an agent once, with a session that records its requests.
 
         If the session has exceeded a limit, it does not matter how the agent ended, unless the
         engine failed.
         """
-        session, turn, failure = self.session, Turn(), None
+        defaults, sessions = options or self._options, self._service.sessions
+        if self._service.served.defaults is not defaults:
+            self._service.served = dataclasses.replace(self._service.served, defaults=defaults)
+        names = ("rollout", seed, episode.sample_id, episode.attempt)
+        limits = Limits(self._config.max_turns, self._config.max_tokens)
+        episode.session = session = sessions.begin(sample_id(*names), limits)
+        assert session is not None, "a server has room for a session of each slot"
+        argument = (self._base_url, session.key, episode.seed, episode.columns)
+        turn, failure = Turn(), None
         try:
-            turn = yield self.call
+            turn = yield Call(episode.slot, "run", argument, self._config.timeout_s)
         except ConversationFailedError as error:
             failure = error.failure
-            if failure.reason == "engine_error":
-                return failure
         finally:
-            self.sessions.end(session)
+            sessions.end(session)
+        if failure is None or failure.reason != "engine_error":
+            failure = self._rewarded(session, turn, failure)
+        if not session.order:
+            return Trajectory(self._tokenizer), failure
+        trajectory = trajectory_of(session, self._tokenizer, turn.info)
+        trajectory.end_reason = session.exceeded or "done"
+        return trajectory, failure
+
+    def _rewarded(self, session: Session, turn: Turn, failure: Failure | None) -> Failure | None:
+        """Take the reward that an agent returned; return why its trajectory is no sample."""
+        assert self._pool is not None
         if not session.order and (failure is None or session.exceeded is not None):
-            return Failure("env_error", self._without_answer(turn))
-        self.info = turn.info
+            text = f"{self._pool.name} ended without an answer of the policy"
+            if session.exceeded is not None:
+                limit = f"{session.exceeded}={getattr(self._config, session.exceeded)}"
+                text += f": what it asked first does not fit environment.{limit}"
+            if "output" in turn.info:
+                text += f"; what it wrote ends: {turn.info['output']}"
+            return Failure("env_error", text)
         if turn.reward is not None:
             session.set_reward(turn.reward)
         try:
             check_total(given.score for given in session.rewards.values())
         except DataError as error:
-            return Failure("env_error", f"{self.pool.name}: {error}")
-        if session.exceeded is not None:
-            return session.exceeded
-        return failure or "done"
-
-    def trajectory(
-        self, reason: EndReason, failures: list[str], failure: Failure | None
-    ) -> Trajectory:
-        """See `Attempt.trajectory`."""
-        info = self.info
-        if failure is not None:
-            self.session.rewards.clear()
-            info = {"failure": failure.text}
-        return trajectory_of(self.session, self.tokenizer, reason, failures, info)
-
-    def _without_answer(self, turn: Turn) -> str:
-        session, output = self.session, turn.info.get("output")
-        text = f"{self.pool.name} ended without an answer of the policy"
-        if session.exceeded is not None:
-            limit = getattr(self.config, session.exceeded)
-            text += f": what it asked first does not fit environment.{session.exceeded}={limit}"
-        return text if output is None else f"{text}; what it wrote ends: {output}"
+            return Failure("env_error", f"{self._pool.name}: {error}")
+        return None if session.exceeded is not None else failure
 
 
-def trajectory_of(
-    session: Session,
-    tokenizer: Tokenizer,
-    reason: EndReason,
-    failures: list[str],
-    info: Mapping[str, Any],
-) -> Trajectory:
+def trajectory_of(session: Session, tokenizer: Tokenizer, info: Mapping[str, Any]) -> Trajectory:
     """Trajectory of a session: its sequences one after the other, as they were asked for.
 
     Turns are numbered in the order of their requests, not of answers or of places in the row. A
@@ -236,31 +184,34 @@ def trajectory_of(
     """
     in_time = sorted(zip(session.requests, session.order, strict=True))
     turn_of = {answer: turn for turn, (_, answer) in enumerate(in_time, start=1)}
-    record = RecordedTurns(tokenizer, "")
+    trajectory = Trajectory(tokenizer)
     read, turns = dict[int, str](), dict[int, TurnRecord]()
     for number, sequence in sorted(
         enumerate(session.sequences), key=lambda item: turn_of[item[0], 1]
     ):
-        numbers = [0, *(turn_of[number, turn] for turn in range(1, len(sequence.ends) + 1))]
-        record.starts.append(len(record.ids))
-        for turn, (start, begin, end) in enumerate(_spans(sequence.turn_ids), start=1):
-            ids = sequence.ids[begin:end]
-            read[numbers[turn]] = tokenizer.decode(sequence.ids[start:begin])
-            content = decode_response(tokenizer, sequence.ids[:begin], ids)
-            is_end = sequence.ends[turn - 1] == "stop"
-            turns[numbers[turn]] = TurnRecord(content, len(ids), is_end)
-            record.add(sequence.ids[start:begin], None, 0)
-            record.add(ids, sequence.logprobs[begin:end], numbers[turn])
-    record.prompt, record.turns = read[1], [turns[turn] for turn in sorted(turns)]
-    for turn, previous in enumerate(record.turns[:-1], start=1):
+        trajectory.starts.append(len(trajectory.ids))
+        for answer, (start, begin, end) in enumerate(_spans(sequence.turn_ids), start=1):
+            turn, before, ids = (
+                turn_of[number, answer],
+                sequence.ids[:begin],
+                sequence.ids[begin:end],
+            )
+            read[turn] = tokenizer.decode(before[start:])
+            is_end = sequence.ends[answer - 1] == "stop"
+            turns[turn] = TurnRecord(decode_response(tokenizer, before, ids), len(ids), is_end)
+            trajectory.read(before[start:])
+            trajectory.sampled(ids, sequence.logprobs[begin:end], turn)
+    trajectory.prompt, trajectory.turns = read[1], [turns[turn] for turn in sorted(turns)]
+    for turn, previous in enumerate(trajectory.turns[:-1], start=1):
         previous.answer = [{"role": "agent", "content": read[turn + 1]}]
     begin = 0
     for answers, given in session.rewards.items():
         turn = max((turn_of[answer] for answer in session.order[begin:answers]), default=1)
         begin = answers
-        record.turns[turn - 1].reward, record.turns[turn - 1].parts = given.score, given.parts
-    record.turns[-1].info = dict(info)
-    return Trajectory.of(record, reason, failures)
+        record = trajectory.turns[turn - 1]
+        record.reward, record.parts = given.score, given.parts
+    trajectory.turns[-1].info = dict(info)
+    return trajectory
 
 
 def _spans(turn_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:

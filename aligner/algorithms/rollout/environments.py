@@ -11,30 +11,16 @@ so a run that is resumed begins a step's conversations again, from their seeds.
 import logging
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Collection, Generator
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
 from aligner.algorithms.rollout.ahead import ConversationsAhead
-from aligner.algorithms.rollout.driver import (
-    Attempt,
-    ConversationFailedError,
-    Driver,
-    Episode,
-    Steps,
-)
+from aligner.algorithms.rollout.driver import ConversationFailedError, Driver, Episode, Steps
 from aligner.algorithms.rollout.rollout import RolloutSource
-from aligner.algorithms.rollout.trajectories import (
-    END_REASONS,
-    EndReason,
-    KeptTokens,
-    Trajectory,
-    attempt_number,
-    engine_survives,
-    rollout_batch,
-)
+from aligner.algorithms.rollout.trajectories import END_REASONS, engine_survives, rollout_batch
 from aligner.architecture import GPTArchitecture
 from aligner.config import EnvironmentConfig, SamplingOptions, SamplingRunConfig
 from aligner.config.fields import SpecialTokensInText
@@ -42,8 +28,8 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.calls import form_of
 from aligner.environments.conversation import ChatRenderer, Conversation, RewrittenHistoryError
-from aligner.environments.pool import Call, EnvironmentPool, Failure
-from aligner.environments.protocol import Start
+from aligner.environments.pool import Call, CallName, EnvironmentPool, Failure
+from aligner.environments.trajectory import KeptTokens, Trajectory
 from aligner.errors import DataError
 from aligner.http.queue import JobQueue
 from aligner.importing import describe_exception
@@ -76,10 +62,11 @@ class ConversationRollouts(RolloutSource):
         self._queue = JobQueue[Row](max(_MAX_WAITING, 4 * config.concurrency), self.gather_s)
 
     @abstractmethod
-    def _beginner(
-        self, pool: EnvironmentPool, seed: int, options: SamplingOptions | None
-    ) -> Callable[[Episode], Attempt]:
-        """Function that begins the attempts of a rollout; called on rank 0."""
+    def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
+        """Conduct a conversation; return its trajectory, and a failure if it has ended with one.
+
+        ``options``: of `collect`.
+        """
 
     def collect(
         self,
@@ -109,8 +96,8 @@ class ConversationRollouts(RolloutSource):
         config, driver = self._config, None
         if is_rank_zero():
             assert self._pool is not None, "rank 0 must hold the environments"
-            begin = self._beginner(self._pool, seed, sampling_options)
-            driver = Driver(config, self._pool, self._queue, begin)
+            conduct = partial(self.conduct, seed=seed, options=sampling_options)
+            driver = Driver(config, self._pool, self._queue, conduct)
         settings = EngineSettings(
             rows=config.concurrency,
             positions=config.max_tokens,
@@ -134,17 +121,15 @@ class ConversationRollouts(RolloutSource):
             self._queue.fail_all(ConnectionAbortedError("the rollout is over"))
         generation.finish_generation()
 
-        def trajectories() -> list[Trajectory]:
+        def batch() -> BatchedDataDict:
             assert driver is not None
-            return driver.trajectories()
+            trajectories, pad_id = driver.trajectories(), self._tokenizer.pad_id
+            forks, unscored = config.rewritten_history == "fork", config.unscored
+            return rollout_batch(
+                data, trajectories, pad_id, with_positions=forks, unscored=unscored
+            )
 
-        return rollout_batch(
-            data,
-            on_rank_zero(trajectories),
-            self._tokenizer.pad_id,
-            with_positions=config.rewritten_history == "fork",
-            unscored=config.unscored,
-        )
+        return on_rank_zero(batch)
 
     def begin(
         self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
@@ -224,102 +209,61 @@ class EnvironmentRollouts(ConversationRollouts):
             special_tokens_in_text=config.data.special_tokens_in_text,
         )
 
-    def _beginner(
-        self, pool: EnvironmentPool, seed: int, options: SamplingOptions | None
-    ) -> Callable[[Episode], Attempt]:
+    def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
+        """Alternate messages of the policy and calls of the environment."""
         del seed
-        length = self._response_length if options is None else options.length.max_length
-        return partial(_MessageAttempt, self._config, pool, self._renderer, options, length)
-
-
-class _MessageAttempt(Attempt):
-    """Alternates messages of the policy and calls of the environment."""
-
-    def __init__(
-        self,
-        config: EnvironmentConfig,
-        pool: EnvironmentPool,
-        renderer: ChatRenderer,
-        options: SamplingOptions | None,
-        response_length: int,
-        episode: Episode,
-    ) -> None:
-        self._config, self._pool, self._renderer = config, pool, renderer
-        self._options, self._response_length = options, response_length
-        self._episode = episode
-        self._conversation: Conversation | None = None
-        self._kept: list[KeptTokens] = []
-
-    @property
-    def answers(self) -> int:
-        """See `Attempt.answers`."""
-        return 0 if self._conversation is None else len(self._conversation.turns)
-
-    def conduct(self) -> Steps:
-        """See `Attempt.conduct`."""
-        episode, outcome = self._episode, None
-        start = yield self._call("begin", (episode.seed, episode.columns))
+        assert self._pool is not None
+        trajectory, failure, is_alive = Trajectory(self._tokenizer), None, True
         try:
-            outcome = yield from self._turns(start)
+            start = yield self._call(episode, "begin", (episode.seed, episode.columns))
+            trajectory = conversation = Conversation(self._renderer, start)
+            yield from self._turns(episode, conversation, options)
         except RewrittenHistoryError:
             raise
         except ConversationFailedError as error:
-            if error.failure.reason != "engine_error":  # the process is dead
-                raise
-            outcome = error.failure
+            failure = error.failure
+            is_alive = failure.reason == "engine_error"
         except Exception as error:  # whatever a tokenizer or a template raises
             text = f"{self._pool.name}: {describe_exception(error)}"
-            outcome = Failure("env_error", text, error)
-        try:
-            yield self._call("close", None)
-        except ConversationFailedError as error:
-            log.warning("after a conversation: %s", error.failure.text)
-        return outcome
+            failure = Failure("env_error", text, error)
+        if is_alive:
+            try:
+                yield self._call(episode, "close")
+            except ConversationFailedError as error:
+                log.warning("after a conversation: %s", error.failure.text)
+        return trajectory, failure
 
-    def trajectory(
-        self, reason: EndReason, failures: list[str], failure: Failure | None
-    ) -> Trajectory:
-        """See `Attempt.trajectory`."""
-        assert self._conversation is not None
-        turns = self._conversation.turns
-        if failure is not None:
-            for turn in turns:
-                turn.reward, turn.parts, turn.steps = None, {}, []
-            turns[-1].info = {"failure": failure.text}
-        return Trajectory.of(self._conversation, reason, failures, self._kept)
-
-    def _turns(self, start: Start) -> Generator[Call | Row, Any, EndReason]:
-        self._conversation = conversation = Conversation(self._renderer, start)
-        if not self._has_room(conversation):
+    def _turns(
+        self, episode: Episode, conversation: Conversation, options: SamplingOptions | None
+    ) -> Generator[Call | Row, Any, None]:
+        config, length = self._config, self._response_length
+        if options is not None:
+            length = options.length.max_length
+        if len(conversation.ids) + length > config.max_tokens:
             raise DataError(
-                f"environment.max_tokens={self._config.max_tokens}: the first messages of a "
+                f"environment.max_tokens={config.max_tokens}: the first messages of a "
                 f"conversation have {len(conversation.ids)} tokens, and a response may have "
-                f"{self._response_length} more; raise it, or lower length_params.max_length (the "
-                f"messages begin {conversation.prompt[:60]!r})"
+                f"{length} more; raise it, or lower length_params.max_length (the messages begin "
+                f"{conversation.prompt[:60]!r})"
             )
-        episode = self._episode
-        attempt_id = episode.sample_id + attempt_number(episode.failures) * _ATTEMPT
-        while True:
-            sample_id = attempt_id + len(conversation.turns) * _TURN
-            response = yield Row(conversation.sequence, sample_id, self._options)
+        first_id, is_last = episode.sample_id + episode.attempt * _ATTEMPT, False
+        while not is_last:
+            sample_id = first_id + len(conversation.turns) * _TURN
+            response = yield Row(conversation.sequence, sample_id, options)
             if response.kept is not None:
-                self._kept.append(KeptTokens(len(conversation.ids), response.kept))
-            message = conversation.answered(response.ids, response.logprobs, response.end == "stop")
-            turn = yield self._call("step", message)
-            is_last = len(conversation.turns) >= self._config.max_turns
-            conversation.follow(turn, goes_on=not (turn.done or is_last))
-            if turn.done:
-                return "done"
+                conversation.kept.append(KeptTokens(len(conversation.ids), response.kept))
+            is_end = response.end == "stop"
+            message = conversation.answered(response.ids, response.logprobs, is_end)
+            turn = yield self._call(episode, "step", message)
+            is_last = turn.done or len(conversation.turns) >= config.max_turns
+            conversation.follow(turn, goes_on=not is_last)
             if is_last:
-                return "max_turns"
-            if not self._has_room(conversation):
-                return "max_tokens"
+                conversation.end_reason = "done" if turn.done else "max_turns"
+            elif len(conversation.ids) + length > config.max_tokens:
+                conversation.end_reason, is_last = "max_tokens", True
 
-    def _call(self, name: Any, argument: Any) -> Call:
-        return Call(self._episode.slot, name, argument, self._config.timeout_s)
-
-    def _has_room(self, conversation: Conversation) -> bool:
-        return len(conversation.ids) + self._response_length <= self._config.max_tokens
+    def _call(self, episode: Episode, name: CallName, argument: Any = None) -> Call:
+        return Call(episode.slot, name, argument, self._config.timeout_s)
 
 
 class EnvironmentReward:
