@@ -174,6 +174,7 @@ class Driver:
         now = time.monotonic()
         ready = []
         for episode in self._active:
+            reply: Answer | Progress | Failure | None
             if episode.call is not None:
                 reply = self._reply_of_process(episode, episode.slot in answered, now)
             else:

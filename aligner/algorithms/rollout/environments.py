@@ -11,7 +11,7 @@ so a run that is resumed begins a step's conversations again, from their seeds.
 import logging
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -93,10 +93,36 @@ class ConversationRollouts(RolloutSource):
             Exception: what the engine raised, if `engine_survives` returns False.
             RewrittenHistoryError: a template rewrites what was said, which is to be refused.
         """
+        generation.prepare_for_generation()
+        batch = self._collect(
+            generation, data, seed=seed, per_prompt=per_prompt, options=sampling_options
+        )
+        generation.finish_generation()
+        return batch
+
+    def begin(
+        self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
+    ) -> PendingGeneration:
+        """See `RolloutSource.begin`."""
+        # The engine is not prepared: it has the weights that are to be sampled with.
+        return ConversationsAhead(
+            partial(self._collect, generation, data, seed=seed, per_prompt=per_prompt)
+        )
+
+    def _collect(
+        self,
+        generation: GenerationInterface,
+        data: BatchedDataDict,
+        is_abandoned: Callable[[], bool] = lambda: False,
+        *,
+        seed: int,
+        per_prompt: int,
+        options: SamplingOptions | None = None,
+    ) -> BatchedDataDict:
         config, driver = self._config, None
         if is_rank_zero():
             assert self._pool is not None, "rank 0 must hold the environments"
-            conduct = partial(self.conduct, seed=seed, options=sampling_options)
+            conduct = partial(self.conduct, seed=seed, options=options)
             driver = Driver(config, self._pool, self._queue, conduct)
         settings = EngineSettings(
             rows=config.concurrency,
@@ -110,16 +136,14 @@ class ConversationRollouts(RolloutSource):
         survives = partial(engine_survives, generation)
         complete = {} if driver is None else {"is_complete": driver.is_complete}
         engine = ServingEngine(generation, self._queue, settings, survives, **complete)
-        generation.prepare_for_generation()
         try:
             if driver is not None:
                 driver.start(data, seed, per_prompt)
-            engine.serve(lambda: driver is not None and driver.is_over)
+            engine.serve(lambda: is_abandoned() or (driver is not None and driver.is_over))
         finally:
             if driver is not None:
                 driver.stop()
             self._queue.fail_all(ConnectionAbortedError("the rollout is over"))
-        generation.finish_generation()
 
         def batch() -> BatchedDataDict:
             assert driver is not None
@@ -129,15 +153,7 @@ class ConversationRollouts(RolloutSource):
                 data, trajectories, pad_id, with_positions=forks, unscored=unscored
             )
 
-        return on_rank_zero(batch)
-
-    def begin(
-        self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
-    ) -> PendingGeneration:
-        """See `RolloutSource.begin`."""
-        return ConversationsAhead(
-            partial(self.collect, data=data, seed=seed, per_prompt=per_prompt), generation
-        )
+        return data if is_abandoned() else on_rank_zero(batch)
 
 
 class EnvironmentRollouts(ConversationRollouts):
