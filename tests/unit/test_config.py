@@ -9,10 +9,14 @@ import pytest
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
+    DistillRunConfig,
     DPORunConfig,
     ParallelConfig,
+    RewardRunConfig,
     RSRunConfig,
     RunConfig,
+    ServeConfig,
+    SFTRunConfig,
     check_layout,
     parse_config,
 )
@@ -333,6 +337,35 @@ def test_what_hydra_cannot_take_is_refused_in_one_line(argument, words):
         check_overrides([argument], conf_dir=CONF)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("root", "argument", "options"),
+    [
+        (RunConfig, "data=examples", "Options: arithmetic, files, gsm8k. Single"),
+        (RunConfig, "data=arithmetic_pairs", "Options: arithmetic, files, gsm8k. Single"),
+        (RunConfig, "model=student", "Options: gpt. Single"),
+        (SFTRunConfig, "+data=gsm8k", "Options: arithmetic_examples, examples. Single"),
+        (SFTRunConfig, "critic=gpt", "Remove it"),
+        (SFTRunConfig, "reward=model", "Remove it"),
+        (RSRunConfig, "model=gpt", "Options: rs. Single"),
+        (DPORunConfig, "data=rewards", "Options: arithmetic_pairs, preferences. Single"),
+        (RewardRunConfig, "data=files", "Options: arithmetic_rewards, rewards. Single"),
+        (DistillRunConfig, "model=trained", "Options: student. Single"),
+        (ServeConfig, "exp_manager=default", "Remove it"),
+    ],
+)
+def test_an_option_of_another_script_is_refused(root, argument, options):
+    reason = f"{argument}: it is an option of other scripts, and nothing reads it in this one. "
+    with pytest.raises(ConfigError) as refusal:
+        check_overrides([argument], root, CONF)
+    assert str(refusal.value).startswith(reason + options)
+
+
+@pytest.mark.parametrize("root", [RunConfig, RSRunConfig])
+def test_an_option_that_belongs_to_no_script_is_accepted_by_all_that_have_the_group(root):
+    given = ["optim@model.optim=sgd", "parallel@model=tensor2", "cluster=ray", "reward=model"]
+    assert check_overrides(given, root, CONF) == given
 
 
 def test_free_form_keys_groups_and_options_pass():

@@ -212,10 +212,13 @@ class Driver:
     def _lateness(self, episode: Episode) -> Failure | None:
         config, name = self._config, self._pool.name
         if episode.silent_s > config.timeout_s:
+            lack = "did not answer"
+            if episode.session is not None:
+                lack = "neither asked the policy nor ended"
             return Failure(
                 "env_timeout",
-                f"{name} neither answered nor asked the policy within environment.timeout_s="
-                f"{config.timeout_s:g} seconds and was killed; raise it, or make it faster",
+                f"{name} {lack} within environment.timeout_s={config.timeout_s:g} seconds and was "
+                "killed; raise it, or make it faster",
             )
         if episode.used_s > config.total_timeout_s:
             return Failure(

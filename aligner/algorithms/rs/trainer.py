@@ -150,8 +150,7 @@ class RSTrainer:
             "progress/epoch": self.sampler.epoch,
             "progress/consumed_samples": self.consumed_samples,
         }
-        shown = self.config.exp_manager.samples_per_step
-        samples = samples_of(batch, step, "train", shown)
+        samples = samples_of(batch, step, "train", self.config.exp_manager.samples_per_step)
         return StepResult(metrics, samples, idle_roles(policy=[result]))
 
     def validate(self, step: int, timers: PhaseTimers) -> StepResult:

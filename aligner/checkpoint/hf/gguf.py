@@ -198,11 +198,12 @@ def _family(
         moved = {theirs: config.pop(ours) for ours, theirs in _GPT2.items()}
         epsilon = settings.pop("attention.layer_norm_epsilon", 1e-5)
         return {**moved, "model_type": kind, "layer_norm_epsilon": epsilon}
-    biases = {
-        key: any(name.endswith(".bias") and f".{part}_" in name for name in tensors)
-        for key, part in (("attention_bias", "attn"), ("mlp_bias", "ffn"))
-    }
-    return {"model_type": kind, **(biases if kind == "llama" else {})}
+    if kind != "llama":
+        return {"model_type": kind}
+    biases = [name for name in tensors if name.endswith(".bias")]
+    if len(biases) not in (0, 7 * config["num_hidden_layers"]):  # q, k, v, output, gate, up, down
+        raise CheckpointError(f"{biases[0]}: biases must be those of all projections, or none")
+    return {"model_type": kind, "attention_bias": bool(biases), "mlp_bias": bool(biases)}
 
 
 def _rope(

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from inspect import signature
@@ -110,7 +111,7 @@ class HuggingFaceTokenizer:
             text = self.apply_chat_template(chat, add_generation_prompt=False)
         except DataError:  # a template for other chats
             return self._eos_id
-        behind = text.rpartition(_ANSWER)[2].lstrip()
+        behind = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
         added = self._backend.get_added_tokens_decoder()
         fitting = [end for end, token in added.items() if behind.startswith(token.content)]
         return max(fitting, key=lambda end: len(added[end].content), default=self._eos_id)
@@ -168,13 +169,24 @@ class HuggingFaceTokenizer:
         return other
 
     def with_template_kwargs(self, values: Mapping[str, Any]) -> "HuggingFaceTokenizer":
-        """The same, whose chat template has these variables; `DataError`: a name is taken."""
+        """The same, whose chat template has these variables.
+
+        Raises:
+            DataError: no template reads one of them, or its name is taken.
+        """
         from transformers import PreTrainedTokenizerFast
 
         others = set(signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
         taken = ((others - {"documents"}) | {"messages", "conversations"}) & values.keys()
         if taken:
             raise DataError(f"chat_template_kwargs: {', '.join(taken)}: no variable of a template")
+        text = str(self._config.get("chat_template"))
+        unused = [name for name in values if not re.search(rf"\b{re.escape(name)}\b", text)]
+        if unused:
+            raise DataError(
+                f"chat_template_kwargs={dict(values)!r:.200}: the model's chat template reads no "
+                f"{', '.join(unused):.200}; leave it out"
+            )
         other = copy.copy(self)
         other._template_kwargs, other._ends = {**self._template_kwargs, **values}, None
         return other

@@ -7,7 +7,6 @@ it.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,6 +51,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             files["tokenizer.json"] = path.read_bytes()
     elif is_slow(directory):
         return _convert_with_transformers(directory)
+    elif len(files) == 1 and (model := next(iter(files))).endswith(".model"):
+        raise TokenizerError(
+            f"{path} has {model} alone, which SentencePiece and transformers split differently; "
+            f"give {path / model} for SentencePiece's tokens, or add a tokenizer_config.json with "
+            '{"tokenizer_class": "LlamaTokenizer"} for those of transformers'
+        )
     return tokenizer_from_files(files, origin=str(path))
 
 
@@ -172,19 +177,10 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
 
 def with_template_kwargs(tokenizer: Tokenizer, values: Mapping[str, Any]) -> Tokenizer:
     """The same with ``data.chat_template_kwargs``; `ConfigError`: no template reads one of them."""
-    if not values:
-        return tokenizer
-    config = json.loads(tokenizer.files().get("tokenizer_config.json", b"{}"))
-    templates = config.get("chat_template") or []
-    named = [{"template": templates}] if isinstance(templates, str) else templates
-    text = "\n".join(each["template"] for each in named)
-    unused = [name for name in values if not re.search(rf"\b{re.escape(name)}\b", text)]
-    if unused:
-        raise ConfigError(
-            f"data.chat_template_kwargs={dict(values)}: the model's chat template reads no "
-            f"{', '.join(unused)}; leave it out"
-        )
-    return tokenizer.with_template_kwargs(values)
+    try:
+        return tokenizer.with_template_kwargs(values)
+    except DataError as error:
+        raise ConfigError(f"data.{error}") from error
 
 
 def as_tokenizer(tokenizer: Any) -> Any:
@@ -239,7 +235,8 @@ def _saved_files(tokenizer: Any) -> dict[str, bytes]:
 def is_slow(directory: Path) -> bool:
     """Return whether a directory has a vocabulary whose class decides how text is split."""
     names = {path.name for path in directory.iterdir()}
-    has_class = "tokenizer_config.json" in names or {"vocab.json", "config.json"} <= names
+    has_vocabulary = "vocab.json" in names or any(name.endswith(".model") for name in names)
+    has_class = "tokenizer_config.json" in names or ("config.json" in names and has_vocabulary)
     return has_class and "tokenizer.json" not in names
 
 

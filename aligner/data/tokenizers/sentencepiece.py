@@ -7,7 +7,7 @@ from typing import Any
 from sentencepiece import SentencePieceProcessor
 
 from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, known_ids
-from aligner.errors import TokenizerError
+from aligner.errors import DataError, TokenizerError
 
 
 class SentencePieceTokenizer:
@@ -102,7 +102,9 @@ class SentencePieceTokenizer:
         )
 
     def with_template_kwargs(self, values: Mapping[str, Any]) -> "SentencePieceTokenizer":
-        """The same: there is no template."""
+        """The same; `DataError`: there are values, and no template that reads them."""
+        if values:
+            raise DataError(f"chat_template_kwargs: {self._origin} has no template; leave it out")
         return self
 
     def apply_chat_template(
