@@ -102,3 +102,10 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     )
 }
 BY_SCRIPT = {entry.script: entry for entry in ALGORITHMS.values()}
+
+# Kinds of environments by name: classes of `aligner.algorithms.rollout.kinds.EnvironmentKind`. A
+# program may add rows before it parses a configuration.
+ENVIRONMENT_KINDS = {
+    "messages": "aligner.algorithms.rollout.kinds.messages:Messages",
+    "endpoint": "aligner.algorithms.rollout.kinds.endpoint:Endpoint",
+}

@@ -8,19 +8,22 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 from pydantic import StrictStr
 
-from aligner.config.fields import Count, FilePath, Integer, Seconds, UserClass
+from aligner.catalog import ENVIRONMENT_KINDS
+from aligner.config.fields import Count, FilePath, Integer, Seconds, UserClass, one_of
 from aligner.errors import ConfigError
+from aligner.importing import load_function
 
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
     """Section of `reward=environment`: conversations of many turns in place of single responses."""
 
-    kind: Literal["messages", "endpoint"] = "messages"
+    kind: Annotated[StrictStr, one_of(ENVIRONMENT_KINDS, or_path=True)] = "messages"
     """Who leads the conversation: `messages`, the policy's turns; `endpoint`, an agent.
 
     `messages`: a class that answers the policy's messages. `endpoint`: a function or a command that
-    asks the policy over OpenAI's HTTP interface (docs/environments.md#an-agent-of-your-own).
+    asks the policy over OpenAI's HTTP interface (docs/environments.md#an-agent-of-your-own). Or a
+    class of your own, `path/to/file.py:Class` (docs/environments.md#a-kind-of-your-own).
     """
 
     factory: UserClass | None = None
@@ -101,6 +104,12 @@ class EnvironmentConfig:
 
     The trained model has it, too.
     """
+
+    @property
+    def kind_class(self) -> Any:
+        """The `aligner.algorithms.rollout.kinds.EnvironmentKind` that ``kind`` names."""
+        path = ENVIRONMENT_KINDS.get(self.kind, self.kind)
+        return load_function(path, key="environment.kind", kind="class")
 
     @property
     def is_set(self) -> bool:

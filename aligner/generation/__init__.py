@@ -1,1 +1,1 @@
-"""Sampling engines outside the policy's own processes."""
+"""Sampling: batches of the rows that wait, and engines outside the policy's own processes."""

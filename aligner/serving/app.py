@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 from aligner.data.tokenizers.tokenizer import encode_fragment
 from aligner.errors import AlignerError
+from aligner.generation.rows import Progress, Row, RowJob, sample_id
 from aligner.http.application import Bodies, Routes, blame_sender, check_bearer, http_server
 from aligner.http.listening import MOST_CONNECTIONS
 from aligner.http.queue import JobQueue
@@ -26,7 +27,6 @@ from aligner.http.results import Results
 from aligner.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from aligner.serving.exchange import Exchange, refusal
 from aligner.serving.openai_types import ModelInfo, ModelList, SessionKey, Tokens
-from aligner.serving.queue import Progress, Row, RowJob, sample_id
 from aligner.serving.requests import (
     ChatRequest,
     CompletionRequest,

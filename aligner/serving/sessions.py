@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from aligner.environments.pool import Failure
 from aligner.environments.protocol import Turn, check_turn
 from aligner.errors import DataError
-from aligner.serving.queue import EndKind, RowJob, sample_id
+from aligner.generation.rows import EndKind, RowJob, sample_id
 
 _MOST_TOKENS = 2**21  # of a session
 _MOST_SESSIONS = 4096

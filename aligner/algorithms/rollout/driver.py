@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aligner.algorithms.rollout.trajectories import (
     Failures,
@@ -23,16 +23,19 @@ from aligner.config import EnvironmentConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
 from aligner.environments.trajectory import Trajectory
+from aligner.generation.rows import Progress, Row, RowJob
 from aligner.http.queue import JobQueue
-from aligner.serving.queue import Progress, Row, RowJob
-from aligner.serving.sessions import Session
+
+if TYPE_CHECKING:
+    from aligner.serving.sessions import Session
 
 _POLL_S = 0.05  # between two checks of the clocks
 _MAX_JOIN_S = 30.0
 
 # A conversation yields a call of its process, or a row that the engine is to continue. It is sent
 # the call's return value, or the row's `Progress` with all tokens; a failure is thrown into it.
-Steps = Generator[Call | Row, Any, tuple[Trajectory, Failure | None]]
+# At its end it returns its trajectory, None without an answer, and why that is no sample.
+Steps = Generator[Call | Row, Any, tuple[Trajectory | None, Failure | None]]
 
 
 class ConversationFailedError(Exception):
@@ -61,7 +64,7 @@ class Episode:
     slot: int = -1
     steps: Steps = field(init=False)
     call: Call | None = None
-    session: Session | None = None
+    session: "Session | None" = None
     job: RowJob | None = None
     reply: Progress | Exception | None = None
     seen: float = 0.0
@@ -244,6 +247,8 @@ class Driver:
                     request = episode.steps.send(value)
             except StopIteration as end:
                 self._end(episode, *end.value)
+            except ConversationFailedError as error:
+                self._end(episode, None, error.failure)
             else:
                 if isinstance(request, Call):
                     calling.append((episode, request))
@@ -268,16 +273,21 @@ class Driver:
         is_queued = self._queue.add(episode.job)
         assert is_queued, "the queue has room for a row of each slot"
 
-    def _end(self, episode: Episode, trajectory: Trajectory, failure: Failure | None) -> None:
+    def _end(
+        self, episode: Episode, trajectory: Trajectory | None, failure: Failure | None
+    ) -> None:
         """Keep the trajectory, or begin the conversation again."""
         self._active.remove(episode)
         self._free_slots.append(episode.slot)
         if failure is not None:
             episode.failures.append(failure.reason)
-            if not self._failures.add(failure, len(trajectory.turns)):
+            turns = 0 if trajectory is None else len(trajectory.turns)
+            if not self._failures.add(failure, turns):
                 self._waiting.append(episode)
                 return
+            assert trajectory is not None
             trajectory.fail(failure.text)
+        assert trajectory is not None
         trajectory.failures = episode.failures
         self._ended[episode.row] = trajectory
         self._queue.wake()  # a batch waits for one conversation less

@@ -24,10 +24,10 @@ from aligner.environments.pool import Call, EnvironmentPool, Failure
 from aligner.environments.protocol import Turn, check_total
 from aligner.environments.trajectory import Trajectory, TurnRecord
 from aligner.errors import ConfigError, DataError
+from aligner.generation.rows import sample_id
 from aligner.http.tokens import new_token
 from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
-from aligner.serving.queue import sample_id
 from aligner.serving.served import Request, Served
 from aligner.serving.sessions import Limits, Session
 
@@ -150,7 +150,7 @@ class EndpointRollouts(ConversationRollouts):
         if failure is None or failure.reason != "engine_error":
             failure = self._rewarded(session, turn, failure)
         if not session.order:
-            return Trajectory(self._tokenizer), failure
+            return None, failure
         trajectory = trajectory_of(session, self._tokenizer, turn.info)
         trajectory.end_reason = session.exceeded or "done"
         return trajectory, failure

@@ -29,15 +29,15 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.calls import form_of
 from aligner.environments.conversation import ChatRenderer, Conversation, RewrittenHistoryError
 from aligner.environments.pool import Call, CallName, EnvironmentPool, Failure
-from aligner.environments.trajectory import KeptTokens, Trajectory
+from aligner.environments.trajectory import KeptTokens
 from aligner.errors import DataError
+from aligner.generation.batching import EngineSettings, ServingEngine
+from aligner.generation.rows import Row
 from aligner.http.queue import JobQueue
 from aligner.importing import describe_exception
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.parallel.collectives import is_rank_zero, on_rank_zero
 from aligner.rewards.interface import ScoredResponses
-from aligner.serving.engine import EngineSettings, ServingEngine
-from aligner.serving.queue import Row
 
 log = logging.getLogger(__name__)
 
@@ -229,10 +229,10 @@ class EnvironmentRollouts(ConversationRollouts):
         """Alternate messages of the policy and calls of the environment."""
         del seed
         assert self._pool is not None
-        trajectory, failure, is_alive = Trajectory(self._tokenizer), None, True
+        conversation, failure, is_alive = None, None, True
         try:
             start = yield self._call(episode, "begin", (episode.seed, episode.columns))
-            trajectory = conversation = Conversation(self._renderer, start)
+            conversation = Conversation(self._renderer, start)
             yield from self._turns(episode, conversation, options)
         except RewrittenHistoryError:
             raise
@@ -247,7 +247,7 @@ class EnvironmentRollouts(ConversationRollouts):
                 yield self._call(episode, "close")
             except ConversationFailedError as error:
                 log.warning("after a conversation: %s", error.failure.text)
-        return trajectory, failure
+        return conversation, failure
 
     def _turns(
         self, episode: Episode, conversation: Conversation, options: SamplingOptions | None

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.run.dry_run import longest_set
 from aligner.algorithms.run.engine import Workers
@@ -126,12 +125,10 @@ def open_environments(
     environment = config.environment
     if not environment.is_set or config.dry_run:
         return None
-    if environment.kind == "endpoint":
-        # FastAPI, uvicorn: for this alone.
-        from aligner.algorithms.rollout.endpoint import EndpointRollouts
-
-        return EndpointRollouts(config, tokenizer, architecture, columns, closing)
-    return EnvironmentRollouts.open(config, tokenizer, architecture, columns, closing)
+    rollouts: RolloutSource = environment.kind_class.open(
+        config, tokenizer, architecture, columns, closing
+    )
+    return rollouts
 
 
 def of_dry_run(run: Run[SamplingRunConfig], prompts: Prompts) -> Prompts:

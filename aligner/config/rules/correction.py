@@ -94,10 +94,6 @@ def check_recorded(config: "RunConfig") -> None:
         )
     if backend == "vllm":
         _check_recorded_by_vllm(config, named)
-    if config.environment.is_set and config.environment.kind == "endpoint":
-        raise ConfigError(
-            f"{named}: with environment.kind=endpoint nothing is recorded; set it to 0"
-        )
 
 
 def _check_recorded_by_vllm(config: "RunConfig", named: str) -> None:

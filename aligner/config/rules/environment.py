@@ -7,7 +7,7 @@ from aligner.errors import ConfigError
 def check_environment(config: SamplingRunConfig) -> None:
     """Refuse an environment that nobody reads, and options that mean nothing beside it."""
     environment, rollout = config.environment, config.model.rollout
-    _check_kind(config)
+    environment.kind_class.check(config)
     if environment.is_set != (config.reward.kind == "environment"):
         raise ConfigError(
             f"reward.kind={config.reward.kind} and {environment.named}: "
@@ -33,55 +33,10 @@ def check_environment(config: SamplingRunConfig) -> None:
             f"reward.function={config.reward.function} scores single responses, and the rewards "
             "are the environment's; set it to null"
         )
-    longest = 2 * environment.timeout_s
-    waits = environment.kind == "messages" and config.cluster.engine == "local"
-    if waits and longest >= config.cluster.timeout_s:
-        raise ConfigError(
-            f"environment.timeout_s={environment.timeout_s:g} must stay below half of "
-            f"cluster.timeout_s={config.cluster.timeout_s:g}, for which the other processes wait; "
-            "lower it, or raise that"
-        )
     if config.data.max_prompt_length is not None:
         raise ConfigError(
             f"data.max_prompt_length={config.data.max_prompt_length}: prompts are the "
             "environment's; set it to null, and bound conversations by environment.max_tokens"
-        )
-
-
-def _check_kind(config: SamplingRunConfig) -> None:
-    environment = config.environment
-    command = environment.command
-    if environment.kind == "messages":
-        if command is not None:
-            raise ConfigError(
-                f"{environment.named} is an agent that asks the policy, and "
-                "environment.kind=messages; set environment.kind=endpoint"
-            )
-        return
-    if not environment.is_set:
-        raise ConfigError(
-            "environment.kind=endpoint and neither environment.command nor environment.factory: "
-            "set environment.command='python my_agent.py' or environment.factory=my_agent.py:run"
-        )
-    if command is not None and environment.factory is not None:
-        raise ConfigError(
-            f"{environment.named} and environment.factory={environment.factory}: an agent is one "
-            "of them; set the other to null"
-        )
-    if command is not None and not environment.words:
-        raise ConfigError(
-            f"environment.command={command!r} is empty; give a program and its arguments"
-        )
-    if environment.rewritten_history != "fork":
-        raise ConfigError(
-            f"environment.rewritten_history={environment.rewritten_history} and "
-            "environment.kind=endpoint: an agent says what the policy reads, and what does not "
-            "continue it begins another sequence; set it to fork"
-        )
-    if config.generation.async_rollouts:
-        raise ConfigError(
-            "generation.async_rollouts=true and environment.kind=endpoint: agents are answered "
-            "while nothing else is done; set one of them to false or messages"
         )
 
 

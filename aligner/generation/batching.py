@@ -16,10 +16,10 @@ from aligner.data.prompts import pad_right
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.pool import engine_failure
 from aligner.errors import WorkerError
+from aligner.generation.rows import EndKind, Progress, Row, RowJob, batch_options, fit_together
 from aligner.http.queue import ENDING, JobQueue, Slot
 from aligner.models.interfaces import GenerationInterface
 from aligner.parallel.collectives import from_rank_zero, is_rank_zero
-from aligner.serving.queue import EndKind, Progress, Row, RowJob, batch_options, fit_together
 
 # The other ranks wait for rank 0 in a collective; it ends an idle wait this often.
 _HEARTBEAT_S = 0.5
