@@ -106,3 +106,10 @@ BY_SCRIPT = {entry.script: entry for entry in ALGORITHMS.values()}
 
 # Rollout engines: the class of the section ``generation.NAME``, an `EngineConfig`.
 ENGINES = {"vllm": "aligner.generation.vllm.settings:VllmConfig"}
+
+# Kinds of environments by name: classes of `aligner.algorithms.rollout.kinds.EnvironmentKind`. A
+# program may add rows before it parses a configuration.
+ENVIRONMENT_KINDS = {
+    "messages": "aligner.algorithms.rollout.kinds.messages:Messages",
+    "endpoint": "aligner.algorithms.rollout.kinds.endpoint:Endpoint",
+}

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.run.dry_run import longest_set
 from aligner.algorithms.run.engine import Workers
@@ -16,12 +15,9 @@ from aligner.config.parse import refuse
 from aligner.data.dataset import PromptSampler, Split
 from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.environments.calls import form_of
-from aligner.environments.pool import EnvironmentPool
 from aligner.errors import ConfigError
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
-from aligner.parallel.collectives import on_rank_zero
 
 
 @dataclass(frozen=True)
@@ -135,34 +131,10 @@ def open_environments(
     environment = config.environment
     if not environment.is_set or config.dry_run:
         return None
-    if environment.kind == "endpoint":
-        # FastAPI, uvicorn: for this alone.
-        from aligner.algorithms.rollout.endpoint import EndpointRollouts
-
-        return EndpointRollouts(config, tokenizer, architecture, columns, closing)
-    assert environment.factory is not None, "checked with the configuration"
-    factory, pools = environment.factory, []
-
-    def start() -> None:
-        pool = EnvironmentPool(
-            factory,
-            environment.kwargs,
-            columns,
-            form=form_of(tokenizer),
-            memory_mb=environment.memory_mb,
-        )
-        pools.append(pool)
-        closing.callback(pool.close)
-
-    on_rank_zero(start)
-    return EnvironmentRollouts(
-        environment,
-        pools[0] if pools else None,
-        tokenizer,
-        response_length=config.model.rollout.length_params.max_length,
-        add_bos=config.data.add_bos,
-        special_tokens_in_text=config.data.special_tokens_in_text,
+    rollouts: RolloutSource = environment.kind_class.open(
+        config, tokenizer, architecture, columns, closing
     )
+    return rollouts
 
 
 def of_dry_run(run: Run[SamplingRunConfig], prompts: Prompts) -> Prompts:

@@ -383,8 +383,6 @@ class PolicyPPOConfig(RolloutConfig):
                 f"{record} is below {key}.sampling_params.top_k={sampling.top_k}, so that nothing "
                 f"would be recorded; set it to {sampling.top_k}"
             )
-        if run.environment.is_set and run.environment.kind == "endpoint":
-            yield f"{record}: with environment.kind=endpoint nothing is recorded; set it to 0"
         if run.generation.backend != "megatron":
             record = f"{record} with generation.backend={run.generation.backend}"
             yield from run.generation.engine.recording_problems(record, key, run)
