@@ -70,6 +70,7 @@ class Episode:
     seen: float = 0.0
     silent_s: float = 0.0
     used_s: float = 0.0
+    answers: int = 0  # of the session, when its process was last looked at
 
     @property
     def attempt(self) -> int:
@@ -192,8 +193,9 @@ class Driver:
         assert episode.call is not None
         spent, episode.seen = now - episode.seen, now
         session = episode.session
-        if session is not None and session.is_waiting:
-            episode.silent_s = 0.0
+        answers = 0 if session is None else len(session.order)
+        if session is not None and (session.is_waiting or answers != episode.answers):
+            episode.silent_s, episode.answers = 0.0, answers
         else:
             episode.silent_s += spent
             episode.used_s += spent
