@@ -8,15 +8,9 @@ its path in `generation.backend`.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-if TYPE_CHECKING:
-    from aligner.architecture import GPTArchitecture
-    from aligner.config.run import SamplingRunConfig
-    from aligner.data.tokenizers.tokenizer import Tokenizer
-    from aligner.distributed.interfaces import Cluster
-    from aligner.models.interfaces import GenerationInterface
-    from aligner.models.policy.lm_policy import Policy
+from aligner.architecture import GPTArchitecture
 
 
 class EngineResources(NamedTuple):
@@ -43,13 +37,13 @@ class EngineResources(NamedTuple):
 
 
 class EngineStart(NamedTuple):
-    """Arguments with which an engine starts."""
+    """Arguments with which an engine starts. Classes of later packages are named in comments."""
 
-    cluster: "Cluster"  # its room
-    config: "SamplingRunConfig"
-    tokenizer: "Tokenizer"
-    architecture: "GPTArchitecture"
-    policy: "Policy"  # whose weights it samples with
+    cluster: Any  # aligner.distributed.interfaces.Cluster, its room
+    config: Any  # aligner.config.SamplingRunConfig
+    tokenizer: Any  # aligner.data.tokenizers.tokenizer.Tokenizer
+    architecture: GPTArchitecture
+    policy: Any  # aligner.models.policy.lm_policy.Policy, whose weights it samples with
     max_sequence_length: int  # tokens of the longest prompt and response together
 
 
@@ -60,8 +54,11 @@ class EngineConfig:
     title: ClassVar[str] = "the engine"  # name in messages
     draws_ahead: ClassVar[bool] = False  # whether its handle is a `BackgroundGeneration`
 
-    def start(self, given: EngineStart) -> "GenerationInterface":
-        """Return the engine's handle; `prepare_for_generation` brings it the policy's weights."""
+    def start(self, given: EngineStart) -> Any:
+        """Return the engine's handle, an `aligner.models.interfaces.GenerationInterface`.
+
+        Its `prepare_for_generation` brings it the policy's weights.
+        """
         raise NotImplementedError
 
     def resources(self, *, has_gpu: bool, ahead: bool) -> EngineResources | None:

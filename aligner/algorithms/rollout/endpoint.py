@@ -215,7 +215,7 @@ def trajectory_of(session: Session, tokenizer: Tokenizer, info: Mapping[str, Any
 
 
 def _spans(turn_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Of each turn: begin of the tokens that were read before it, its begin and its end."""
+    """Yield for each turn the begin of the tokens read before it, its begin and its end."""
     start = 0
     for turn in range(1, max(turn_ids) + 1):
         begin = turn_ids.index(turn)

@@ -47,7 +47,7 @@ _NOT_OF_THE_BODY = {
 class RatingModel:
     """A reward model whose file is read and checked, and which is not started yet.
 
-    ``weights``: of the attributes that it rates; None: it gives one number.
+    ``weights``: of the attributes that it rates, [attributes]; None: it gives one number.
     """
 
     architecture: GPTArchitecture
