@@ -4,16 +4,14 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import StrictBool
 
+from aligner.catalog import imported
 from aligner.config.engine import EngineConfig, EngineResources, EngineStart
 from aligner.config.fields import Count, FilePath, Fraction, Positive, Seconds
 from aligner.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aligner.generation.vllm.generation import VllmGeneration
 
 
 @dataclass(frozen=True)
@@ -129,11 +127,9 @@ class VllmConfig(EngineConfig):
             sleeps=bool(settings.sleep),
         )
 
-    def start(self, given: EngineStart) -> "VllmGeneration":
+    def start(self, given: EngineStart) -> Any:
         """Start the engines; the first rollout brings them the policy's weights."""
-        from aligner.generation.vllm.generation import VllmGeneration
-
-        return VllmGeneration(*given)
+        return imported("aligner.generation.vllm.generation:VllmGeneration")(*given)
 
     def engine_problems(self, key: str, run: Any) -> Iterator[str]:
         """Refuse engines that cannot be started."""
