@@ -4,7 +4,7 @@ import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, NamedTuple
 
 from aligner.child_process import ProcessPool, Program
@@ -14,6 +14,7 @@ from aligner.environments.worker import COMMAND_KEY, KEY
 from aligner.errors import AlignerError, EnvironmentCallError, EnvironmentTimeoutError
 
 _MOST_BYTES = 2**24  # of one answer
+CallName = Literal["begin", "step", "close", "run"]
 FailureReason = Literal["env_timeout", "env_error", "engine_error"]
 
 
@@ -21,7 +22,7 @@ class Call(NamedTuple):
     """A call of what is in a slot; see `aligner.environments.worker` and ``agent``."""
 
     slot: int
-    name: Literal["begin", "step", "close", "run"]
+    name: CallName
     argument: Any
     limit_s: float
 
@@ -77,12 +78,13 @@ class EnvironmentPool(ProcessPool):
         is_command = not isinstance(factory, str)
         self.factory = factory if isinstance(factory, str) else shlex.join(factory)
         self._key = f"{COMMAND_KEY if is_command else KEY}={self.factory!r}"
+        self.name = f"{'agent' if runs_agents else 'environment'} {self.factory!r}"
         named = dict(columns) if isinstance(columns, Mapping) else sorted(columns)
         super().__init__(
             Program(
                 f"aligner.environments.{'agent' if runs_agents else 'worker'}",
                 (factory, dict(kwargs), named, form),
-                f"{'agent' if runs_agents else 'environment'} {self.factory!r}",
+                self.name,
                 "raise environment.timeout_s and total_timeout_s, or make it faster",
                 EnvironmentCallError,
                 EnvironmentTimeoutError,
@@ -115,11 +117,18 @@ class EnvironmentPool(ProcessPool):
                 began[call.slot] = _failure(error)
         return [began[call.slot] for call in calls]
 
-    def answered(self, slots: Sequence[int], timeout_s: float) -> set[int]:
-        """Those ``slots`` with a whole answer or a dead process, within so many seconds."""
+    def answered(self, slots: Sequence[int], timeout_s: float, wake: Connection) -> set[int]:
+        """Those ``slots`` with a whole answer or a dead process, within so many seconds.
+
+        A message on ``wake`` ends the wait.
+        """
         slot_of = {self._processes[slot].fileno(): slot for slot in slots}
-        ready = [slot_of[number] for number in wait(list(slot_of), timeout_s)]  # type: ignore[index]
-        return {slot for slot in ready if self._processes[slot].has_answer()}
+        ready = wait([*slot_of, wake], timeout_s)
+        return {
+            slot
+            for number, slot in slot_of.items()
+            if number in ready and self._processes[slot].has_answer()
+        }
 
     def receive(self, call: Call, began: float) -> Answer | Failure:
         """The second half of `call`, of a call that began at ``began``."""

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from aligner.config.commands.changes import overrides_of
+from aligner.config.commands.lengths import longest_lengths
 from aligner.config.commands.plan import PlanConfig, plan_request, trainer_keys, varied
 from aligner.config.load import parse_config
-from aligner.config.rules.lengths import longest_lengths
 from aligner.config.run import DistillRunConfig, RunConfig, SFTRunConfig
 from aligner.dry.record import Collective, Kernel, Kind, Record
 from aligner.errors import AlignerError, ConfigError

@@ -29,12 +29,8 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from aligner.device import accelerator
-from aligner.distributed.sequences import IntArray, PrefixTree, Sequences, shared_prefixes
-from aligner.logprobs.output_layer import (
-    OutputLayerBypass,
-    bypassed_output_layer,
-    output_weight,
-)
+from aligner.distributed.sequences import Sequences, shared_prefixes
+from aligner.logprobs.output_layer import bypassed_output_layer
 from aligner.models.gpt.forward.token_layout import (
     BoolArray,
     LayoutRules,
@@ -44,14 +40,6 @@ from aligner.models.gpt.forward.token_layout import (
 from aligner.models.gpt.layers.attention import SegmentParams
 from aligner.models.gpt.lora import TokenDropout
 from aligner.types import Denominators, LossFunction, TokenOutputs
-
-__all__ = [
-    "OutputLayerBypass",
-    "bypassed_output_layer",
-    "full_hidden_states",
-    "output_weight",
-    "placed_positions",
-]
 
 
 class PlacedRotary(nn.Module):
@@ -167,20 +155,13 @@ def split_microbatches(
             sequences = Sequences.find(host["position_ids"][start:end, :longest], part)
         tree = None
         if rules.shared_prefixes:
-            ids = host["input_ids"][start:end, :longest]
-            tree = _tree(ids, part, sequences, rules.sequence_multiple)
+            ids, sizes = host["input_ids"][start:end, :longest], part
+            if sequences is not None:
+                ids, sizes = sequences.cut(ids), sequences.lengths
+            tree = shared_prefixes(ids, sizes, rules.sequence_multiple)
         layout = build_layout(columns["input_ids"], part, rules, tree, sequences)
         microbatches.append(Microbatch(columns, layout, selected[start:end, :longest]))
     return microbatches
-
-
-def _tree(
-    ids: IntArray, lengths: IntArray, sequences: Sequences | None, multiple: int
-) -> PrefixTree | None:
-    """The tree of the sequences in rows ``[b, S]``; None where it saves too little."""
-    if sequences is not None:
-        ids, lengths = sequences.cut(ids), sequences.lengths
-    return shared_prefixes(ids, lengths, multiple)
 
 
 def forward_step(
@@ -225,15 +206,30 @@ def loss_head(
     return head
 
 
-def train_microbatches(
-    model: nn.Module, microbatches: Sequence[Microbatch], step: ForwardStep
+def run_microbatches(
+    model: nn.Module,
+    microbatches: Sequence[Microbatch],
+    step: ForwardStep,
+    *,
+    forward_only: bool = False,
 ) -> list[Any]:
     """Forward and backward; gradients are added to the gradient buffers, summed over ranks.
 
     Returns what the head of ``step`` returned beside the loss, per micro-batch, on the last
-    pipeline stage.
+    pipeline stage. ``forward_only``: see `infer_microbatches`.
     """
-    return _run(model, microbatches, step, forward_only=False)
+    rows, length = microbatches[0].layout.input_ids.shape
+    with accelerator.cuda_literals():
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(microbatches),
+            model=[model],
+            num_microbatches=len(microbatches),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
 
 
 def infer_microbatches(
@@ -255,26 +251,9 @@ def infer_microbatches(
     model.train(with_graph)
     try:
         with torch.set_grad_enabled(with_graph):
-            return _run(model, microbatches, step, forward_only=True)
+            return run_microbatches(model, microbatches, step, forward_only=True)
     finally:
         model.train(training)
-
-
-def _run(
-    model: nn.Module, microbatches: Sequence[Microbatch], step: ForwardStep, forward_only: bool
-) -> list[Any]:
-    rows, length = microbatches[0].layout.input_ids.shape
-    with accelerator.cuda_literals():
-        return get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter(microbatches),
-            model=[model],
-            num_microbatches=len(microbatches),
-            seq_length=length,
-            micro_batch_size=rows,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
 
 
 @contextlib.contextmanager
