@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -250,16 +250,12 @@ def _split(samples: Samples, count: int) -> list[Samples]:
 def _join(
     answers: list[tuple[Samples, Scored | None]], name: str, timeout_reward: float
 ) -> RewardOutput:
-    known = [scored for _, scored in answers if scored is not None]
-    keys = known[0][1].keys() if known else []
+    keys: Iterable[str] = next((scored[1] for _, scored in answers if scored is not None), {})
     rewards: list[float] = []
     metrics: dict[str, list[float]] = {key: [] for key in keys}
-    timeouts = 0
     for part, scored in answers:
-        if scored is None:
-            timeouts += len(part)
-            scored = [timeout_reward] * len(part), {key: [0.0] * len(part) for key in metrics}
-        part_rewards, part_metrics = scored
+        missing = [timeout_reward] * len(part), {key: [0.0] * len(part) for key in metrics}
+        part_rewards, part_metrics = missing if scored is None else scored
         if part_metrics.keys() != metrics.keys():
             raise RewardError(
                 f"reward function {name!r} returned the keys {sorted(part_metrics)} for some "
@@ -268,6 +264,7 @@ def _join(
         rewards.extend(part_rewards)
         for key, values in part_metrics.items():
             metrics[key].extend(values)
+    timeouts = sum(len(part) for part, scored in answers if scored is None)
     return RewardOutput(torch.tensor(rewards, dtype=torch.float32), metrics, timeouts)
 
 
