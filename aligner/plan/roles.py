@@ -8,10 +8,10 @@ from aligner.architecture import GPTArchitecture
 from aligner.config import (
     BaseRunConfig,
     CriticConfig,
+    EngineResources,
     ParallelConfig,
     SamplingParams,
     TrainedModelConfig,
-    VllmConfig,
 )
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.workers import LocalCluster
@@ -111,7 +111,7 @@ class PlannedRole:
     start: Start
     phases: tuple[Phase, ...]
     attributes: tuple[str, ...] = ()
-    engine: VllmConfig | None = None  # what vLLM is given, of a role that stands for its engines
+    engine: EngineResources | None = None  # of a role that stands for rollout engines
     learns: bool = False  # has an optimizer; always where updates are among the phases
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from aligner.algorithms.rollout.reward_source import frozen_beside
 from aligner.algorithms.run.engine import run_settings
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
+    EngineResources,
     RSRunConfig,
     RunConfig,
     SamplingRunConfig,
@@ -16,6 +17,7 @@ from aligner.config import (
     check_layout,
 )
 from aligner.config.commands.plan import PlanConfig, with_length
+from aligner.errors import ConfigError
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.handle import TRAINED_COLUMNS
@@ -67,8 +69,8 @@ def sampling_roles(
         rollout.num_rollouts_per_prompt,
         rollout.sampling_params,
     )
-    engines = config.generation.backend == "vllm"
-    phases: list[Phase] = [] if engines else [generate]
+    engines = _engine_resources(config)
+    phases: list[Phase] = [generate] if engines is None else []
     if isinstance(config, RunConfig):
         phases += _ppo_phases(config, share, length, dp)
     elif isinstance(config, RSRunConfig):
@@ -77,10 +79,9 @@ def sampling_roles(
         phases.append(
             _updates(model, dp, kept, length, TRAINED_COLUMNS, NegativeLogLikelihoodLoss())
         )
-    vllm = config.generation.vllm
-    if engines:
-        buffer = int(vllm.refit_buffer_mb * (1 << 20))
-        phases.append(HandOver("refit", buffer if vllm.refit == "colocated" else 0))
+    if engines is not None:
+        buffer = int(engines.refit_buffer_mb * (1 << 20))
+        phases.append(HandOver("refit", buffer if engines.shares_devices else 0))
     phases.append(HandOver("save"))
     found = [
         PlannedRole("policy", own, model, config.trainer.world_size, "policy", start, tuple(phases))
@@ -89,8 +90,8 @@ def sampling_roles(
         found.append(_critic(config, plan, architectures, length))
     if config.reward.model is not None and not config.reward.model.share_body_with_critic:
         found.append(_reward_model(config, architectures, length))
-    if engines:
-        found.append(_engine(config, own, generate))
+    if engines is not None:
+        found.append(_engine(config, own, generate, engines))
     return found
 
 
@@ -190,21 +191,34 @@ def _reward_model(
     return PlannedRole("reward model", architecture, model, world, cards, start, (score,))
 
 
+def _engine_resources(config: SamplingRunConfig) -> EngineResources | None:
+    """Resources of the engines; None: the policy's own workers sample."""
+    resources = config.generation.resources(has_gpu=True)
+    if resources is None and config.generation.engine is not None:
+        raise ConfigError(
+            f"generation.backend={config.generation.backend}: this engine does not state its "
+            "resources, so that it cannot be planned; override EngineConfig.resources"
+        )
+    return resources
+
+
 def _engine(
-    config: SamplingRunConfig, architecture: GPTArchitecture, generate: Generate
+    config: SamplingRunConfig,
+    architecture: GPTArchitecture,
+    generate: Generate,
+    engines: EngineResources,
 ) -> PlannedRole:
-    """vLLM, as our own generator samples in its layout, with the memory that vLLM is given."""
-    vllm = config.generation.vllm.on_device(has_gpu=True, ahead=config.generation.async_rollouts)
+    """The engines, as our own generator samples in their layout, with the memory they are given."""
     model = replace(
         config.model,
-        tensor_model_parallel_size=vllm.tensor_parallel_size,
+        tensor_model_parallel_size=engines.devices_of_each,
         pipeline_model_parallel_size=1,
         context_parallel_size=1,
         expert_model_parallel_size=1,
         sequence_parallel=False,
     )
-    check_layout(architecture, model.parallel, vllm.workers, "generation.vllm")
-    rows = -(-config.model.rollout.num_rollout_samples // vllm.engines)
+    check_layout(architecture, model.parallel, engines.workers, config.generation.engine_key)
+    rows = -(-config.model.rollout.num_rollout_samples // engines.engines)
 
     start = starting(
         Policy,
@@ -218,11 +232,11 @@ def _engine(
         "engine",
         architecture,
         model,
-        vllm.workers,
-        "policy" if vllm.refit == "colocated" else "engine",
+        engines.workers,
+        "policy" if engines.shares_devices else "engine",
         start,
         (replace(generate, rows=rows, slots=min(generate.slots, rows)),),
-        engine=vllm,
+        engine=engines,
     )
 
 
