@@ -34,7 +34,7 @@ from aligner.checkpoint.canonical import (
 )
 from aligner.checkpoint.durable import atomic_file
 from aligner.config import LoraConfig
-from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError, raised_as
 
 SUFFIX = ".lora.safetensors"
 # The header's only key: safetensors writes several in random order.
@@ -108,15 +108,14 @@ def read_adapters(path: str | os.PathLike[str], architecture: GPTArchitecture) -
             f"{str(path)!r} does not exist; give the *{SUFFIX} that a run with "
             "model.peft.peft_scheme=lora wrote beside its .nemo"
         )
-    try:
+    damage = (SafetensorError, OSError, KeyError, TypeError, ValueError)
+    with raised_as(CheckpointError, f"{str(path)!r} does not hold adapters of ours", *damage):
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {})[_HEADER])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         described, nemo_keys = header[_LORA], header[_NEMO_KEYS]
         targets = tuple(described.pop("target_modules"))
         lora = LoraConfig(target_modules=targets, **described)
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} does not hold adapters of ours: {error}") from error
     shapes = adapter_shapes(architecture, lora)
     problems = misfits(set(tensors), set(shapes), set(REWARD_HEAD))
     if problems:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.errors import DataError
+from aligner.errors import DataError, raised_as
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
@@ -71,10 +71,8 @@ def _parsed_json(value: Any, place: str) -> Any:
     """A text as JSON, empty text as None; other values as they are."""
     if not isinstance(value, str):
         return value
-    try:
+    with raised_as(DataError, f"{place} text that is no JSON", ValueError, RecursionError):
         return json.loads(value) if value.strip() else None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} text that is no JSON: {error}") from error
 
 
 def _parse(value: Sequence[Any]) -> list[Message]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from aligner.errors import ConfigError, DataError
+from aligner.errors import ConfigError, DataError, raised_as
 from aligner.importing import load_function
 from aligner.packages import require_extra
 
@@ -215,13 +215,13 @@ def _without_nulls(value: Any, in_chat: bool) -> Any:
 
 
 def _from_text(path: Path) -> Iterator[Row]:
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield Row(f"{path}, line {number}", {"prompt": line.rstrip("\r\n")})
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text: {error}") from error
+    with (
+        raised_as(DataError, f"{path}: not UTF-8 text", UnicodeDecodeError),
+        path.open(encoding="utf-8-sig") as lines,
+    ):
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield Row(f"{path}, line {number}", {"prompt": line.rstrip("\r\n")})
 
 
 _READERS = {".jsonl": _from_jsonl, ".parquet": _from_parquet, ".txt": _from_text}
@@ -229,12 +229,9 @@ _READERS = {".jsonl": _from_jsonl, ".parquet": _from_parquet, ".txt": _from_text
 
 def _from_function(name: str, arguments: Mapping[str, Any]) -> Iterator[Row]:
     function = load_function(name, key="data")
-    try:
+    text = f"data: {name} does not accept the arguments {dict(arguments)}"
+    with raised_as(ConfigError, text, TypeError):
         rows = function(**arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"data: {name} does not accept the arguments {dict(arguments)}: {error}"
-        ) from error
     if not isinstance(rows, Iterable):
         raise DataError(f"data: {name} must return or yield rows, got {type(rows).__name__}")
     number = 0

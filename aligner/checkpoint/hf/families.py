@@ -13,7 +13,7 @@ from aligner.checkpoint.hf.tensors import (
     QWEN3_MOE_TABLE,
     Table,
 )
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, raised_as
 
 Config = dict[str, Any]
 
@@ -289,12 +289,9 @@ def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
                 f"{key}={config[key]!r} in config.json is not supported for {family.model_type}; "
                 f"supported: {value!r}"
             )
-    try:
+    damage = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
+    with raised_as(CheckpointError, "config.json is incomplete or damaged", *damage):
         return family.read({**family.defaults, **config})
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"config.json is incomplete or damaged: {error!r}") from error
 
 
 def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:

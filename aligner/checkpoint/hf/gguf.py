@@ -16,7 +16,7 @@ from torch import Tensor
 from aligner.checkpoint.canonical import LazyTensors
 from aligner.checkpoint.hf.families import family_of
 from aligner.data.tokenizers.gguf import gguf_tokenizer_files, gguf_values
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, raised_as
 
 # general.architecture → model_type; a llama with a window is a Mistral, with experts refused.
 _MODEL_TYPES = {
@@ -86,10 +86,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], dict[st
     """
     reader, values = gguf_values(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    try:
+    with raised_as(CheckpointError, repr(str(path)), CheckpointError):
         config = _config(values, tensors)
-    except CheckpointError as error:
-        raise CheckpointError(f"{str(path)!r}: {error}") from error
     names = _names(values["general.architecture"], config["model_type"])
     return config, GGUFTensors(tensors, config, names), gguf_tokenizer_files(path)
 
@@ -242,10 +240,9 @@ class GGUFTensors(LazyTensors):
 
         tensor, expert = self._places[name]
         data = tensor.data if expert is None else tensor.data[expert]
-        try:
+        text = f"{tensor.name} of the GGUF file"
+        with raised_as(CheckpointError, text, NotImplementedError, ValueError):
             array = dequantize(data, tensor.tensor_type)
-        except (NotImplementedError, ValueError) as error:
-            raise CheckpointError(f"{tensor.name} of the GGUF file: {error}") from error
         value = torch.from_numpy(np.array(array, dtype=np.float32))
         if self._config["model_type"] in ("llama", "mistral"):
             heads = self._config["num_attention_heads"]

@@ -36,7 +36,7 @@ from aligner.data.tokenizers.tokenizer import (
     Tokenizer,
     is_tokenizer_file,
 )
-from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError, raised_as
 
 _MAX_SHARD_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
@@ -124,12 +124,9 @@ class SafetensorsFolder(LazyTensors):
         return tensor
 
 
-@contextlib.contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{str(path)!r} is missing or damaged: {error}") from error
+def _damage_named(path: Path) -> contextlib.AbstractContextManager[None]:
+    text = f"{str(path)!r} is missing or damaged"
+    return raised_as(CheckpointError, text, SafetensorError, OSError)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -214,18 +211,14 @@ def new_folder(folder: Path) -> Iterator[Path]:
         )
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+    text, remedy = f"cannot write {str(folder)!r}", "free space or choose a writable directory"
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        sync_tree(partial)
-        os.replace(partial, folder)
-        sync_path(folder.parent)
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise StorageError(
-            f"cannot write {str(folder)!r}: {error}; free space or choose a writable directory"
-        ) from error
+        with raised_as(StorageError, text, OSError, SafetensorError, remedy=remedy):
+            partial.mkdir(parents=True)
+            yield partial
+            sync_tree(partial)
+            os.replace(partial, folder)
+            sync_path(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -22,7 +22,7 @@ from typing import IO, Any, Self
 
 from aligner.checkpoint.nemo.inflated import open_inflated
 from aligner.config.fields import HUB_NAME
-from aligner.errors import CheckpointError, CheckpointNotFoundError
+from aligner.errors import CheckpointError, CheckpointNotFoundError, raised_as
 
 CHECKSUMS = "checksums.json"  # member → SHA-256 of those that have no CRC-32 of their own
 _KEY = "model.restore_from_path"
@@ -79,25 +79,20 @@ class ArchiveReader:
             self._stream.close()
             self._stream = open_inflated(self.path)
         self._stream.seek(0)
+        foreign = f"{str(self.path)!r} is not a .nemo archive (a tar, plain or gzip)"
         try:
-            self._tar = tarfile.open(fileobj=self._stream, mode="r:")  # noqa: SIM115
+            with raised_as(CheckpointError, foreign, tarfile.TarError):
+                self._tar = tarfile.open(fileobj=self._stream, mode="r:")  # noqa: SIM115
             self._members = self._checked_members(self._tar)
-        except BaseException as error:
+        except BaseException:
             self._stream.close()
-            if not isinstance(error, tarfile.TarError):
-                raise
-            raise CheckpointError(
-                f"{str(self.path)!r} is not a .nemo archive (a tar, plain or gzip): {error}"
-            ) from error
+            raise
         self.names = frozenset(self._members)
 
     def _checked_members(self, tar: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
-        try:
+        text, damage = f"{str(self.path)!r} is truncated or damaged", (tarfile.TarError, ValueError)
+        with raised_as(CheckpointError, text, *damage, remedy="copy it anew"):
             infos = tar.getmembers()
-        except (tarfile.TarError, ValueError) as error:
-            raise CheckpointError(
-                f"{str(self.path)!r} is truncated or damaged ({error}); copy it anew"
-            ) from error
         members: dict[str, tarfile.TarInfo] = {}
         end = 0
         for info in infos:
@@ -159,14 +154,11 @@ class ArchiveReader:
     def read_json(self, name: str) -> dict[str, Any]:
         """Member ``name``, a JSON object."""
         data = bytes(self.view(name)) if name == CHECKSUMS else self.read(name)
-        try:
+        text, damage = f"{name} of {str(self.path)!r} is damaged", (ValueError, RecursionError)
+        with raised_as(CheckpointError, text, *damage, remedy="copy the file anew"):
             value = json.loads(data)
             if not isinstance(value, dict):
-                raise TypeError(f"a {type(value).__name__} instead of an object")
-        except (ValueError, TypeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{name} of {str(self.path)!r} is damaged ({error}); copy the file anew"
-            ) from error
+                raise ValueError(f"a {type(value).__name__} instead of an object")
         return value
 
     @functools.cached_property

@@ -12,7 +12,7 @@ from aligner.architecture import (
     PositionEmbedding,
     RopeScaling,
 )
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, raised_as
 
 Config = dict[str, Any]
 
@@ -61,10 +61,9 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 def parse_config(data: bytes) -> Config:
     """Parse the YAML; simple references such as ``${.encoder_seq_length}`` are followed."""
-    try:
+    damage = (yaml.YAMLError, UnicodeDecodeError, RecursionError)
+    with raised_as(CheckpointError, "model_config.yaml cannot be parsed", *damage):
         config = yaml.safe_load(data)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"model_config.yaml cannot be parsed: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError("model_config.yaml is not a mapping of keys to values")
     if isinstance(config.get("model"), dict):
@@ -108,7 +107,10 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             raise CheckpointError(
                 f"{key}={config[key]!r} in model_config.yaml is not supported; supported: {plain!r}"
             )
-    try:
+    wrong_kinds = (TypeError, ValueError, ArithmeticError)
+    with raised_as(
+        CheckpointError, "model_config.yaml holds a value of a wrong kind", *wrong_kinds
+    ):
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         return GPTArchitecture(
             num_layers=int(config["num_layers"]),
@@ -144,12 +146,6 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             moe_router_pre_softmax=bool(get("moe_router_pre_softmax", False)),
             family=config.get("hf_model_type"),
         )
-    except (TypeError, ValueError, ArithmeticError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"model_config.yaml holds a value of a wrong kind: {error}"
-        ) from error
 
 
 def _choice(config: Config, key: str, default: str, known: dict[str, Any]) -> Any:
@@ -192,12 +188,9 @@ def _positions(config: Config) -> int:
 
 def _rope_scaling(config: Config) -> RopeScaling | None:
     if config.get("rope_scaling"):
-        try:
+        text = "rope_scaling in model_config.yaml is no mapping of its settings"
+        with raised_as(CheckpointError, text, TypeError):
             return RopeScaling(**config["rope_scaling"])
-        except TypeError as error:
-            raise CheckpointError(
-                f"rope_scaling in model_config.yaml is no mapping of its settings: {error}"
-            ) from error
     if config.get("scale_positional_embedding"):  # NeMo's switch for Llama 3.1, constants built in
         return RopeScaling(factor=float(config.get("scale_factor") or 8.0))
     if config.get("seq_len_interpolation_factor"):

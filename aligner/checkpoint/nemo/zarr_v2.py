@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aligner.checkpoint.nemo.archive import ArchiveReader
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, raised_as
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -84,13 +84,12 @@ class ZarrSource:
 
 def _header(archive: ArchiveReader, name: str) -> dict[str, Any]:
     header = archive.read_json(name)
-    try:
+    text = f"{name} is not a zarr version 2 header"
+    with raised_as(CheckpointError, text, KeyError, TypeError):
         shape, chunks = header["shape"], header["chunks"]
         known = len(shape) == len(chunks) and header["dtype"] in _DTYPES
         plain = header.get("compressor") is None and not header.get("filters")
         supported = known and plain and header.get("order", "C") == "C"
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{name} is not a zarr version 2 header: {error!r}") from error
     if not supported:
         raise CheckpointError(
             f"{name}: only uncompressed zarr version 2 of dtype {', '.join(_DTYPES)} is read; got "

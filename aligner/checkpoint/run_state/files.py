@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.checkpoint.durable import sync_path, sync_tree, write_json
-from aligner.errors import CheckpointError, DamagedStateError, StorageError
+from aligner.errors import CheckpointError, DamagedStateError, StorageError, raised_as
 
 FORMAT = 3
 CHECKSUMS = "checksums.json"  # in a folder: the checksum of each of its files by name
@@ -87,10 +87,9 @@ def read_checksums(folder: Path) -> dict[str, str]:
     path = folder / CHECKSUMS
     if not path.exists():
         return {}
-    try:
+    damage = (OSError, ValueError, AttributeError, RecursionError)
+    with raised_as(DamagedStateError, f"{path} cannot be read", *damage):
         return {str(name): str(value) for name, value in json.loads(path.read_bytes()).items()}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise DamagedStateError(f"{path} cannot be read: {error}") from error
 
 
 def check_files(folder: Path, checksums: Mapping[str, str]) -> None:
@@ -124,7 +123,9 @@ def read_manifest(path: Path) -> SavedState:
         CheckpointError: a complete state of another version of this format, which is refused, never
             passed over.
     """
-    try:
+    text = f"the run state {path} is damaged or incomplete"
+    damage = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+    with raised_as(DamagedStateError, text, *damage):
         manifest = json.loads((path / "manifest.json").read_bytes())
         if isinstance(manifest["format"], int) and manifest["format"] != FORMAT:
             raise CheckpointError(
@@ -143,13 +144,6 @@ def read_manifest(path: Path) -> SavedState:
         if metric is not None and not isinstance(metric, (int, float)):
             raise ValueError(f"manifest.json has the metric {metric!r}")
         return SavedState(path, step, manifest["monitor"], metric, checksums)
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else error
-        raise DamagedStateError(
-            f"the run state {path} is damaged or incomplete: {reason}"
-        ) from error
 
 
 def replace_folder(partial: Path, final: Path) -> None:

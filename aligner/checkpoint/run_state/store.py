@@ -71,6 +71,7 @@ from aligner.errors import (
     ConfigError,
     DamagedStateError,
     StorageError,
+    raised_as,
 )
 
 logger = logging.getLogger(__name__)
@@ -369,10 +370,9 @@ class RunStateStore:
             saved = read_manifest(path)
             check_files(path, saved.checksums)
             plain = path / "state.json"
-            try:
+            damage = (OSError, ValueError, RecursionError)
+            with raised_as(DamagedStateError, f"{plain} cannot be read", *damage):
                 state = json.loads(plain.read_bytes()) if plain.exists() else {}
-            except (OSError, ValueError, RecursionError) as error:
-                raise DamagedStateError(f"{plain} cannot be read: {error}") from error
             trees = {file.stem: read_tree(file) for file in path.glob("*.pt")}
         return LoadedState(**vars(saved), state={**state, **trees})
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from aligner.checkpoint.background import CopyMemory, aligned
 from aligner.checkpoint.durable import durable_file
 from aligner.device import accelerator
-from aligner.errors import CheckpointError, DamagedStateError
+from aligner.errors import CheckpointError, DamagedStateError, raised_as
 
 _TENSOR_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 _FILE_OVERHEAD = 64 * 1024  # the archive's own directory; with a generous share per tensor below
@@ -233,7 +233,5 @@ def _no_archive_checksums() -> Iterator[None]:
 
 def read_tree(path: Path) -> Any:
     """Read what `write_tree` wrote, on the CPU, memory-mapped, executing nothing."""
-    try:
+    with raised_as(DamagedStateError, f"{path} cannot be read as tensors"):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise DamagedStateError(f"{path} cannot be read as tensors: {error}") from error

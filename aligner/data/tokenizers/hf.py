@@ -18,7 +18,7 @@ from aligner.data.tokenizers.tokenizer import (
     json_object,
     known_ids,
 )
-from aligner.errors import DataError, TokenizerError
+from aligner.errors import DataError, TokenizerError, raised_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -77,10 +77,8 @@ class HuggingFaceTokenizer:
     ) -> "HuggingFaceTokenizer":
         """Build from ``tokenizer.json`` and its neighbours."""
         config = _read_config(files, origin)
-        try:
+        with raised_as(TokenizerError, f"{origin} is not a readable tokenizer"):
             backend = RustTokenizer.from_buffer(files["tokenizer.json"].removeprefix(BOM_UTF8))
-        except Exception as error:  # the package raises a bare Exception
-            raise TokenizerError(f"{origin} is not a readable tokenizer: {error}") from error
         _add_missing_tokens(backend, config)
         generation_ends(files, origin)  # refuses what cannot be used
         generation = json_object(files, GENERATION_CONFIG, origin)
@@ -187,7 +185,8 @@ class HuggingFaceTokenizer:
             )
         if self._renderer is None:
             self._renderer = self._make_renderer()
-        try:
+        # Jinja's errors, and what templates raise themselves.
+        with raised_as(DataError, "the chat template refuses the messages"):
             text = self._renderer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
@@ -196,8 +195,6 @@ class HuggingFaceTokenizer:
                 **self._template_kwargs,
             )
             str(text).encode()  # half a character, which JSON text can hold, is no text
-        except Exception as error:  # Jinja's errors, and what templates raise themselves
-            raise DataError(f"the chat template refuses the messages: {error}") from error
         return str(text)
 
     def files(self) -> dict[str, bytes]:
@@ -282,15 +279,12 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
 def _add_missing_tokens(backend: RustTokenizer, config: Mapping[str, Any]) -> None:
     """Add tokens that ``tokenizer_config.json`` declares and ``tokenizer.json`` forgot."""
     declared = config.get("added_tokens_decoder") or {}
-    try:
+    text = "added_tokens_decoder of tokenizer_config.json is not numbers and tokens"
+    with raised_as(TokenizerError, text, AttributeError, KeyError, TypeError, ValueError):
         tokens = sorted(
             (int(number), str(token["content"]), bool(token.get("special")))
             for number, token in declared.items()
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise TokenizerError(
-            f"added_tokens_decoder of tokenizer_config.json is not numbers and tokens: {error!r}"
-        ) from error
     for number, content, special in tokens:
         if backend.token_to_id(content) is None:
             backend.add_tokens([AddedToken(content, special=special)])

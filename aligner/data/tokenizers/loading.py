@@ -18,7 +18,13 @@ from aligner.data.tokenizers.tokenizer import (
     generation_ends,
     json_object,
 )
-from aligner.errors import CheckpointNotFoundError, ConfigError, DataError, TokenizerError
+from aligner.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    DataError,
+    TokenizerError,
+    raised_as,
+)
 from aligner.importing import check_call, load_function
 
 # Text that a tokenizer and the one its files make must encode alike.
@@ -91,10 +97,8 @@ def named_tokenizer(name: str, *, key: str) -> Tokenizer:
             f"{key}={name}: returned a {type(made).__name__}; return a tokenizer of transformers, "
             "or one of aligner.data.tokenizers.tokenizer"
         )
-    try:
+    with raised_as(ConfigError, f"{key}={name}: its files make no tokenizer", TokenizerError):
         rebuilt = tokenizer_from_files(made.files(), origin=f"{key}={name}")
-    except TokenizerError as error:
-        raise ConfigError(f"{key}={name}: its files make no tokenizer: {error}") from error
     if rebuilt.encode(_PROBE) != made.encode(_PROBE) or rebuilt.end_ids != made.end_ids:
         raise ConfigError(
             f"{key}={name}: what its files() rebuild encodes text or ends responses otherwise, "
@@ -151,10 +155,8 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
             render what a user and the assistant say; the message begins with ``key``.
     """
     what = f"{key}={path}"
-    try:
+    with raised_as(ConfigError, f"{what}: it cannot be read as text", OSError, UnicodeDecodeError):
         template = Path(path).expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{what}: it cannot be read as text: {error}") from error
     files = tokenizer.files()
     if "tokenizer.json" not in files:
         raise ConfigError(
@@ -166,13 +168,11 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
     files["tokenizer_config.json"] = json.dumps(config).encode()
     found = tokenizer_from_files(files, origin=what)
     said = {"user": "a question", "assistant": "an answer"}
-    try:
+    with raised_as(ConfigError, what, DataError, TokenizerError, remedy="mend the template"):
         shown = found.apply_chat_template(
             [{"role": role, "content": text} for role, text in said.items()],
             add_generation_prompt=False,
         )
-    except (DataError, TokenizerError) as error:
-        raise ConfigError(f"{what}: {error}; mend the template") from error
     lost = [role for role, text in said.items() if text not in shown]
     if lost:
         raise ConfigError(
@@ -251,7 +251,7 @@ def _convert_with_transformers(directory: Path, origin: str | None = None) -> To
     from aligner.data.tokenizers.hf import HuggingFaceTokenizer
 
     origin = origin or str(directory)
-    try:
+    with raised_as(TokenizerError, f"{origin}: transformers cannot load a tokenizer"):
         converted = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
@@ -261,8 +261,6 @@ def _convert_with_transformers(directory: Path, origin: str | None = None) -> To
         expected = converted.encode(_PROBE, add_special_tokens=False)
         if "tokenizer.json" not in files:
             raise TypeError(f"{type(converted).__name__} makes no tokenizer.json")
-    except Exception as error:
-        raise TokenizerError(f"{origin}: transformers cannot load a tokenizer: {error}") from error
     found = HuggingFaceTokenizer.from_files(files, origin=origin)
     if found.encode(_PROBE) != expected:
         raise TokenizerError(

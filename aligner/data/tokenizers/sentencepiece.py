@@ -7,7 +7,7 @@ from typing import Any
 from sentencepiece import SentencePieceProcessor
 
 from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, known_ids
-from aligner.errors import DataError, TokenizerError
+from aligner.errors import DataError, TokenizerError, raised_as
 
 
 class SentencePieceTokenizer:
@@ -24,11 +24,9 @@ class SentencePieceTokenizer:
         self._further_ends = tuple(further_ends)
         self._origin = origin
         self._processor = SentencePieceProcessor()
-        try:
+        with raised_as(TokenizerError, f"{origin} is not a SentencePiece model"):
             # Not the constructor: it ignores an empty or damaged serialized model.
             self._processor.LoadFromSerializedProto(model)
-        except Exception as error:
-            raise TokenizerError(f"{origin} is not a SentencePiece model: {error}") from error
         self.vocab_size = int(self._processor.get_piece_size())
         self.eos_id = self.turn_end_id = int(self._processor.eos_id())
         if self.eos_id < 0:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from aligner.errors import TokenizerError
+from aligner.errors import TokenizerError, raised_as
 
 GENERATION_CONFIG = "generation_config.json"
 # What a tokenizer is made of, beside SentencePiece models (`is_tokenizer_file`).
@@ -148,10 +148,8 @@ def json_object(files: Mapping[str, bytes], name: str, origin: str) -> dict[str,
     Raises:
         TokenizerError: it is not a JSON object.
     """
-    try:
+    with raised_as(TokenizerError, f"{origin}: {name} is not JSON", ValueError, RecursionError):
         content = json.loads(files.get(name, b"{}"))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{origin}: {name} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{origin}: {name} does not hold a JSON object")
     return content
