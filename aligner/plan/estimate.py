@@ -1,6 +1,5 @@
 """A run on its devices: memory of the fullest card in every phase, time of a step."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -167,10 +166,6 @@ class Estimate:
             "mfu": self.mfu(phase),
             "bound": phase.time.bound,
         }
-
-    def as_json(self) -> str:
-        """One line."""
-        return json.dumps(self.as_dict())
 
 
 class Estimator:

@@ -359,7 +359,7 @@ def _step(records: list[Record]) -> Amounts:
 
 def call_worker(worker: Any, role: PlannedRole, phase: Phase, rows: int) -> None:
     """Call the phase's method with ``rows`` rows, in the micro-batches that a handle would form."""
-    batching = role.batching(phase)
+    batching: Any = role.batching(phase)
     shards: Any = phase.batch(rows).shard_by_batch_size(1, batch_size=rows, **batching)
     options = dict(phase.options)
     if phase.is_update:

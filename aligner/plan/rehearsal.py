@@ -14,15 +14,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
 
-from aligner.algorithms.rollout import inputs
-from aligner.algorithms.run import dry_run, run
 from aligner.algorithms.run.calls import phase_named, role_named
 from aligner.algorithms.run.engine import Clusters, run_settings
+from aligner.algorithms.run.run import Attempt
 from aligner.architecture import GPTArchitecture
 from aligner.catalog import ALGORITHMS, imported
 from aligner.checkpoint.canonical import REWARD_HEAD
@@ -52,6 +51,7 @@ from aligner.plan.roles import Column, Phase, PlannedRole, PlannedRun
 
 # Tokens of a prompt and of a response in a rehearsal. Their sum is the size of no other axis.
 _PROMPT, _RESPONSE = 1, 22
+_ALGORITHMS = "aligner.algorithms."
 _EXAMPLE = Example(0, [0, 0], [(1, 2)])
 
 
@@ -117,7 +117,7 @@ def _with_engine(config: SamplingRunConfig, roles: Sequence[PlannedRole]) -> lis
     return [*(policy if role.name == "policy" else role for role in roles), engine]
 
 
-# The stage ----------------------------------------------------------------------------------------
+# Stand-ins ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class _Cluster:
     use_gpus = True
     sharding_annotations = layout_of(1, 1, 1, 1)
 
-    def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> "_Group":
+    def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> Any:
         """Note how workers are started."""
         group = _Group(self, role_named(name_prefix), worker_class, kwargs)
         self.stage.groups.append(group)
@@ -240,24 +240,6 @@ class _Group:
         return True
 
 
-class _Engine:
-    """Stand-in for an engine of rollouts: the policy samples in its place."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self._policy = next(each for each in arguments if hasattr(each, "worker_group"))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
-
-    def in_words(self) -> str:
-        """Nothing is said of it."""
-        return ""
-
-    def shutdown(self) -> bool:
-        """Nothing is to be ended."""
-        return True
-
-
 class _Stage:
     """Start and calls of workers: their ``groups``, and role and phase of each call of a ``step``.
 
@@ -267,8 +249,13 @@ class _Stage:
 
     max_restarts = 0
 
-    def __init__(self, config: BaseRunConfig, architectures: Mapping[str, GPTArchitecture]) -> None:
-        self.config, self._architectures = config, architectures
+    def __init__(
+        self,
+        config: BaseRunConfig,
+        architectures: Mapping[str, GPTArchitecture],
+        lengths: tuple[int, int],
+    ) -> None:
+        self.config, self._architectures, self.lengths = config, architectures, lengths
         self.worlds = config.trainer.world_size, config.value_world_size
         self.groups: list[_Group] = []
         self.step: list[tuple[str, str]] = []
@@ -323,21 +310,17 @@ class _Stage:
             "open_model": opened,
             "open_nemo": opened,
             "open_engine": lambda config, closing: self,
+            "longest_lengths": _short_lengths,
+            "start_generation": lambda *_: None,  # the policy samples in an engine's place
             "describe_model_of": lambda config: (tokenizer, self.architecture(None)),
         }
+        algorithms = [sys.modules[name] for name in sys.modules if name.startswith(_ALGORITHMS)]
         with contextlib.ExitStack() as stack:
-            for name, module in list(sys.modules.items()):
-                for function in stand_ins.keys() & vars(module).keys():
-                    if name.startswith("aligner.algorithms."):
-                        replacement = mock.patch.object(module, function, stand_ins[function])
-                        stack.enter_context(replacement)
-            for target, attribute, stand_in in (
-                (Split, "load", _made_up),
-                (run.Attempt, "loop", self._loop),
-                (inputs, "VllmGeneration", _Engine),
-                (dry_run, "longest_lengths", _short_lengths),
-            ):
-                stack.enter_context(mock.patch.object(target, attribute, stand_in))
+            for module in algorithms:
+                for name in stand_ins.keys() & vars(module).keys():
+                    stack.enter_context(mock.patch.object(module, name, stand_ins[name]))
+            stack.enter_context(mock.patch.object(Split, "load", _made_up))
+            stack.enter_context(mock.patch.object(Attempt, "loop", self._loop))
             yield
 
     @contextlib.contextmanager
@@ -357,7 +340,8 @@ class _Stage:
 def _on_stage(config: BaseRunConfig) -> BaseRunConfig:
     """A dry run without code of the user's, and with one turn of a fixed length."""
     if isinstance(config, SamplingRunConfig):
-        kind = "environment" if config.reward.model is None else "model"  # which reads nothing
+        # A reward of an environment reads nothing.
+        kind: Literal["model", "environment"] = "model" if config.reward.model else "environment"
         config = replace(
             config,
             reward=replace(config.reward, kind=kind, function=None, server=None),
