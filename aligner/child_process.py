@@ -92,6 +92,7 @@ class ChildProcess:
         """
         self._wording, self._most_bytes = wording, most_bytes
         self._number = 0  # of the message that was sent last
+        self._answer: bytearray | None = None  # of `has_answer`
         mark, folder = uuid.uuid4().hex, ScratchFolder()
         # Ray's clients look for a running cluster in the temporary directory of this process.
         env = {"RAY_TMPDIR": tempfile.gettempdir(), **os.environ, _MARK: mark}
@@ -130,7 +131,7 @@ class ChildProcess:
 
     def fileno(self) -> int:
         """File that can be read once an answer, or the end of the child, is there."""
-        return self._pipe.fileno()
+        return self._pipe.socket.fileno()
 
     def ask(self, *message: Any, time_limit_s: float) -> None:
         """Send a message with its time limit, which bounds the sending too.
@@ -145,6 +146,19 @@ class ChildProcess:
             raise self._timed_out(time_limit_s) from error
         except OSError as error:
             raise self._died() from error
+
+    def has_answer(self) -> bool:
+        """Read what the child has sent, without waiting; True if `receive` would not wait."""
+        try:
+            if self._answer is None:
+                self._answer = self._pipe.receive(self._most_bytes, 0.0)
+            if _parse_answer(self._answer)[0] != self._number:
+                self._answer = None
+        except TimeoutError:
+            return False
+        except Exception:  # `receive` raises it again
+            return True
+        return self._answer is not None
 
     def receive(self, deadline: float, time_limit_s: float) -> tuple[str, Any]:
         """Kind and payload of the next answer to the message that was sent last.
@@ -179,14 +193,17 @@ class ChildProcess:
         """Kill the child and everything it started. May be called twice."""
         self._stop()
 
-    def _next(self, deadline: float, time_limit_s: float) -> bytes | bytearray:
+    def _next(self, deadline: float, time_limit_s: float) -> bytearray:
+        answer, self._answer = self._answer, None
         try:
+            if answer is not None:
+                return answer
             return self._pipe.receive(self._most_bytes, deadline)
         except TimeoutError as error:
             raise self._timed_out(time_limit_s) from error
         except (EOFError, OSError) as error:
             raise self._died() from error
-        except _TooLongError as error:
+        except OverflowError as error:
             self.close()
             raise self._wording.error(
                 f"the process of {self._wording.name} answered with {error} bytes; at most "
@@ -226,7 +243,7 @@ class ChildProcess:
             ) from error
 
 
-def _parse_answer(message: bytes) -> tuple[int, str, Any]:
+def _parse_answer(message: bytearray) -> tuple[int, str, Any]:
     """An answer of a child, of plain values. Bounded in depth and number, whoever wrote it."""
     if sum(message.count(mark) for mark in b",[{") > _MOST_VALUES:
         raise ValueError(f"more than {_MOST_VALUES} values")
@@ -264,64 +281,59 @@ class Channel:
         self._pipe.send(json.dumps(plain([number, kind, payload])).encode())
 
 
-class _TooLongError(Exception):
-    """A message has more bytes than are read; the text is how many."""
-
-
 class _Pipe:
     """Messages over a socket, each behind a header with its length.
 
-    A deadline is a ``time.monotonic()``, after which TimeoutError is raised; None: there is none.
+    A deadline is a ``time.monotonic()``, after which TimeoutError is raised; None: there is none,
+    0: only what is there is read. What came before a TimeoutError is kept for the next `receive`.
     """
 
     _HEADER = struct.Struct("!4sQ")
     _BEGIN = b"\x93ALN"
 
     def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-
-    def fileno(self) -> int:
-        """Number of the socket."""
-        return self._socket.fileno()
+        self.socket = end
+        self._received = bytearray()  # of the message that comes, header included
 
     def send(self, body: bytes, deadline: float | None = None) -> None:
         """Send a message; OSError: nobody reads it any more."""
         for part in (self._HEADER.pack(self._BEGIN, len(body)), body):
-            self._socket.settimeout(_seconds_to(deadline))
-            self._socket.sendall(part)
+            self.socket.settimeout(_seconds_to(deadline))
+            self.socket.sendall(part)
 
-    def receive(
-        self, most_bytes: int | None = None, deadline: float | None = None
-    ) -> bytes | bytearray:
-        """The next message; where something else came, that.
+    def receive(self, most_bytes: int | None = None, deadline: float | None = None) -> bytearray:
+        """Return the next message; if something else came, that.
 
         Raises:
             EOFError: the other end is closed.
-            _TooLongError: it has more than ``most_bytes``, none of which were read.
+            OverflowError: it has more than ``most_bytes``, none of which were read.
         """
-        header = self._read(self._HEADER.size, deadline)
-        begin, length = self._HEADER.unpack(header)
-        if begin != self._BEGIN:
-            return header
-        if most_bytes is not None and length > most_bytes:
-            raise _TooLongError(length)
-        if deadline is not None:
-            deadline = max(deadline, time.monotonic() + _BODY_LIMIT_S)
-        return self._read(length, deadline)
+        size = self._HEADER.size
+        self._read_to(size, deadline)
+        begin, length = self._HEADER.unpack(self._received[:size])
+        if begin == self._BEGIN:
+            if most_bytes is not None and length > most_bytes:
+                raise OverflowError(length)
+            if deadline:
+                deadline = max(deadline, time.monotonic() + _BODY_LIMIT_S)
+            self._read_to(size + length, deadline)
+            del self._received[:size]
+        message, self._received = self._received, bytearray()
+        return message
 
-    def _read(self, count: int, deadline: float | None) -> bytearray:
-        found = bytearray(count)
-        view, have = memoryview(found), 0
-        while have < count:
-            self._socket.settimeout(_seconds_to(deadline))
+    def _read_to(self, count: int, deadline: float | None) -> None:
+        """Read until ``count`` bytes of the message are received."""
+        while (missing := count - len(self._received)) > 0:
+            self.socket.settimeout(_seconds_to(deadline))
             try:
-                new = self._socket.recv_into(view[have:])
+                piece = self.socket.recv(min(missing, 2**20))
             except ConnectionResetError:
-                new = 0
-            if not new:
+                piece = b""
+            if not piece:
                 raise EOFError
-            have += new
-        return found
+            self._received += piece
+            if len(piece) < missing and deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError
 
 
 def _seconds_to(deadline: float | None) -> float | None:
@@ -394,22 +406,17 @@ def kill_children() -> None:
 
 
 def _kill_all(found: Callable[[], Iterable[psutil.Process]]) -> None:
-    """Kill what ``found`` returns until it returns none, for a while at most."""
-    deadline = time.monotonic() + _LONGEST_KILL_S
-    while (alive := _living(found())) and time.monotonic() < deadline:
-        for process in alive:
+    """Kill what ``found`` returns until none of it lives, for a while at most."""
+    deadline, alive = time.monotonic() + _LONGEST_KILL_S, True
+    while alive and time.monotonic() < deadline:
+        alive = False
+        for process in found():
             with suppress(psutil.Error):
-                process.kill()
-        time.sleep(0.005)
-
-
-def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    found = []
-    for process in processes:
-        with suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    alive = True
+                    process.kill()
+        if alive:
+            time.sleep(0.005)
 
 
 def _marked(mark: str) -> Iterator[psutil.Process]:

@@ -76,7 +76,7 @@ def run(variant: Variant, model: str, seed: int, steps: int, folder: Path) -> li
     ]
     with (
         initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"),
-        mock.patch.object(DTensorCriticModel, "shifts_values", variant.shifts),
+        mock.patch.object(DTensorCriticModel, "right_shift", variant.shifts),
     ):
         train_ppo(load_config(compose("recipes/ppo_tiny_cpu", overrides=settings)))
     return read_metrics(folder / "metrics.jsonl")

@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import os
 import random
+import re
 import resource
 import runpy
 import shutil
@@ -320,6 +321,32 @@ def end_marked(mark: str, grace_s: float) -> list[str]:
             lines.append(" ".join(process.cmdline())[:100])
             process.kill()
     return lines
+
+
+@contextlib.contextmanager
+def served(
+    campaign: Campaign, *words: object, ready: str, timeout_s: float = 180.0
+) -> "Iterator[tuple[int, subprocess.Popen[bytes]]]":
+    """Run a server with `python`; yield its port and its process, which ends with the block.
+
+    ``ready``: regular expression of what the server prints once it listens; its group is the port.
+
+    Raises:
+        RuntimeError: the server ended, or did not print it within ``timeout_s``.
+    """
+    log, mark = campaign.folder / "serve.log", uuid.uuid4().hex
+    log.unlink(missing_ok=True)
+    process = python("-u", *words, log=log, mark=mark)
+    try:
+        deadline, port = time.monotonic() + timeout_s, None
+        while port is None and process.poll() is None and time.monotonic() < deadline:
+            port = re.search(ready, log.read_text())
+            time.sleep(0.1)
+        if port is None:
+            raise RuntimeError(f"the server did not start: {log.read_text()[-300:]}")
+        yield int(port[1]), process
+    finally:
+        end_marked(mark, 0)
 
 
 def _run_script(script: str | None, arguments: Sequence[object]) -> None:

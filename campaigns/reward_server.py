@@ -4,21 +4,18 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import signal
 import socket
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from campaigns.harness import PPO, ROOT, TINY, Campaign, end_marked, python, run
+from campaigns.harness import PPO, ROOT, TINY, Campaign, run, served
 
 _HOST = b"Host: x\r\n"
 _POST = b"POST /score HTTP/1.1\r\n" + _HOST
@@ -68,28 +65,12 @@ def run_campaign(campaign: Campaign) -> None:
     )
     campaign.record("a reward model", made.status == 0, made.last)
     if made.status == 0:
-        with _served(campaign, model / "reward_model.nemo") as (port, process):
+        script = ROOT / "examples" / "serve_reward_model.py"
+        words = [script, "--model", model / "reward_model.nemo", "--port", 0]
+        with served(campaign, *words, ready=r"ready at http://[^ :]+:(\d+)") as (port, process):
             _abuse(campaign, port, process)
     for lie in campaign.while_time(sorted(_LIES)):
         _before_a_liar(campaign, lie)
-
-
-@contextlib.contextmanager
-def _served(campaign: Campaign, model: Path) -> Iterator[tuple[int, Any]]:
-    log, mark = campaign.folder / "serve.log", uuid.uuid4().hex
-    log.unlink(missing_ok=True)
-    script = ROOT / "examples" / "serve_reward_model.py"
-    process = python("-u", script, "--model", model, "--port", 0, log=log, mark=mark)
-    try:
-        deadline, found = time.monotonic() + 120, None
-        while found is None and process.poll() is None and time.monotonic() < deadline:
-            found = re.search(r"ready at http://[^ :]+:(\d+)", log.read_text())
-            time.sleep(0.1)
-        if found is None:
-            raise RuntimeError(f"the server did not start: {log.read_text()[-300:]}")
-        yield int(found[1]), process
-    finally:
-        end_marked(mark, 0)
 
 
 def _abuse(campaign: Campaign, port: int, process: Any) -> None:

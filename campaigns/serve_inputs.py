@@ -3,15 +3,13 @@
 import contextlib
 import http.client
 import json
-import re
 import socket
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from campaigns.harness import ROOT, TINY, Campaign, end_marked, python
+from campaigns.harness import ROOT, TINY, Campaign, served
 
 _TOKEN = "of-the-campaign"
 _QUICK_S = 5.0
@@ -59,33 +57,17 @@ _CONNECTIONS = {"silent": b"", "half a head": b"POST /v1/completions HTTP/1.1\r\
 
 def run_campaign(campaign: Campaign) -> None:
     """One server for all cases, until one ends it."""
-    with _served(campaign) as (port, process):
+    token = campaign.folder / "token"
+    token.write_text(_TOKEN)
+    token.chmod(0o600)
+    words = [ROOT / "examples" / "serve.py", "--model", TINY, "--token-file", token]
+    words += ["server.port=0", "sampling.max_length=64"]
+    with served(campaign, *words, ready=r" at http://[^ :]+:(\d+)/v1") as (port, process):
         for case in campaign.while_time([*_REQUESTS, *_CONNECTIONS]):
             (_connect if case in _CONNECTIONS else _send)(campaign, case, port)
             if process.poll() is not None:
                 campaign.record(case, False, f"the server ended with {process.poll()}")
                 return
-
-
-@contextlib.contextmanager
-def _served(campaign: Campaign) -> Iterator[tuple[int, Any]]:
-    log, mark, token = campaign.folder / "serve.log", uuid.uuid4().hex, campaign.folder / "token"
-    log.unlink(missing_ok=True)
-    token.write_text(_TOKEN)
-    token.chmod(0o600)
-    words = ["-u", ROOT / "examples" / "serve.py", "--model", TINY, "--token-file", token]
-    words += ["server.port=0", "sampling.max_length=64"]
-    process = python(*words, log=log, mark=mark)
-    try:
-        deadline, found = time.monotonic() + 180, None
-        while found is None and process.poll() is None and time.monotonic() < deadline:
-            found = re.search(r" at http://[^ :]+:(\d+)/v1", log.read_text())
-            time.sleep(0.1)
-        if found is None:
-            raise RuntimeError(f"the server did not start: {log.read_text()[-300:]}")
-        yield int(found[1]), process
-    finally:
-        end_marked(mark, 0)
 
 
 def _send(campaign: Campaign, case: str, port: int) -> None:

@@ -6,6 +6,7 @@ enabled is not read.
 """
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -192,7 +193,11 @@ def read_role(
     keys = {**KEYS, **of_role, **_OF_BACKENDS[backend]}
     given: dict[str, Any] = {}
     for path, value in _settings(own, keys, notes):
-        hint = _hint(keys[path].split()[0]) if isinstance(keys[path], str) else keys[path]
+        hint = keys[path]
+        if isinstance(hint, str):  # ours, whose type is that of the field
+            ours = hint.split()[0].split(".")
+            steps = [int(step) if step.isdigit() else step for step in ours]
+            hint = functools.reduce(type_below, steps, PublishedRole)
         try:
             given[path] = build(hint, _spelt(path, value), f"{name}.{path}")
         except ConfigError as error:
@@ -256,14 +261,6 @@ def _settings(
                 yield from _settings(value, keys, notes, f"{path}.")
         elif value is not None:
             notes.refuse(path, value, "expected a group of keys")
-
-
-def _hint(ours: str) -> Any:
-    """Return the type of a value of `PublishedRole` by its dotted key."""
-    hint: Any = PublishedRole
-    for step in ours.split("."):
-        hint = type_below(hint, int(step) if step.isdigit() else step)
-    return hint
 
 
 def _spelt(path: str, value: Any) -> Any:

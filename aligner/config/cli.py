@@ -21,6 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from aligner.catalog import imported
+from aligner.config.base import BASES
 from aligner.config.load import Root, load_config, with_built_in_task
 from aligner.config.parse import field_types, keys_below, section_in, type_below, unknown_key
 from aligner.config.run import RunConfig
@@ -194,7 +195,7 @@ def _accepted(
     is_choice = _is_group(key, conf_dir) or override.package is not None or "/" in key
     if is_choice and not isinstance(value, dict):
         if not (override.is_delete() or override.is_sweep_override()):
-            _check_choice(argument, key, value, searched)
+            _check_choice(argument, key, value, root, searched)
         return [argument]
     if is_inert(key, value):
         return []
@@ -220,8 +221,8 @@ def _is_group(key: str, conf_dir: Path | None) -> bool:
     return conf_dir is not None and (conf_dir / key).is_dir()
 
 
-def _check_choice(argument: str, group: str, value: Any, conf_dir: Path | None) -> None:
-    """Refuse a value of a config group that is not one of its options."""
+def _check_choice(argument: str, group: str, value: Any, root: type, conf_dir: Path | None) -> None:
+    """Refuse a value of a config group that is not one of its options, or not the script's."""
     if conf_dir is None:
         return
     known = sorted(path.stem for path in (conf_dir / group).glob("*.yaml"))
@@ -231,14 +232,44 @@ def _check_choice(argument: str, group: str, value: Any, conf_dir: Path | None) 
         )
         hint = f"did you mean {near[0]}?" if near else f"see the folders of {conf_dir}"
         raise ConfigError(f"{_short(argument)}: there is no config group {group}; {hint}")
+    options = _options_of(root, group, known, conf_dir)
     for choice in value if isinstance(value, list) else [value]:
-        if choice not in known:
-            near = difflib.get_close_matches(str(choice)[:64], known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(
-                f"{_short(argument)}: {group} is a group of settings, chosen by name; {hint}"
-                f"Options: {', '.join(known)}. Single settings are keys below it, {group}.KEY=VALUE"
-            )
+        if choice in options:
+            continue
+        near = difflib.get_close_matches(str(choice)[:64], options, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        reason = f"{group} is a group of settings, chosen by name; {hint}"
+        if choice in known:
+            reason = "it is an option of other scripts, and nothing reads it in this one. "
+        remedy = (
+            f"Options: {', '.join(options)}. Single settings are keys below it, {group}.KEY=VALUE"
+        )
+        raise ConfigError(f"{_short(argument)}: {reason}{remedy if options else 'Remove it'}")
+
+
+def _options_of(root: type, group: str, known: Sequence[str], conf_dir: Path) -> list[str]:
+    """The options of a config group that the script with the configuration ``root`` reads.
+
+    An option that is a default of scripts, or extends one, belongs to these scripts; any other
+    belongs to every script that has the group.
+    """
+    name = f"{root.__module__}:{root.__qualname__}"
+    scripts = {base.replace("base", "gpt") for base, path in BASES.items() if path == name}
+    own, foreign = set[str](), set[str]()
+    for path in conf_dir.glob("gpt_*.yaml"):
+        entries = (entry for entry in OmegaConf.load(path).defaults if not isinstance(entry, str))
+        chosen = [entry[key] for entry in entries for key in entry if key.split("@")[0] == group]
+        (own if path.stem in scripts else foreign).update(chosen)
+    if not own:
+        return [] if foreign and scripts else list(known)
+
+    def belongs(option: str) -> bool:
+        path = conf_dir / group / f"{option}.yaml"
+        extended = OmegaConf.select(OmegaConf.load(path), "defaults", default=())
+        names = {option, *(entry for entry in extended if isinstance(entry, str))}
+        return bool(names & own) or not names & foreign
+
+    return [option for option in known if belongs(option)]
 
 
 def _short(text: str) -> str:

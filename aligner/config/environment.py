@@ -1,15 +1,33 @@
 """The environment that a policy converses with, and the limits of a conversation."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
-from pydantic import StrictStr
+from pydantic import AfterValidator, StrictStr
+from pydantic_core import PydanticCustomError
 
+from aligner.config.combinations import ReadIf
 from aligner.config.fields import Count, FilePath, Integer, Seconds, UserClass
-from aligner.errors import ConfigError
+
+WITHOUT_ENVIRONMENT = ReadIf(
+    lambda run: not run.has_environment,
+    "is for runs without an environment; environment.kwargs gives arguments to the environment",
+)
+
+
+def _without_open_quotation(command: str) -> str:
+    try:
+        shlex.split(command)
+    except ValueError as error:
+        raise PydanticCustomError(
+            "command",
+            "{key}={command}: {error}; write it as a list of words",
+            {"command": repr(command), "error": str(error)},
+        ) from error
+    return command
 
 
 @dataclass(frozen=True)
@@ -30,7 +48,9 @@ class EnvironmentConfig:
     (docs/environments.md). It gives the prompts and the rewards. With `kind=endpoint` a function.
     """
 
-    command: StrictStr | tuple[StrictStr, ...] | None = None
+    command: (
+        Annotated[StrictStr, AfterValidator(_without_open_quotation)] | tuple[StrictStr, ...] | None
+    ) = None
     """With `kind=endpoint` in place of `factory`: a program and its arguments; null: none.
 
     A text is split as a shell does, but there is no shell; or a list of words.
@@ -109,19 +129,10 @@ class EnvironmentConfig:
 
     @property
     def words(self) -> list[str]:
-        """Words of the command; none: there is no command.
-
-        Raises:
-            ConfigError: a quotation of it does not end.
-        """
-        if isinstance(self.command, str):
-            try:
-                return shlex.split(self.command)
-            except ValueError as error:
-                raise ConfigError(
-                    f"environment.command={self.command!r}: {error}; write it as a list of words"
-                ) from error
-        return list(self.command or ())
+        """Words of the command; none: there is no command."""
+        return (
+            shlex.split(self.command) if isinstance(self.command, str) else list(self.command or ())
+        )
 
     @property
     def named(self) -> str:
@@ -129,3 +140,57 @@ class EnvironmentConfig:
         if self.command is not None:
             return f"environment.command={shlex.join(self.words)!r}"
         return f"environment.factory={self.factory}"
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse an agent or environment that cannot be run, and limits that leave no room."""
+        if self.kind == "endpoint":
+            yield from self._agent_problems(key, run)
+        elif self.command is not None:
+            yield (
+                f"{self.named} is an agent that asks the policy, and {key}.kind=messages; set "
+                f"{key}.kind=endpoint"
+            )
+        if not self.is_set:
+            return
+        response = run.model.rollout.length_params.max_length
+        if self.max_tokens <= response:
+            yield (
+                f"{key}.max_tokens={self.max_tokens} leaves no room for a prompt before a response "
+                f"of {run.model.rollout_key}.length_params.max_length={response}; raise it"
+            )
+        waits, limit = self.kind == "messages", run.cluster.timeout_s
+        if waits and run.cluster.engine == "local" and 2 * self.timeout_s >= limit:
+            yield (
+                f"{key}.timeout_s={self.timeout_s:g} must stay below half of cluster.timeout_s="
+                f"{limit:g}, for which the other processes wait; lower it, or raise that"
+            )
+        if run.data.max_prompt_length is not None:
+            yield (
+                f"data.max_prompt_length={run.data.max_prompt_length}: prompts are the "
+                f"environment's; set it to null, and bound conversations by {key}.max_tokens"
+            )
+
+    def _agent_problems(self, key: str, run: Any) -> Iterator[str]:
+        if not self.is_set:
+            yield (
+                f"{key}.kind=endpoint and neither {key}.command nor {key}.factory: set "
+                f"{key}.command='python my_agent.py' or {key}.factory=my_agent.py:run"
+            )
+        if self.command is not None and self.factory is not None:
+            yield (
+                f"{self.named} and {key}.factory={self.factory}: an agent is one of them; set the "
+                "other to null"
+            )
+        if self.command is not None and not self.words:
+            yield f"{key}.command={self.command!r} is empty; give a program and its arguments"
+        if self.rewritten_history != "fork":
+            yield (
+                f"{key}.rewritten_history={self.rewritten_history} and {key}.kind=endpoint: an "
+                "agent says what the policy reads, and what does not continue it begins another "
+                "sequence; set it to fork"
+            )
+        if run.generation.async_rollouts:
+            yield (
+                f"generation.async_rollouts=true and {key}.kind=endpoint: agents are answered "
+                "while nothing else is done; set one of them to false or messages"
+            )

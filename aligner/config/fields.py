@@ -116,4 +116,6 @@ NonNegative = Annotated[StrictFloat, Interval(ge=0)]
 MOST_SECONDS = 2_000_000.0
 Seconds = Annotated[StrictFloat, Interval(gt=0, le=MOST_SECONDS)]
 Beta = Annotated[StrictFloat, Interval(ge=0, lt=1)]
+MinorShare = Annotated[StrictFloat, Interval(ge=0, lt=0.5)]
+AboveOne = Annotated[StrictFloat, Interval(gt=1)]
 Fraction = Annotated[StrictFloat, Interval(ge=0, le=1)]

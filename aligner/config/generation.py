@@ -1,11 +1,14 @@
 """Sampling of the responses: with the training weights, or by engines that receive a copy."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import StrictBool
 
+from aligner.config.combinations import ReadIf
 from aligner.config.fields import Count, FilePath, Fraction, Positive, Seconds
 from aligner.errors import ConfigError
 
@@ -140,4 +143,73 @@ class GenerationConfig:
     `finish`: waited for and saved. `abandon`: drawn again, with the new weights.
     """
 
-    vllm: VllmConfig = field(default_factory=VllmConfig)
+    vllm: Annotated[
+        VllmConfig,
+        ReadIf(lambda run: run.generation.backend == "vllm", "needs generation.backend=vllm"),
+    ] = field(default_factory=VllmConfig)
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse engines that cannot be started, and old weights without a correction."""
+        if self.async_rollouts:
+            yield from self._async_problems(key, run)
+        if self.backend == "vllm":
+            if run.cluster.engine != "ray":
+                yield (
+                    f"{key}.backend=vllm needs cluster.engine=ray, which starts vLLM's workers in "
+                    f"their own interpreter; it is {run.cluster.engine}. Set cluster.engine=ray, "
+                    f"or {key}.backend=megatron"
+                )
+            yield from self._vllm_problems(f"{key}.vllm", run.trainer.world_size)
+
+    def _vllm_problems(self, key: str, policy_workers: int) -> Iterator[str]:
+        vllm = self.vllm
+        if vllm.refit == "colocated" and vllm.workers > policy_workers:
+            of_each = vllm.tensor_parallel_size
+            devices = f" of tensor_parallel_size={of_each} each" if of_each > 1 else ""
+            yield (
+                f"{key}.engines={vllm.engines}{devices} with refit=colocated needs a policy worker "
+                f"beside each of {vllm.workers} engine workers, and there are {policy_workers}; "
+                f"lower it, or set {key}.refit=separate"
+            )
+        for name in ("distributed_executor_backend", "tensor_parallel_size"):
+            if name in vllm.kwargs:
+                yield (
+                    f"{key}.kwargs.{name}={vllm.kwargs[name]}: who starts an engine's processes is "
+                    f"the library's to say; set {key}.tensor_parallel_size"
+                )
+        if vllm.sleep and self.async_rollouts:
+            yield (
+                f"{key}.sleep=true gives the engines' memory back while the policy trains, and "
+                "with generation.async_rollouts=true they draw then; set sleep to null or false"
+            )
+        python = Path(vllm.python).expanduser()
+        if not os.access(python, os.X_OK) or python.is_dir():
+            yield (
+                f"{key}.python={vllm.python}: there is no such interpreter; `make vllm-env` makes "
+                ".venv-vllm, or give that of another environment with vLLM"
+            )
+
+    def _async_problems(self, key: str, run: Any) -> Iterator[str]:
+        if self.backend == "megatron":
+            yield (
+                f"{key}.async_rollouts=true needs an engine that draws while the policy trains, "
+                f"and {key}.backend=megatron draws with the policy's own workers; set "
+                f"{key}.backend=vllm"
+            )
+        ppo = getattr(run.model, "ppo", None)
+        if ppo is None:
+            return
+        if run.trainer.ppo.dynamic_sampling.enabled:
+            yield (
+                f"{key}.async_rollouts=true draws one rollout ahead, and with "
+                "trainer.ppo.dynamic_sampling.enabled=true nobody knows how many a step takes; set "
+                "one of them to false"
+            )
+        if ppo.truncated_importance_sampling is None and not ppo.correction.is_on:
+            yield (
+                f"{key}.async_rollouts=true draws with weights one update old, which "
+                "model.ppo.truncated_importance_sampling=null and an empty model.ppo.correction "
+                "leave uncorrected; set model.ppo.correction.weights=token (with "
+                "ratio_level=sequence: sequence), or model.ppo.correction.old_logprobs=sampler "
+                "(docs/corrections.md)"
+            )

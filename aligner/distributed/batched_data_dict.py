@@ -3,14 +3,13 @@
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Generic, NamedTuple, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from aligner.device import accelerator
 from aligner.distributed import sharding
 from aligner.distributed.sharding import (
     DynamicBatchingArgs,
@@ -75,31 +74,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         if len(set(lengths.values())) > 1:
             raise DataError(f"columns of different lengths: {lengths}")
         return next(iter(lengths.values()), 0)
-
-    @overload
-    def shard_by_batch_size(
-        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
-    ) -> "list[SlicedDataDict]": ...
-
-    @overload
-    def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
-        *,
-        dynamic_batching_args: DynamicBatchingArgs,
-    ) -> "tuple[list[SlicedDataDict], list[int]]": ...
-
-    @overload
-    def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
-        *,
-        sequence_packing_args: SequencePackingArgs,
-    ) -> "tuple[list[SlicedDataDict], list[int]]": ...
 
     def shard_by_batch_size(
         self,
@@ -277,9 +251,24 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         """The rows of all ranks of ``group`` in rank order, the same on every rank.
 
         Ranks may hold different numbers of rows, none included, and tensors of different widths
-        (right-padded as `from_batches` does); the columns must be the same.
+        (right-padded as `from_batches` does). Tensors arrive on the device of this rank's column.
+        Every rank must call this.
+
+        Raises:
+            DataError: ranks hold different columns, or a column in different types; on every rank.
         """
-        return type(self).from_batches(_gather(self.data, group))
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        mine = {  # a copy: of a view, the memory of the whole would be sent
+            key: column.detach().to("cpu", copy=True) if isinstance(column, Tensor) else column
+            for key, column in self.data.items()
+        }
+        dist.all_gather_object(everyone, mine, group=group)
+        _check_same_columns(everyone)
+        joined = type(self).from_batches(everyone)
+        for key, column in self.data.items():
+            if isinstance(column, Tensor):
+                joined[key] = joined[key].to(column.device)
+        return joined
 
     def get_dict(self) -> dict[str, Any]:
         """The columns as a plain dict."""
@@ -393,13 +382,6 @@ _DERIVED: Mapping[str, Callable[[BatchedDataDict], Tensor]] = {
 }
 
 
-class _TensorKind(NamedTuple):
-    """Description of a tensor that the other ranks need before it can be sent."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
 def _take(column: Any, index: Tensor) -> Any:
     """The rows at ``index`` int64 [N], in that order."""
     if isinstance(column, Tensor):
@@ -421,67 +403,17 @@ def _join(columns: Sequence[Any], pad_value: int | float) -> Any:
     return torch.cat([_pad(column, width, pad_value) for column in filled])
 
 
-def _gather(columns: Mapping[str, Any], group: dist.ProcessGroup) -> list[dict[str, Any]]:
-    """The columns of every rank of ``group``, in rank order, the same on every rank.
-
-    Tensors arrive bit for bit on the device of this rank's own column, whatever their shapes
-    elsewhere; each column must have one dtype. Every rank must call this.
-
-    Raises:
-        DataError: ranks hold different columns, or one column in different types; on every rank.
-    """
-    # Lists and shapes travel as objects, tensors as bytes.
-    described = {
-        key: _TensorKind(str(column.dtype), tuple(column.shape))
-        if isinstance(column, Tensor)
-        else column
-        for key, column in columns.items()
-    }
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, described, group=group)
-    _check_same_columns(everyone)
-    gathered: list[dict[str, Any]] = [{} for _ in everyone]
-    for key in everyone[0]:
-        if isinstance(columns[key], Tensor):
-            shapes = [described[key].shape for described in everyone]
-            parts: Sequence[Any] = _gather_tensors(columns[key], shapes, group)
-        else:
-            parts = [described[key] for described in everyone]
-        for batch, part in zip(gathered, parts, strict=True):
-            batch[key] = part
-    return gathered
-
-
 def _check_same_columns(everyone: Sequence[Mapping[str, Any]]) -> None:
-    def kinds(described: Mapping[str, Any]) -> dict[str, str]:
-        return {
-            key: value.dtype if isinstance(value, _TensorKind) else "list"
-            for key, value in described.items()
-        }
-
-    first = kinds(everyone[0])
-    for rank, described in enumerate(everyone):
-        if kinds(described) != first:
+    kinds = [
+        {key: str(getattr(column, "dtype", "list")) for key, column in columns.items()}
+        for columns in everyone
+    ]
+    for rank, columns in enumerate(kinds):
+        if columns != kinds[0]:
             raise DataError(
-                f"rank {rank} of the group has columns {kinds(described)}, rank 0 has {first}; "
+                f"rank {rank} of the group has columns {columns}, rank 0 has {kinds[0]}; "
                 "all ranks must bring the same columns"
             )
-
-
-def _gather_tensors(
-    mine: Tensor, shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup
-) -> list[Tensor]:
-    """One tensor per rank; every rank sends as many bytes as the largest has."""
-    item = mine.element_size()
-    sizes = [item * torch.Size(shape).numel() for shape in shapes]
-    data = mine.detach().contiguous().flatten().view(torch.uint8).to(accelerator.device())
-    sent = functional.pad(data, [0, max(sizes) - len(data)])
-    received = [torch.empty_like(sent) for _ in shapes]
-    dist.all_gather(received, sent, group=group)
-    return [
-        data[:size].clone().view(mine.dtype).reshape(shape).to(mine.device)
-        for data, size, shape in zip(received, sizes, shapes, strict=True)
-    ]
 
 
 def _pad(column: Tensor, width: int, value: int | float) -> Tensor:

@@ -7,12 +7,14 @@ every process that packs the same lengths gets the same bins.
 """
 
 import heapq
+import operator
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from enum import Enum
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
@@ -93,9 +95,9 @@ class SequencePacker(ABC):
         min_bin_count: int | None = None,
         bin_count_multiple: int | None = None,
     ) -> None:
-        self.bin_capacity = _at_least("bin_capacity", bin_capacity, 1)
-        self.min_bin_count = _at_least("min_bin_count", min_bin_count or 0, 0)
-        self.bin_count_multiple = _at_least(
+        self.bin_capacity = at_least("bin_capacity", bin_capacity, 1)
+        self.min_bin_count = at_least("min_bin_count", min_bin_count or 0, 0)
+        self.bin_count_multiple = at_least(
             "bin_count_multiple", 1 if bin_count_multiple is None else bin_count_multiple, 1
         )
         self.metrics = PackingMetrics() if collect_metrics else None
@@ -112,16 +114,6 @@ class SequencePacker(ABC):
                 bins that must be made.
         """
         lengths = [int(length) for length in sequence_lengths]
-        self._check(lengths)
-        started = time.perf_counter()
-        bins = self._pack(lengths)
-        count = bin_count(len(bins), self.min_bin_count, self.bin_count_multiple)
-        bins = split_fullest(bins, lengths, count)
-        if self.metrics is not None:
-            self.metrics.update(lengths, bins, self.bin_capacity, time.perf_counter() - started)
-        return bins
-
-    def _check(self, lengths: Sequence[int]) -> None:
         for index, length in enumerate(lengths):
             if not 0 <= length <= self.bin_capacity:
                 raise DataError(
@@ -129,6 +121,13 @@ class SequencePacker(ABC):
                     f"{self.bin_capacity}; raise the token budget of a micro-batch or drop the "
                     "sequence"
                 )
+        started = time.perf_counter()
+        bins = self._pack(lengths)
+        count = bin_count(len(bins), self.min_bin_count, self.bin_count_multiple)
+        bins = split_fullest(bins, lengths, count)
+        if self.metrics is not None:
+            self.metrics.update(lengths, bins, self.bin_capacity, time.perf_counter() - started)
+        return bins
 
 
 class ConcatenativePacker(SequencePacker):
@@ -146,10 +145,51 @@ class ConcatenativePacker(SequencePacker):
         return bins
 
 
-def _at_least(key: str, value: int, least: int) -> int:
+def at_least(key: str, value: int, least: int) -> int:
+    """``value`` of ``key``; `ConfigError` where it is below ``least``."""
     if value < least:
         raise ConfigError(f"{key}={value} must be at least {least}")
     return value
+
+
+class _Packing(NamedTuple):
+    """Numbers of one packing, or sums over several."""
+
+    sequences: int = 0
+    tokens: int = 0
+    capacity: int = 0  # of all bins together
+    fewest_bins: int = 0  # that could hold the tokens, were sequences divisible
+    utilisations: tuple[float, ...] = ()  # of each bin
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], bins: Sequence[Sequence[int]], capacity: int) -> "_Packing":
+        tokens = sum(lengths)
+        shares = tuple(sum(lengths[index] for index in items) / capacity for items in bins)
+        return cls(len(lengths), tokens, len(bins) * capacity, ceil(tokens / capacity), shares)
+
+    def stats(self) -> dict[str, float]:
+        """The published statistics.
+
+        ``waste_ratio`` is the share of the capacity left empty, ``imbalance`` the utilisation of
+        the fullest bin less that of the emptiest, ``bin_efficiency`` the fewest bins over those
+        used.
+        """
+        used = self.tokens / self.capacity if self.capacity else 0.0
+        least = min(self.utilisations, default=0.0)
+        most = max(self.utilisations, default=0.0)
+        bins = len(self.utilisations)
+        return {
+            "num_sequences": self.sequences,
+            "num_bins": bins,
+            "total_tokens": self.tokens,
+            "waste_tokens": self.capacity - self.tokens,
+            "waste_ratio": 1 - used if self.capacity else 0.0,
+            "mean_utilization": used,
+            "min_utilization": least,
+            "max_utilization": most,
+            "imbalance": most - least,
+            "bin_efficiency": self.fewest_bins / bins if bins else 1.0,
+        }
 
 
 class PackingMetrics:
@@ -160,12 +200,7 @@ class PackingMetrics:
 
     def reset(self) -> None:
         """Forget every packing so far."""
-        self._sequences = 0
-        self._tokens = 0
-        self._capacity = 0
-        self._utilisations: list[float] = []
-        self._fewest_bins = 0
-        self._seconds = 0.0
+        self._total, self._seconds = _Packing(), 0.0
 
     def update(
         self,
@@ -175,85 +210,30 @@ class PackingMetrics:
         packing_time: float = 0.0,
     ) -> dict[str, float]:
         """Count one packing, which took ``packing_time`` seconds; returns its own statistics."""
-        tokens = sum(sequence_lengths)
-        self._sequences += len(sequence_lengths)
-        self._tokens += tokens
-        self._capacity += len(bins) * bin_capacity
-        self._utilisations += _utilisations(sequence_lengths, bins, bin_capacity)
-        self._fewest_bins += ceil(tokens / bin_capacity)
+        packing = _Packing.of(sequence_lengths, bins, bin_capacity)
+        self._total = _Packing(*map(operator.add, self._total, packing))
         self._seconds += packing_time
-        return self.calculate_stats_only(sequence_lengths, bins, bin_capacity)
+        return packing.stats()
 
     def calculate_stats_only(
         self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]], bin_capacity: int
     ) -> dict[str, float]:
-        """Statistics of one packing, which is not counted; the keys are those of `_stats`."""
-        tokens = sum(sequence_lengths)
-        return _stats(
-            len(sequence_lengths),
-            tokens,
-            len(bins) * bin_capacity,
-            _utilisations(sequence_lengths, bins, bin_capacity),
-            ceil(tokens / bin_capacity),
-        )
+        """Statistics of one packing, which is not counted; see `_Packing.stats`."""
+        return _Packing.of(sequence_lengths, bins, bin_capacity).stats()
 
     def get_aggregated_stats(self) -> dict[str, float]:
         """Statistics over all packings, and ``packing_time``: their seconds together."""
-        stats = _stats(
-            self._sequences, self._tokens, self._capacity, self._utilisations, self._fewest_bins
-        )
-        return {**stats, "packing_time": self._seconds}
+        return {**self._total.stats(), "packing_time": self._seconds}
 
 
-def _utilisations(
-    lengths: Sequence[int], bins: Sequence[Sequence[int]], capacity: int
-) -> list[float]:
-    return [sum(lengths[index] for index in items) / capacity for items in bins]
-
-
-def _stats(
-    sequences: int, tokens: int, capacity: int, utilisations: Sequence[float], fewest_bins: int
-) -> dict[str, float]:
-    """Statistics of bins that have ``capacity`` tokens together.
-
-    ``waste_ratio`` is the share of the capacity left empty, ``imbalance`` the utilisation of the
-    fullest bin less that of the emptiest, ``bin_efficiency`` the fewest bins that could hold the
-    tokens, were sequences divisible, over those used.
-    """
-    bins = len(utilisations)
-    return {
-        "num_sequences": sequences,
-        "num_bins": bins,
-        "total_tokens": tokens,
-        "waste_tokens": capacity - tokens,
-        "waste_ratio": 1 - tokens / capacity if capacity else 0.0,
-        "mean_utilization": tokens / capacity if capacity else 0.0,
-        "min_utilization": min(utilisations, default=0.0),
-        "max_utilization": max(utilisations, default=0.0),
-        "imbalance": max(utilisations, default=0.0) - min(utilisations, default=0.0),
-        "bin_efficiency": fewest_bins / bins if bins else 1.0,
-    }
-
-
-class FirstFitPacker(SequencePacker):
-    """Each sequence into the first bin with room for it; subclasses choose the order."""
-
-    @abstractmethod
-    def _order(self, lengths: Sequence[int]) -> list[int]:
-        """The indices in the order in which they are packed."""
+class FirstFitDecreasingPacker(SequencePacker):
+    """Each sequence into the first bin with room, longest first; equal ones in their order."""
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
-        return first_fit(self._order(lengths), lengths, self.bin_capacity)
+        return first_fit(decreasing(range(len(lengths)), lengths), lengths, self.bin_capacity)
 
 
-class FirstFitDecreasingPacker(FirstFitPacker):
-    """First fit, longest first; equal lengths in their given order."""
-
-    def _order(self, lengths: Sequence[int]) -> list[int]:
-        return decreasing(range(len(lengths)), lengths)
-
-
-class FirstFitShufflePacker(FirstFitPacker):
+class FirstFitShufflePacker(SequencePacker):
     """First fit in a random order that ``seed`` and the number of sequences decide."""
 
     def __init__(
@@ -267,10 +247,10 @@ class FirstFitShufflePacker(FirstFitPacker):
         super().__init__(bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
         self.seed = seed
 
-    def _order(self, lengths: Sequence[int]) -> list[int]:
+    def _pack(self, lengths: Sequence[int]) -> Bins:
         # A fresh generator per call: the order may not depend on how often a process has packed.
         order = np.random.Generator(np.random.PCG64(self.seed)).permutation(len(lengths))
-        return [int(index) for index in order]
+        return first_fit(order.tolist(), lengths, self.bin_capacity)
 
 
 def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bins:
@@ -378,9 +358,6 @@ class _Pool:
     def _take(self, position: int) -> int:
         del self._sizes[position]
         return self._items.pop(position)
-
-
-__all__ = ["PackingAlgorithm", "SequencePacker", "get_packer"]
 
 
 class PackingAlgorithm(Enum):

@@ -104,23 +104,41 @@ def build_prefix_tree(
     """
     order = _in_order(input_ids, lengths)
     common = _common_with_previous(input_ids[order], lengths[order])
-    found = _Runs()
+    runs: list[tuple[int, int, int]] = []  # start, length, parent
+    sequences: list[IntArray] = []  # that have each run
+
+    def add(start: int, end: int, parent: int, owners: IntArray) -> int:
+        """Add a run unless it is empty; its number."""
+        if end > start:
+            runs.append((start, end - start, parent))
+            sequences.append(owners)
+        return len(runs) - 1
+
     waiting = [(0, len(order), 0, -1)] if len(order) else []
     while waiting:
         low, high, depth, parent = waiting.pop()
         if high - low == 1:
-            found.add(depth, int(lengths[order[low]]), parent, order[low:high])
+            add(depth, int(lengths[order[low]]), parent, order[low:high])
             continue
         end = int(common[low + 1 : high].min())  # all of them are alike up to here
         if (end - depth) * (high - low - 1) >= max(1, least_saved):
-            parent = found.add(depth, end, parent, order[low:high])
+            parent = add(depth, end, parent, order[low:high])
             depth = end
         forks = low + 1 + np.flatnonzero(common[low + 1 : high] == end)
         bounds = [low, *forks.tolist(), high]
         waiting += [
             (bounds[i], bounds[i + 1], depth, parent) for i in reversed(range(len(bounds) - 1))
         ]
-    return found.tree()
+    counts = [len(owners) for owners in sequences]
+    starts, sizes, parents = np.array(runs, np.int64).reshape(-1, 3).T
+    return PrefixTree(
+        starts,
+        sizes,
+        parents,
+        examples=np.array([owners[0] for owners in sequences], np.int64),
+        owners=np.concatenate([np.empty(0, np.int64), *sequences]),
+        owned=np.arange(len(counts)).repeat(counts),
+    )
 
 
 def shared_prefixes(input_ids: IntArray, lengths: IntArray, multiple: int = 1) -> PrefixTree | None:
@@ -135,35 +153,6 @@ def shared_prefixes(input_ids: IntArray, lengths: IntArray, multiple: int = 1) -
     tree = build_prefix_tree(input_ids, lengths)
     saved = alone - tree.num_tokens(multiple)
     return tree if saved * LEAST_PART >= alone and saved > 0 else None
-
-
-class _Runs:
-    """Runs as they are found."""
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, int, int]] = []
-        self._sequences: list[IntArray] = []
-
-    def add(self, start: int, end: int, parent: int, sequences: IntArray) -> int:
-        """Add a run unless it is empty; its number."""
-        if end > start:
-            self._rows.append((start, end - start, parent))
-            self._sequences.append(sequences)
-        return len(self._rows) - 1
-
-    def tree(self) -> PrefixTree:
-        """All of them."""
-        starts, lengths, parents = np.array(self._rows, np.int64).reshape(-1, 3).T
-        counts = [len(sequences) for sequences in self._sequences]
-        none = np.empty(0, np.int64)
-        return PrefixTree(
-            starts=starts,
-            lengths=lengths,
-            parents=parents,
-            examples=np.array([sequences[0] for sequences in self._sequences], np.int64),
-            owners=np.concatenate([none, *self._sequences]),
-            owned=np.arange(len(counts)).repeat(counts),
-        )
 
 
 def _in_order(input_ids: IntArray, lengths: IntArray) -> IntArray:
@@ -223,6 +212,7 @@ def prefix_groups(
     common = np.zeros_like(lengths)
     if input_ids is not None:
         common = _common_with_previous(input_ids, lengths)
+    begins_alike = (common >= LEAST_SAVED) & (common * LEAST_PART >= lengths)
     alone = -(-lengths // multiple) * multiple
     new = -(-(lengths - common) // multiple) * multiple  # behind what the row before has
     groups = []
@@ -233,7 +223,7 @@ def prefix_groups(
         while start < batch.stop:
             end = start + together
             tokens = int(alone[start] + new[start + 1 : end].sum())
-            while end < batch.stop and _begins_like_previous(common[end], lengths[end]):
+            while end < batch.stop and begins_alike[end]:
                 tokens += int(new[end : end + together].sum())
                 if tokens > max_tokens or alone[start : end + together].sum() > share:
                     break
@@ -247,10 +237,6 @@ def prefix_groups(
             start = group.rows.stop
         groups.append(found)
     return groups
-
-
-def _begins_like_previous(common: int, length: int) -> bool:
-    return bool(common >= LEAST_SAVED and common * LEAST_PART >= length)
 
 
 def _group(input_ids: IntArray | None, lengths: IntArray, rows: range, multiple: int) -> RowGroup:

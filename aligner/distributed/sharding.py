@@ -26,9 +26,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aligner.distributed.packing import SequencePacker, bin_count, get_packer, split_fullest
+from aligner.distributed.packing import (
+    SequencePacker,
+    at_least,
+    bin_count,
+    get_packer,
+    split_fullest,
+)
 from aligner.distributed.sequences import RowGroup, prefix_groups
-from aligner.errors import ConfigError, DataError
+from aligner.errors import DataError
 
 
 class MicrobatchPlan(NamedTuple):
@@ -313,10 +319,10 @@ def dynamic_plan(
     columns: Mapping[str, Any], args: DynamicBatchingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
     """`plan_dynamic` of a batch; ``batches`` are the rows of its global batches."""
-    multiple = _positive("sequence_length_round", args["sequence_length_round"])
+    multiple = at_least("sequence_length_round", args["sequence_length_round"], 1)
     tokens = args["max_tokens_per_microbatch"]
-    size = _positive("rows_per_group", args.get("rows_per_group", 1))
-    budget = _positive("max_tokens_per_microbatch", tokens // size)
+    size = at_least("rows_per_group", args.get("rows_per_group", 1), 1)
+    budget = at_least("max_tokens_per_microbatch", tokens // size, 1)
     lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
     items, item_batches = _items(columns, args, lengths, batches, multiple, shards)
     plans = plan_dynamic(
@@ -335,9 +341,9 @@ def packed_plan(
     columns: Mapping[str, Any], args: SequencePackingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
     """`plan_packed` of a batch; ``batches`` are the rows of its global batches."""
-    capacity = _positive("max_tokens_per_microbatch", args["max_tokens_per_microbatch"])
-    multiple = _positive("sequence_length_pad_multiple", args["sequence_length_pad_multiple"])
-    _positive("rows_per_group", args.get("rows_per_group", 1))
+    capacity = at_least("max_tokens_per_microbatch", args["max_tokens_per_microbatch"], 1)
+    multiple = at_least("sequence_length_pad_multiple", args["sequence_length_pad_multiple"], 1)
+    at_least("rows_per_group", args.get("rows_per_group", 1), 1)
     lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
     items, item_batches = _items(columns, args, lengths, batches, multiple, shards)
     plans = plan_packed(
@@ -347,7 +353,7 @@ def packed_plan(
         get_packer(args["algorithm"], capacity),
         multiple,
         args.get("min_bin_count", 0),
-        _positive("bin_count_multiple", args.get("bin_count_multiple", 1)),
+        at_least("bin_count_multiple", args.get("bin_count_multiple", 1), 1),
     )
     return _rows_of_items(plans, items)
 
@@ -413,9 +419,3 @@ def _row_lengths(columns: Mapping[str, Any], input_key: str, lengths_key: str) -
                 f"{input_key}; give lengths in tokens, padding not counted"
             )
     return lengths
-
-
-def _positive(key: str, value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"{key}={value} must be at least 1")
-    return value

@@ -342,28 +342,22 @@ class RayWorkerGroup:
                 "py_executable": python_executable,
                 "env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, path))},
             }
-        process = ray.remote(WorkerProcess)
+        process, starting = ray.remote(WorkerProcess), []
         for rank, bundle in enumerate(bundles):
+            log = str(self.cluster.log_dir / f"{self.name_prefix}-{rank}.log")
             strategy = PlacementGroupSchedulingStrategy(bundle.group, bundle.index)
-            self._actors.append(
-                process.options(scheduling_strategy=strategy, **options).remote(
-                    self.name_prefix,
-                    rank,
-                    str(self.cluster.log_dir / f"{self.name_prefix}-{rank}.log"),
-                    os.getcwd(),
-                    environment,
-                    sum(other.node == bundle.node for other in bundles),
-                )
+            actor = process.options(scheduling_strategy=strategy, **options).remote(
+                self.name_prefix,
+                rank,
+                log,
+                os.getcwd(),
+                environment,
+                sum(other.node == bundle.node for other in bundles),
             )
-        starting = [
-            (actor.seat.remote(), Seat(self.name_prefix, rank, "not known yet", "", 0, log))
-            for rank, (actor, log) in enumerate(zip(self._actors, self._logs(), strict=True))
-        ]
+            self._actors.append(actor)
+            seat = Seat(self.name_prefix, rank, "not known yet", "", 0, log)
+            starting.append((actor.seat.remote(), seat))
         self._seats = wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
-
-    def _logs(self) -> Iterator[str]:
-        for rank in range(len(self._actors)):
-            yield str(self.cluster.log_dir / f"{self.name_prefix}-{rank}.log")
 
     def _start_workers(
         self,

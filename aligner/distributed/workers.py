@@ -24,9 +24,9 @@ are scored. Name, signature and docstring are those of the worker method::
 """
 
 import functools
-import importlib
 import inspect
 import os
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -151,8 +151,7 @@ def run_sharded(
         One result per rank, in order; and where the rows of the results, one after the other,
         stood in ``data``.
     """
-    # The overloads know a mode by its argument's name, which an unpacked mapping hides.
-    shards: Any = data.shard_by_batch_size(  # type: ignore[call-overload]
+    shards: Any = data.shard_by_batch_size(
         group.sharding_annotations.get_axis_size("data_parallel"),
         batch_size=batch_size,
         allow_uneven_shards=batch_size is None,
@@ -238,15 +237,9 @@ class _Failure:
     error: AlignerError | None
 
 
-def _failure(rank: int, error: Exception) -> _Failure:
-    own = error if isinstance(error, AlignerError) else None
-    return _Failure(rank, f"{type(error).__name__}: {error}", own)
-
-
-def _from_rank(rank: int, value: Any) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, src=rank)
-    return box[0]
+def _places(parallel: ParallelState) -> NamedSharding:
+    config = parallel.config
+    return layout_of(config.pipeline, parallel.dp_size, config.context, config.tensor)
 
 
 class LocalWorkerGroup:
@@ -257,10 +250,7 @@ class LocalWorkerGroup:
     def __init__(self, worker: Any, parallel: ParallelState) -> None:
         self.worker = worker
         self.parallel = parallel
-        config = parallel.config
-        self.sharding_annotations = layout_of(
-            config.pipeline, parallel.dp_size, config.context, config.tensor
-        )
+        self.sharding_annotations = _places(parallel)
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> LocalFuture:
         """Call ``method_name(**kwargs)`` here; every process does the same with its worker."""
@@ -280,47 +270,43 @@ class LocalWorkerGroup:
         Every axis is either sharded or replicated; the result of a worker is the same along
         ``output_is_replicated`` (worker methods see to it), so one per data rank is returned.
         """
-        self._check_axes(in_sharded_axes, replicate_on_axes, output_is_replicated)
+        if list(in_sharded_axes) != ["data_parallel"]:
+            raise WorkerError(
+                f"data can be sharded over data_parallel alone, not {list(in_sharded_axes)}"
+            )
+        for name in (*replicate_on_axes, *output_is_replicated):
+            if name not in MODEL_AXES:
+                raise WorkerError(f"cannot replicate over {name!r}; the axes are {MODEL_AXES}")
         if len(data) != self.parallel.dp_size:
             raise WorkerError(
                 f"{method_name}: {len(data)} shards for {self.parallel.dp_size} data-parallel ranks"
             )
-        method = getattr(self.worker, method_name)
-        shard = data[self.parallel.dp_rank]
+        arguments = {"data": data[self.parallel.dp_rank], **(common_kwargs or {})}
         if self.parallel.dp_size == 1:
-            return LocalFuture([method(data=shard, **(common_kwargs or {}))])
-        try:
-            mine = method(data=shard, **(common_kwargs or {}))
-        except Exception as error:
-            self._gather(_failure(self.parallel.rank, error))
-            raise
-        results = self._gather(to_host(mine))
-        for result in results:
-            if isinstance(result, _Failure):
-                raise result.error or WorkerError(
-                    f"{method_name} failed on rank {result.rank}: {result.words}"
-                )
-        return LocalFuture(results)
+            return LocalFuture([getattr(self.worker, method_name)(**arguments)])
+
+        def gather(mine: Any) -> list[Any]:
+            results: list[Any] = [None] * self.parallel.dp_size
+            dist.all_gather_object(results, mine, group=self.parallel.dp_group)
+            return results
+
+        return self._shared(method_name, arguments, gather)
 
     def run_single_worker_single_data(
         self, method_name: str, worker_idx: int = 0, **kwargs: Any
     ) -> LocalFuture:
         """Call a method in the process of rank ``worker_idx``; its result, in every process."""
-        mine: Any = None
-        if self.parallel.rank == worker_idx:
-            try:
-                mine = getattr(self.worker, method_name)(**kwargs)
-            except Exception as error:
-                if self.parallel.world_size > 1:
-                    _from_rank(worker_idx, _failure(worker_idx, error))
-                raise
-        if self.parallel.world_size > 1:
-            mine = _from_rank(worker_idx, to_host(mine))
-        if isinstance(mine, _Failure):
-            raise mine.error or WorkerError(
-                f"{method_name} failed on rank {mine.rank}: {mine.words}"
-            )
-        return LocalFuture([mine])
+        if self.parallel.world_size == 1:
+            return LocalFuture([getattr(self.worker, method_name)(**kwargs)])
+
+        def broadcast(mine: Any) -> list[Any]:
+            box = [mine]
+            dist.broadcast_object_list(box, src=worker_idx)
+            return box
+
+        return self._shared(
+            method_name, kwargs if self.parallel.rank == worker_idx else None, broadcast
+        )
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
         """Results of a call, in data-parallel order."""
@@ -336,19 +322,28 @@ class LocalWorkerGroup:
             getattr(self.worker, cleanup_method)()
         return True
 
-    def _gather(self, mine: Any) -> list[Any]:
-        results: list[Any] = [None] * self.parallel.dp_size
-        dist.all_gather_object(results, mine, group=self.parallel.dp_group)
-        return results
-
-    def _check_axes(
-        self, sharded: Sequence[str], replicated: Sequence[str], output_replicated: Sequence[str]
-    ) -> None:
-        if list(sharded) != ["data_parallel"]:
-            raise WorkerError(f"data can be sharded over data_parallel alone, not {list(sharded)}")
-        for name in (*replicated, *output_replicated):
-            if name not in MODEL_AXES:
-                raise WorkerError(f"cannot replicate over {name!r}; the axes are {MODEL_AXES}")
+    def _shared(
+        self,
+        method_name: str,
+        arguments: Mapping[str, Any] | None,
+        exchange: Callable[[Any], list[Any]],
+    ) -> LocalFuture:
+        """Results of ranks that ``exchange`` them; None as ``arguments``: this rank has none."""
+        mine: Any = None
+        try:
+            if arguments is not None:
+                mine = to_host(getattr(self.worker, method_name)(**arguments))
+        except Exception as error:
+            own = error if isinstance(error, AlignerError) else None
+            exchange(_Failure(self.parallel.rank, f"{type(error).__name__}: {error}", own))
+            raise
+        results = exchange(mine)
+        for result in results:
+            if isinstance(result, _Failure):
+                raise result.error or WorkerError(
+                    f"{method_name} failed on rank {result.rank}: {result.words}"
+                )
+        return LocalFuture(results)
 
 
 class LocalCluster:
@@ -367,8 +362,7 @@ class LocalCluster:
     @property
     def sharding_annotations(self) -> NamedSharding:
         """Places of the processes."""
-        config = self.parallel.config
-        return layout_of(config.pipeline, self.parallel.dp_size, config.context, config.tensor)
+        return _places(self.parallel)
 
     def start_workers(
         self,
@@ -404,8 +398,7 @@ class LocalCluster:
                 "were started on this machine; leave it out, or use a RayVirtualCluster"
             )
         os.environ.update({key: str(value) for key, value in (env_vars or {}).items()})
-        module_name, _, class_name = worker_class.rpartition(".")
-        constructor = getattr(importlib.import_module(module_name), class_name)
+        constructor = pkgutil.resolve_name(":".join(worker_class.rsplit(".", 1)))
         try:
             worker = constructor(parallel=self.parallel, **kwargs)
         except AlignerError as error:

@@ -27,11 +27,12 @@ from aligner.data.tokenizers.tokenizer import Tokenizer, encode_fragment
 from aligner.environments.calls import form_of, structured
 from aligner.environments.protocol import Start, Turn, check_total
 from aligner.environments.tools import tools_in_text
-from aligner.errors import DataError, TokenizerError
+from aligner.errors import ConfigError, DataError, TokenizerError
 
 RewrittenHistory = Literal["fork", "refuse", "keep"]
 _MESSAGE_END = "<|eom_id|>"  # Llama 3's, of messages that call a tool, in place of its template's
 _QUESTION: Message = {"role": "user", "content": "a"}
+_SHOWN = "⁂An answer⁂"  # looked for in a rendered chat
 
 
 class RewrittenHistoryError(DataError):
@@ -63,6 +64,8 @@ class ChatRenderer:
         self._rewritten_history = rewritten_history
         self._has_template = _has_template(tokenizer)
         self._form = form_of(tokenizer)
+        if self._has_template:
+            _check_answers(tokenizer)
         closing = self._behind([_QUESTION], [], None) if self._has_template else "\n"
         self._closing = closing
         self._closing_has_end = tokenizer.turn_end_id in tokenizer.encode(closing)
@@ -342,6 +345,21 @@ def _has_template(tokenizer: Tokenizer) -> bool:
     except DataError:  # a template for other chats
         return True
     return True
+
+
+def _check_answers(tokenizer: Tokenizer) -> None:
+    """Refuse a template that changes the assistant's messages, last or before a question."""
+    for chat in ([_QUESTION, _answer(_SHOWN)], [_QUESTION, _answer(_SHOWN), _QUESTION]):
+        try:
+            shown = render(tokenizer, chat, open_answer=False)
+        except DataError:  # a template for other chats
+            continue
+        if _SHOWN not in shown:
+            raise ConfigError(
+                f"the model's chat template shows {shown!r:.200}, where the assistant said "
+                f"{_SHOWN!r}: what the policy samples has no place in it; set "
+                "environment.chat_template=FILE.jinja to a template that keeps it"
+            )
 
 
 def _answer(content: str) -> Message:

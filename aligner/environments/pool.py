@@ -1,6 +1,5 @@
 """Processes of environments and agents, one for each conversation under way."""
 
-import logging
 import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -13,8 +12,6 @@ from aligner.environments.calls import Form
 from aligner.environments.protocol import Start, Turn, check_start, check_turn
 from aligner.environments.worker import COMMAND_KEY, KEY
 from aligner.errors import EnvironmentCallError, EnvironmentTimeoutError
-
-log = logging.getLogger(__name__)
 
 _WORKER = "aligner.environments.worker"
 AGENT_WORKER = "aligner.environments.agent"
@@ -105,15 +102,22 @@ class EnvironmentPool:
 
     def begin(self, calls: Sequence[Call]) -> list[float | Failure]:
         """The first half of `call`: when each began (``time.monotonic()``), or how it failed."""
-        first = [call.slot for call in calls if call.name in ("begin", "run")]
-        dead = self._start_missing(first)
-        return [dead.get(call.slot) or self._send(call) for call in calls]
+        began = self._start_missing([call.slot for call in calls if call.name in ("begin", "run")])
+        for call in calls:
+            if call.slot in began:
+                continue
+            began[call.slot] = time.monotonic()
+            try:
+                self._processes[call.slot].ask(call.name, call.argument, time_limit_s=call.limit_s)
+            except EnvironmentCallError as error:
+                began[call.slot] = _failure(error)
+        return [began[call.slot] for call in calls]
 
     def answered(self, slots: Sequence[int], timeout_s: float) -> set[int]:
-        """Those ``slots`` whose processes have answered or ended, within so many seconds."""
-        files = {self._processes[slot].fileno(): slot for slot in slots}
-        ready = wait(list(files), timeout_s)
-        return {slot for file, slot in files.items() if file in ready}
+        """Those ``slots`` with a whole answer or a dead process, within so many seconds."""
+        slot_of = {self._processes[slot].fileno(): slot for slot in slots}
+        ready = [slot_of[number] for number in wait(list(slot_of), timeout_s)]  # type: ignore[index]
+        return {slot for slot in ready if self._processes[slot].has_answer()}
 
     def kill(self, slot: int) -> None:
         """Kill a slot's process, with all that it started; the next call starts it again."""
@@ -132,10 +136,11 @@ class EnvironmentPool:
     def _started(self) -> ChildProcess:
         return ChildProcess(self._module, self._first, self._wording, most_bytes=_MOST_BYTES)
 
-    def _start_missing(self, slots: Sequence[int]) -> dict[int, Failure]:
+    def _start_missing(self, slots: Sequence[int]) -> dict[int, float | Failure]:
         """Start processes together, for importing takes a while; those that died meanwhile."""
-        missing = [slot for slot in slots if not self._is_alive(slot)]
-        failed = {}
+        known = self._processes
+        missing = [slot for slot in slots if not (slot in known and known[slot].alive)]
+        failed: dict[int, float | Failure] = {}
         for slot in missing:
             self._processes[slot] = self._started()
         for slot in missing:
@@ -144,17 +149,6 @@ class EnvironmentPool:
             except EnvironmentCallError as error:
                 failed[slot] = _failure(error)
         return failed
-
-    def _is_alive(self, slot: int) -> bool:
-        return slot in self._processes and self._processes[slot].alive
-
-    def _send(self, call: Call) -> float | Failure:
-        began = time.monotonic()
-        try:
-            self._processes[call.slot].ask(call.name, call.argument, time_limit_s=call.limit_s)
-        except EnvironmentCallError as error:
-            return _failure(error)
-        return began
 
     def receive(self, call: Call, began: float) -> Answer | Failure:
         """The second half of `call`, of a call that began at ``began``."""

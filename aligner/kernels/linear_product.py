@@ -305,56 +305,31 @@ def packed_linears(model: nn.Module) -> Iterator[dict[nn.Module, Product]]:
     products: dict[nn.Module, Product] = {}
     try:
         for module in model.modules():
-            if _is_replaceable(module):
-                products[module] = Product(_whole_weight(module))
-                module.forward = _forward_of(module, products[module])
+            if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                continue
+            is_whole = isinstance(module, ColumnParallelLinear) or module.input_is_parallel
+            if module.weight is None or module.explicit_expert_comm or not is_whole:
+                continue
+            assert not module.sequence_parallel
+            adapter = getattr(module, "lora", None)
+            weight = module.weight if adapter is None else adapter.merged_into(module.weight)
+            products[module] = Product(weight)
+            module.forward = functools.partial(_packed_forward, module, products[module])
         yield products
     finally:
         for module in products:
             del module.forward  # the class's own shows again
 
 
-def _is_replaceable(module: nn.Module) -> bool:
-    if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
-        return False
-    if module.weight is None or module.explicit_expert_comm:
-        return False
-    return not isinstance(module, RowParallelLinear) or module.input_is_parallel
-
-
-def _whole_weight(module: ColumnParallelLinear | RowParallelLinear) -> Tensor:
-    """The weight, with its adapter added where it has one."""
-    adapter = getattr(module, "lora", None)
-    return module.weight if adapter is None else adapter.merged_into(module.weight)
-
-
-def _forward_of(
-    module: ColumnParallelLinear | RowParallelLinear, product: Product
-) -> Callable[..., Any]:
-    assert not module.sequence_parallel
-    if isinstance(module, ColumnParallelLinear):
-        return _column_forward(module, product)
-    return _row_forward(module, product)
-
-
-def _column_forward(module: ColumnParallelLinear, product: Product) -> Callable[..., Any]:
+def _packed_forward(
+    module: ColumnParallelLinear | RowParallelLinear, product: Product, input_: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The layer's output and the bias that is still to be added, by its packed weight."""
     added, returned = (None, module.bias) if module.skip_bias_add else (module.bias, None)
-
-    def forward(input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    if isinstance(module, ColumnParallelLinear):
         output = product(input_, added)
         if module.gather_output:
             output = gather_from_tensor_model_parallel_region(output, group=module.tp_group)
         return output, returned
-
-    return forward
-
-
-def _row_forward(module: RowParallelLinear, product: Product) -> Callable[..., Any]:
-    added, returned = (None, module.bias) if module.skip_bias_add else (module.bias, None)
-
-    def forward(input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        output = product(input_)
-        output = reduce_from_tensor_model_parallel_region(output, group=module.tp_group)
-        return output if added is None else output + added, returned
-
-    return forward
+    output = reduce_from_tensor_model_parallel_region(product(input_), group=module.tp_group)
+    return output if added is None else output + added, returned

@@ -93,7 +93,11 @@ def row_statistics(
         if not keep_target:
             below = target_logits < restriction.thresholds
             target_logits = target_logits.masked_fill(below, -torch.inf)
-        _add_targets(target_logits - maximum, total, weighted)
+        shifted = target_logits - maximum
+        exponential = shifted.exp()
+        total += exponential
+        if weighted is not None:  # clamped: a target at -inf adds 0, and 0 · -inf would be NaN
+            weighted += exponential * shifted.clamp(min=EXCLUDED)
     log_total = total.log()
     log_normalizer = maximum + log_total
     entropy = None if weighted is None else log_total - weighted / total
@@ -150,15 +154,7 @@ def _target_column(local: Tensor, owned: Tensor, columns: slice) -> tuple[Tensor
     return torch.where(here, column, 0).unsqueeze(1), here.unsqueeze(1)
 
 
-def _add_targets(shifted: Tensor, total: Tensor, weighted: Tensor | None) -> None:
-    """Count the targets, their logits relative to the maximum, in place."""
-    exponential = shifted.exp()
-    total += exponential
-    if weighted is not None:  # clamped: a target at -inf adds 0, and 0 · -inf would be NaN
-        weighted += exponential * shifted.clamp(min=EXCLUDED)
-
-
-class LogitGradient(NamedTuple):
+class _LogitGradient(NamedTuple):
     """Everything the gradient of a tile of logits needs, per token; all [N].
 
     The gradient is ``row_factor · tile``: constant row factors are applied to [N, H] instead of
@@ -174,7 +170,7 @@ class LogitGradient(NamedTuple):
     owned: Tensor  # bool: the target is in this shard
 
 
-def logit_gradient(
+def _logit_gradient(
     statistics: RowStatistics,
     target: Tensor,
     shard: VocabShard,
@@ -182,7 +178,7 @@ def logit_gradient(
     grad_entropy: Tensor | None,
     *,
     restricted: bool,
-) -> LogitGradient:
+) -> _LogitGradient:
     """Prepare the backward pass from the gradients of the two outputs, float [N] each."""
     logprobs, _, entropy = statistics
     local, owned = shard.localize(target)
@@ -200,7 +196,7 @@ def logit_gradient(
         offset = grad_logprobs + grad_entropy * entropy
         surprise = grad_entropy * logprobs.clamp(min=EXCLUDED)
         target_value = grad_logprobs - probability * (offset + surprise)
-    return LogitGradient(
+    return _LogitGradient(
         statistics.log_normalizer,
         row_factor,
         scale,
@@ -215,16 +211,31 @@ def logit_gradient(
 def input_gradients(
     hidden: Tensor,
     weight: Tensor,
+    target: Tensor,
     shard: VocabShard,
-    gradient: LogitGradient,
+    statistics: RowStatistics,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None = None,
     *,
-    restriction: Restriction | None,
-    chunk_size: int | None,
-    need_hidden: bool,
-    need_weight: bool,
+    needed: tuple[bool, bool],
+    restriction: Restriction | None = None,
+    chunk_size: int | None = None,
     divisor: float = 1.0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of float ``hidden`` [N, H] (this shard's part) and of the local ``weight``."""
+    """Gradients of float ``hidden`` [N, H] (this shard's part) and of the local ``weight``.
+
+    Both of the two are ``needed``, or one. ``grad_logprobs`` and ``grad_entropy``: float [N]. The
+    other arguments are those, and the result, of `row_statistics`.
+    """
+    need_hidden, need_weight = needed
+    gradient = _logit_gradient(
+        statistics,
+        target,
+        shard,
+        grad_logprobs,
+        grad_entropy,
+        restricted=restriction is not None,
+    )
     tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor)
     inputs = tiles.factor(hidden)
     row_factor = (gradient.row_factor / divisor).unsqueeze(1)
@@ -270,7 +281,7 @@ def _gradient_tile(
     tiles: Tiles,
     hidden: Tensor,
     weight: Tensor,
-    gradient: LogitGradient,
+    gradient: _LogitGradient,
     restriction: Restriction | None,
     rows: slice,
     columns: slice,
@@ -317,15 +328,7 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
         options: _Options,
     ) -> tuple[Tensor, Tensor | None]:
         statistics = row_statistics(
-            hidden,
-            weight,
-            target,
-            shard,
-            restriction=restriction,
-            keep_target=options.keep_target,
-            chunk_size=options.chunk_size,
-            with_entropy=options.with_entropy,
-            divisor=options.divisor,
+            hidden, weight, target, shard, restriction=restriction, **vars(options)
         )
         restricted = (None, None, None) if restriction is None else restriction.tensors()
         ctx.save_for_backward(hidden, weight, target, *restricted, *statistics)
@@ -338,23 +341,16 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, target, thresholds, kept, is_recorded, *statistics = ctx.saved_tensors
         restriction = None if thresholds is None else Restriction(thresholds, kept, is_recorded)
-        gradient = logit_gradient(
-            RowStatistics(*statistics),
-            target,
-            ctx.shard,
-            grads[0],
-            grads[1],
-            restricted=restriction is not None,
-        )
         grad_hidden, grad_weight = input_gradients(
             hidden,
             weight,
+            target,
             ctx.shard,
-            gradient,
+            RowStatistics(*statistics),
+            *grads,
+            needed=ctx.needs_input_grad[:2],
             restriction=restriction,
             chunk_size=ctx.options.chunk_size,
-            need_hidden=ctx.needs_input_grad[0],
-            need_weight=ctx.needs_input_grad[1],
             divisor=ctx.options.divisor,
         )
         return grad_hidden, grad_weight, None, None, None, None

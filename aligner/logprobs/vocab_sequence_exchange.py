@@ -4,6 +4,7 @@ Shape legend: ``BS`` tokens (batch and sequence flattened), ``BS_local = BS / ra
 vocabulary, ``V_local = V / ranks``.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aligner.errors import LayoutError
+
+Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
@@ -23,7 +26,7 @@ def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: dist.ProcessGroup)
     Raises:
         LayoutError: not two-dimensional, or BS is not a multiple of the group's size.
     """
-    return _VocabToSequence.apply(vocab_parallel_logits, tp_group)
+    return _Exchange.apply(vocab_parallel_logits, tp_group, _vocab_to_sequence, _sequence_to_vocab)
 
 
 def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
@@ -32,31 +35,23 @@ def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -
     Raises:
         LayoutError: not two-dimensional, or V is not a multiple of the group's size.
     """
-    return _SequenceToVocab.apply(seq_parallel_logits, tp_group)
+    return _Exchange.apply(seq_parallel_logits, tp_group, _sequence_to_vocab, _vocab_to_sequence)
 
 
-class _VocabToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _vocab_to_sequence(logits, group)
+class _Exchange(torch.autograd.Function):
+    """``there`` of the logits; the gradient travels ``back``."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return _sequence_to_vocab(grad_outputs[0], ctx.group), None
-
-
-class _SequenceToVocab(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _sequence_to_vocab(logits, group)
+    def forward(
+        ctx: Any, logits: Tensor, group: dist.ProcessGroup, there: Exchange, back: Exchange
+    ) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(logits, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return _vocab_to_sequence(grad_outputs[0], ctx.group), None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad_outputs[0], ctx.group), None, None, None
 
 
 def _vocab_to_sequence(logits: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -50,6 +50,7 @@ the baseline (NeMo-RL, TRL, verl's vectorised RLOO; verl's others keep its rewar
 the unbiased variance (verl; OpenRLHF and NeMo-RL by the population's).
 """
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -57,7 +58,7 @@ from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.losses.groups import TOLERANCE, compare_turns, sum_of_group
-from aligner.losses.masked import masked_whiten
+from aligner.losses.masked import check_choice, masked_whiten
 
 
 def token_rewards(
@@ -253,11 +254,8 @@ def group_advantages(
     """
     check_critic_free(estimator, batch_baseline=batch_baseline)
     assert rewards.ndim == 1, rewards.shape
-    assert rewards.shape == groups.shape == sample_mask.shape, (
-        rewards.shape,
-        groups.shape,
-        sample_mask.shape,
-    )
+    shapes = rewards.shape, groups.shape, sample_mask.shape
+    assert len(set(shapes)) == 1, shapes
     counts = sample_mask.bool()
     # float64: in float32 the mean of equal rewards may miss them by a rounding error, and GRPO
     # would divide that error by a deviation just as small.
@@ -389,11 +387,11 @@ def has_reward_variance(
         differs = turn_advantages(rewards, turn_ids, groups, sample_mask, "rloo").abs().amax(1)
         return counts & (sum_of_group(differs, groups) > 0)
     _, index = torch.unique(groups, return_inverse=True)
-    low = rewards.new_full(rewards.shape, float("inf")).scatter_reduce(
-        0, index, torch.where(counts, rewards, float("inf")), "amin"
-    )
-    high = rewards.new_full(rewards.shape, float("-inf")).scatter_reduce(
-        0, index, torch.where(counts, rewards, float("-inf")), "amax"
+    low, high = (
+        torch.full_like(rewards, idle).scatter_reduce(
+            0, index, torch.where(counts, rewards, idle), extreme
+        )
+        for idle, extreme in ((math.inf, "amin"), (-math.inf, "amax"))
     )
     varies = high - low > TOLERANCE * torch.maximum(low.abs(), high.abs())
     return counts & varies[index]
@@ -404,10 +402,7 @@ def check_critic_free(
 ) -> None:
     """Refuse an unknown estimator and options that are not its own."""
     known = [*get_args(SampleEstimator), *get_args(TokenEstimator)]
-    if estimator not in known:
-        raise ConfigError(
-            f"advantage estimator {estimator!r} is unknown; use one of {', '.join(known)}"
-        )
+    check_choice("advantage estimator", estimator, known)
     if batch_baseline and estimator != "reinforce":
         raise ConfigError(
             f"batch_baseline=true is an option of reinforce; {estimator} has a baseline or "

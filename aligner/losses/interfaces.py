@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aligner import types
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.errors import ConfigError, DataError
+from aligner.errors import AlignerError, ConfigError, DataError
 from aligner.types import Denominators, TokenOutputs
 
 LossFunction = Callable[..., tuple[Tensor, Mapping[str, Any]]]
@@ -101,15 +101,7 @@ class PublishedLoss:
             if name is None
             else self.function(**{name: first}, **rest)
         )
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise DataError(
-                f"loss_fn returned a {type(result).__name__}; return a pair of the loss and a "
-                "mapping of metrics"
-            )
-        loss, metrics = result
-        if not isinstance(loss, Tensor) or loss.ndim:
-            raise DataError(f"loss_fn returned {loss!r} as the loss; return a scalar tensor")
-        return loss, {key: metric_tensor(key, value, loss) for key, value in metrics.items()}
+        return loss_and_metrics(result, "loss_fn", DataError)
 
     def _input_name(self) -> str | None:
         """The parameter of the input, where all four are passed by name."""
@@ -144,6 +136,25 @@ def as_loss(loss_fn: Any) -> types.LossFunction:
 def reads_logits(loss_fn: types.LossFunction) -> bool:
     """Return whether a policy must give ``loss_fn`` all its logits."""
     return isinstance(loss_fn, PublishedLoss) and loss_fn.reads_logits
+
+
+def loss_and_metrics(
+    result: Any, who: str, error: type[AlignerError]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss function's ``result`` as a scalar loss and detached float32 scalars.
+
+    ``error``: raised where it is something else; the message begins with ``who``.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise error(
+            f"{who} returned a {type(result).__name__}; return a pair of the loss and a mapping "
+            "of metrics"
+        )
+    loss, metrics = result
+    if not isinstance(loss, Tensor) or loss.ndim:
+        shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise error(f"{who} returned {shape} as the loss; return a scalar tensor")
+    return loss, {str(key): metric_tensor(key, value, loss) for key, value in metrics.items()}
 
 
 def metric_tensor(name: str, value: Any, loss: Tensor) -> Tensor:

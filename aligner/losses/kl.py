@@ -20,12 +20,13 @@ NeMo-Aligner none.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
+from aligner.losses.masked import check_choice
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
@@ -53,7 +54,7 @@ def kl_estimate(
     Masked positions are the caller's to drop.
     """
     assert logprobs.shape == ref_logprobs.shape, (logprobs.shape, ref_logprobs.shape)
-    check_estimator(estimator)
+    check_choice("kl estimator", estimator, _ESTIMATORS)
     estimate_of = _ESTIMATORS[estimator]
     k1 = logprobs - ref_logprobs
     if input_clamp is not None:
@@ -67,53 +68,26 @@ def kl_estimate(
     return torch.where(inside, estimate_of(torch.where(inside, k1, 0)), bounded)
 
 
-def check_estimator(estimator: str, key: str = "kl estimator") -> None:
-    """Refuse an unknown estimator; ``key`` is the configuration key the message names."""
-    if estimator not in _ESTIMATORS:
-        raise ConfigError(f"{key}={estimator!r} is unknown; use one of {', '.join(_ESTIMATORS)}")
-
-
-class KLController(Protocol):
-    """Holds the KL coefficient β of the reward and may adapt it."""
-
-    @property
-    def value(self) -> float:
-        """β to use for the next rollout."""
-        ...
-
-    def update(self, current_kl: float, n_samples: int) -> None:
-        """Update β by the mean KL per sample of a rollout and its number of samples."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run needs."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``."""
-        ...
-
-
 class FixedKLController:
-    """Keep β at the configured value."""
+    """Holds the KL coefficient β of the reward, and keeps it at the configured value."""
 
     def __init__(self, coefficient: float) -> None:
         self._coefficient = coefficient
 
     @property
     def value(self) -> float:
-        """β."""
+        """β to use for the next rollout."""
         return self._coefficient
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Nothing to adapt."""
+        """Update β by the mean KL per sample of a rollout and its number of samples."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: only the configuration decides, also after a resume."""
+        """State that a resumed run needs: none, only the configuration decides."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Accept only the state of a fixed controller."""
+        """Continue from ``state``; only that of a controller of the same kind is accepted."""
         if state:
             raise ConfigError(
                 f"the run state holds an adaptive KL coefficient ({dict(state)}) but the "
@@ -121,7 +95,7 @@ class FixedKLController:
             )
 
 
-class AdaptiveKLController:
+class AdaptiveKLController(FixedKLController):
     """β follows a target KL (Ziegler et al., 2019, "Fine-Tuning Language Models...", §2.2).
 
     ``β ← β · (1 + clip(KL / target - 1, ±0.2) · n_samples / horizon)``, where KL is the mean over
@@ -134,14 +108,9 @@ class AdaptiveKLController:
                 f"adaptive KL control needs target > 0 and horizon > 0, got target={target}, "
                 f"horizon={horizon}; give both, or use the fixed controller"
             )
-        self._coefficient = coefficient
+        super().__init__(coefficient)
         self.target = target
         self.horizon = horizon
-
-    @property
-    def value(self) -> float:
-        """β as adapted so far."""
-        return self._coefficient
 
     def update(self, current_kl: float, n_samples: int) -> None:
         """Move β so that ``current_kl`` approaches the target."""
@@ -153,7 +122,7 @@ class AdaptiveKLController:
         return {"coefficient": self._coefficient}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the coefficient reached before."""
+        """See `FixedKLController.load_state_dict`."""
         if "coefficient" not in state:
             raise ConfigError(
                 "the run state holds no KL coefficient: it was saved by a run with a fixed one; "

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from aligner.losses.masked import BatchAverage
+from aligner.losses.masked import BatchAverage, counted_tokens
 from aligner.types import Denominators, TokenOutputs
 
 
@@ -33,12 +33,8 @@ class NegativeLogLikelihoodLoss:
         ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``token_mask`` [B, S] and
         ``sample_mask`` [B].
         """
-        logprobs, token_mask = outputs.values_or_logprobs, batch["token_mask"]
-        assert logprobs.ndim == 2, logprobs.shape
-        assert logprobs.shape == token_mask.shape, (logprobs.shape, token_mask.shape)
-        assert batch["sample_mask"].shape == logprobs.shape[:1], batch["sample_mask"].shape
-        mask = token_mask.bool() & batch["sample_mask"].bool().unsqueeze(1)
-        mean = BatchAverage(mask, denominators)
+        logprobs = outputs.values_or_logprobs
+        mean = BatchAverage(counted_tokens(batch, logprobs), denominators)
         loss = -mean(logprobs)
         probability = mean(logprobs.detach().exp())
         return loss, {"loss": loss.detach(), "token_probability": probability}

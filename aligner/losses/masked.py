@@ -19,6 +19,7 @@ A sequence counts when its ``sample_mask`` is 1 (NeMo-RL; verl and OpenRLHF coun
 token, TRL all). One without a generated token is to have ``sample_mask`` 0.
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -138,11 +139,29 @@ def row_means(values: Tensor, mask: Tensor) -> Tensor:
     return masked_sum(values, mask, dim=1) / mask.sum(1).clamp(min=1)
 
 
+def counted_tokens(batch: Mapping[str, Tensor], *of_tokens: Tensor) -> Tensor:
+    """Bool [B, S]: the token was generated and its sample counts.
+
+    ``batch`` has ``token_mask`` [B, S] and ``sample_mask`` [B]. ``of_tokens``: float [B, S] each,
+    the tensors that the mask is for.
+    """
+    token_mask, sample_mask = batch["token_mask"], batch["sample_mask"]
+    shapes = [token_mask.shape, *(each.shape for each in of_tokens)]
+    assert token_mask.ndim == 2, shapes
+    assert shapes.count(token_mask.shape) == len(shapes), shapes
+    assert sample_mask.shape == token_mask.shape[:1], (sample_mask.shape, token_mask.shape)
+    return token_mask.bool() & sample_mask.bool().unsqueeze(1)
+
+
+def check_choice(key: str, value: str, known: Collection[str]) -> None:
+    """Refuse a value of ``key`` that is not one of the ``known`` names."""
+    if value not in known:
+        raise ConfigError(f"{key}={value!r} is unknown; use one of {', '.join(known)}")
+
+
 def check_aggregation(aggregation: str, max_response_length: int | None) -> None:
     """Refuse an unknown aggregation, and a length that is missing or has no effect."""
-    known = get_args(Aggregation)
-    if aggregation not in known:
-        raise ConfigError(f"aggregation={aggregation!r} is unknown; use one of {', '.join(known)}")
+    check_choice("aggregation", aggregation, get_args(Aggregation))
     if aggregation == "fixed_length":
         if max_response_length is None or max_response_length < 1:
             raise ConfigError(

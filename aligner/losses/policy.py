@@ -2,19 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from aligner.config import CorrectionConfig
+from aligner.config.fields import AboveOne, NonNegative, Positive
+from aligner.config.parse import check_fields
 from aligner.errors import ConfigError
-from aligner.losses.corrections import Corrected, correct, gap_metrics
-from aligner.losses.kl import KLEstimator, check_estimator, kl_estimate
+from aligner.losses.corrections import correct, gap_metrics
+from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.masked import (
     Aggregation,
     BatchAverage,
     check_aggregation,
+    counted_tokens,
     row_means,
 )
 from aligner.types import Denominators, TokenOutputs
@@ -64,14 +67,14 @@ class PPOPolicyLoss:
     """
 
     ratio_eps_low: float = 0.2
-    ratio_eps_high: float = 0.2
-    dual_clip: float | None = None  # > 1; None: off
+    ratio_eps_high: NonNegative = 0.2
+    dual_clip: AboveOne | None = None  # None: off
     entropy_bonus: float = 0.0
     kl_coefficient: float = 0.0
     kl_estimator: KLEstimator = "k3"
     kl_input_clamp: float | None = None
     kl_output_clamp: float | None = None
-    importance_cap: float | None = None  # None: as ``correction`` says
+    importance_cap: Positive | None = None  # None: as ``correction`` says
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     ratio_level: RatioLevel = "token"
     surrogate: Surrogate = "clip"
@@ -81,30 +84,21 @@ class PPOPolicyLoss:
     rows_per_group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        check_estimator(self.kl_estimator, "kl_estimator")
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ConfigError(f"dual_clip={self.dual_clip} must exceed 1; use null to turn it off")
-        if self.importance_cap is not None and self.importance_cap <= 0:
-            raise ConfigError(
-                f"importance_cap={self.importance_cap} must be positive; use null to turn it off"
-            )
+        check_fields(self)
         if self.importance_cap is not None and self.correction.weights != "none":
             raise ConfigError(
                 f"importance_cap={self.importance_cap} and correction.weights="
                 f"{self.correction.weights} are both weights; give one of them"
             )
         no_lower_bound = self.ratio_eps_low == 1 and self.surrogate == "cispo"
-        if not (0 <= self.ratio_eps_low < 1 or no_lower_bound) or self.ratio_eps_high < 0:
+        if not (0 <= self.ratio_eps_low < 1 or no_lower_bound):
             raise ConfigError(
-                f"ratio_eps_low={self.ratio_eps_low} must be in [0, 1), or 1 with surrogate=cispo, "
-                f"and ratio_eps_high={self.ratio_eps_high} at least 0"
+                f"ratio_eps_low={self.ratio_eps_low} must be in [0, 1), or 1 with surrogate=cispo"
             )
         if self.entropy_bonus != 0 and not self.needs_entropy:
             raise ConfigError(
                 f"entropy_bonus={self.entropy_bonus} needs the entropy; set needs_entropy=true"
             )
-        _check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
-        _check_choice("surrogate", self.surrogate, get_args(Surrogate))
         if self.surrogate == "cispo" and self.dual_clip is not None:
             raise ConfigError(
                 f"dual_clip={self.dual_clip} bounds the clipped surrogate, which surrogate=cispo "
@@ -122,18 +116,9 @@ class PPOPolicyLoss:
         on-policy mini-batch (the current log-probs, detached, are those of the rollout);
         ``ref_logprobs`` and ``generation_logprobs`` [B, S] where an option needs them.
         """
-        logprobs = outputs.values_or_logprobs
-        advantages, token_mask = batch["advantages"], batch["token_mask"]
-        assert logprobs.ndim == 2, logprobs.shape
-        assert logprobs.shape == advantages.shape == token_mask.shape, (
-            logprobs.shape,
-            advantages.shape,
-            token_mask.shape,
-        )
-        assert batch["sample_mask"].shape == logprobs.shape[:1], batch["sample_mask"].shape
-        mask = token_mask.bool() & batch["sample_mask"].bool().unsqueeze(1)
+        logprobs, advantages = outputs.values_or_logprobs, batch["advantages"]
         prev_logprobs = batch.get("prev_logprobs", logprobs.detach())
-        assert prev_logprobs.shape == logprobs.shape, prev_logprobs.shape
+        mask = counted_tokens(batch, logprobs, advantages, prev_logprobs)
         mean = BatchAverage(mask, denominators)  # of tokens, whatever the loss averages
         average = BatchAverage(mask, denominators, self.aggregation, self.max_response_length)
 
@@ -150,9 +135,13 @@ class PPOPolicyLoss:
         else:
             surrogate, metrics = self._clip(ratio, advantages, mean)
         if "generation_logprobs" in batch or self._correction.is_on:
-            weights, found = self._corrected(logprobs, prev_logprobs, batch, mean)
+            # With the sampler as the old policy the trainer's log-probs are the present ones.
+            trainer = logprobs if self.correction.old_logprobs == "sampler" else prev_logprobs
+            gap = trainer.detach() - batch["generation_logprobs"]
+            left = batch.get("second_moment_mask")
+            weights, corrected = correct(self._correction, gap, mean, left)
             surrogate = surrogate if weights is None else weights * surrogate
-            metrics |= found
+            metrics |= gap_metrics(gap, mean) | corrected
         loss = average(surrogate)
         if self.kl_coefficient != 0:
             kl = self._kl(logprobs, batch["ref_logprobs"], mask)
@@ -213,17 +202,6 @@ class PPOPolicyLoss:
         bounds = (0.0, self.importance_cap)
         return replace(self.correction, weights=self.ratio_level, bounds=bounds)
 
-    def _corrected(
-        self, logprobs: Tensor, prev: Tensor, batch: Mapping[str, Tensor], mean: BatchAverage
-    ) -> Corrected:
-        """Weights of the tokens, and metrics of them and of the gap to the sampler."""
-        # With the sampler as the old policy nothing else of the trainer is known than the present.
-        trainer = logprobs if self.correction.old_logprobs == "sampler" else prev
-        log_ratio = trainer.detach() - batch["generation_logprobs"]
-        left = batch.get("second_moment_mask")
-        weights, metrics = correct(self._correction, log_ratio, mean, left)
-        return Corrected(weights, gap_metrics(log_ratio, mean) | metrics)
-
     def _kl(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
         """KL estimate to the reference at each token, 0 where masked."""
         # Equal inputs at masked positions keep the estimator finite there, gradient included.
@@ -234,8 +212,3 @@ class PPOPolicyLoss:
             input_clamp=self.kl_input_clamp,
             output_clamp=self.kl_output_clamp,
         )
-
-
-def _check_choice(key: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{key}={value!r} is unknown; use one of {', '.join(known)}")

@@ -19,14 +19,15 @@ All are means over the pairs of the global batch (`losses.pairs` has their layou
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.errors import ConfigError
-from aligner.losses.masked import masked_sum, row_means
+from aligner.config.fields import MinorShare, NonNegative, Positive
+from aligner.config.parse import check_fields
+from aligner.losses.masked import counted_tokens, masked_sum, row_means
 from aligner.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.types import Denominators, TokenOutputs
 
@@ -48,16 +49,13 @@ class PairwiseLoss(ABC):
     reward, by more than ``β·TIE``), and with an SFT term ``sft_loss`` (unweighted).
     """
 
-    beta: float = 0.1
-    sft_weight: float = 0.0
+    beta: Positive = 0.1
+    sft_weight: NonNegative = 0.0
     needs_entropy: ClassVar[bool] = False
     rows_per_group: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise ConfigError(f"beta={self.beta} must be positive")
-        if self.sft_weight < 0:
-            raise ConfigError(f"sft_weight={self.sft_weight} must be at least 0; 0 turns it off")
+        check_fields(self)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
@@ -68,11 +66,9 @@ class PairwiseLoss(ABC):
         response's tokens; ``sample_mask`` [B], the same for both rows of a pair; and
         ``ref_logprobs`` float [B, S] where the loss has a reference.
         """
-        logprobs, token_mask = outputs.values_or_logprobs, batch["token_mask"]
-        assert logprobs.ndim == 2, logprobs.shape
-        assert logprobs.shape == token_mask.shape, (logprobs.shape, token_mask.shape)
+        logprobs = outputs.values_or_logprobs
         pairs = pairs_of(batch, denominators)
-        mask = token_mask.bool() & pairs.rows().unsqueeze(1)
+        mask = counted_tokens(batch, logprobs) & pairs.rows().unsqueeze(1)
         chosen, rejected = split_pairs(self.beta * self._scores(logprobs, batch, mask))
         loss = pairs.mean(self._losses(chosen - rejected, batch))
         metrics = {
@@ -123,15 +119,7 @@ class DPOLoss(ReferenceLoss):
     unbiased variant of Chowdhury et al., 2024).
     """
 
-    label_smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ConfigError(
-                f"label_smoothing={self.label_smoothing} must be in [0, 0.5): from 0.5 on the "
-                "rejected responses would be preferred"
-            )
+    label_smoothing: MinorShare = 0.0  # from 0.5 on the rejected responses would be preferred
 
     def _losses(self, margin: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         losses = -F.logsigmoid(margin)
@@ -167,17 +155,7 @@ class RPOLoss(ReferenceLoss):
     """
 
     distance: RPODistance = "backward_kl"
-    reward_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.distance not in get_args(RPODistance):
-            raise ConfigError(
-                f"distance={self.distance!r} is unknown; use one of "
-                f"{', '.join(get_args(RPODistance))}"
-            )
-        if self.reward_scale <= 0:
-            raise ConfigError(f"reward_scale={self.reward_scale} must be positive")
+    reward_scale: Positive = 1.0
 
     def _losses(self, margin: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         chosen, rejected = split_pairs(batch["ground_truth_rewards"])
@@ -232,18 +210,14 @@ class KTOLoss:
     ``desirable_fraction`` and ``kl_baseline``.
     """
 
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: Positive = 0.1
+    desirable_weight: NonNegative = 1.0
+    undesirable_weight: NonNegative = 1.0
     needs_entropy: ClassVar[bool] = False
     rows_per_group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise ConfigError(f"beta={self.beta} must be positive")
-        for name in ("desirable_weight", "undesirable_weight"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0")
+        check_fields(self)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
@@ -254,16 +228,9 @@ class KTOLoss:
         ``token_mask`` [B, S], ``sample_mask`` [B], ``desirable`` [B] (1: good) and ``kl_baseline``
         float [B]: ``z``, the same number in every row of the global batch.
         """
-        logprobs, token_mask = outputs.values_or_logprobs, batch["token_mask"]
-        ref_logprobs = batch["ref_logprobs"]
-        assert logprobs.ndim == 2, logprobs.shape
-        assert logprobs.shape == token_mask.shape == ref_logprobs.shape, (
-            logprobs.shape,
-            token_mask.shape,
-            ref_logprobs.shape,
-        )
+        logprobs, ref_logprobs = outputs.values_or_logprobs, batch["ref_logprobs"]
+        mask = counted_tokens(batch, logprobs, ref_logprobs)
         counts, desirable = batch["sample_mask"].bool(), batch["desirable"].bool()
-        mask = token_mask.bool() & counts.unsqueeze(1)
         rewards = self.beta * masked_sum(logprobs - ref_logprobs, mask, dim=1)
         baseline = batch["kl_baseline"].detach()
         gain = rewards - self.beta * baseline
@@ -298,11 +265,7 @@ def kto_kl_baseline(
     ``logprobs``, ``ref_logprobs``: float [B, S]; ``token_mask``: [B, S], 1 on the mismatched
     response's tokens; ``sample_mask``: [B].
     """
-    assert logprobs.shape == ref_logprobs.shape == token_mask.shape, (
-        logprobs.shape,
-        ref_logprobs.shape,
-        token_mask.shape,
-    )
-    mask = token_mask.bool() & sample_mask.bool().unsqueeze(1)
+    masks = {"token_mask": token_mask, "sample_mask": sample_mask}
+    mask = counted_tokens(masks, logprobs, ref_logprobs)
     drift = masked_sum(logprobs.detach() - ref_logprobs, mask)
     return (drift / sample_mask.bool().sum().clamp(min=1)).clamp(min=0)

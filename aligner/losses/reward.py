@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.errors import ConfigError
+from aligner.config.parse import check_fields
 from aligner.losses.masked import row_means
 from aligner.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.types import Denominators, TokenOutputs
@@ -39,9 +39,7 @@ class BradleyTerryLoss:
     rows_per_group: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        known = get_args(BradleyTerryVariant)
-        if self.variant not in known:
-            raise ConfigError(f"variant={self.variant!r} is unknown; use one of {', '.join(known)}")
+        check_fields(self)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
@@ -96,11 +94,8 @@ class AttributeRegressionLoss:
         scores = sequence_scores(outputs.values_or_logprobs, batch["input_lengths"])
         scores = scores.unsqueeze(1) if scores.ndim == 1 else scores
         ratings, rated = batch["attributes"], batch["attribute_mask"].bool()
-        assert scores.shape == ratings.shape == rated.shape, (
-            scores.shape,
-            ratings.shape,
-            rated.shape,
-        )
+        shapes = scores.shape, ratings.shape, rated.shape
+        assert len(set(shapes)) == 1, shapes
         rated = rated & batch["sample_mask"].bool().unsqueeze(1)
         error = torch.where(rated, scores - ratings, 0)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.importing import check_call, describe_exception, load_function, named_by
-from aligner.losses.interfaces import metric_tensor
+from aligner.losses.interfaces import loss_and_metrics
 from aligner.types import Denominators, TokenOutputs
 
 KEY = "model.ppo.loss"
@@ -89,17 +89,8 @@ class UserPolicyLoss:
         logprobs = outputs.values_or_logprobs
         columns = {"prev_logprobs": logprobs.detach(), **batch}
         result = self._loss(outputs, columns, denominators)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise ConfigError(
-                f"{KEY}={self.name}: returned a {type(result).__name__}; return a pair of the loss "
-                "and a mapping of metrics"
-            )
-        loss, metrics = result
-        if not isinstance(loss, Tensor) or loss.ndim:
-            shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-            raise ConfigError(f"{KEY}={self.name}: returned {shape} as the loss; return a scalar")
-        found = {str(key): metric_tensor(key, value, loss) for key, value in metrics.items()}
-        return loss, {**found, "loss": loss.detach()}
+        loss, metrics = loss_and_metrics(result, f"{KEY}={self.name}:", ConfigError)
+        return loss, {**metrics, "loss": loss.detach()}
 
 
 def user_policy_loss(

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict  # pydantic's, below Python 3.12
 
-from aligner.config.fields import NonNegative
-from aligner.config.parse import build
-from aligner.errors import ConfigError
+from aligner.config.fields import NonNegative, Positive
+from aligner.config.parse import build, check_fields
 from aligner.losses.interfaces import LossInputType, as_loss
-from aligner.losses.masked import masked_mean
+from aligner.losses.masked import BatchAverage, counted_tokens
 from aligner.types import Denominators, TokenOutputs
 
 
@@ -32,15 +31,12 @@ class PPOValueLoss:
     term is the larger).
     """
 
-    value_clip: float | None = 0.2
+    value_clip: Positive | None = 0.2  # None: off
     needs_entropy: bool = False  # a critic has none
     rows_per_group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if self.value_clip is not None and self.value_clip <= 0:
-            raise ConfigError(
-                f"value_clip={self.value_clip} must be positive; use null to turn clipping off"
-            )
+        check_fields(self)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
@@ -50,25 +46,11 @@ class PPOValueLoss:
         ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``returns``, ``token_mask``
         [B, S], ``sample_mask`` [B], and with clipping ``values`` [B, S] of the rollout.
         """
-        predicted, returns, token_mask = (
-            outputs.values_or_logprobs,
-            batch["returns"],
-            batch["token_mask"],
-        )
-        assert predicted.ndim == 2, predicted.shape
-        assert predicted.shape == returns.shape == token_mask.shape, (
-            predicted.shape,
-            returns.shape,
-            token_mask.shape,
-        )
-        assert batch["sample_mask"].shape == predicted.shape[:1], batch["sample_mask"].shape
-        mask = token_mask.bool() & batch["sample_mask"].bool().unsqueeze(1)
+        predicted, returns = outputs.values_or_logprobs, batch["returns"]
+        mask = counted_tokens(batch, predicted, returns)
         # Masked before squaring: large finite garbage must not overflow into the gradient.
         predicted, returns = torch.where(mask, predicted, 0), torch.where(mask, returns, 0)
-
-        def mean(values: Tensor) -> Tensor:
-            return masked_mean(values, mask, denominators.valid_tokens)
-
+        mean = BatchAverage(mask, denominators)
         squared_error = (predicted - returns).square()
         worst = squared_error
         if self.value_clip is not None:

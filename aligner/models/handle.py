@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,8 @@ class RoleHandle:
             gbs=gbs,
             mbs=mbs,
         )
-        return train_result(results)
+        first = dict(results[0])  # the same of every worker
+        return {"loss": first.pop("global_loss"), **first}
 
     prepare_for_training = phase(RoleWorker.prepare_for_training)
     finish_training = phase(RoleWorker.finish_training)
@@ -205,18 +206,6 @@ def check_whole_groups(
             f"together; make global_batch_size a multiple of {ranks * rows_per_group} and "
             f"micro_batch_size one of {rows_per_group}"
         )
-
-
-def train_result(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One pass's result out of the workers' identical ones, under the published keys."""
-    first = results[0]
-    return {
-        "loss": first["global_loss"],
-        "grad_norm": first["grad_norm"],
-        "lr": first["lr"],
-        "skipped": first["skipped"],
-        "all_mb_metrics": dict(first["all_mb_metrics"]),
-    }
 
 
 def checkpoint_paths(

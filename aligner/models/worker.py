@@ -7,7 +7,7 @@ every process of a model-parallel group.
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,12 @@ from torch.distributed.tensor import DTensor
 from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.hf.model_folder import save_hf
 from aligner.checkpoint.model_source import open_model
-from aligner.checkpoint.run_state.role_files import (
-    load_optimizer_state,
-    save_optimizer_state,
-    save_tokenizer,
-)
 from aligner.checkpoint.run_state.worker_state import (
     ShareWriter,
+    load_optimizer_state,
     load_worker_state,
+    save_optimizer_state,
+    save_tokenizer,
     save_worker_state,
 )
 from aligner.compat.nemo_rl import PublishedRole, published_role
@@ -38,6 +36,7 @@ from aligner.losses.interfaces import as_loss
 from aligner.models.gpt.forward.schedule import MicroBatches
 from aligner.models.gpt.role.model import RoleModel
 from aligner.models.gpt.role.offload import ModelOffload
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import gather_objects, on_rank_zero
 from aligner.parallel.groups import ParallelState, initialize_parallel
 from aligner.types import LossFunction
@@ -58,6 +57,13 @@ def micro_batches_of(data: Mapping[str, Any], size: int | None) -> MicroBatches 
     """The micro-batches that a share of one global batch brings; else ``size`` rows each."""
     brought = data.micro_batch_indices if isinstance(data, BatchedDataDict) else None
     return size if brought is None else brought[0]
+
+
+def passes_over(
+    data: Mapping[str, Any], size: int | None
+) -> tuple[dict[str, Tensor], MicroBatches | None]:
+    """`tensors_on_device` and `micro_batches_of`: what a role's passes take."""
+    return tensors_on_device(data), micro_batches_of(data, size)
 
 
 def place_of(
@@ -109,13 +115,45 @@ def note_unused(who: str, arguments: Mapping[str, Any]) -> None:
 class RoleWorker(Generic[Served]):
     """Common base of the workers of all roles: training, phases, and run state."""
 
-    _offloads = False  # whether all memory leaves the device between phases
+    model_class: ClassVar[type[Any]]  # the backend's model of the role
 
-    def __init__(self, model: Served, parallel: ParallelState) -> None:
+    def __init__(
+        self,
+        model: Served,
+        parallel: ParallelState,
+        *,
+        offloads: bool = False,
+        init_optimizer: bool = False,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+    ) -> None:
+        """Serve ``model``.
+
+        Args:
+            model: the role's share of a model on this process.
+            parallel: this process's place.
+            offloads: whether all memory leaves the device between phases.
+            init_optimizer: False for a role that does not learn.
+            weights_path: continue from these weights of `save_checkpoint`.
+            optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
+        """
         self.model = model
         self.parallel = parallel
+        self._offloads = offloads
         self._offloads_by_module: dict[nn.Module, ModelOffload] = {}
         self._share_writer = ShareWriter(self)
+        if weights_path is not None:
+            self.load_checkpoint(weights_path)
+        if init_optimizer:
+            model.setup_training()
+        if optimizer_path is not None:
+            load_optimizer_state(self, optimizer_path)
+
+    @classmethod
+    def load_model(cls, settings: RoleSettings, path: str, tokenizer: Tokenizer) -> Served:
+        """The backend's model from a `.nemo` or a Hugging Face directory."""
+        with open_model(path) as source:
+            return cls.model_class.from_checkpoint(source, settings=settings, tokenizer=tokenizer)
 
     def __repr__(self) -> str:
         place = self.parallel
@@ -149,7 +187,7 @@ class RoleWorker(Generic[Served]):
         loss = as_loss(loss_fn)
         history: dict[str, list[float]] = defaultdict(list)
         for number, part in enumerate(self._global_batches(data, gbs)):
-            batch, passes = tensors_on_device(part), micro_batches_of(part, mbs)
+            batch, passes = passes_over(part, mbs)
             if eval_mode:
                 _, metrics = self.model.get_loss_and_metrics(batch, True, loss, passes)
             else:
@@ -170,16 +208,13 @@ class RoleWorker(Generic[Served]):
             yield from (data.get_batch(number) for number in range(len(data.elem_counts_per_gb)))
             return
         gbs = gbs or self.model.settings.global_batch_size
-        self._check_divides(gbs)
-        rows = gbs // self.parallel.dp_size
-        yield from (data.get_batch(number, rows) for number in range(-(-data.size // rows)))
-
-    def _check_divides(self, gbs: int) -> None:
         if gbs % self.parallel.dp_size:
             raise ConfigError(
                 f"global_batch_size={gbs} does not divide over {self.parallel.dp_size} "
                 "data-parallel ranks; use a multiple of it"
             )
+        rows = gbs // self.parallel.dp_size
+        yield from (data.get_batch(number, rows) for number in range(-(-data.size // rows)))
 
     # Phases -----------------------------------------------------------------------------------
 
@@ -292,7 +327,8 @@ class RoleWorker(Generic[Served]):
         if weights_path.endswith(".nemo"):
             self.model.save_to(weights_path)
         else:
-            self._save_hf(weights_path)
+            weights, files = self.model.whole_weights(), self._tokenizer().files()
+            on_rank_zero(lambda: save_hf(weights_path, weights, self.model.architecture, files))
         if self.model.settings.lora is not None:
             self.model.save_adapters(adapters_beside(weights_path))
         if optimizer_path is not None:
@@ -314,10 +350,6 @@ class RoleWorker(Generic[Served]):
                 self.model.load_whole_weights(source.weights)
         if optimizer_path is not None:
             load_optimizer_state(self, optimizer_path)
-
-    def _save_hf(self, folder: str) -> None:
-        weights, files = self.model.whole_weights(), self._tokenizer().files()
-        on_rank_zero(lambda: save_hf(folder, weights, self.model.architecture, files))
 
     def _tokenizer(self) -> Tokenizer:
         if self.model.tokenizer is None:

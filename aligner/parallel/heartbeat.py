@@ -127,7 +127,8 @@ class RankWatch:
             self._store.add(f"left/{self._me.rank}", 1)
             self._store.add("left", 1)
             # The store lives in rank 0 where no launcher keeps it; the others still look there.
-            while _is_store_host(self._me.rank) and self._store.add("left", 0) < self._world:
+            is_host = self._me.rank == 0 and not _launcher_keeps_store()
+            while is_host and self._store.add("left", 0) < self._world:
                 if self._found.wait(0.1):
                     break
         self._end()
@@ -156,7 +157,9 @@ class RankWatch:
         while not self._over.wait(_INTERVAL_S):
             try:
                 self._store.add(f"beat/{self._me.rank}", 1)
-                news = self._recorded() or self._neighbour_failure()
+                is_recorded = self._store.check(["failure"])
+                news = self._store.get("failure").decode() if is_recorded else None
+                news = news or self._neighbour_failure()
             except RuntimeError as error:  # the connection to the store
                 if self._over.is_set():
                     return
@@ -180,9 +183,6 @@ class RankWatch:
             self._failure = news
             print(f"rank {self._me.rank} stops: {news}", file=sys.stderr, flush=True)
         self._found.set()
-
-    def _recorded(self) -> str | None:
-        return self._store.get("failure").decode() if self._store.check(["failure"]) else None
 
     def _publish(self, text: str) -> str:
         """Record a failure; the first record counts and is returned."""
@@ -285,10 +285,6 @@ def _own_connection(timeout_s: float) -> dist.Store:
 
 def _launcher_keeps_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _is_store_host(rank: int) -> bool:
-    return rank == 0 and not _launcher_keeps_store()
 
 
 def _store_host(first: _Place) -> str:

@@ -22,10 +22,9 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
 from aligner.dry.device import DeviceKind, DryDevice
 from aligner.dry.record import Record
-from aligner.models.gpt.decode.scheduler import Responses
-from aligner.models.policy.workers import dtensor_policy_worker_v2, megatron_policy_worker
-from aligner.models.reward.workers import megatron_reward_worker
-from aligner.models.value.workers import dtensor_value_worker_v2, megatron_value_worker
+from aligner.models.gpt.decode.responses import Responses
+from aligner.models.gpt.dtensor.model import DTensorModel
+from aligner.models.worker import RoleWorker
 from aligner.parallel.groups import initialize_parallel
 from aligner.plan.amounts import Amounts, Kinds, Measured, extrapolated, fuller, peaks_of
 from aligner.plan.roles import Phase, PlannedRole
@@ -124,16 +123,15 @@ def without_weights(
     attributes = role.options.get("attributes")
     unread = SimpleNamespace(architecture=architecture, weights=_UnsetWeights(architecture))
 
-    @contextlib.contextmanager
-    def opened(path: object) -> Iterator[object]:
+    def load_model(worker: Any, settings: Any, path: Any, tokenizer: Any) -> Any:
         del path
-        yield unread
-
-    def build(cls: Any, settings: Any, *, restore_path: Any, tokenizer: Any) -> Any:
-        del restore_path
+        if issubclass(worker.model_class, DTensorModel):
+            return worker.model_class.from_checkpoint(
+                unread, settings=settings, tokenizer=tokenizer
+            )
         if attributes:
             settings = replace(settings, attributes=attributes)
-        return cls(
+        return worker.model_class(
             {"vocab_size": architecture.vocab_size},
             settings=settings,
             architecture=architecture,
@@ -141,11 +139,7 @@ def without_weights(
             initialize=initialize,
         )
 
-    with contextlib.ExitStack() as stack:
-        for module in (megatron_policy_worker, megatron_value_worker, megatron_reward_worker):
-            stack.enter_context(mock.patch.object(module, "load_from_nemo", build))
-        for module in (dtensor_policy_worker_v2, dtensor_value_worker_v2):
-            stack.enter_context(mock.patch.object(module, "open_model", opened))
+    with mock.patch.object(RoleWorker, "load_model", classmethod(load_model)):
         yield
 
 

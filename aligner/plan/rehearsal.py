@@ -33,9 +33,9 @@ from aligner.config import (
     ValidationConfig,
     check_layout,
 )
+from aligner.config.commands.lengths import samples_responses
 from aligner.config.commands.plan import PlanConfig, with_length
 from aligner.config.roles.model import STAGE_KEYS
-from aligner.config.rules.lengths import samples_responses
 from aligner.data.dataset import Dataset, Split
 from aligner.data.labelled import Labelled, LabelledDataset
 from aligner.data.preferences import Pair, PairDataset
@@ -311,6 +311,7 @@ class _Stage:
             "open_nemo": opened,
             "open_engine": lambda config, closing: self,
             "longest_lengths": _short_lengths,
+            "startup_summary": lambda *_, **__: None,
             "start_generation": lambda *_: None,  # the policy samples in an engine's place
             "describe_model_of": lambda config: (tokenizer, self.architecture(None)),
         }

@@ -232,7 +232,10 @@ def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
         if content is None or key in _UNREAD:
             continue
         if key in _NEUTRAL and key not in kind.model_fields:
-            if content not in _NEUTRAL[key]:
+            # True equals 1, but is not the number that the key means.
+            if (type(content) is bool, content) not in [
+                (type(v) is bool, v) for v in _NEUTRAL[key]
+            ]:
                 raise DataError(f"{key}: {content!r:.80} is not offered here; leave it out")
             continue
         given[key] = content

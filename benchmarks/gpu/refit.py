@@ -60,7 +60,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         """Its policy is not read from a file."""
 
         @staticmethod
-        def load(*_: Any) -> MegatronGPTActorModel:
+        def load_model(*_: Any) -> MegatronGPTActorModel:
             return roles.build(MegatronGPTActorModel, shape, optim=None)
 
     with machine.Machine(options).running() as here:

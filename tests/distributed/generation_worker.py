@@ -17,8 +17,8 @@ from aligner.checkpoint.gpt_weights import load_weights
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import LengthParams, ParallelConfig, SamplingParams
 from aligner.errors import NonFiniteError
+from aligner.logprobs.output_layer import output_weight
 from aligner.models.gpt.decode.generator import Generator
-from aligner.models.gpt.forward.schedule import output_weight
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.parallel.collectives import gather_objects, is_rank_zero
 from aligner.parallel.groups import initialize_parallel, shutdown_parallel

@@ -14,7 +14,6 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
-from aligner.models.gpt.megatron.state import load_sharded_state, sharded_state
 from aligner.models.gpt.role.settings import RoleSettings
 
 LAYERS = dataclasses.replace(ARCHITECTURE, num_layers=3)
@@ -74,7 +73,7 @@ def test_a_run_state_has_frozen_weights_too(model, seen):
     first, second = actor(model), actor(model)
     first.prepare_for_training()
     first.training_update(make_batch())
-    state = sharded_state(first.gpt, LAYERS, first.parallel, first.optimizer)
+    state = first.run_state()
     routers = {name for name in state["slices"] if ".router." in name}
     assert len(routers) == LAYERS.num_layers
     assert {*state["slices"]["decoder.final_layernorm.weight"]["tensors"]} > {"weight"}
@@ -84,7 +83,7 @@ def test_a_run_state_has_frozen_weights_too(model, seen):
         for name, parameter in second.gpt.named_parameters():
             if ".router." in name:
                 parameter.zero_()
-    load_sharded_state(second.gpt, LAYERS, second.parallel, second.optimizer, None, [state])
+    second.load_run_state([state])
     restored = dict(second.gpt.named_parameters())
     for name, parameter in first.gpt.named_parameters():
         assert torch.equal(parameter, restored[name]), name

@@ -191,7 +191,7 @@ def test_the_right_shift_as_published(tiny_nemo, monkeypatch):
         return loss, role.model.score.weight.grad.full_tensor().clone()
 
     expected_values, expected = role.get_values(batch), learned(PPOValueLoss(None))
-    monkeypatch.setattr(DTensorCriticModel, "shifts_values", False)
+    monkeypatch.setattr(DTensorCriticModel, "right_shift", False)
     unshifted = role.get_values(batch)
     assert not torch.allclose(unshifted[inside], expected_values[inside])
     assert torch.allclose(_right_shift_values(unshifted)[inside], expected_values[inside])

@@ -13,7 +13,7 @@ from ray_workers import teller_on
 
 from aligner.distributed.step import training_step
 from aligner.distributed.virtual_cluster import RayVirtualCluster
-from aligner.errors import DataError, WorkerError
+from aligner.errors import DataError, MissingPackageError, WorkerError
 
 pytestmark = pytest.mark.ray
 
@@ -101,6 +101,11 @@ def test_an_error_comes_back_as_itself_or_with_its_trace(group):
     with pytest.raises(DataError, match="row 7 is empty") as caught:
         group.get_all_worker_results(future)
     assert "teller rank" in caught.value.__notes__[0]
+    future = group.run_single_worker_single_data("need", extra="gguf")
+    said = 'x.gguf needs gguf, not installed here; pip install "aligner[gguf]"'
+    with pytest.raises(MissingPackageError) as caught:
+        future.get_results()
+    assert str(caught.value) == said
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"teller rank 1 .* KeyError: 'nowhere'.*\.log") as caught:
         group.run_single_worker_single_data("stumble", worker_idx=1).get_results()

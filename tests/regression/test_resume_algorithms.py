@@ -16,6 +16,8 @@ from aligner.config import (
     SFTRunConfig,
     load_config,
 )
+from aligner.data.dataset import PromptSampler, epoch_order
+from aligner.errors import ConfigError
 from aligner.observe.metrics import read_metrics
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -86,18 +88,25 @@ def test_a_resumed_run_is_the_run_that_went_through(tmp_path, tiny_nemo, teacher
         assert one.config == other.config  # with the measured standardisation of a reward model
 
 
+# Of 48 prompts few teach: a step takes two rollouts of 16.
+FEW_TEACH = [
+    "data.train.arguments.size=48",
+    "trainer.ppo.dynamic_sampling.enabled=true",
+    "trainer.ppo.dynamic_sampling.max_rollouts=2",
+    "trainer.ppo.improper_end.mode=mask",
+    "model.ppo.length_params.max_length=8",
+    "model.ppo.sampling_params.end_strings=['1','2','3','4']",
+]
+GAME = "ppo_tiny_guessing_cpu"
+SMALL_GAME = [
+    *("model.ppo.num_rollout_samples=16", "model.global_batch_size=16"),
+    *("model.micro_batch_size=8", "critic.global_batch_size=16", "critic.micro_batch_size=8"),
+]
+
+
 def test_dynamic_sampling_ends_with_its_epochs_and_resumes_to_the_bit(tmp_path, tiny_nemo):
     """Two passes over 48 prompts, 16 a step: 6 steps where every prompt teaches, and few do."""
-    options = [
-        "data.train.arguments.size=48",
-        "trainer.ppo.max_epochs=2",
-        "trainer.ppo.save_interval=1",
-        "trainer.ppo.dynamic_sampling.enabled=true",
-        "trainer.ppo.dynamic_sampling.max_rollouts=2",
-        "trainer.ppo.improper_end.mode=mask",
-        "model.ppo.length_params.max_length=8",
-        "model.ppo.sampling_params.end_strings=['1','2','3','4']",
-    ]
+    options = [*FEW_TEACH, "trainer.ppo.max_epochs=2", "trainer.ppo.save_interval=1"]
     through, stopped = tmp_path / "through", tmp_path / "stopped"
     run(through, tiny_nemo, None, "grpo_tiny_cpu", -1, *options)
     for steps in (1, 2, -1, -1):  # the last time nothing is left to do
@@ -108,3 +117,60 @@ def test_dynamic_sampling_ends_with_its_epochs_and_resumes_to_the_bit(tmp_path, 
     prompts = sum(line["train_rollouts/samples_drawn"] for line in lines[1:]) / 4
     assert 96 <= prompts < 96 + 16
     assert lines[-1]["progress/consumed_samples"] == 4 * prompts
+
+
+def test_another_seed_with_dynamic_sampling_ends_with_the_epoch(tmp_path, tiny_nemo, monkeypatch):
+    """The position is kept, the order from it on and the samples are those of the new seed."""
+    drawn, next_batch = [], PromptSampler.next_batch
+
+    def recorded(sampler, count=None):
+        drawn.append((sampler.seed, sampler.position, next_batch(sampler, count)))
+        return drawn[-1][2]
+
+    monkeypatch.setattr(PromptSampler, "next_batch", recorded)
+    options = [*FEW_TEACH, "trainer.ppo.max_epochs=1"]
+    run(tmp_path, tiny_nemo, None, "grpo_tiny_cpu", 1, *options, "seed=1")
+    before = len(drawn)
+    with pytest.raises(ConfigError, match=r"seed: 1 -> 2.*resume_changed=\[seed\]"):
+        run(tmp_path, tiny_nemo, None, "grpo_tiny_cpu", -1, *options, "seed=2")
+    accepted = "exp_manager.resume_changed=[seed]"
+    for _ in range(2):  # the second time nothing is left to do
+        run(tmp_path, tiny_nemo, None, "grpo_tiny_cpu", -1, *options, "seed=2", accepted)
+    assert {seed for seed, *_ in drawn[:before]} == {1}
+    assert {seed for seed, *_ in drawn[before:]} == {2}
+    begin = 0
+    for seed, position, batch in drawn:
+        assert position == begin
+        order = epoch_order(48, seed, 0, shuffle=True)
+        assert batch == order[begin : begin + len(batch)].tolist()
+        begin += len(batch)
+    assert begin == 48
+    lines = numbers(tmp_path)
+    assert sum(line["train_rollouts/samples_drawn"] for line in lines[1:]) == 4 * 48
+    assert lines[-1]["progress/consumed_samples"] == 4 * 48
+
+
+def test_more_rows_that_are_accepted_lengthen_the_epoch(tmp_path, tiny_nemo):
+    options = ["model.global_batch_size=8", "model.micro_batch_size=8"]
+    rows = "data.train.arguments.size"
+    run(tmp_path, tiny_nemo, None, "sft_tiny_cpu", -1, *options, f"{rows}=32")
+    assert numbers(tmp_path)[-1]["step"] == 4
+    more = [f"{rows}=48", f"exp_manager.resume_changed=[{rows}]"]
+    run(tmp_path, tiny_nemo, None, "sft_tiny_cpu", -1, *options, *more)
+    assert numbers(tmp_path)[-1]["step"] == 6
+
+
+def test_an_accepted_environment_goes_on_with_its_new_rules(tmp_path, tiny_nemo):
+    """Conversations after the resume are of the new rules; those before it were of the old ones."""
+    turns = "environment.max_turns"
+    run(tmp_path, tiny_nemo, None, GAME, 1, *SMALL_GAME, f"{turns}=3")
+    with pytest.raises(ConfigError, match=rf"{turns}: 3 -> 1.*resume_changed=\[{turns}\]"):
+        run(tmp_path, tiny_nemo, None, GAME, 2, *SMALL_GAME, f"{turns}=1")
+    accepted = f"exp_manager.resume_changed=[{turns}]"
+    run(tmp_path, tiny_nemo, None, GAME, 2, *SMALL_GAME, f"{turns}=1", accepted)
+    first, second = (line["train_rollouts/turns"] for line in numbers(tmp_path)[1:])
+    assert first > 1
+    assert second == 1
+    whole = tmp_path / "other"
+    run(whole, tiny_nemo, None, GAME, 2, *SMALL_GAME, f"{turns}=3")
+    assert repr(numbers(whole)[:2]) == repr(numbers(tmp_path)[:2])

@@ -25,7 +25,16 @@ UPDATE = 8
 
 
 @pytest.mark.parametrize("recipe", SIZES)
-def test_an_epoch_is_its_rows_whatever_the_sizes_of_steps(tmp_path, tiny_nemo, teacher, recipe):
+def test_an_epoch_is_its_rows_whatever_the_sizes_of_steps(
+    tmp_path, tiny_nemo, teacher, recipe, monkeypatch
+):
+    drawn, next_batch = [], PromptSampler.next_batch
+
+    def recorded(sampler, count=None):
+        drawn.append(next_batch(sampler, count))
+        return drawn[-1]
+
+    monkeypatch.setattr(PromptSampler, "next_batch", recorded)
     key, (first, second), sequences, samples = SIZES[recipe]
     options = [
         f"data.train.arguments.size={ROWS}",
@@ -46,6 +55,8 @@ def test_an_epoch_is_its_rows_whatever_the_sizes_of_steps(tmp_path, tiny_nemo, t
     steps = 2 + (ROWS - 2 * rows[0]) // rows[1]
     assert last["step"] == steps
     assert last["progress/consumed_samples"] == ROWS * samples
+    assert [len(batch) for batch in drawn] == [rows[0]] * 2 + [rows[1]] * (steps - 2)
+    assert sorted(row for batch in drawn for row in batch) == list(range(ROWS))
     # The schedule falls to 0 at the end of the run; with several updates a step it assumes the new
     # number of them for the whole run (docs/ppo.md#resuming).
     made, horizon = steps - 1, steps

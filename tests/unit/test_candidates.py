@@ -17,7 +17,11 @@ from aligner.errors import ConfigError, DataError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.models.gpt.forward import token_logprobs as candidates
 from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
-from aligner.models.gpt.forward.token_logprobs import best_candidates, candidate_logprobs
+from aligner.models.gpt.forward.token_logprobs import (
+    Projection,
+    best_candidates,
+    candidate_logprobs,
+)
 
 VOCABULARY, PADDED, WIDTH, TEMPERATURE = 11, 16, 5, 0.7
 LENGTHS = np.array([6, 4, 2])
@@ -56,17 +60,8 @@ def test_logprobs_and_gradients(packed, rows_at_a_time, monkeypatch):
         value = (logprobs * scale[..., :4]).sum() + (entropy * scale[..., 4]).sum()
         return torch.autograd.grad(value, (hidden, weight))
 
-    found = candidate_logprobs(
-        hidden,
-        weight,
-        ids,
-        mask.numpy(),
-        layout,
-        vocab_size=VOCABULARY,
-        tp_group=None,
-        temperature=TEMPERATURE,
-        with_entropy=True,
-    )
+    projection = Projection(hidden, weight, VOCABULARY, None, TEMPERATURE)
+    found = candidate_logprobs(projection, ids, mask.numpy(), layout, with_entropy=True)
     every = whole(layout, hidden, weight, mask)
     expected = every.gather(-1, ids), -(every.exp() * every).sum(-1)
     torch.testing.assert_close(found.values_or_logprobs, expected[0])
@@ -82,16 +77,8 @@ def test_the_best_of_a_part_of_the_vocabulary(rows_at_a_time, monkeypatch):
     monkeypatch.setattr(candidates, "_LOGIT_BYTES", rows_at_a_time * PADDED * 4)
     layout, hidden, weight, _, mask = inputs(packed=True)
     weight.data[9:] *= 100
-    logits, ids = best_candidates(
-        hidden,
-        weight,
-        mask.numpy(),
-        layout,
-        count=3,
-        vocab_size=9,
-        tp_group=None,
-        temperature=TEMPERATURE,
-    )
+    projection = Projection(hidden, weight, 9, None, TEMPERATURE)
+    logits, ids = best_candidates(projection, mask.numpy(), layout, count=3)
     rows, tokens = layout.predicted_tokens()
     best = (hidden @ weight[:9].t() / TEMPERATURE)[rows].topk(3)
     chosen = mask.flatten()[tokens]

@@ -1,5 +1,7 @@
 """A chat template of one's own, by key: what it changes, and what is refused before a model."""
 
+import json
+
 import pytest
 from test_chat_data import prepending
 from test_environment_config import loaded
@@ -62,6 +64,22 @@ def test_what_is_no_template_is_refused(template, said, tmp_path):
         path.write_bytes(template if isinstance(template, bytes) else template.encode())
     with pytest.raises(ConfigError, match=rf"^{KEY}=.*own.jinja: .*{said}"):
         with_chat_template(byte_level_tokenizer(), path, key=KEY)
+
+
+@pytest.mark.parametrize("change", ["upper", "capitalize", "replace('n', 'm')"])
+@pytest.mark.parametrize(
+    "where", ["m.role == 'assistant'", "m.role == 'assistant' and not loop.last"]
+)
+def test_a_template_that_changes_the_assistants_messages_is_refused_at_the_start(change, where):
+    changed = OWN.replace("m.content", f"(m.content | {change} if {where} else m.content)")
+    files = byte_level_tokenizer().files()
+    config = json.loads(files["tokenizer_config.json"]) | {
+        "chat_template": "<|im_start|>" + changed
+    }
+    tokenizer = tokenizer_from_files(files | {"tokenizer_config.json": json.dumps(config).encode()})
+    with pytest.raises(ConfigError, match=rf"An answer⁂': .*set {KEY}=FILE.jinja"):
+        ChatRenderer(tokenizer)
+    assert tokenizer.encode("<|im_start|>")[0] not in tokenizer.end_ids
 
 
 def test_the_key_is_for_conversations():

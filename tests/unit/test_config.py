@@ -9,19 +9,22 @@ import pytest
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
+    DistillRunConfig,
     DPORunConfig,
     ParallelConfig,
+    RewardRunConfig,
     RSRunConfig,
     RunConfig,
+    ServeConfig,
+    SFTRunConfig,
     check_layout,
     parse_config,
 )
 from aligner.config.cli import check_overrides, launch, without_sections
-from aligner.config.defaults import defaults_of, without_new_defaults
 from aligner.config.experiment import ExpManagerConfig
+from aligner.config.parse import defaults_of, refuse, without_new_defaults
 from aligner.config.roles.model import CriticConfig, ModelConfig
 from aligner.config.roles.policy import check_policy_backend
-from aligner.config.rules.checks import check_batch_layout
 from aligner.errors import AlignerError, ConfigError, LayoutError
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -211,6 +214,46 @@ def test_refusals_name_key_value_and_remedy(overrides, words):
         assert word in str(caught.value)
 
 
+def test_all_values_that_do_not_fit_are_named_at_once():
+    values = tree(seed="x", model__optim__lrr=1, model__ppo__ratio_eps=[0.1], critic={"optim": 3})
+    values["data"]["train"]["source"] = "???"
+    with pytest.raises(ConfigError) as caught:
+        parse_config(values)
+    title, *messages = str(caught.value).splitlines()
+    assert title == "5 settings cannot be used:"
+    assert [message.split(": ")[0] for message in messages] == [
+        *("- data.train.source", "- model.optim.lrr", "- model.ppo.ratio_eps"),
+        *("- seed", "- critic.optim"),
+    ]
+    assert "did you mean model.optim.lr?" in messages[1]
+    assert "a list of 2 values, got [0.1]" in messages[2]
+
+
+def test_all_broken_rules_are_named_at_once():
+    values = tree(
+        model__ppo={"length_params": {"min_length": 9, "max_length": 8}},
+        trainer__ppo={"advantage": {"batch_baseline": True}, "reward": {"overlong_cache": 9}},
+        cluster__address="a:1",
+        validation__temperature=0.5,
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse_config(values)
+    title, *messages = str(caught.value).splitlines()
+    assert title == "5 settings cannot be used:"
+    for message, words in zip(
+        messages,
+        (
+            "model.ppo.length_params.min_length=9",
+            "trainer.ppo.advantage.batch_baseline=true",
+            "trainer.ppo.reward.overlong_cache=9",
+            "cluster.address=a:1",
+            "validation.temperature=0.5",
+        ),
+        strict=True,
+    ):
+        assert message.startswith(f"- {words}")
+
+
 @pytest.mark.parametrize("missing", ["model", "reward", "data"])
 def test_required_groups(missing):
     values = {key: value for key, value in MINIMAL.items() if key != missing}
@@ -243,9 +286,9 @@ def test_values_are_converted_where_that_loses_nothing():
 
 def test_batches_must_divide_over_data_parallel_ranks():
     config = parse_config(MINIMAL)  # global 64, micro 8
-    check_batch_layout(config, 4, 4)
+    refuse(config.share_problems(4, 4))
     with pytest.raises(ConfigError, match=r"8 x 3 data-.* = 24.*trainer.devices.*48 or 72"):
-        check_batch_layout(config, 3, 4)
+        refuse(config.share_problems(3, 4))
 
 
 @pytest.mark.parametrize(
@@ -335,6 +378,35 @@ def test_what_hydra_cannot_take_is_refused_in_one_line(argument, words):
     assert len(str(caught.value)) < 600
 
 
+@pytest.mark.parametrize(
+    ("root", "argument", "options"),
+    [
+        (RunConfig, "data=examples", "Options: arithmetic, files, gsm8k. Single"),
+        (RunConfig, "data=arithmetic_pairs", "Options: arithmetic, files, gsm8k. Single"),
+        (RunConfig, "model=student", "Options: gpt. Single"),
+        (SFTRunConfig, "+data=gsm8k", "Options: arithmetic_examples, examples. Single"),
+        (SFTRunConfig, "critic=gpt", "Remove it"),
+        (SFTRunConfig, "reward=model", "Remove it"),
+        (RSRunConfig, "model=gpt", "Options: rs. Single"),
+        (DPORunConfig, "data=rewards", "Options: arithmetic_pairs, preferences. Single"),
+        (RewardRunConfig, "data=files", "Options: arithmetic_rewards, rewards. Single"),
+        (DistillRunConfig, "model=trained", "Options: student. Single"),
+        (ServeConfig, "exp_manager=default", "Remove it"),
+    ],
+)
+def test_an_option_of_another_script_is_refused(root, argument, options):
+    reason = f"{argument}: it is an option of other scripts, and nothing reads it in this one. "
+    with pytest.raises(ConfigError) as refusal:
+        check_overrides([argument], root, CONF)
+    assert str(refusal.value).startswith(reason + options)
+
+
+@pytest.mark.parametrize("root", [RunConfig, RSRunConfig])
+def test_an_option_that_belongs_to_no_script_is_accepted_by_all_that_have_the_group(root):
+    given = ["optim@model.optim=sgd", "parallel@model=tensor2", "cluster=ray", "reward=model"]
+    assert check_overrides(given, root, CONF) == given
+
+
 def test_free_form_keys_groups_and_options_pass():
     untouched = [
         "optim@model.optim=sgd",
@@ -367,7 +439,7 @@ def launched(monkeypatch):
 
 @pytest.mark.parametrize("spelling", ["critic=null", "+critic=null", "++critic=null", "~critic"])
 def test_the_critic_is_removed_as_the_remedy_says(launched, spelling, capsys):
-    """`SystemExit`: refused, with the remedy of ``aligner/config/rules/credit.py`` first."""
+    """`SystemExit`: refused, with the remedy of ``aligner/config/algorithms/trainer.py`` first."""
     critic_free = [
         "data.train.source=t.jsonl",
         "trainer.ppo.advantage.estimator=grpo",

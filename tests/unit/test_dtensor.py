@@ -169,7 +169,7 @@ def test_a_value_never_sees_its_own_token(tiny_nemo, monkeypatch):
 
     shifted = loss()
     assert not moved()
-    monkeypatch.setattr(DTensorCriticModel, "shifts_values", False)
+    monkeypatch.setattr(DTensorCriticModel, "right_shift", False)
     assert moved()
     assert loss() != shifted  # training sees the same values as inference does
 

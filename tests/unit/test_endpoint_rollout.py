@@ -197,6 +197,15 @@ def test_without_a_reward_it_is_not_scored(functions):
         functions.collect([task("unscored")])
 
 
+@pytest.mark.parametrize(("unscored", "counts"), [("zero", 1), ("mask", 0)])
+def test_an_agent_that_a_limit_ended_counts_as_configured(unscored, counts):
+    rows = [task("asks_without_reward"), task("two_turns")]
+    batch = collected(rows, max_turns=3, unscored=unscored, **RUN)
+    assert batch["end_reasons"] == ["max_turns", "done"]
+    assert batch["is_scored"].tolist() == [0, 1]
+    assert batch["sample_mask"].tolist() == [counts, 1]
+
+
 @pytest.mark.parametrize(
     ("what", "cause"),
     [
@@ -239,6 +248,16 @@ def test_one_that_hangs_is_killed_with_its_children(by, timeout_s, tmp_path):
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
     with pytest.raises(EnvironmentCallError, match=r"environment.timeout_s=0.5 seconds and"):
         collected([task("hangs", marker=marker)], timeout_s=0.5, **RUN)
+
+
+def test_half_an_answer_costs_its_own_conversation_only(tmp_path):
+    """The thread that keeps the clocks of all agents does not wait for the rest of it."""
+    rows = [task("half_an_answer"), task("takes_its_time")]
+    batch = collected(rows, timeout_s=5.0, failed="zero", **RUN)
+    assert batch["failures"] == [["env_timeout"], []]
+    assert batch["end_reasons"] == ["failed", "done"]
+    said = batch["turns"][0][-1]["info"]["failure"]
+    assert "neither asked the policy nor ended within environment.timeout_s=5 seconds" in said
 
 
 @pytest.mark.extended

@@ -13,7 +13,7 @@ from aligner.config.algorithms.trainer import (
     ImproperEndConfig,
     RewardShapingConfig,
 )
-from aligner.config.rules.lengths import longest_lengths
+from aligner.config.commands.lengths import longest_lengths
 from aligner.data.prompts import EpisodeDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError

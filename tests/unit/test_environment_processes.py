@@ -117,6 +117,35 @@ def test_no_wait_is_without_end(pool, monkeypatch, what):
     assert (failed.reason, time.monotonic() - began < 10) == ("env_timeout", True)
 
 
+@pytest.mark.parametrize("what", ["writes_half_an_answer", "writes_bytes_of_an_answer", "repeats"])
+def test_a_part_of_an_answer_is_no_answer(pool, what):
+    """Nor is one to an earlier message; what has come of an answer is kept until the rest is."""
+    pool.call([begin(0, what=what), begin(1)])
+    calls = [step(0), step(1)]
+    assert not any(isinstance(began, Failure) for began in pool.begin(calls))
+    began, answered = time.monotonic(), set()
+    while time.monotonic() < began + 1.5:
+        answered |= pool.answered([slot for slot in (0, 1) if slot not in answered], 0.05)
+    assert answered == {1}
+    assert time.monotonic() - began < 3
+    assert pool.receive(calls[1], began).value.score == 1.0
+    pool.kill(0)
+    assert isinstance(pool.call([begin(0)])[0], Answer)
+
+
+def test_an_answer_in_parts_is_one(pool):
+    pool.kill(0)  # so that the numbers of its messages begin anew
+    pool.call([begin(0, what="answers_in_parts")])
+    call = step(0)
+    (began,) = pool.begin([call])
+    looks = 0
+    while not pool.answered([0], 0.05):
+        looks += 1
+    assert looks > 3
+    assert pool.receive(call, began).value.info == {"x": "y" * 2**22}
+    pool.kill(0)  # it is asleep
+
+
 def test_one_that_reads_nothing_is_killed_in_time(pool):
     """A message that does not fit into the buffer of a socket."""
     pool.call([begin(0)])

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from aligner.architecture import GPTArchitecture
 from aligner.device import host_memory
 from aligner.kernels.linear_product import ColumnLinear, RowLinear
-from aligner.models.gpt.forward.schedule import bypassed_output_layer, placed_positions
+from aligner.logprobs.output_layer import bypassed_output_layer
+from aligner.models.gpt.forward.schedule import placed_positions
 from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
 from aligner.models.gpt.layers import elementwise, short_attention
 from aligner.models.gpt.layers.attention import SegmentParams, attend_rows

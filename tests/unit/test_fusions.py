@@ -16,7 +16,7 @@ from megatron.core.transformer import attention as megatron_attention
 from aligner.config import LayerOptions
 from aligner.errors import ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
-from aligner.models.gpt.forward.schedule import bypassed_output_layer
+from aligner.logprobs.output_layer import bypassed_output_layer
 from aligner.models.gpt.layers import layer_spec
 from aligner.models.gpt.layers.elementwise import Fusions, _apply_rotary, turned
 from aligner.models.gpt.megatron import build

@@ -23,8 +23,8 @@ from test_generation import (
 from aligner.config import LengthParams
 from aligner.errors import NonFiniteError
 from aligner.models.gpt.decode import generator as generation
-from aligner.models.gpt.decode import sampling, scheduler
-from aligner.models.gpt.decode.scheduler import rows_of_graph, span_of_graph, with_room
+from aligner.models.gpt.decode import responses, sampling
+from aligner.models.gpt.decode.responses import rows_of_graph, span_of_graph, with_room
 
 OPTIONS = {
     "greedy": {"greedy": True},
@@ -50,7 +50,7 @@ def ahead(monkeypatch):
 
     def run_ahead():
         monkeypatch.setattr(generation, "_runs_ahead", lambda device: True)
-        monkeypatch.setattr(scheduler.accelerator, "capture", capture)
+        monkeypatch.setattr(responses.accelerator, "capture", capture)
         return captured
 
     return run_ahead

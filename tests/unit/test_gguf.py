@@ -167,6 +167,12 @@ def test_a_file_gives_the_model_it_was_written_from(tmp_path, kind, arch, change
     torch.testing.assert_close(logits(found), logits(model), atol=1e-4, rtol=1e-4)
 
 
+QUERY_KEY_VALUE = {
+    f"blk.{layer}.attn_{part}.bias": np.ones(size, np.float32)
+    for layer in (0, 1)
+    for part, size in (("q", 32), ("k", 16), ("v", 16))
+}
+WINDOW = {"llama.attention.sliding_window": 64}
 EXPERTS = {"blk.0.ffn_gate_exps.weight": np.ones((4, 48, 32), np.float32)}
 
 
@@ -182,7 +188,12 @@ EXPERTS = {"blk.0.ffn_gate_exps.weight": np.ones((4, 48, 32), np.float32)}
         ({"keys": {"llama.rope.dimension_count": 4}}, "rope.dimension_count"),
         ({"keys": {"llama.attention.clamp_kqv": 8.0}}, "clamp_kqv=8.0"),
         ({"tensors": {"rope_freqs.weight": np.array([1, 2, 5, 9], np.float32)}}, "rope_freqs"),
-        ({"tensors": {"blk.0.attn_q.bias": np.ones(32, np.float32)}}, "bias"),
+        ({"tensors": {"blk.0.attn_q.bias": np.ones(32, np.float32)}}, r"blk\.0\.attn_q\.bias: "),
+        ({"tensors": QUERY_KEY_VALUE}, r"blk\.0\.attn_q\.bias: "),
+        ({"tensors": {"blk.1.attn_output.bias": np.ones(32, np.float32)}}, "attn_output.bias: "),
+        ({"tensors": {"blk.1.ffn_up.bias": np.ones(48, np.float32)}}, "ffn_up.bias: "),
+        ({"tensors": {"blk.0.attn_norm.bias": np.ones(32, np.float32)}}, "attn_norm.bias: "),
+        ({"tensors": QUERY_KEY_VALUE, "keys": WINDOW}, "layers.0.self_attn.k_proj.bias"),
         ({"pre": "no-such-rule"}, "no-such-rule"),
         ({"merges": False}, "merges is missing"),
         ({"keys": {"tokenizer.ggml.precompiled_charsmap": "x"}}, "precompiled_charsmap"),

@@ -19,6 +19,7 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import parse_config
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import Prompt, PromptDataset, collate_prompts
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
 from aligner.losses.policy import PPOPolicyLoss
@@ -216,3 +217,29 @@ def test_a_run_state_with_an_engines_own_columns_goes_on(tiny_nemo):
     assert set(taken) == set(expected) >= lists
     for name, value in expected.items():
         assert torch.equal(value, taken[name]) if torch.is_tensor(value) else value == taken[name]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "size", "kept"),
+    [((), 6, "responses"), (("seed",), 6, "prompts"), (("data.train",), 3, "nothing")],
+)
+def test_what_was_begun_with_settings_that_changed_is_drawn_again(tiny_nemo, accepted, size, kept):
+    """Else old responses would be scored by other prompts' ground truths, or by other rules."""
+    config = configuration(tiny_nemo, async_rollouts=True)
+    config = dataclasses.replace(
+        config, exp_manager=dataclasses.replace(config.exp_manager, resume_changed=accepted)
+    )
+    prompts = PromptDataset([PROMPTS[index] for index in range(size)])
+    sampler = PromptSampler(size, 2, seed=1)
+
+    class Source:
+        def collect(self, generation, data, *, seed, per_prompt):
+            return BatchedDataDict({"drawn": data["input_ids"]})
+
+    rollouts = Rollouts(config, None, prompts, sampler, 0, Source())
+    rollouts.load_state_dict({"indices": [5, 0], "output": BatchedDataDict({"saved": [1, 2]})})
+    batch = rollouts.take(0, more=False)
+    assert ("saved" in batch) == (kept == "responses")
+    assert (sampler.position == 2) == (kept == "nothing")
+    if kept == "prompts":
+        assert batch["drawn"][:, 0].tolist() == [45, 40]

@@ -12,9 +12,9 @@ import torch
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.supervised.build import load_split
 from aligner.config.commands.changes import overrides_of
+from aligner.config.commands.lengths import longest_lengths
 from aligner.config.commands.plan import PlanConfig, plan_request, trainer_keys, varied
 from aligner.config.load import parse_config
-from aligner.config.rules.lengths import longest_lengths
 from aligner.config.run import DistillRunConfig, RunConfig, SFTRunConfig
 from aligner.data.supervised import ExampleDataset, collate_examples
 from aligner.dry.record import Collective, Kernel, Kind, Record

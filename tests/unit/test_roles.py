@@ -34,9 +34,9 @@ from aligner.models.gpt import (
 )
 from aligner.models.gpt.forward.token_layout import TokenLayout
 from aligner.models.gpt.megatron.build import build_gpt
-from aligner.models.gpt.role.model import ValueHead
 from aligner.models.gpt.role.optimizer_step import learning_rate
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.value import ValueHead
 
 LENGTHS = (9, 5, 12, 7)
 PROMPTS = (4, 3, 6, 2)
@@ -76,7 +76,7 @@ def make_batch(width=WIDTH):
 
 def reference_hidden(model, ids):
     """Hidden states after the final norm, one sequence at a time, through megatron-core itself."""
-    from aligner.models.gpt.forward.schedule import bypassed_output_layer
+    from aligner.logprobs.output_layer import bypassed_output_layer
 
     with torch.no_grad(), bypassed_output_layer(model.gpt):
         return model.gpt(ids[None], torch.arange(len(ids))[None], None)[0].double()

@@ -181,6 +181,7 @@ def check_tool_choice(asked):
 def check_chat_template_kwargs(asked):
     # Templates that read a variable: tests/unit/test_template_variables.py.
     assert asked.is_refused("chat_template_kwargs", chat_template_kwargs={"tokenize": True})
+    assert asked.is_refused("chat_template_kwargs", chat_template_kwargs={"never_read": True})
 
 
 def check_logprobs(asked):
@@ -221,6 +222,15 @@ def test_a_key_that_is_not_offered_is_refused_by_name_unless_it_changes_nothing(
         read_request(ChatRequest, json.dumps({**messages, key: value}).encode())
     with pytest.raises(DataError, match=f"^{key}: 'another value' is not offered"):
         read_request(ChatRequest, json.dumps({**messages, key: "another value"}).encode())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("best_of", True), ("presence_penalty", False), ("top_logprobs", False), ("echo", 0)],
+)
+def test_a_truth_value_is_no_number_and_a_number_no_truth_value(key, value):
+    with pytest.raises(DataError, match=f"^{key}: {value} is not offered"):
+        read_request(CompletionRequest, json.dumps({"prompt": "a", key: value}).encode())
 
 
 def test_a_model_of_256_positions_is_served_by_default(tiny_nemo, tmp_path):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import sentencepiece
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaTokenizer
 
 from aligner.checkpoint.convert import convert
 from aligner.checkpoint.nemo.model_file import open_nemo
@@ -94,6 +94,43 @@ def test_tokens_are_those_of_transformers(kind, config, model, vocabularies, tmp
         assert [tokenizer.encode(text) for text in texts] == expected
     back = AutoTokenizer.from_pretrained(tmp_path / "back")
     assert [back.encode(text, add_special_tokens=False) for text in texts] == expected
+
+
+def test_a_directory_with_a_sentencepiece_model_alone_is_refused(vocabularies, tmp_path):
+    """Not read by SentencePiece, whose tokens are not those of transformers for all texts."""
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(vocabularies["pieces"]["tokenizer.model"])
+    with pytest.raises(
+        TokenizerError, match=r"give .*tokenizer\.model for SentencePiece's"
+    ) as said:
+        load_tokenizer(tmp_path)
+    assert '{"tokenizer_class": "LlamaTokenizer"}' in str(said.value)
+    # Both remedies.
+    theirs = LlamaTokenizer.from_pretrained(str(tmp_path))
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    texts = list(fuzz())
+    plain = [load_tokenizer(path).encode(text) for text in texts]
+    assert plain == [processor.encode(text) for text in texts]
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    ours = [load_tokenizer(tmp_path).encode(text) for text in texts]
+    assert ours == [theirs.encode(text, add_special_tokens=False) for text in texts] != plain
+
+
+def test_a_model_directory_without_tokenizer_config_is_read_as_transformers_reads_it(
+    vocabularies, model, tmp_path
+):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(vocabularies["pieces"]["tokenizer.model"])
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    texts = list(fuzz())
+    expected = [theirs.encode(text, add_special_tokens=False) for text in texts]
+    convert(folder, tmp_path / "model.nemo")
+    with open_nemo(tmp_path / "model.nemo") as checkpoint:
+        assert [checkpoint.tokenizer.encode(text) for text in texts] == expected
+    assert [load_tokenizer(folder).encode(text) for text in texts] == expected
 
 
 def test_the_model_may_name_the_class(vocabularies, tmp_path):

@@ -4,8 +4,10 @@ They write what they saw of the policy to the file of the row's column ``saw``.
 """
 
 import asyncio
+import contextlib
 import json
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -170,6 +172,33 @@ def hangs_once(policy, task):
     if not os.path.exists(task["marker"]):
         hangs(policy, task)
     two_turns(policy, task)
+
+
+def asks_without_reward(policy, task):
+    messages = []
+    for _ in range(50):
+        messages += [said("?")]
+        messages += [policy.ask(messages)]
+
+
+def half_an_answer(policy, task):
+    """The header of an answer on every open file, and nothing behind it."""
+    policy.ask([said("?")])
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if number > 2:
+                os.write(number, struct.pack("!4sQ", b"\x93ALN", 1000))
+    time.sleep(600)
+
+
+def takes_its_time(policy, task):
+    """Ask once a second, so that no single wait reaches the time limit, but all together do."""
+    messages = []
+    for _ in range(6):
+        messages += [said("?")]
+        messages += [policy.ask(messages)]
+        time.sleep(1.0)
+    policy.reward(1.0)
 
 
 def floods(policy, task):

@@ -1,6 +1,7 @@
 """Environments of a user's own, for the tests; copied to a file outside of every package."""
 
 import contextlib
+import json
 import os
 import signal
 import struct
@@ -55,6 +56,13 @@ class Async(Echo):
 def open_files():
     """Numbers of the process's open files but for the three standard ones."""
     return sorted(int(name) for name in os.listdir("/dev/fd") if int(name) > 2)
+
+
+def write_all(data):
+    """Write to every open file, so to the socket of the parent."""
+    for number in open_files():
+        with contextlib.suppress(OSError):
+            os.write(number, data)
 
 
 class Does(Echo):
@@ -115,15 +123,34 @@ class Does(Echo):
 
     def writes_half_an_answer(self, turn):
         """The header of an answer, and nothing behind it."""
-        for number in open_files():
-            with contextlib.suppress(OSError):
-                os.write(number, struct.pack("!4sQ", b"\x93ALN", 1000))
+        write_all(struct.pack("!4sQ", b"\x93ALN", 1000))
+        time.sleep(600)
+
+    def writes_bytes_of_an_answer(self, turn):
+        """The header, then a byte every now and then."""
+        write_all(struct.pack("!4sQ", b"\x93ALN", 10**6))
+        while True:
+            write_all(b"x")
+            time.sleep(0.0005)
+
+    def repeats(self, turn):
+        """Answers to an earlier message, again and again."""
+        body = json.dumps([1, "answer", [None, 0.1]]).encode()
+        while True:
+            write_all(struct.pack("!4sQ", b"\x93ALN", len(body)) + body)
+            time.sleep(0.0005)
+
+    def answers_in_parts(self, turn):
+        value = {**vars(turn), "info": {"x": "y" * 2**22}}
+        body = json.dumps([2, "answer", [value, 0.1]]).encode()
+        whole = struct.pack("!4sQ", b"\x93ALN", len(body)) + body
+        for begin, end in ((0, 5), (5, 12), (12, 100), (100, 2**21), (2**21, None)):
+            write_all(whole[begin:end])
+            time.sleep(0.2)
         time.sleep(600)
 
     def writes_everywhere(self, turn):
-        for number in open_files():
-            with contextlib.suppress(OSError):
-                os.write(number, b"junk that is no answer")
+        write_all(b"junk that is no answer")
         return turn
 
     def eats_memory(self, turn):

@@ -12,7 +12,7 @@ from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_lengths, check_room, dropped_note
 from aligner.architecture import GPTArchitecture
 from aligner.config import SamplingRunConfig
-from aligner.config.rules.checks import check_longest_sequence
+from aligner.config.parse import refuse
 from aligner.data.dataset import PromptSampler, Split
 from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -20,6 +20,7 @@ from aligner.environments.calls import form_of
 from aligner.environments.pool import EnvironmentPool
 from aligner.errors import ConfigError
 from aligner.generation.vllm.generation import VllmGeneration
+from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.collectives import on_rank_zero
 
@@ -34,6 +35,12 @@ class Prompts(Split[PromptDataset]):
     def max_length(self) -> int:
         """Length of the longest prompt of all sets, in tokens."""
         return max([super().max_length, *(each.max_length for each in self.sets.values())])
+
+    @property
+    def held_out(self) -> dict[str, PromptDataset]:
+        """Every set for validation by the prefix of its metrics."""
+        own = {} if self.validation is None else {"val_rollouts": self.validation}
+        return {**own, **{f"val_sets/{name}": prompts for name, prompts in self.sets.items()}}
 
     def sampler(self, config: SamplingRunConfig) -> PromptSampler:
         """Sampler of the training prompts of each step."""
@@ -79,7 +86,7 @@ def _load_episodes(run: Run[SamplingRunConfig]) -> Prompts:
     """Rows of a run over conversations; a prompt may be as long as leaves room for a response."""
     config = run.config
     longest = longest_opening(config, run.architecture)
-    check_longest_sequence(config, longest)
+    refuse(config.length_problems(longest))
     held_out, truth = config.data.validation, config.data.ground_truth_column
     return Prompts(
         EpisodeDataset.read(config.data.train, longest, truth),
@@ -199,6 +206,6 @@ def start_generation(
     )
 
 
-def generation_note(generation: VllmGeneration | None) -> list[str]:
-    """Device settings of the engines, for the start-up report."""
-    return [] if generation is None else [generation.in_words()]
+def generation_note(generation: GenerationInterface) -> list[str]:
+    """Device settings of engines beside the policy, for the start-up report."""
+    return [generation.in_words()] if isinstance(generation, VllmGeneration) else []

@@ -57,6 +57,7 @@ class Rollouts:
         self.source = source or SingleTurn()
         self._ahead = config.generation.async_rollouts
         self._abandons = config.generation.in_flight == "abandon"
+        self._changes = config.exp_manager.resume_changed + config.exp_manager.accept_changed
         self._seed = config.seed
         self._per_prompt = config.model.rollout.num_rollouts_per_prompt
         self._generation = generation
@@ -114,8 +115,10 @@ class Rollouts:
         return {"indices": self._indices, "output": output}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Inverse of `state_dict`; if settings may have changed, responses are sampled again."""
         indices, output = state["indices"], state["output"]
+        if self._changes:
+            output, indices = None, indices if max(indices or [0]) < len(self._prompts) else None
         self._indices = None if indices is None else list(indices)
         self._output = None if output is None else BatchedDataDict(output)
         self._pending = None

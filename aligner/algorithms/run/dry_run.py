@@ -27,7 +27,7 @@ from aligner.algorithms.run.loop import Learner
 from aligner.architecture import GPTArchitecture
 from aligner.config import BaseRunConfig, RunConfig, SamplingRunConfig, SupervisedRunConfig
 from aligner.config.commands.changes import overrides_of, single_changes
-from aligner.config.rules.lengths import longest_lengths, samples_responses
+from aligner.config.commands.lengths import longest_lengths, samples_responses
 from aligner.data.dataset import Dataset
 from aligner.data.labelled import Labelled
 from aligner.data.preferences import Pair

@@ -11,7 +11,7 @@ from typing import Any
 from aligner.checkpoint.fingerprint import fingerprint_of, model_fingerprint
 from aligner.compat.paths import current_path
 from aligner.config import BaseRunConfig
-from aligner.config.run import Algorithm, algorithm_of
+from aligner.config.algorithms.names import Algorithm, algorithm_of
 from aligner.data.readers import Source, source_files
 from aligner.errors import CheckpointError, DataError
 
@@ -166,11 +166,11 @@ class RunIdentity:
 
 def identity_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Leaves of a configuration, by dotted key, that are part of a run's identity."""
-    return {key: value for key, value in flat(config).items() if not _may_change(key)}
-
-
-def _may_change(key: str) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+    return {
+        key: value
+        for key, value in flat(config).items()
+        if not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+    }
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

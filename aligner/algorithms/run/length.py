@@ -22,7 +22,7 @@ def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
     steps, saved = sampler.batches_in(loop.max_epochs), on_rank_zero(lambda: _newest(config))
     if saved is not None:
         before = saved["limits"]
-        if before == [loop.max_epochs, loop.max_steps, sampler.batch_size]:
+        if before == [loop.max_epochs, loop.max_steps, sampler.batch_size, sampler.size]:
             return int(saved["total_steps"])
         left = copy.copy(sampler)
         left.load_state_dict(saved["sampler"])
@@ -42,12 +42,13 @@ def _newest(config: BaseRunConfig) -> dict[str, Any] | None:
             learner, loop = state["learner"], flat(state["config"])
             begun = learner.get("rollouts", {}).get("indices") is not None
             limits = [loop[f"{config.section}.{name}"] for name in ("max_epochs", "max_steps")]
+            # Of a state that an earlier version wrote, no batch size is known.
+            limits += [learner["sampler"].get(name) for name in ("batch_size", "size")]
             return {
                 "steps": saved.step + begun,
                 "sampler": learner["sampler"],
                 "total_steps": state.get("total_steps"),
-                # Of a state that an earlier version wrote, no batch size is known.
-                "limits": [*limits, learner["sampler"].get("batch_size")],
+                "limits": limits,
             }
         except (DamagedStateError, KeyError):  # reported where it is restored
             continue

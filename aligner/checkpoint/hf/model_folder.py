@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.canonical import REWARD_HEAD, Weights, check_names
+from aligner.checkpoint.canonical import REWARD_HEAD, LazyTensors, Weights, check_names
 from aligner.checkpoint.durable import sync_path, sync_tree
 from aligner.checkpoint.hf.families import (
     Family,
@@ -70,26 +70,20 @@ def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
         )
     if path.is_dir():
         config = _read_json(path / "config.json")
-        return model_from_parts(config, SafetensorsFolder(path), _tokenizer_files(path, config))
-    if path.suffix != ".gguf":
+        state: Weights = SafetensorsFolder(path)
+        tokenizer_files = _tokenizer_files(path, config)
+    elif path.suffix == ".gguf":
+        from aligner.checkpoint.hf.gguf import read_gguf  # brings in transformers
+
+        config, state, tokenizer_files = read_gguf(path)
+    else:
         raise CheckpointError(f"{str(path)!r} is neither a Hugging Face directory nor a .gguf file")
-    from aligner.checkpoint.hf.gguf import read_gguf  # brings in transformers
-
-    return model_from_parts(*read_gguf(path))
-
-
-def model_from_parts(
-    config: Mapping[str, Any], state: Weights, tokenizer_files: dict[str, bytes]
-) -> HuggingFaceModel:
-    """Put ``config.json``, a state dict and tokenizer files together."""
     architecture = architecture_from_hf(config)
-    table = family_of(architecture.family).table
-    return HuggingFaceModel(
-        architecture, HuggingFaceWeights(state, table, architecture), tokenizer_files
-    )
+    weights = HuggingFaceWeights(state, family_of(architecture.family).table, architecture)
+    return HuggingFaceModel(architecture, weights, tokenizer_files)
 
 
-class SafetensorsFolder(Mapping[str, Tensor]):
+class SafetensorsFolder(LazyTensors):
     """All tensors of a directory's safetensors files, memory-mapped and read when indexed."""
 
     def __init__(self, folder: Path) -> None:
@@ -112,6 +106,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 f"{str(folder)!r} holds no model.safetensors; pickled weights are not read, "
                 "save the model with save_pretrained(..., safe_serialization=True)"
             )
+        super().__init__(self._files)
 
     def _keys(self, name: str) -> list[str]:
         with _damage_named(self._folder / name):
@@ -127,15 +122,6 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         with _damage_named(self._folder / name):
             tensor: Tensor = self._open(name).get_tensor(key)
         return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._files  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
 
 
 @contextlib.contextmanager
@@ -292,18 +278,13 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> str:
         size += tensor.nbytes
         total += tensor.nbytes
     flush()
-    _name_shards(folder, shards, total)
-    return dtype
-
-
-def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
-    if len(shards) == 1:
-        (folder / "shard-0").rename(folder / "model.safetensors")
-        return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        part = "" if len(shards) == 1 else f"-{number + 1:05d}-of-{len(shards):05d}"
+        file = f"model{part}.safetensors"
         (folder / f"shard-{number}").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return dtype

@@ -44,7 +44,8 @@ _WRITTEN_ACTIVATIONS: dict[Activation, str] = {
     "swiglu": "fast-swiglu",
     "geglu": "fast-geglu",
 }
-# Kinds of experts other than Mixtral's and Qwen3-MoE's, by the value that means "not that".
+# Kinds of experts that megatron-core has and `GPTArchitecture` has not (Mixtral's and Qwen3-MoE's
+# only), by the value that means "not that".
 _PLAIN_EXPERTS: Config = {
     "moe_shared_expert_intermediate_size": None,
     "moe_layer_freq": 1,
@@ -102,7 +103,11 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
         value = config.get(key)
         return default if value is None else value
 
-    _check_experts(config)
+    for key, plain in _PLAIN_EXPERTS.items():
+        if config.get("num_moe_experts") and config.get(key) not in (None, plain):
+            raise CheckpointError(
+                f"{key}={config[key]!r} in model_config.yaml is not supported; supported: {plain!r}"
+            )
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         return GPTArchitecture(
@@ -127,7 +132,8 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             bias_linear=bool(get("bias", True)),
             bias_qkv=bool(get("qkv_bias", False)) and not get("bias", True),
             qk_layernorm=bool(get("qk_layernorm", False)),
-            window_size=_window(config),
+            # NeMo's ``[left, 0]`` counts the tokens before the current one, ours counts it in.
+            window_size=int(config["window_size"][0]) + 1 if config.get("window_size") else None,
             attention_dropout=float(get("attention_dropout", 0.1)),
             hidden_dropout=float(get("hidden_dropout", 0.1)),
             init_std=float(get("init_method_std", 0.02)),
@@ -146,27 +152,14 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
         ) from error
 
 
-def _check_experts(config: Config) -> None:
-    """Refuse mixtures of experts that megatron-core has and `GPTArchitecture` has not."""
-    if not config.get("num_moe_experts"):
-        return
-    for key, plain in _PLAIN_EXPERTS.items():
-        if config.get(key) not in (None, plain):
-            raise CheckpointError(
-                f"{key}={config[key]!r} in model_config.yaml is not supported; supported: {plain!r}"
-            )
-
-
 def _choice(config: Config, key: str, default: str, known: dict[str, Any]) -> Any:
     given = default if config.get(key) is None else config[key]
-    if not isinstance(given, str):
-        raise CheckpointError(
-            f"{key} in model_config.yaml is a {type(given).__name__}; known: {', '.join(known)}"
-        )
-    value = given.lower()
+    value = str(given).lower()
     if value not in known:
+        kind = "" if isinstance(given, str) else f", a {type(given).__name__},"
         raise CheckpointError(
-            f"{key}={value!r} in model_config.yaml is not supported; known: {', '.join(known)}"
+            f"{key}={value!r}{kind} in model_config.yaml is not supported; known: "
+            f"{', '.join(known)}"
         )
     return known[value]
 
@@ -210,12 +203,6 @@ def _rope_scaling(config: Config) -> RopeScaling | None:
     if config.get("seq_len_interpolation_factor"):
         return RopeScaling(factor=float(config["seq_len_interpolation_factor"]), kind="linear")
     return None
-
-
-def _window(config: Config) -> int | None:
-    """NeMo's ``[left, 0]`` counts the tokens before the current one, ours counts it in."""
-    window = config.get("window_size")
-    return int(window[0]) + 1 if window else None
 
 
 def config_from_architecture(architecture: GPTArchitecture) -> Config:

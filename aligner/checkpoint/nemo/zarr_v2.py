@@ -5,7 +5,6 @@ Extra state lies beside the tensors as ``shard_l_L.pt`` without ``.zarray`` and 
 """
 
 import itertools
-import json
 import math
 from typing import Any
 
@@ -37,7 +36,7 @@ class ZarrSource:
         self._folder = folder
         prefix = f"{folder}/"
         self._headers = {
-            name[len(prefix) : -len(_HEADER)]: _header(name, archive.read(name))
+            name[len(prefix) : -len(_HEADER)]: _header(archive, name)
             for name in archive.names
             if name.startswith(prefix) and name.endswith(_HEADER)
         }
@@ -83,14 +82,14 @@ class ZarrSource:
         return torch.frombuffer(bytearray(data), dtype=dtype).view(chunk)
 
 
-def _header(name: str, data: bytes) -> dict[str, Any]:
+def _header(archive: ArchiveReader, name: str) -> dict[str, Any]:
+    header = archive.read_json(name)
     try:
-        header = json.loads(data)
         shape, chunks = header["shape"], header["chunks"]
         known = len(shape) == len(chunks) and header["dtype"] in _DTYPES
         plain = header.get("compressor") is None and not header.get("filters")
         supported = known and plain and header.get("order", "C") == "C"
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise CheckpointError(f"{name} is not a zarr version 2 header: {error!r}") from error
     if not supported:
         raise CheckpointError(

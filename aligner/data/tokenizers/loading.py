@@ -7,13 +7,17 @@ it.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, Tokenizer, generation_ends
+from aligner.data.tokenizers.tokenizer import (
+    GENERATION_CONFIG,
+    Tokenizer,
+    generation_ends,
+    json_object,
+)
 from aligner.errors import CheckpointNotFoundError, ConfigError, DataError, TokenizerError
 from aligner.importing import check_call, load_function
 
@@ -52,6 +56,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             files["tokenizer.json"] = path.read_bytes()
     elif is_slow(directory):
         return _convert_with_transformers(directory)
+    elif len(files) == 1 and (model := next(iter(files))).endswith(".model"):
+        raise TokenizerError(
+            f"{path} has {model} alone, which SentencePiece and transformers split differently; "
+            f"give {path / model} for SentencePiece's tokens, or add a tokenizer_config.json with "
+            '{"tokenizer_class": "LlamaTokenizer"} for those of transformers'
+        )
     return tokenizer_from_files(files, origin=str(path))
 
 
@@ -118,8 +128,10 @@ def tokenizer_from_files(
         with TemporaryDirectory() as folder:
             for name, content in files.items():
                 (Path(folder) / Path(name).name).write_bytes(content)
-            path = Path(folder) / "tokenizer_config.json"
-            _name_class(path, "GPT2Tokenizer" if is_pair else "LlamaTokenizer", origin)
+            config = json_object(files, "tokenizer_config.json", origin)
+            if not config.get("tokenizer_class"):  # else ``config.json`` names it
+                config["tokenizer_class"] = "GPT2Tokenizer" if is_pair else "LlamaTokenizer"
+                (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
             return _convert_with_transformers(Path(folder), origin=origin)
     if len(models) == 1:
         return SentencePieceTokenizer(
@@ -150,7 +162,7 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
             "tokenizer in model.tokenizer"
         )
     files.pop("chat_template.jinja", None)
-    config = {**json.loads(files.get("tokenizer_config.json", b"{}")), "chat_template": template}
+    config = json_object(files, "tokenizer_config.json", what) | {"chat_template": template}
     files["tokenizer_config.json"] = json.dumps(config).encode()
     found = tokenizer_from_files(files, origin=what)
     said = {"user": "a question", "assistant": "an answer"}
@@ -172,19 +184,10 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
 
 def with_template_kwargs(tokenizer: Tokenizer, values: Mapping[str, Any]) -> Tokenizer:
     """The same with ``data.chat_template_kwargs``; `ConfigError`: no template reads one of them."""
-    if not values:
-        return tokenizer
-    config = json.loads(tokenizer.files().get("tokenizer_config.json", b"{}"))
-    templates = config.get("chat_template") or []
-    named = [{"template": templates}] if isinstance(templates, str) else templates
-    text = "\n".join(each["template"] for each in named)
-    unused = [name for name in values if not re.search(rf"\b{re.escape(name)}\b", text)]
-    if unused:
-        raise ConfigError(
-            f"data.chat_template_kwargs={dict(values)}: the model's chat template reads no "
-            f"{', '.join(unused)}; leave it out"
-        )
-    return tokenizer.with_template_kwargs(values)
+    try:
+        return tokenizer.with_template_kwargs(values)
+    except DataError as error:
+        raise ConfigError(f"data.{error}") from error
 
 
 def as_tokenizer(tokenizer: Any) -> Any:
@@ -217,12 +220,9 @@ def fold_named_templates(directory: Path, files: dict[str, bytes]) -> dict[str, 
     if not paths:
         return files
     named = {path.stem: path.read_text(encoding="utf-8-sig") for path in paths}
-    try:
-        config = json.loads(files.get("tokenizer_config.json", b"{}"))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{directory}: tokenizer_config.json is not JSON: {error}") from error
-    default = files.pop("chat_template.jinja", b"").decode("utf-8-sig")
-    default = default or config.get("chat_template")
+    config = json_object(files, "tokenizer_config.json", str(directory))
+    text = files.pop("chat_template.jinja", b"").decode("utf-8-sig")
+    default = text or config.get("chat_template")
     if isinstance(default, str):
         named = {"default": default, **named}
     config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
@@ -239,18 +239,9 @@ def _saved_files(tokenizer: Any) -> dict[str, bytes]:
 def is_slow(directory: Path) -> bool:
     """Return whether a directory has a vocabulary whose class decides how text is split."""
     names = {path.name for path in directory.iterdir()}
-    has_class = "tokenizer_config.json" in names or {"vocab.json", "config.json"} <= names
+    has_vocabulary = "vocab.json" in names or any(name.endswith(".model") for name in names)
+    has_class = "tokenizer_config.json" in names or ("config.json" in names and has_vocabulary)
     return has_class and "tokenizer.json" not in names
-
-
-def _name_class(path: Path, name: str, origin: str) -> None:
-    """Name the class for transformers: files by themselves have no ``config.json`` that does."""
-    try:
-        config = json.loads(path.read_bytes()) if path.exists() else {}
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{origin}: {path.name} is not JSON: {error}") from error
-    if isinstance(config, dict) and not config.get("tokenizer_class"):
-        path.write_text(json.dumps({**config, "tokenizer_class": name}))
 
 
 def _convert_with_transformers(directory: Path, origin: str | None = None) -> Tokenizer:

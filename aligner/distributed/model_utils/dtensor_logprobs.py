@@ -84,9 +84,7 @@ def dtensor_from_parallel_logits_to_logprobs(
     ``vocab_parallel_logits``: the local float [B, S / CP, V_local], whose first ``vocab_end_index -
     vocab_start_index`` columns are those global ids. ``target``: int64 [B, S], unshifted; a DTensor
     sharded by its sequence on a mesh with ``cp`` when the logits are, arranged by ``seq_index``
-    int64 [S]. ``chunk_size``: positions at a time; None lets memory decide. ``sampling_params``:
-    the distribution that was sampled from, temperature included. ``inference_only``: keep nothing
-    for backward.
+    int64 [S]. The rest as for `from_parallel_logits_to_logprobs`.
 
     The gradient of a rank's positions is that of its own copy of the result, as DTensor has it:
     exact for a loss that all ranks compute alike, nothing is summed over ``cp``.
@@ -97,7 +95,9 @@ def dtensor_from_parallel_logits_to_logprobs(
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params
     )
-    if not _shards_sequence(target):
+    mesh = target.device_mesh if isinstance(target, DTensor) else None
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if mesh is None or "cp" not in names or mesh["cp"].size() == 1:
         whole = target.full_tensor() if isinstance(target, DTensor) else target
         shifted = whole.to(vocab_parallel_logits.device).roll(-1, dims=-1)
         return PlannedLogprob.apply(vocab_parallel_logits, shifted, plan, inference_only)[:, :-1]
@@ -107,7 +107,7 @@ def dtensor_from_parallel_logits_to_logprobs(
             "order of its positions"
         )
     assert isinstance(target, DTensor)
-    mesh, placements = target.device_mesh, target.placements
+    placements = target.placements
     order = seq_index.argsort()
     shifted = target.full_tensor()[:, order].roll(-1, dims=-1)[:, seq_index]
     everywhere = DTensor.from_local(shifted, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -115,10 +115,3 @@ def dtensor_from_parallel_logits_to_logprobs(
     logprobs = PlannedLogprob.apply(vocab_parallel_logits, local, plan, inference_only)
     whole = DTensor.from_local(logprobs, mesh, placements, run_check=False).full_tensor()
     return whole[:, order][:, :-1]
-
-
-def _shards_sequence(target: DTensor | Tensor) -> bool:
-    if not isinstance(target, DTensor):
-        return False
-    names = target.device_mesh.mesh_dim_names or ()
-    return "cp" in names and target.device_mesh["cp"].size() > 1

@@ -17,7 +17,6 @@ from aligner.errors import LayoutError
 from aligner.logprobs.fused import (
     RowStatistics,
     input_gradients,
-    logit_gradient,
     row_statistics,
     shard_logprobs,
 )
@@ -84,7 +83,10 @@ def from_parallel_hidden_states_to_logprobs(
         raise LayoutError("packed sequences need both cu_seqlens_padded and unpacked_seqlen")
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        hidden = _whole_sequence(tensor_parallel_hidden_states, shard.group, sequence_parallel)
+        hidden = tensor_parallel_hidden_states
+        if shard.group is not None:  # what ranks make of it adds up in the gradient
+            whole = gather_first if sequence_parallel else SumGradient.apply
+            hidden = whole(hidden, shard.group)
         length, batch, _ = hidden.shape
         target = target.to(hidden.device)
         if cu_seqlens_padded is not None:
@@ -104,15 +106,6 @@ def from_parallel_hidden_states_to_logprobs(
             return unpack(logprobs, cu_seqlens_padded, unpacked_seqlen, cp_group)
         rows = logprobs.view(length, batch).t()
         return gather_context(rows, target.shape[1], cp_group)[:, :-1]
-
-
-def _whole_sequence(
-    hidden: Tensor, group: dist.ProcessGroup | None, sequence_parallel: bool
-) -> Tensor:
-    """[S_cp, B, H] on every tensor-parallel rank; what they make of it adds up in the gradient."""
-    if group is None:
-        return hidden
-    return gather_first(hidden, group) if sequence_parallel else SumGradient.apply(hidden, group)
 
 
 class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
@@ -170,23 +163,15 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         """
         local_hidden, weight, target, logprobs, log_normalizer = ctx.saved_tensors
         hidden = gather_first(local_hidden, ctx.shard.group)
-        gradient = logit_gradient(
-            RowStatistics(logprobs, log_normalizer, None),
-            target,
-            ctx.shard,
-            grad_outputs[0].t().reshape(-1),
-            None,
-            restricted=False,
-        )
         grad_hidden, grad_weight = input_gradients(
             hidden.flatten(0, 1),
             weight,
+            target,
             ctx.shard,
-            gradient,
-            restriction=None,
+            RowStatistics(logprobs, log_normalizer, None),
+            grad_outputs[0].t().reshape(-1),
+            needed=(ctx.needs_input_grad[0], ctx.needs_input_grad[2]),
             chunk_size=ctx.chunk_size,
-            need_hidden=ctx.needs_input_grad[0],
-            need_weight=ctx.needs_input_grad[2],
         )
         if grad_hidden is not None:
             grad_hidden = reduce_scatter_first(grad_hidden.view_as(hidden), ctx.shard.group)

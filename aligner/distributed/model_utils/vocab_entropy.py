@@ -33,18 +33,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
         A column of -inf counts 0. ``inference_only``: keep nothing for backward.
         """
         logits = vocab_parallel_logits
-        shard = VocabShard.between(0, logits.shape[-1], tp_group)
-        dtype = arithmetic_dtype(logits)
-        partial = logits.new_empty(2, *logits.shape[:-1], dtype=dtype)
-        for rows in sequence_chunks(logits, chunk_size):
-            chunk = logits[..., rows, :].to(dtype)
-            partial[0, ..., rows] = chunk.logsumexp(dim=-1)
-            partial[1, ..., rows] = _mean_logprob(
-                chunk, partial[0, ..., rows], chunk, partial[0, ..., rows]
-            )
-        normalizers, means = shard.stack_ranks(partial).unbind(1)
-        normalizer = normalizers.logsumexp(dim=0)
-        result = _combine(normalizers, normalizer, means, normalizers, normalizer)
+        result, normalizer, _ = _mean_logprob(logits, logits, tp_group, chunk_size)
         if not inference_only:
             ctx.save_for_backward(logits, normalizer, result)
             ctx.chunk_size = chunk_size
@@ -90,24 +79,10 @@ class DistributedCrossEntropy(torch.autograd.Function):
                 f"{list(target_logits.shape)} must have the same shape: shard both over the same "
                 "vocabulary ranges and positions"
             )
-        shard = VocabShard.between(0, student_logits.shape[-1], group)
-        dtype = torch.promote_types(arithmetic_dtype(student_logits), target_logits.dtype)
-        partial = student_logits.new_empty(3, *student_logits.shape[:-1], dtype=dtype)
-        for rows in sequence_chunks(student_logits, None):
-            student = student_logits[..., rows, :].to(dtype)
-            target = target_logits[..., rows, :].to(dtype)
-            partial[0, ..., rows] = student.logsumexp(dim=-1)
-            partial[1, ..., rows] = target.logsumexp(dim=-1)
-            partial[2, ..., rows] = _mean_logprob(
-                target, partial[1, ..., rows], student, partial[0, ..., rows]
-            )
-        students, targets, means = shard.stack_ranks(partial).unbind(1)
-        student_normalizer, target_normalizer = students.logsumexp(dim=0), targets.logsumexp(dim=0)
+        mean, of_target, of_student = _mean_logprob(target_logits, student_logits, group, None)
         if not inference_only:
-            ctx.save_for_backward(
-                student_logits, target_logits, student_normalizer, target_normalizer
-            )
-        return -_combine(targets, target_normalizer, means, students, student_normalizer)
+            ctx.save_for_backward(student_logits, target_logits, of_student, of_target)
+        return -mean
 
     @staticmethod
     @once_differentiable
@@ -122,26 +97,32 @@ class DistributedCrossEntropy(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _mean_logprob(p: Tensor, p_normalizer: Tensor, q: Tensor, q_normalizer: Tensor) -> Tensor:
-    """``Σ_v p_v log q_v`` of the local columns, each distribution adding up to 1 over them.
+def _mean_logprob(
+    p_logits: Tensor, q_logits: Tensor, group: dist.ProcessGroup | None, chunk_size: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``Σ_v p_v log q_v`` and the normalisers of p and q, [B, S] each.
 
-    ``p``, ``q``: logits [..., n, V_local]. What p excludes counts 0.
+    ``p_logits``, ``q_logits``: float [B, S, V_local], maybe the same. What p excludes counts 0.
     """
-    probability = (p - p_normalizer.unsqueeze(-1)).exp_()
-    logprob = q - _finite(q_normalizer).unsqueeze(-1)
-    return logprob.mul_(probability).masked_fill_(probability == 0, 0).sum(dim=-1)
-
-
-def _combine(
-    p_partial: Tensor, p_whole: Tensor, means: Tensor, q_partial: Tensor, q_whole: Tensor
-) -> Tensor:
-    """``Σ_v p_v log q_v`` over all ranks, [ranks, ...] → [...], from what each made of its own.
-
-    A rank's share of p weighs its mean, and its share of q is added to each of its log-probs.
-    """
-    share = (p_partial - p_whole).exp_()
-    whole = means + (_finite(q_partial) - q_whole)
-    return whole.mul_(share).masked_fill_(share == 0, 0).sum(dim=0)
+    shard = VocabShard.between(0, p_logits.shape[-1], group)
+    dtype = torch.promote_types(arithmetic_dtype(q_logits), p_logits.dtype)
+    logits = [p_logits] if p_logits is q_logits else [p_logits, q_logits]
+    partial = p_logits.new_empty(len(logits) + 1, *p_logits.shape[:-1], dtype=dtype)
+    # This rank's columns, over which each distribution adds up to 1.
+    for rows in sequence_chunks(p_logits, chunk_size):
+        chunks = [each[..., rows, :].to(dtype) for each in logits]
+        local = [chunk.logsumexp(dim=-1) for chunk in chunks]
+        probability = (chunks[0] - local[0].unsqueeze(-1)).exp_()
+        logprob = (chunks[-1] - _finite(local[-1]).unsqueeze(-1)).mul_(probability)
+        mean = logprob.masked_fill_(probability == 0, 0).sum(dim=-1)
+        for number, row in enumerate((*local, mean)):
+            partial[number, ..., rows] = row
+    # All ranks: a rank's share of p weighs its mean, and its share of q is added to its log-probs.
+    *normalizers, means = shard.stack_ranks(partial).unbind(1)
+    whole = [each.logsumexp(dim=0) for each in normalizers]
+    share = (normalizers[0] - whole[0]).exp_()
+    means = (means + (_finite(normalizers[-1]) - whole[-1])).mul_(share)
+    return means.masked_fill_(share == 0, 0).sum(dim=0), whole[0], whole[-1]
 
 
 def _finite(normalizer: Tensor) -> Tensor:

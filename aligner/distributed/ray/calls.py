@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from aligner.distributed.ray.worker import Failure, Seat
@@ -25,24 +26,17 @@ class WorkerHandle:
     def __init__(self, actor: Any, seat: Seat) -> None:
         self._actor, self._seat = actor, seat
 
-    def __getattr__(self, method_name: str) -> "RemoteMethod":
+    def __getattr__(self, method_name: str) -> Any:
         if method_name.startswith("_"):
             raise AttributeError(method_name)
-        return RemoteMethod(self._actor, method_name)
+
+        def remote(*args: Any, **kwargs: Any) -> "ObjectRef":
+            return self._actor.call_with.remote(method_name, current_step(), args, kwargs)
+
+        return SimpleNamespace(remote=remote)
 
     def __repr__(self) -> str:
         return str(self._seat)
-
-
-class RemoteMethod:
-    """A method of one worker."""
-
-    def __init__(self, actor: Any, name: str) -> None:
-        self._actor, self._name = actor, name
-
-    def remote(self, *args: Any, **kwargs: Any) -> "ObjectRef":
-        """Begin to call it."""
-        return self._actor.call_with.remote(self._name, current_step(), args, kwargs)
 
 
 def wait_for(calls: "Sequence[tuple[ObjectRef, Seat]]", what: str, timeout_s: float) -> list[Any]:

@@ -4,9 +4,9 @@ It may run in an interpreter that has little more than Ray, so only the standard
 here; a worker's own module brings what the worker needs.
 """
 
-import importlib
 import os
 import pickle
+import pkgutil
 import socket
 import sys
 import traceback
@@ -129,8 +129,7 @@ class WorkerProcess:
             if world is not None:
                 keywords["parallel"] = _join(world)
                 self._has_world = True
-            module_name, _, class_name = worker_class.rpartition(".")
-            constructor = getattr(importlib.import_module(module_name), class_name)
+            constructor = pkgutil.resolve_name(":".join(worker_class.rsplit(".", 1)))
             self._worker = constructor(*positional, **keywords)
         except Exception as error:
             raise _failure(error) from None
@@ -154,7 +153,11 @@ class WorkerProcess:
         try:
             with _in_step(step):
                 result = getattr(self._worker, method_name)(*given, **kwargs)
-            return _on_host(result) if self._has_world else result
+            if not self._has_world:
+                return result
+            from aligner.distributed.workers import to_host
+
+            return to_host(result)
         except Exception as error:
             raise _failure(error) from None
 
@@ -178,12 +181,6 @@ def _in_step(step: int) -> AbstractContextManager[None]:
     from aligner.distributed.step import training_step
 
     return training_step(step)
-
-
-def _on_host(result: Any) -> Any:
-    from aligner.distributed.workers import to_host
-
-    return to_host(result)
 
 
 def _write_output_to(log: str) -> None:

@@ -12,7 +12,6 @@ import torch
 from aligner.compat.nemo_rl import PublishedRole
 from aligner.config import SamplingOptions, TrainedModelConfig
 from aligner.config.roles.policy import check_policy_backend
-from aligner.config.rules.batches import check_token_budgets
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
@@ -91,12 +90,16 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
             config, backend = published.model, published.backend
             run = run or RunSettings.of(published)
         run = run or RunSettings()
-        check_token_budgets(config)
         check_policy_backend(backend, config)
         tokenizer = as_tokenizer(tokenizer)
         self._published = published
         if published is not None and published.stop_token_ids:
-            tokenizer = _with_stop_tokens(tokenizer, published.stop_token_ids)
+            stops = published.stop_token_ids  # end a response, as do the tokenizer's own
+            try:
+                tokenizer = tokenizer.with_end_tokens(stops)
+            except TokenizerError as error:
+                key = f"policy.generation.stop_token_ids={list(stops)}"
+                raise ConfigError(f"{key}: {error}") from error
         workers = cluster.start_workers(
             worker_class(WORKERS, backend),
             name_prefix,
@@ -184,11 +187,3 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         parallel = self.model.parallel
         together = parallel.model_parallel_size * parallel.expert > 1
         return not together and self.worker_group.recover()
-
-
-def _with_stop_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> Tokenizer:
-    """The tokenizer, for which these end a response beside its own."""
-    try:
-        return tokenizer.with_end_tokens(ids)
-    except TokenizerError as error:
-        raise ConfigError(f"policy.generation.stop_token_ids={list(ids)}: {error}") from error

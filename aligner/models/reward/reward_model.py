@@ -30,11 +30,12 @@ class RewardModel(RoleHandle):
         max_optimizer_steps: int | None = None,
         offload_weights: bool = False,
     ) -> None:
-        """Start the workers on ``cluster``; see `MegatronRewardWorker`.
+        """Start the workers on ``cluster``.
 
         They load ``config.restore_from_path``: a reward model, or a language model with a fresh
         head; ``weights_path`` and ``optimizer_path``, of `save_checkpoint`, are where they continue
         instead. ``attributes``: what the head rates; none for comparisons, None: as in the file.
+        ``init_optimizer``: False for a model that only scores. Others as in `Policy`.
         """
         workers = cluster.start_workers(
             WORKER,

@@ -52,13 +52,13 @@ class LoadedFunction:
     def _result_of(self, awaitable: Awaitable[Any], limit_s: float | None) -> Any:
         """Wait for it in one event loop for all calls: what the function holds may belong to it."""
         if threading.current_thread() is threading.main_thread():
-            return self._runner.run(_wait(awaitable, limit_s))
+            return self._runner.run(asyncio.wait_for(awaitable, limit_s))
         with _STARTING:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=_run_forever, args=(self._loop,), daemon=True).start()
             loop = self._loop
-        future = asyncio.run_coroutine_threadsafe(_wait(awaitable, limit_s), loop)
+        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(awaitable, limit_s), loop)
         try:
             # A second more: a coroutine that can be cancelled is.
             return future.result(None if limit_s is None else limit_s + 1)
@@ -98,7 +98,3 @@ def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
     while True:
         with suppress(BaseException):  # SystemExit of a task, whose future has it as well
             loop.run_forever()
-
-
-async def _wait(awaitable: Awaitable[Any], limit_s: float | None) -> Any:
-    return await asyncio.wait_for(awaitable, limit_s)

@@ -31,15 +31,8 @@ from aligner.device import accelerator
 from aligner.device.accelerator import HostCopy
 from aligner.errors import ConfigError, DataError
 from aligner.models.gpt.decode.model import IncrementalModel
-from aligner.models.gpt.decode.scheduler import (
-    Prompts,
-    Responses,
-    Rollout,
-    RolloutRules,
-    TokenListener,
-    WideNucleusError,
-    with_room,
-)
+from aligner.models.gpt.decode.responses import Prompts, Responses, RolloutRules, with_room
+from aligner.models.gpt.decode.scheduler import Rollout, TokenListener, WideNucleusError
 
 _KEPT_RULES = 2  # graphs are kept for: those of training and of validation
 

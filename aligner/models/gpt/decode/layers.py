@@ -184,25 +184,24 @@ def _is_known(layer: nn.Module, products: Mapping[nn.Module, Product]) -> bool:
     attention, mlp = layer.self_attention, layer.mlp
     if type(mlp) is not MLP or type(attention.core_attention) is not CoreAttention:
         return False
-    entries = (
+    norms = (
         (attention.linear_qkv, layer.input_layernorm),
         (mlp.linear_fc1, layer.pre_mlp_layernorm),
     )
     linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
-    return all(_has_norm(*entry) for entry in entries) and all(
-        linear in products or _is_plain(linear) for linear in linears
+    # The norm before a linear is ours, or inside Transformer Engine's linear, whose weight is known
+    # where it is not kept in 8 bits.
+    return all(
+        type(norm) is Norm or (isinstance(norm, IdentityOp) and _norm_inside(linear))
+        for linear, norm in norms
+    ) and all(
+        linear in products
+        or (
+            is_transformer_engine(linear)
+            and type(getattr(linear, "weight", None)) in (nn.Parameter, Tensor)
+        )
+        for linear in linears
     )
-
-
-def _is_plain(linear: nn.Module) -> bool:
-    """Return whether it is Transformer Engine's with a weight that is not kept in 8 bits."""
-    weight = getattr(linear, "weight", None)
-    return is_transformer_engine(linear) and type(weight) in (nn.Parameter, Tensor)
-
-
-def _has_norm(linear: nn.Module, norm: nn.Module) -> bool:
-    """Return whether the norm before ``linear`` is ours, or one inside Transformer Engine's."""
-    return type(norm) is Norm or (isinstance(norm, IdentityOp) and _norm_inside(linear))
 
 
 def _norm_inside(linear: nn.Module) -> bool:

@@ -34,7 +34,7 @@ from aligner.architecture import GPTArchitecture
 from aligner.device import accelerator
 from aligner.errors import AlignerError, LayoutError
 from aligner.kernels.linear_product import Product, has_wide_products, packed_linears, wide_mm
-from aligner.logprobs.output_layer import VocabShard
+from aligner.logprobs.output_layer import VocabShard, output_weight
 from aligner.models.gpt.decode.kv_cache import KVCache, aligned
 from aligner.models.gpt.decode.layers import (
     IncrementalLayer,
@@ -44,7 +44,6 @@ from aligner.models.gpt.decode.layers import (
     is_transformer_engine,
 )
 from aligner.models.gpt.decode.sampling import SampledTokens
-from aligner.models.gpt.forward.schedule import output_weight
 from aligner.models.gpt.layers.attention import CoreAttention
 
 _NOTHING_DRAWN = -1
@@ -144,7 +143,11 @@ class IncrementalModel:
             LayoutError: the model's attention is not ours.
         """
         self._attention = [module for module in gpt.modules() if isinstance(module, CoreAttention)]
-        _check_attention(self._attention)
+        if not self._attention:
+            raise LayoutError(
+                "generation keeps its cache in aligner's own core attention and this model was "
+                "built with another one; build it with the local layer spec"
+            )
         self._gpt = gpt
         self._vocab_size = architecture.vocab_size
         parameter = next(gpt.parameters())
@@ -353,14 +356,6 @@ class IncrementalModel:
         finally:
             for module in self._attention:
                 module.cache = None
-
-
-def _check_attention(attention: Sequence[nn.Module]) -> None:
-    if not attention:
-        raise LayoutError(
-            "generation keeps its cache in aligner's own core attention and this model was built "
-            "with another one; build it with the local layer spec"
-        )
 
 
 def without_gradients(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

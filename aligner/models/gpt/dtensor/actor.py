@@ -1,7 +1,5 @@
 """The policy on a transformers model: generates responses, scores tokens, and learns."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -11,48 +9,14 @@ from torch import Tensor
 from aligner.checkpoint.gpt_weights import load_weights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.losses.interfaces import reads_logits
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.dtensor.shards import WholeParameters
-from aligner.models.gpt.forward.schedule import Microbatch
-from aligner.models.gpt.forward.token_logprobs import token_logits, token_logprobs
 from aligner.models.gpt.megatron.build import build_gpt
-from aligner.models.gpt.role.offload import SwappedWeights
-from aligner.models.gpt.role.policy import ReferenceModel, SamplingPolicy
+from aligner.models.gpt.role.policy import ReferencePolicy, SamplingPolicy
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import SumGradient
 from aligner.parallel.groups import ParallelState
-from aligner.types import LossFunction, TokenOutputs
-
-
-class DTensorReference(ReferenceModel):
-    """The initial weights of such a policy: a second model, or copies in host memory."""
-
-    @torch.no_grad()
-    def __init__(self, policy: "DTensorActorModel", mode: Literal["keep", "swap"]) -> None:
-        """``mode`` as in `ReferencePolicy`."""
-        super().__init__(policy.infer_tokens)
-        self._policy = (policy,)  # in a tuple: it stays a module of its own
-        self.copy: TransformersModel | None = None
-        self._held: SwappedWeights | None = None
-        if mode == "swap":
-            self._held = SwappedWeights({shard.name: shard.local for shard in policy.shards})
-            return
-        self.copy, copies = policy.build(None)
-        self.copy.eval().requires_grad_(False)
-        for copy, shard in zip(copies, policy.shards, strict=True):
-            copy.local.copy_(shard.local)
-
-    @contextlib.contextmanager
-    def initial_model(self) -> Iterator[TransformersModel]:
-        """See `ReferenceModel`."""
-        if self.copy is not None:
-            yield self.copy
-            return
-        assert self._held is not None
-        with self._held.in_place():
-            yield self._policy[0].model
 
 
 class DTensorActorModel(DTensorModel, SamplingPolicy):
@@ -74,55 +38,26 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
 
     # Scoring ----------------------------------------------------------------------------------
 
-    def token_outputs(
-        self,
-        model: TransformersModel,
-        hidden: Tensor,
-        microbatch: Microbatch,
-        with_entropy: bool,
-    ) -> TokenOutputs:
-        """Log-probs (and entropy) where ``token_mask`` is 1; see `DTensorModel.token_outputs`."""
-        tp_group = self.vocab_group
-        return token_logprobs(
-            self._vocab_input(hidden),
-            model.output_weight(),
-            microbatch.columns["input_ids"],
-            microbatch.selected,
-            microbatch.layout,
-            vocab_size=self.architecture.vocab_size,
-            tp_group=tp_group,
-            sampling=self.sampling_params,
-            with_entropy=with_entropy,
-            kept_ids=microbatch.columns.get("kept_ids"),
-        )
-
-    def loss_outputs(
-        self, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
-    ) -> TokenOutputs:
-        """Outputs that ``loss_fn`` reads of hidden states [n * L, H].
-
-        Log-probs float32 [B, S], or all logits float32 [B, S, V] where the loss reads them.
-        """
-        if not reads_logits(loss_fn):
-            return super().loss_outputs(hidden, microbatch, loss_fn)
-        logits = token_logits(
-            self._vocab_input(hidden),
-            self.model.output_weight(),
-            microbatch.layout,
-            vocab_size=self.architecture.vocab_size,
-            tp_group=self.vocab_group,
-            temperature=self.sampling_params.temperature,
-        )
-        return TokenOutputs(logits)
-
-    def _vocab_input(self, hidden: Tensor) -> Tensor:
-        """Hidden states to be multiplied with this rank's part of the vocabulary."""
+    def output_layer(self, model: TransformersModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `SamplingPolicy.output_layer`."""
         group = self.vocab_group
-        return hidden if group is None else SumGradient.apply(hidden, group)
+        rows = hidden if group is None else SumGradient.apply(hidden, group)
+        return rows, model.output_weight()
 
     def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
         """See `SamplingPolicy.keep_reference`."""
-        self.__dict__["_reference"] = DTensorReference(self, mode)
+        weights = {shard.name: shard.local for shard in self.shards}
+
+        def copy() -> TransformersModel:
+            model, shards = self.build(None)
+            with torch.no_grad():
+                for shard in shards:
+                    shard.local.copy_(weights[shard.name])
+            return model
+
+        self.__dict__["_reference"] = ReferencePolicy(
+            self.model, mode, self.infer_tokens, weights=weights, copy=copy
+        )
 
     # Generating -------------------------------------------------------------------------------
 
@@ -149,8 +84,6 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
         )
         return gpt.eval().requires_grad_(False)
 
-    # Weights for other engines ----------------------------------------------------------------
-
     def hugging_face_weights(self) -> WholeParameters:
-        """The whole weights under Hugging Face's names, gathered when indexed; collective."""
+        """See `SamplingPolicy.hugging_face_weights`."""
         return WholeParameters(self.shards)

@@ -27,7 +27,7 @@ from aligner.models.gpt.dtensor.plan import (
     split_vocabulary,
 )
 from aligner.models.gpt.dtensor.shards import ParameterShard
-from aligner.models.gpt.role.model import ValueHead
+from aligner.models.gpt.role.value import ValueHead
 from aligner.parallel.groups import ParallelState
 
 Recompute = Literal["full", "selective"]

@@ -4,8 +4,9 @@ What every role on this backend shares: building, passes of micro-batches, files
 counterpart of `MegatronGPTModel`; what a role computes from the hidden states is the role's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -15,7 +16,6 @@ from aligner.checkpoint.canonical import Weights
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView, HuggingFaceWeights
 from aligner.checkpoint.model_source import ModelSource
-from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import CheckpointError
@@ -34,15 +34,12 @@ from aligner.models.gpt.role.model import (
     result_of,
 )
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.parallel.collectives import on_rank_zero
-from aligner.parallel.groups import ParallelState
-from aligner.types import LossFunction, TokenOutputs
+from aligner.parallel.groups import ParallelState, initialize_parallel
+from aligner.types import LossFunction
 
 
 class DTensorModel(RoleModel, LightningModule):
     """A role's share of a transformers model on this process."""
-
-    has_scalar_head = False
 
     def __init__(
         self,
@@ -61,26 +58,13 @@ class DTensorModel(RoleModel, LightningModule):
         self.model, self.shards = self.build(self._hugging_face_names(source.weights))
         self.optimizer: ShardOptimizer | None = None
 
-    # What a role adds -------------------------------------------------------------------------
-
-    def token_outputs(
-        self,
-        model: TransformersModel,
-        hidden: Tensor,
-        microbatch: Microbatch,
-        with_entropy: bool,
-    ) -> TokenOutputs:
-        """The role's outputs for each token, from ``model``'s float hidden states ``[n * L, H]``.
-
-        Called inside ``model``'s forward pass.
-        """
-        raise NotImplementedError
-
-    def loss_outputs(
-        self, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
-    ) -> TokenOutputs:
-        """Outputs for each token that ``loss_fn`` reads; ``hidden`` as in `token_outputs`."""
-        return self.token_outputs(self.model, hidden, microbatch, loss_fn.needs_entropy)
+    @classmethod
+    def from_checkpoint(
+        cls, checkpoint: ModelSource, *, settings: RoleSettings, tokenizer: Tokenizer
+    ) -> Self:
+        """Build this role from an open model, on this process's place in the settings' layout."""
+        parallel = initialize_parallel(settings.parallel, seed=settings.seed)
+        return cls(checkpoint, settings, parallel, tokenizer)
 
     # The model --------------------------------------------------------------------------------
 
@@ -99,7 +83,7 @@ class DTensorModel(RoleModel, LightningModule):
             self.parallel,
             dtype=self.settings.dtype,
             recompute=self.settings.recompute,
-            with_scalar_head=self.has_scalar_head,
+            with_scalar_head=self.has_head,
         )
 
     def setup_training(self) -> None:
@@ -131,18 +115,12 @@ class DTensorModel(RoleModel, LightningModule):
         total = torch.zeros(batch["input_ids"].shape, device=batch["input_ids"].device)
         start = 0
         for microbatch in microbatches:
+            head = partial(self.token_outputs, scoring, microbatch=microbatch, with_entropy=False)
             with torch.no_grad():
-                result = scoring(microbatch.layout, self._scores(microbatch, scoring))
+                result = scoring(microbatch.layout, head).values_or_logprobs
             total[start : start + result.shape[0], : result.shape[1]] = result
             start += result.shape[0]
         return total
-
-    def _scores(
-        self, microbatch: Microbatch, model: TransformersModel
-    ) -> Callable[[Tensor], Tensor]:
-        return lambda hidden: (
-            self.token_outputs(model, hidden, microbatch, False).values_or_logprobs
-        )
 
     def run_batch(
         self,
@@ -155,17 +133,14 @@ class DTensorModel(RoleModel, LightningModule):
         loss = self.loss_of_call(loss_fn)
         denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
 
-        def head_of(microbatch: Microbatch) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]:
-            def head(hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                outputs = self.loss_outputs(hidden, microbatch, loss)
-                return loss(outputs, microbatch.columns, denominators)
-
-            return head
+        def head(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            outputs = self.loss_outputs(self.model, hidden, microbatch, loss)
+            return loss(outputs, microbatch.columns, denominators)
 
         parts = []
         with torch.set_grad_enabled(not forward_only):
             for microbatch in self.split(batch, mbs or self.settings.micro_batch_size):
-                share, metrics = self.model(microbatch.layout, head_of(microbatch))
+                share, metrics = self.model(microbatch.layout, partial(head, microbatch))
                 if not forward_only:
                     share.backward()
                 parts.append({**metrics, "loss": share.detach()})
@@ -204,12 +179,6 @@ class DTensorModel(RoleModel, LightningModule):
                 raise CheckpointError(
                     f"the model has {shard.name}, which the checkpoint lacks; load one of this role"
                 )
-
-    def save_to(self, save_path: str) -> None:
-        """Write a `.nemo`. Call it on every rank. Rank 0 writes, and if it cannot, all raise."""
-        weights = self.whole_weights()
-        files = self.tokenizer.files() if self.tokenizer is not None else {}
-        on_rank_zero(lambda: save_nemo(save_path, weights, self.architecture, files))
 
     def _hugging_face_names(self, weights: Weights) -> HuggingFaceView:
         family, _ = config_to_hf(self.architecture)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from aligner.models.gpt.forward.token_layout import TokenLayout
-from aligner.models.gpt.role.model import ValueHead
+from aligner.models.gpt.role.value import ValueHead
 
 Result = TypeVar("Result")
 

@@ -40,17 +40,22 @@ class ShardOptimizer(StepOptimizer):
             for shard in self._shards
             if shard.local.numel() > 0
         }
-        self._inner = _make_optimizer(config, self._groups())
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Local elements with and without weight decay, as megatron-core parts them."""
+        # Matrices decay and vectors do not, as megatron-core parts them.
         held = [shard for shard in self._shards if shard.name in self._mains]
-        matrices = [self._mains[shard.name] for shard in held if len(shard.shape) > 1]
-        vectors = [self._mains[shard.name] for shard in held if len(shard.shape) < 2]
-        return [
-            {"params": matrices, "weight_decay": self.config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
+        groups: list[dict[str, Any]] = [
+            {
+                "params": [self._mains[s.name] for s in held if (len(s.shape) > 1) == is_matrix],
+                "weight_decay": config.weight_decay if is_matrix else 0.0,
+            }
+            for is_matrix in (True, False)
         ]
+        self._inner: torch.optim.Optimizer
+        if config.name == "sgd":
+            self._inner = torch.optim.SGD(groups, lr=config.lr)
+        else:
+            self._inner = torch.optim.AdamW(
+                groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+            )
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
@@ -115,9 +120,3 @@ class ShardOptimizer(StepOptimizer):
             if shard.name in self._mains:
                 main = self._mains[shard.name]
                 yield shard, OwnedSlice(shard.parameter, 0, main, self._inner)
-
-
-def _make_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

@@ -34,13 +34,10 @@ def shard_state(
     moments = _moments(optimizer)
     slices = {}
     for shard in shards:
-        split = (shard.split_dim, 0, 1)
-        if shard.split_dim is not None:
-            split = (shard.split_dim, shard.parallel.tp_rank, shard.parallel.config.tensor)
         kept = moments[shard.name].moments() if shard.name in moments else {}
         slices[shard.name] = {
             "shape": list(shard.shape),
-            "split": split,
+            "split": _split(shard),
             "first_row": shard.rows.start,
             "tensors": {WEIGHT: shard.local, **kept},
         }
@@ -78,6 +75,13 @@ def load_shard_state(
         optimizer.resume_at(steps)
 
 
+def _split(shard: ParameterShard) -> tuple[int | None, int, int]:
+    """Dimension that tensor parallelism splits, the part that is held, and the parts."""
+    if shard.split_dim is None:
+        return None, 0, 1
+    return shard.split_dim, shard.parallel.tp_rank, shard.parallel.config.tensor
+
+
 def _moments(optimizer: ShardOptimizer | None) -> dict[str, OwnedSlice]:
     if optimizer is None:
         return {}
@@ -86,7 +90,7 @@ def _moments(optimizer: ShardOptimizer | None) -> dict[str, OwnedSlice]:
 
 def _mine(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """This process's elements by kind, out of the slices of all processes."""
-    rows, columns = _block(shard)
+    rows, columns = _placed(shard.shape, *_split(shard), shard.rows)
     rank = shard.parallel.rank
     result: dict[str, Tensor] = {}
     missing = torch.ones(len(rows), len(columns), dtype=torch.bool)
@@ -99,7 +103,10 @@ def _mine(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[st
             )
         check_shape(f"{shard.name} of the run state", piece["shape"], shard.shape)
         tensors = piece["tensors"]
-        its_rows, its_columns = _block_of(piece)
+        first, held = piece["first_row"], tensors[WEIGHT].shape[0]
+        saved_rows = range(first, first + held)
+        dim, place, count = piece["split"]
+        its_rows, its_columns = _placed(tuple(piece["shape"]), dim, place, count, saved_rows)
         if (its_rows, its_columns) == (rows, columns):  # one's own
             return {kind: tensor.view(shard.local.shape) for kind, tensor in tensors.items()}
         here, there = _overlap(rows, its_rows), _overlap(columns, its_columns)
@@ -121,20 +128,6 @@ def _mine(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[st
     if not result:  # a process without elements of it
         return {WEIGHT: torch.empty(shard.local.shape)}
     return {kind: tensor.view(shard.local.shape) for kind, tensor in result.items()}
-
-
-def _block(shard: ParameterShard) -> tuple[range, range]:
-    """Rows and columns of the whole parameter that this process holds."""
-    place = shard.parallel.tp_rank if shard.split_dim is not None else 0
-    count = shard.parallel.config.tensor if shard.split_dim is not None else 1
-    return _placed(shard.shape, shard.split_dim, place, count, shard.rows)
-
-
-def _block_of(piece: Mapping[str, Any]) -> tuple[range, range]:
-    """The same of a slice that was saved."""
-    first, held = piece["first_row"], piece["tensors"][WEIGHT].shape[0]
-    dim, place, count = piece["split"]
-    return _placed(tuple(piece["shape"]), dim, place, count, range(first, first + held))
 
 
 def _placed(

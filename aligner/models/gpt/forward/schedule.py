@@ -29,12 +29,8 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from aligner.device import accelerator
-from aligner.distributed.sequences import IntArray, PrefixTree, Sequences, shared_prefixes
-from aligner.logprobs.output_layer import (
-    OutputLayerBypass,
-    bypassed_output_layer,
-    output_weight,
-)
+from aligner.distributed.sequences import Sequences, shared_prefixes
+from aligner.logprobs.output_layer import bypassed_output_layer
 from aligner.models.gpt.forward.token_layout import (
     BoolArray,
     LayoutRules,
@@ -44,14 +40,6 @@ from aligner.models.gpt.forward.token_layout import (
 from aligner.models.gpt.layers.attention import SegmentParams
 from aligner.models.gpt.lora import TokenDropout
 from aligner.types import Denominators, LossFunction, TokenOutputs
-
-__all__ = [
-    "OutputLayerBypass",
-    "bypassed_output_layer",
-    "full_hidden_states",
-    "output_weight",
-    "placed_positions",
-]
 
 
 class PlacedRotary(nn.Module):
@@ -167,20 +155,13 @@ def split_microbatches(
             sequences = Sequences.find(host["position_ids"][start:end, :longest], part)
         tree = None
         if rules.shared_prefixes:
-            ids = host["input_ids"][start:end, :longest]
-            tree = _tree(ids, part, sequences, rules.sequence_multiple)
+            ids, sizes = host["input_ids"][start:end, :longest], part
+            if sequences is not None:
+                ids, sizes = sequences.cut(ids), sequences.lengths
+            tree = shared_prefixes(ids, sizes, rules.sequence_multiple)
         layout = build_layout(columns["input_ids"], part, rules, tree, sequences)
         microbatches.append(Microbatch(columns, layout, selected[start:end, :longest]))
     return microbatches
-
-
-def _tree(
-    ids: IntArray, lengths: IntArray, sequences: Sequences | None, multiple: int
-) -> PrefixTree | None:
-    """The tree of the sequences in rows ``[b, S]``; None where it saves too little."""
-    if sequences is not None:
-        ids, lengths = sequences.cut(ids), sequences.lengths
-    return shared_prefixes(ids, lengths, multiple)
 
 
 def forward_step(

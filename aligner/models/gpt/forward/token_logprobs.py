@@ -6,6 +6,8 @@ logits exist for some rows at a time.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,15 +25,37 @@ from aligner.models.gpt.forward.token_layout import BoolArray, TokenLayout
 from aligner.types import TokenOutputs
 
 
+class Projection(NamedTuple):
+    """Hidden states and the output layer that makes logits of them.
+
+    ``rows``: float ``[n * L, H]`` of the layout, with gradients where they are wanted; under tensor
+    parallelism their gradient is this rank's part. ``weight``: ``[V / tp, H]``; every rank has as
+    many rows. ``vocab_size``: unpadded. ``tp_group``: spreads the vocabulary; None: it is whole.
+    ``temperature``: logits are divided by it.
+    """
+
+    rows: Tensor
+    weight: Tensor
+    vocab_size: int
+    tp_group: dist.ProcessGroup | None
+    temperature: float = 1.0
+
+    @property
+    def shard(self) -> VocabShard:
+        """Part of the vocabulary that the weight holds."""
+        return VocabShard.of(self.weight, self.vocab_size, self.tp_group)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of float ``[N, H]`` over the temperature: ``[N, V / tp]``, float32 at least."""
+        return wide_linear(hidden, self.weight) / self.temperature
+
+
 def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
+    projection: Projection,
     input_ids: Tensor,
     selected: BoolArray,
     layout: TokenLayout,
     *,
-    vocab_size: int,
-    tp_group: dist.ProcessGroup | None,
     sampling: SamplingParams,
     with_entropy: bool = False,
     kept_ids: Tensor | None = None,
@@ -42,16 +66,12 @@ def token_logprobs(
     prompt, padding) are dropped before the output layer and never cost a vocabulary.
 
     Args:
-        hidden: ``[n * L, H]``, rows of the layout, with gradients when they are wanted; under
-            tensor parallelism its gradient is this rank's part.
-        weight: ``[V / tp, H]`` of the output layer; every rank has as many rows.
+        projection: of the layout's rows.
         input_ids: int64 ``[B, S]``.
         selected: ``[B, S]`` on the host, true where the log-prob of token t is wanted. Position 0
             has no predecessor and is never computed.
         layout: which row holds which token.
-        vocab_size: unpadded vocabulary.
-        tp_group: spreads the vocabulary; None: it is whole.
-        sampling: temperature, top-k and top-p of the distribution the tokens were drawn from.
+        sampling: top-k and top-p of the distribution the tokens were drawn from.
         with_entropy: also return the entropy of that distribution.
         kept_ids: int ``[B, S, K]``, what top-k and top-p kept when a token was sampled, see
             `hidden_states_to_logprobs`; None: not recorded.
@@ -61,12 +81,12 @@ def token_logprobs(
     """
     rows, tokens = layout.predicted_tokens(selected)
     logprobs, entropy = hidden_states_to_logprobs(
-        layout.take(hidden, rows),
-        weight,
+        layout.take(projection.rows, rows),
+        projection.weight,
         input_ids.flatten()[tokens],
-        tp_group=tp_group,
-        vocab_size=vocab_size,
-        temperature=sampling.temperature,
+        tp_group=projection.tp_group,
+        vocab_size=projection.vocab_size,
+        temperature=projection.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         with_entropy=with_entropy,
@@ -78,77 +98,53 @@ def token_logprobs(
     )
 
 
-def token_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    layout: TokenLayout,
-    *,
-    vocab_size: int,
-    tp_group: dist.ProcessGroup | None,
-    temperature: float,
-) -> Tensor:
-    """Logits of the token after each one, over ``temperature``: float32 ``[B, S, V]``.
+def token_logits(projection: Projection, layout: TokenLayout) -> Tensor:
+    """Logits of the token after each one: float32 ``[B, S, V]``, 0 beyond a sequence's length.
 
-    0 beyond a sequence's length. All of them are in memory at once, on every tensor-parallel rank;
-    `token_logprobs` is for those who do not need that. Arguments as there.
+    All of them are in memory at once, on every tensor-parallel rank; `token_logprobs` is for those
+    who do not need that. Arguments as there.
     """
     rows, tokens = layout.held_tokens()
-    logits = wide_linear(layout.take(hidden, rows), weight) / temperature
-    if tp_group is not None:
-        logits = gather_from_tensor_model_parallel_region(logits, group=tp_group)
-    return layout.to_frame(logits[:, :vocab_size], tokens)
+    logits = projection.logits(layout.take(projection.rows, rows))
+    if projection.tp_group is not None:
+        logits = gather_from_tensor_model_parallel_region(logits, group=projection.tp_group)
+    return layout.to_frame(logits[:, : projection.vocab_size], tokens)
 
 
 _LOGIT_BYTES = 256 * 2**20  # of the logits that exist at a time
 
 
 def candidate_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
+    projection: Projection,
     candidates: Tensor,
     selected: BoolArray,
     layout: TokenLayout,
     *,
-    vocab_size: int,
-    tp_group: dist.ProcessGroup | None,
-    temperature: float,
     with_entropy: bool,
 ) -> TokenOutputs:
     """Log-probs of the tokens that might stand at each selected position; 0 elsewhere.
 
-    Args:
-        hidden: ``[n * L, H]``, rows of the layout; under tensor parallelism its gradient is this
-            rank's part.
-        weight: ``[V / tp, H]`` of the output layer; every rank has as many rows.
-        candidates: int64 ``[B, S, K]``, token ids; position t speaks of token t.
-        selected: ``[B, S]`` on the host, true where log-probs are wanted; never position 0.
-        layout: which row holds which token.
-        vocab_size: unpadded vocabulary, over which the log-probs are normalised.
-        tp_group: spreads the vocabulary; None: it is whole.
-        temperature: logits are divided by it.
-        with_entropy: also return the entropy of the whole distribution.
-
-    Returns:
-        float32 ``[B, S, K]``, and the entropy ``[B, S]``.
+    They are normalised over the whole vocabulary. ``candidates``: int64 ``[B, S, K]``, token ids;
+    position t speaks of token t. ``with_entropy``: also return the entropy of the distribution. The
+    other arguments as in `token_logprobs`. Returns float32 ``[B, S, K]``, and ``[B, S]``.
     """
-    shard = VocabShard.of(weight, vocab_size, tp_group)
+    # Without the projection, whose rows nothing else may keep for the backward pass.
+    shard, temperature = projection.shard, projection.temperature
     rows, tokens = layout.predicted_tokens(selected)
     ids = candidates.flatten(0, 1)[tokens]
 
     def outputs(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-        logits = _logits(hidden, weight, temperature)
+        logits = (wide_linear(hidden, weight) / temperature)[None]
         logprobs = logprobs_of(logits, ids[None], shard)[0]
         return (logprobs, -mean_logprob(logits, shard)[0]) if with_entropy else (logprobs,)
 
-    chosen = layout.take(hidden, rows)
+    chosen, weight = layout.take(projection.rows, rows), projection.weight
     parts = list(_slices(len(rows), weight))
-    again = len(parts) > 1 and torch.is_grad_enabled()  # so that one part's logits are kept at most
-    found = [
-        _recomputed(outputs, chosen[part], weight, ids[part])
-        if again
-        else outputs(chosen[part], weight, ids[part])
-        for part in parts
-    ]
+    computed: Callable[..., tuple[Tensor, ...]] = outputs
+    if len(parts) > 1 and torch.is_grad_enabled():
+        # Again in the backward pass, so that one part's logits are kept at most.
+        computed = partial(checkpoint, outputs, use_reentrant=False, preserve_rng_state=False)
+    found = [computed(chosen[part], weight, ids[part]) for part in parts]
     logprobs, *entropy = (torch.cat(pieces) for pieces in zip(*found, strict=True))
     return TokenOutputs(
         layout.to_frame(logprobs, tokens),
@@ -158,33 +154,25 @@ def candidate_logprobs(
 
 @torch.no_grad()
 def best_candidates(
-    hidden: Tensor,
-    weight: Tensor,
-    selected: BoolArray,
-    layout: TokenLayout,
-    *,
-    count: int,
-    vocab_size: int,
-    tp_group: dist.ProcessGroup | None,
-    temperature: float,
+    projection: Projection, selected: BoolArray, layout: TokenLayout, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The ``count`` likeliest tokens at each selected position, among the first ``vocab_size``.
+    """The ``count`` likeliest tokens at each selected position.
 
-    Other arguments as in `candidate_logprobs`. Returns their logits over ``temperature``, float32
-    ``[B, S, count]`` in descending order, and their ids, int64 ``[B, S, count]``; 0 elsewhere.
+    Arguments as in `token_logprobs`. Returns their logits, float32 ``[B, S, count]`` in descending
+    order, and their ids, int64 ``[B, S, count]``; 0 elsewhere.
     """
-    shard = VocabShard.of(weight, vocab_size, tp_group)
+    shard = projection.shard
     rows, tokens = layout.predicted_tokens(selected)
-    chosen = layout.take(hidden, rows)
+    chosen = layout.take(projection.rows, rows)
     found = [
         distributed_vocab_topk(
-            _logits(chosen[part], weight, temperature),
+            projection.logits(chosen[part])[None],
             count,
             shard.group,
             vocab_start_index=shard.start,
             vocab_end_index=shard.start + shard.columns,
         )
-        for part in _slices(len(rows), weight)
+        for part in _slices(len(rows), projection.weight)
     ]
     logits, ids = (torch.cat([piece[0] for piece in pieces]) for pieces in zip(*found, strict=True))
     return layout.to_frame(logits, tokens), layout.to_frame(ids, tokens)
@@ -195,15 +183,3 @@ def _slices(rows: int, weight: Tensor) -> Iterator[slice]:
     size = max(1, _LOGIT_BYTES // (weight.shape[0] * torch.float32.itemsize))
     for start in range(0, max(1, rows), size):
         yield slice(start, min(start + size, rows))
-
-
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """``[N, H]`` to ``[1, N, V_local]``, in float32 at least."""
-    return (wide_linear(hidden, weight) / temperature)[None]
-
-
-def _recomputed(
-    function: Callable[..., tuple[Tensor, ...]], *arguments: Tensor
-) -> tuple[Tensor, ...]:
-    """Result of ``function``, which is called again in the backward pass."""
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)

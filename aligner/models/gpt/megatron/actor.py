@@ -4,38 +4,32 @@ Rejection sampling's actor is the same policy, which learns its best responses b
 """
 
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from aligner.checkpoint.gathered_weights import GatheredWeights
+from aligner.checkpoint.hf.families import config_to_hf
+from aligner.checkpoint.hf.tensors import HuggingFaceView
 from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.kernels.counter_hash import CallSeeds
-from aligner.losses.interfaces import reads_logits
+from aligner.logprobs.output_layer import output_weight
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.gpt.forward.schedule import (
-    ForwardStep,
     Microbatch,
     MicroBatches,
-    forward_step,
     full_hidden_states,
-    loss_head,
-    output_weight,
 )
-from aligner.models.gpt.forward.token_logprobs import (
-    best_candidates,
-    candidate_logprobs,
-    token_logits,
-    token_logprobs,
-)
+from aligner.models.gpt.forward.token_logprobs import best_candidates
 from aligner.models.gpt.megatron.model import MegatronGPTModel
 from aligner.models.gpt.role.model import BatchResult
 from aligner.models.gpt.role.policy import ReferencePolicy, SamplingPolicy
 from aligner.models.gpt.role.settings import SectionType
 from aligner.models.interfaces import AlignableGenerativeInterface
-from aligner.types import Denominators, LossFunction, TokenOutputs
+from aligner.types import LossFunction
 
 
 class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativeInterface):
@@ -59,57 +53,9 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
 
     # Scoring ----------------------------------------------------------------------------------
 
-    def token_outputs(
-        self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
-    ) -> TokenOutputs:
-        """Log-probs where ``token_mask`` is 1, with entropy; see
-        `MegatronGPTModel.token_outputs`.
-        """
-        columns, tp_group = microbatch.columns, self.vocab_group
-        rows = full_hidden_states(gpt, hidden, vocab_parallel=True)
-        if "teacher_topk_indices" in columns:
-            return candidate_logprobs(
-                rows,
-                output_weight(gpt),
-                columns["teacher_topk_indices"],
-                microbatch.selected,
-                microbatch.layout,
-                vocab_size=self.architecture.vocab_size,
-                tp_group=tp_group,
-                temperature=self.sampling_params.temperature,
-                with_entropy=with_entropy,
-            )
-        return token_logprobs(
-            rows,
-            output_weight(gpt),
-            columns["input_ids"],
-            microbatch.selected,
-            microbatch.layout,
-            vocab_size=self.architecture.vocab_size,
-            tp_group=tp_group,
-            sampling=self.sampling_params,
-            with_entropy=with_entropy,
-            kept_ids=columns.get("kept_ids"),
-        )
-
-    def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:
-        """megatron-core's forward step, for losses that read all logits too."""
-        if not reads_logits(loss_fn):
-            return super().loss_step(loss_fn, denominators)
-        gpt = self.gpt
-
-        def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:
-            logits = token_logits(
-                full_hidden_states(gpt, hidden, vocab_parallel=True),
-                output_weight(gpt),
-                microbatch.layout,
-                vocab_size=self.architecture.vocab_size,
-                tp_group=self.vocab_group,
-                temperature=self.sampling_params.temperature,
-            )
-            return TokenOutputs(logits)
-
-        return partial(forward_step, head=loss_head(outputs, loss_fn, denominators))
+    def output_layer(self, model: GPTModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `SamplingPolicy.output_layer`."""
+        return full_hidden_states(model, hidden, vocab_parallel=True), output_weight(model)
 
     def get_topk_logits(
         self,
@@ -122,16 +68,8 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
         gpt = self.gpt
 
         def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-            return best_candidates(
-                full_hidden_states(gpt, hidden, vocab_parallel=True),
-                output_weight(gpt),
-                microbatch.selected,
-                microbatch.layout,
-                count=k,
-                vocab_size=vocab_size,
-                tp_group=self.vocab_group,
-                temperature=self.sampling_params.temperature,
-            )
+            projection = self.projection(gpt, hidden)._replace(vocab_size=vocab_size)
+            return best_candidates(projection, microbatch.selected, microbatch.layout, k)
 
         ids = batch["input_ids"].new_zeros(*batch["input_ids"].shape, k)
         logits = torch.zeros(ids.shape, device=ids.device)
@@ -143,8 +81,19 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
         kind: Literal["keep", "swap", "bare"] = mode
         if self.adapters is not None:  # what is frozen needs no keeping
             kind = "bare" if self.adapters.are_fresh else "swap"
-        build = partial(self.build_gpt, initialize=False)
-        self.__dict__["_reference"] = ReferencePolicy(self.gpt, kind, self.infer_tokens, build)
+        weights = dict(self.gpt.named_parameters())
+
+        def copy() -> GPTModel:
+            gpt = self.build_gpt(initialize=False)
+            with torch.no_grad():
+                for name, parameter in gpt.named_parameters():
+                    parameter.copy_(weights[name])
+            return gpt
+
+        learning = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        self.__dict__["_reference"] = ReferencePolicy(
+            self.gpt, kind, self.infer_tokens, weights=learning, copy=copy
+        )
 
     def get_inference_log_probs(self, response_tokens: Tensor) -> Tensor:
         """Log-probs of every token: int64 ``[B, S]`` to float32 ``[B, S]``, 0 at position 0."""
@@ -159,6 +108,21 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
     def model_to_sample_from(self) -> GPTModel:
         """The policy's own model."""
         return self.gpt
+
+    def hugging_face_weights(self) -> HuggingFaceView:
+        """See `SamplingPolicy.hugging_face_weights`."""
+        family, _ = config_to_hf(self.architecture)
+        return HuggingFaceView(self._gathered_weights, family.table, self.architecture)
+
+    @cached_property
+    def _gathered_weights(self) -> GatheredWeights:
+        return GatheredWeights(
+            self.gpt,
+            self.architecture,
+            tp_group=self.parallel.tp_group,
+            pp_group=self.parallel.pp_group,
+            ep_group=self.parallel.ep_group,
+        )
 
     @cached_property
     def _call_seeds(self) -> CallSeeds:

@@ -11,12 +11,12 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from aligner.config import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
+from aligner.logprobs.output_layer import OutputLayerBypass
 from aligner.losses.interfaces import as_loss
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
     Microbatch,
     MicroBatches,
-    OutputLayerBypass,
     forward_step,
     full_hidden_states,
     loss_head,
@@ -24,8 +24,8 @@ from aligner.models.gpt.forward.schedule import (
 )
 from aligner.models.gpt.forward.token_layout import LayoutRules
 from aligner.models.gpt.megatron.model import MegatronGPTModel
-from aligner.models.gpt.role.model import ValueHead, ValueModel
 from aligner.models.gpt.role.settings import SectionType
+from aligner.models.gpt.role.value import ValueHead, ValueModel, framed_outputs
 from aligner.models.interfaces import CriticModelInterface
 from aligner.parallel.groups import joined_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs
@@ -46,8 +46,6 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
         RSModelConfig,
         TrainedModelConfig,
     )
-    has_head = True
-    right_shift: ClassVar[bool] = True
     rewards_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None  # on the same backbone
 
     @property
@@ -66,9 +64,10 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
     def token_outputs(
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """Outputs of the head for every token; see `value_outputs`."""
+        """Outputs of the head for every token; see `framed_outputs`."""
         assert not with_entropy  # a policy's matter
-        return value_outputs(gpt, hidden, microbatch, gpt.rm_head, right_shift=self.right_shift)
+        numbers = gpt.rm_head(full_hidden_states(gpt, hidden, vocab_parallel=False))
+        return framed_outputs(numbers, microbatch.layout, right_shift=self.right_shift)
 
     def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:
         """`forward_step_value` with this role's head and loss."""
@@ -166,7 +165,7 @@ def forward_step_value(
         cp_normalize: False multiplies the loss by the context-parallel size, which the gradient's
             sum over those ranks otherwise counts once.
         policy_cfg: not read; its packing and layout are in the other arguments.
-        right_shift: see `value_outputs`.
+        right_shift: see `framed_outputs`.
 
     Returns:
         The stage's output, and the closure that makes loss and metrics of the last one's.
@@ -174,9 +173,8 @@ def forward_step_value(
 
     def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:
         assert value_head is not None, "the last stage holds the head"
-        return value_outputs(
-            unwrap_model(model), hidden, microbatch, value_head, right_shift=right_shift
-        )
+        rows = full_hidden_states(unwrap_model(model), hidden, vocab_parallel=False)
+        return framed_outputs(value_head(rows), microbatch.layout, right_shift=right_shift)
 
     del state, defer_fp32_logits, policy_cfg
     denominators = Denominators(valid_tokens=global_valid_toks, valid_seqs=global_valid_seqs)
@@ -189,35 +187,10 @@ def forward_step_value(
 
     microbatch = next(data_iterator)
     if not isinstance(microbatch, Microbatch):
-        microbatch = _laid_out(microbatch, unwrap_model(model), pack_sequences)
+        # All rows as one micro-batch, in the layout of this process's groups.
+        is_split = unwrap_model(model).config.sequence_parallel
+        parallel = joined_parallel(sequence_parallel=is_split)
+        rules = LayoutRules.of(parallel, packed=pack_sequences, sequence_length_round=1)
+        rows = microbatch["input_ids"].shape[0]
+        (microbatch,) = split_microbatches(microbatch, [(0, rows)], rules)
     return forward_step(iter([microbatch]), model, head=head if repeats == 1 else repeated)
-
-
-def _laid_out(columns: Mapping[str, Tensor], gpt: GPTModel, pack_sequences: bool) -> Microbatch:
-    """All rows as one micro-batch, in the layout of this process's groups."""
-    parallel = joined_parallel(sequence_parallel=gpt.config.sequence_parallel)
-    rules = LayoutRules.of(parallel, packed=pack_sequences, sequence_length_round=1)
-    return split_microbatches(columns, [(0, columns["input_ids"].shape[0])], rules)[0]
-
-
-def value_outputs(
-    gpt: GPTModel,
-    hidden: Tensor,
-    microbatch: Microbatch,
-    value_head: nn.Module,
-    *,
-    right_shift: bool,
-) -> TokenOutputs:
-    """Outputs of ``value_head`` for float hidden states ``[n, L, H]``.
-
-    They are float32 ``[B, S]``, or ``[B, S, K]`` of a head with K outputs.
-
-    With ``right_shift`` the output of token j is the value of j + 1, the state *before* that token:
-    otherwise the value of a state would be computed after its action was seen. Without it the
-    output belongs to the token just read.
-    """
-    layout = microbatch.layout
-    rows, tokens = layout.predicted_tokens() if right_shift else layout.held_tokens()
-    numbers = value_head(full_hidden_states(gpt, hidden, vocab_parallel=False))
-    numbers = numbers.squeeze(-1) if numbers.shape[-1] == 1 else numbers
-    return TokenOutputs(layout.to_frame(layout.take(numbers, rows), tokens))

@@ -13,9 +13,11 @@ same weights. Then the values' pass keeps its graph:
 """
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import getitem
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -31,7 +33,6 @@ from aligner.checkpoint.adapters import adapter_shapes
 from aligner.checkpoint.model_source import ModelSource
 from aligner.checkpoint.nemo.config import architecture_from_config
 from aligner.checkpoint.nemo.connector import GPTSaveRestoreConnector
-from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import TrainedModelConfig, as_omegaconf, check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
@@ -56,9 +57,11 @@ from aligner.models.gpt.role.model import (
     result_of,
 )
 from aligner.models.gpt.role.settings import RoleSettings, SectionType, settings_beside_architecture
-from aligner.parallel.collectives import broadcast_floats, on_rank_zero
+from aligner.parallel.collectives import broadcast_floats
 from aligner.parallel.groups import ParallelState, initialize_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs
+
+_OF_ROWS = ("input_ids", "input_lengths")
 
 
 class ForwardReuse:
@@ -85,26 +88,17 @@ class ForwardReuse:
         Whatever they are, nothing is left afterwards.
         """
         kept, self._microbatch = self._microbatch, None
-        if (
-            kept is None
-            or len(microbatches) != 1
-            or not _same_rows(kept, microbatches[0])
-            or self._versions != self._weight_versions()
-        ):
+        if kept is None or len(microbatches) != 1 or self._versions != self._weight_versions():
+            return list(microbatches)
+        # The same sequences, in the same order and frame?
+        rows = [(kept.columns[name], microbatches[0].columns[name]) for name in _OF_ROWS]
+        if not all(torch.equal(*pair) for pair in rows):
             return list(microbatches)
         return [dataclasses.replace(microbatches[0], hidden=kept.hidden)]
 
     def _weight_versions(self) -> list[int]:
         """Version counter of each weight, which a write increases."""
         return [parameter._version for parameter in self._model.parameters()]
-
-
-def _same_rows(one: Microbatch, other: Microbatch) -> bool:
-    """Return whether two micro-batches hold the same sequences, in the same order and frame."""
-    return all(
-        torch.equal(one.columns[name], other.columns[name])
-        for name in ("input_ids", "input_lengths")
-    )
 
 
 class MegatronGPTModel(RoleWeights, ModelPT):
@@ -120,7 +114,6 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         initialize: fill the weights at random; False when a checkpoint is about to.
     """
 
-    has_head: ClassVar[bool] = False  # of its own, in the output layer's place
     config_types: ClassVar[tuple[SectionType, ...]] = (TrainedModelConfig,)  # of a run's section
     artifact_folder: tempfile.TemporaryDirectory | None = None  # files registered in the `.nemo`
 
@@ -167,18 +160,12 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     def add_head(self, gpt: GPTModel) -> None:
         """Let a role replace the output layer by a head of its own."""
 
-    def token_outputs(
-        self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
-    ) -> TokenOutputs:
-        """The role's outputs for each token, from ``gpt``'s float hidden states ``[n, L, H]``."""
-        raise NotImplementedError
-
     def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:
         """megatron-core's forward step that ends in the loss and its metrics."""
         gpt = self.gpt
 
         def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:
-            return self.token_outputs(gpt, hidden, microbatch, loss_fn.needs_entropy)
+            return self.loss_outputs(gpt, hidden, microbatch, loss_fn)
 
         return partial(forward_step, head=loss_head(outputs, loss_fn, denominators))
 
@@ -304,18 +291,15 @@ class MegatronGPTModel(RoleWeights, ModelPT):
             results = [found for _, found in infer_microbatches(self.gpt, microbatches, step)]
         else:
             results = train_microbatches(self.model, self.forward_reuse.take(microbatches), step)
-        return self._reduce(results, own_tokens)
-
-    def drop_reused_forward(self) -> None:
-        """Free the graph of a scoring pass that no update took."""
-        self.forward_reuse.drop()
-
-    def _reduce(self, results: list[dict[str, Tensor]], own_tokens: Tensor) -> BatchResult:
         reduced = None
         if self.parallel.is_last_stage:
             reduced = reduce_result(results, own_tokens, self.parallel.dp_group)
         last = dist.get_global_rank(self.parallel.pp_group, self.settings.parallel.pipeline - 1)
         return result_of(broadcast_floats(reduced, last, self.parallel.pp_group))
+
+    def drop_reused_forward(self) -> None:
+        """Free the graph of a scoring pass that no update took."""
+        self.forward_reuse.drop()
 
     # NeMo's ModelPT ---------------------------------------------------------------------------
 
@@ -337,10 +321,11 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         """
         if tokenizer is None and checkpoint.tokenizer_files:
             tokenizer = checkpoint.tokenizer
+        # Without settings the role's defaults: the file's own are of who trained it.
         model = cls(
             checkpoint.config,
             trainer,
-            settings=settings or RoleSettings(),  # the file's own speak of who trained it
+            settings=cls.settings_for(checkpoint, settings or RoleSettings()),
             architecture=checkpoint.architecture,
             tokenizer=tokenizer,
             initialize=False,
@@ -349,30 +334,22 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         model.load_whole_weights(checkpoint.weights, strict)
         if model.adapters is not None and model.settings.adapters_path is not None:
             model.load_adapters(model.settings.adapters_path)
+        model.read_config(checkpoint.config)
         return model
 
-    def write_nemo(self, path: str) -> None:
-        """Write a `.nemo`; call it on every rank. Rank 0 writes, and if it cannot, all raise."""
-        weights = self.whole_weights()
-        on_rank_zero(
-            lambda: save_nemo(
-                path,
-                weights,
-                self.architecture,
-                self.tokenizer.files() if self.tokenizer is not None else {},
-                extra_config=self.nemo_keys(),
-                artifacts={
-                    key: Path(self.cfg_value(key)) for key in getattr(self, "artifacts", None) or {}
-                },
-            )
-        )
+    @classmethod
+    def settings_for(cls, checkpoint: ModelSource, settings: RoleSettings) -> RoleSettings:
+        """Settings, with those that a role reads from the file where they are not given."""
+        del checkpoint
+        return settings
 
-    def cfg_value(self, key: str) -> Any:
-        """Value of a dotted key of ``cfg``."""
-        value: Any = self.cfg
-        for name in key.split("."):
-            value = value[name]
-        return value
+    def read_config(self, config: Mapping[str, Any]) -> None:
+        """Read what a role keeps in ``model_config.yaml``; see `nemo_keys`."""
+
+    def nemo_artifacts(self) -> dict[str, Path]:
+        """Files that were registered with NeMo; ``cfg`` has their paths."""
+        keys = getattr(self, "artifacts", None) or {}
+        return {key: Path(functools.reduce(getitem, key.split("."), self.cfg)) for key in keys}
 
     def save_to(self, save_path: str) -> None:
         """Write a `.nemo` through NeMo's connector; call it on every rank."""

@@ -177,31 +177,16 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
     # NeMo's keys ------------------------------------------------------------------------------
 
     @classmethod
-    def from_checkpoint(
-        cls,
-        checkpoint: ModelSource,
-        *,
-        settings: RoleSettings | None = None,
-        trainer: Any = None,
-        strict: bool = True,
-        tokenizer: Tokenizer | None = None,
-        **options: Any,
-    ) -> Self:
-        """Build the model; without ``settings.attributes`` it has the head the file brings."""
-        settings = settings or RoleSettings()
-        if settings.attributes is None:
-            settings = dataclasses.replace(settings, attributes=saved_attributes(checkpoint) or ())
-        model = super().from_checkpoint(
-            checkpoint,
-            settings=settings,
-            trainer=trainer,
-            strict=strict,
-            tokenizer=tokenizer,
-            **options,
-        )
-        model.standardization = Standardization.of_config(checkpoint.config)
-        model.sequence_form = SequenceForm.of_config(checkpoint.config)
-        return model
+    def settings_for(cls, checkpoint: ModelSource, settings: RoleSettings) -> RoleSettings:
+        """Without ``attributes`` the model has the head that the file brings."""
+        if settings.attributes is not None:
+            return settings
+        return dataclasses.replace(settings, attributes=saved_attributes(checkpoint) or ())
+
+    def read_config(self, config: Mapping[str, Any]) -> None:
+        """See `MegatronGPTModel.read_config`."""
+        self.standardization = Standardization.of_config(config)
+        self.sequence_form = SequenceForm.of_config(config)
 
     def nemo_keys(self) -> dict[str, Any]:
         """NeMo-Aligner's keys of a reward model, and the attributes' names beside their number."""

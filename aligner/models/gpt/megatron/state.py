@@ -42,10 +42,11 @@ from aligner.checkpoint.canonical import (
     check_shape,
     expected_shapes,
     misfits,
+    origin_of_rows,
+    runs_of_rows,
     split_axis,
 )
 from aligner.checkpoint.gpt_weights import canonical_parameters, gather_weights, load_weights
-from aligner.checkpoint.resplit import origin_of_rows, runs_of_rows
 from aligner.config import LoraConfig
 from aligner.errors import CheckpointError
 from aligner.models.gpt.lora import RoleAdapters
@@ -64,119 +65,6 @@ class TensorPart:
 
     index: int
     count: int
-
-
-def sharded_state(
-    gpt: GPTModel,
-    architecture: GPTArchitecture,
-    parallel: ParallelState,
-    optimizer: RoleOptimizer | None,
-    lora: LoraConfig | None = None,
-) -> dict[str, Any]:
-    """State that this process has to save; tensors are flat views of its memory.
-
-    ``{"steps": optimizer steps or None, "slices": {name: {"part": (index, count), "shape", "start",
-    "tensors": {"weight", "exp_avg", "exp_avg_sq"}}}}``: the elements from ``start`` on of part
-    ``index``, which has ``shape`` and is flattened.
-    """
-    owned = _owned_slices(gpt, optimizer, lora)
-    is_replica = dist.get_rank(parallel.dp_cp_group) > 0
-    is_shared_out = optimizer is not None and optimizer.is_distributed
-    shapes = _shapes(architecture, lora)
-    slices: dict[str, Any] = {}
-    for name, parameter in canonical_parameters(gpt, architecture):
-        mine = owned.get(parameter)
-        if mine is None or (name == OUTPUT_LAYER and architecture.tie_embeddings):
-            continue
-        is_expert = not getattr(parameter, "allreduce", True)  # others may be at home elsewhere
-        is_share = is_shared_out and mine.inner is not None
-        if is_replica and not is_share and not is_expert:
-            continue
-        tensors = {WEIGHT: mine.main.detach(), **mine.moments()}
-        slices[name] = {
-            "part": astuple(_part(name, parameter.shape, shapes, parallel)),
-            "shape": list(parameter.shape),
-            "start": mine.start,
-            "tensors": {kind: tensor.view(-1) for kind, tensor in tensors.items()},
-        }
-    return {"steps": optimizer.steps if optimizer is not None else None, "slices": slices}
-
-
-@torch.no_grad()
-def load_sharded_state(
-    gpt: GPTModel,
-    architecture: GPTArchitecture,
-    parallel: ParallelState,
-    optimizer: RoleOptimizer | None,
-    lora: LoraConfig | None,
-    states: Sequence[Mapping[str, Any]],
-) -> None:
-    """Restore this process's share from what all processes of the saving run gave, in rank order.
-
-    On the layout that saved, every bit comes back. On another one only the padding rows of the
-    vocabulary, which nothing reads, start from zero. `CheckpointError` where the state is not this
-    model's or a slice is missing.
-    """
-    learning = {
-        name: parameter
-        for name, parameter in canonical_parameters(gpt, architecture)
-        if parameter.requires_grad or lora is None
-    }
-    owned = _owned_slices(gpt, optimizer, lora)
-    shapes = _shapes(architecture, lora)
-    is_shared_out = optimizer is not None and optimizer.is_distributed
-    needed = {
-        name: EMBEDDING if name == OUTPUT_LAYER and architecture.tie_embeddings else name
-        for name, parameter in learning.items()
-        if parameter in owned or not is_shared_out
-    }
-    saved = _SavedRole(states, parallel.rank, architecture)
-    if not {*needed.values()} <= saved.opened_names <= {*learning} & {*shapes, *REWARD_HEAD}:
-        saved.check_names(lora)  # of another layout, or of another model
-    learns = optimizer is not None and saved.steps is not None
-    for name, source in needed.items():
-        parameter = learning[name]
-        part = _part(source, parameter.shape, shapes, parallel)
-        shape, mine = tuple(parameter.shape), owned.get(parameter)
-        place = range(math.prod(shape))
-        kinds = [WEIGHT]
-        if mine is not None:
-            place = range(mine.start, mine.start + mine.main.numel())
-            kinds += saved.moments(source) if learns and mine.inner is not None else []
-        found = {kind: saved.read(source, kind, part, shape, place) for kind in kinds}
-        weight = found.pop(WEIGHT)
-        if not is_shared_out:
-            parameter.copy_(weight.view(shape))
-        if mine is not None:
-            mine.main.copy_(weight.view(mine.main.shape))
-        if mine is not None and mine.inner is not None and saved.steps is not None and learns:
-            moments = {kind: moment.view(mine.main.shape) for kind, moment in found.items()}
-            mine.set_moments(moments, saved.steps)
-    if optimizer is not None and is_shared_out:
-        optimizer.hand_out_weights()
-    if optimizer is not None and saved.steps is not None:
-        optimizer.resume_at(saved.steps)
-
-
-def _shapes(architecture: GPTArchitecture, lora: LoraConfig | None) -> dict[str, Shape]:
-    """Whole shapes of the tensors that a state holds, a head apart."""
-    return expected_shapes(architecture) if lora is None else adapter_shapes(architecture, lora)
-
-
-def _owned_slices(
-    gpt: GPTModel, optimizer: RoleOptimizer | None, lora: LoraConfig | None
-) -> dict[Tensor, OwnedSlice]:
-    """Slice of each parameter that this process updates, and all of what nothing updates.
-
-    Without an optimizer nothing is updated. Weights that are frozen beside adapters are left out.
-    """
-    slices = () if optimizer is None else optimizer.owned_slices()
-    updated: dict[Tensor, OwnedSlice] = {each.parameter: each for each in slices}
-    for parameter in gpt.parameters():
-        is_updated = optimizer is not None and parameter.requires_grad
-        if not is_updated and (parameter.requires_grad or lora is None):
-            updated[parameter] = OwnedSlice(parameter, 0, parameter, None)
-    return updated
 
 
 def _part(
@@ -354,19 +242,105 @@ class RoleWeights(RoleModel):
             self.optimizer.collect_weights()
 
     def run_state(self) -> dict[str, Any]:
-        """This process's share of weights and optimizer, exact; see `megatron.state`."""
+        """State that this process has to save; tensors are flat views of its memory.
+
+        ``{"steps": optimizer steps or None, "slices": {name: {"part": (index, count), "shape",
+        "start", "tensors": {"weight", "exp_avg", "exp_avg_sq"}}}}``: the elements from ``start`` on
+        of part ``index``, which has ``shape`` and is flattened.
+        """
         self.collect_weights()
         self._bring_gradients()
-        return sharded_state(
-            self.gpt, self.architecture, self.parallel, self.optimizer, self.settings.lora
-        )
+        owned, shapes = self._owned_slices(), self._shapes()
+        is_replica = dist.get_rank(self.parallel.dp_cp_group) > 0
+        slices: dict[str, Any] = {}
+        for name, parameter in canonical_parameters(self.gpt, self.architecture):
+            mine = owned.get(parameter)
+            if mine is None or (name == OUTPUT_LAYER and self.architecture.tie_embeddings):
+                continue
+            is_expert = not getattr(parameter, "allreduce", True)  # others may be at home elsewhere
+            is_share = self._is_shared_out and mine.inner is not None
+            if is_replica and not is_share and not is_expert:
+                continue
+            tensors = {WEIGHT: mine.main.detach(), **mine.moments()}
+            slices[name] = {
+                "part": astuple(_part(name, parameter.shape, shapes, self.parallel)),
+                "shape": list(parameter.shape),
+                "start": mine.start,
+                "tensors": {kind: tensor.view(-1) for kind, tensor in tensors.items()},
+            }
+        return {"steps": None if self.optimizer is None else self.optimizer.steps, "slices": slices}
 
+    @torch.no_grad()
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Inverse of `run_state`, from the shares of all processes of the run that was saved."""
+        """Restore this process's share from what all processes of the saving run gave.
+
+        ``states`` are in rank order. On the layout that saved, every bit comes back. On another one
+        only the padding rows of the vocabulary, which nothing reads, start from zero.
+        `CheckpointError` where the state is not this model's or a slice is missing.
+        """
         self._bring_gradients()
-        load_sharded_state(
-            self.gpt, self.architecture, self.parallel, self.optimizer, self.settings.lora, states
-        )
+        optimizer, lora, tied = self.optimizer, self.settings.lora, self.architecture.tie_embeddings
+        learning = {
+            name: parameter
+            for name, parameter in canonical_parameters(self.gpt, self.architecture)
+            if parameter.requires_grad or lora is None
+        }
+        owned, shapes = self._owned_slices(), self._shapes()
+        needed = {
+            name: EMBEDDING if name == OUTPUT_LAYER and tied else name
+            for name, parameter in learning.items()
+            if parameter in owned or not self._is_shared_out
+        }
+        saved = _SavedRole(states, self.parallel.rank, self.architecture)
+        if not {*needed.values()} <= saved.opened_names <= {*learning} & {*shapes, *REWARD_HEAD}:
+            saved.check_names(lora)  # of another layout, or of another model
+        learns = optimizer is not None and saved.steps is not None
+        for name, source in needed.items():
+            parameter = learning[name]
+            part = _part(source, parameter.shape, shapes, self.parallel)
+            shape, mine = tuple(parameter.shape), owned.get(parameter)
+            place = range(math.prod(shape))
+            kinds = [WEIGHT]
+            if mine is not None:
+                place = range(mine.start, mine.start + mine.main.numel())
+                kinds += saved.moments(source) if learns and mine.inner is not None else []
+            found = {kind: saved.read(source, kind, part, shape, place) for kind in kinds}
+            weight = found.pop(WEIGHT)
+            if not self._is_shared_out:
+                parameter.copy_(weight.view(shape))
+            if mine is not None:
+                mine.main.copy_(weight.view(mine.main.shape))
+            if mine is not None and mine.inner is not None and saved.steps is not None and learns:
+                moments = {kind: moment.view(mine.main.shape) for kind, moment in found.items()}
+                mine.set_moments(moments, saved.steps)
+        if optimizer is not None and self._is_shared_out:
+            optimizer.hand_out_weights()
+        if optimizer is not None and saved.steps is not None:
+            optimizer.resume_at(saved.steps)
+
+    @property
+    def _is_shared_out(self) -> bool:
+        """True if data-parallel ranks update a share of the weights each."""
+        return self.optimizer is not None and self.optimizer.is_distributed
+
+    def _shapes(self) -> dict[str, Shape]:
+        """Whole shapes of the tensors that a state holds, a head apart."""
+        if self.settings.lora is None:
+            return expected_shapes(self.architecture)
+        return adapter_shapes(self.architecture, self.settings.lora)
+
+    def _owned_slices(self) -> dict[Tensor, OwnedSlice]:
+        """Slice of each parameter that this process updates, and all of what nothing updates.
+
+        Without an optimizer nothing is updated. Weights frozen beside adapters are left out.
+        """
+        slices = () if self.optimizer is None else self.optimizer.owned_slices()
+        updated: dict[Tensor, OwnedSlice] = {each.parameter: each for each in slices}
+        for parameter in self.gpt.parameters():
+            is_updated = self.optimizer is not None and parameter.requires_grad
+            if not is_updated and (parameter.requires_grad or self.settings.lora is None):
+                updated[parameter] = OwnedSlice(parameter, 0, parameter, None)
+        return updated
 
     def _bring_gradients(self) -> None:
         if self.optimizer is not None:
@@ -429,7 +403,3 @@ class RoleWeights(RoleModel):
             pp_group=self.parallel.pp_group,
             ep_group=self.parallel.ep_group,
         )
-
-    def nemo_keys(self) -> dict[str, Any]:
-        """Keys that a role adds to the `.nemo`'s ``model_config.yaml``."""
-        return {}

@@ -4,15 +4,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import Weights
+from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.distributed.step import current_step
@@ -27,30 +27,9 @@ from aligner.models.gpt.forward.token_layout import LayoutRules
 from aligner.models.gpt.role.optimizer_step import StepOptimizer, StepOutcome
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.observe.nonfinite import write_nonfinite
-from aligner.parallel.collectives import combine_metrics, reduce_metrics
+from aligner.parallel.collectives import combine_metrics, on_rank_zero, reduce_metrics
 from aligner.parallel.groups import ParallelState
-from aligner.types import Denominators, LossFunction
-
-
-class ValueHead(nn.Module):
-    """Linear map from a hidden state to ``outputs`` numbers, in ``dtype`` (float32) in any model.
-
-    A critic has one, a reward model one for each attribute that it rates. PPO's value signal is
-    small; in bfloat16 its updates fall below the precision of the weights. A fresh head is zero:
-    every state is worth 0 until something has been learnt, on every layout.
-    """
-
-    def __init__(
-        self, hidden_size: int, dtype: torch.dtype = torch.float32, outputs: int = 1
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(outputs, hidden_size, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(outputs, dtype=dtype))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[..., H]`` in any dtype to ``[..., outputs]`` in the head's."""
-        return F.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
-
+from aligner.types import Denominators, LossFunction, TokenOutputs
 
 Optimizer = TypeVar("Optimizer")
 _VALID_TOKENS = "valid_tokens"
@@ -74,6 +53,7 @@ class RoleModel:
     """
 
     role_name = "model"  # in reports
+    has_head: ClassVar[bool] = False  # of its own, in the output layer's place
     loss_fn: LossFunction | None = None  # where a call is given none
     settings: RoleSettings
     architecture: GPTArchitecture
@@ -81,6 +61,24 @@ class RoleModel:
     parallel: ParallelState
     model: nn.Module  # with what wraps it for training
     optimizer: StepOptimizer | None  # None before `setup_training`, or where it does not learn
+
+    # What a role computes ---------------------------------------------------------------------
+
+    def token_outputs(
+        self, model: Any, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
+    ) -> TokenOutputs:
+        """The role's outputs for each token, from ``model``'s float final hidden states.
+
+        ``hidden``: ``[n, L, H]`` of megatron-core, ``[n * L, H]`` of a transformers model, inside
+        whose forward pass this is called.
+        """
+        raise NotImplementedError
+
+    def loss_outputs(
+        self, model: Any, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
+    ) -> TokenOutputs:
+        """Outputs for each token that ``loss_fn`` reads; ``hidden`` as in `token_outputs`."""
+        return self.token_outputs(model, hidden, microbatch, loss_fn.needs_entropy)
 
     # Learning ---------------------------------------------------------------------------------
 
@@ -277,7 +275,26 @@ class RoleModel:
 
     def save_to(self, save_path: str) -> None:
         """Write a `.nemo`. Call it on every rank. Rank 0 writes, and if it cannot, all raise."""
-        raise NotImplementedError
+        self.write_nemo(save_path)
+
+    def write_nemo(self, path: str) -> None:
+        """See `save_to`."""
+        weights = self.whole_weights()
+        files = self.tokenizer.files() if self.tokenizer is not None else {}
+        keys, artifacts = self.nemo_keys(), self.nemo_artifacts()
+        on_rank_zero(
+            lambda: save_nemo(
+                path, weights, self.architecture, files, extra_config=keys, artifacts=artifacts
+            )
+        )
+
+    def nemo_keys(self) -> dict[str, Any]:
+        """Keys that a role adds to the `.nemo`'s ``model_config.yaml``."""
+        return {}
+
+    def nemo_artifacts(self) -> dict[str, Path]:
+        """Further files of the `.nemo`, by the key of ``model_config.yaml`` that names them."""
+        return {}
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Canonical weights joined on rank 0, none elsewhere; call it on every rank.
@@ -305,25 +322,6 @@ class RoleModel:
     def num_parameters(self) -> int:
         """Parameters on this process."""
         raise NotImplementedError
-
-
-class ValueModel(RoleModel):
-    """A role that estimates the values of states."""
-
-    def get_values(
-        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
-    ) -> Tensor:
-        """Values of the states before each token.
-
-        Args:
-            batch: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
-            micro_batches: sequences per forward pass, or the rows of each; default
-                ``forward_micro_batch_size``.
-
-        Returns:
-            float32 ``[B, S]``; 0 beyond a sequence's length.
-        """
-        return self.infer_tokens(batch, micro_batches)
 
 
 def trainable(optimizer: Optimizer | None) -> Optimizer:

@@ -4,11 +4,9 @@ The reference is the weights that training began with.
 """
 
 import contextlib
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from megatron.core.models.gpt import GPTModel
@@ -16,33 +14,71 @@ from torch import Tensor, nn
 
 from aligner.config import LengthParams, SamplingParams
 from aligner.errors import ConfigError
+from aligner.losses.interfaces import reads_logits
 from aligner.models.gpt.decode.generator import Generator
-from aligner.models.gpt.forward.schedule import MicroBatches
+from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
+from aligner.models.gpt.forward.token_logprobs import (
+    Projection,
+    candidate_logprobs,
+    token_logits,
+    token_logprobs,
+)
 from aligner.models.gpt.lora import adapters_off
 from aligner.models.gpt.role.model import RoleModel
 from aligner.models.gpt.role.offload import SwappedWeights
 from aligner.models.interfaces import Inferrable
+from aligner.types import LossFunction, TokenOutputs
 
 # (batch, micro-batches, model with the initial weights) -> log-probs, as the policy scores.
 Score = Callable[[Mapping[str, Tensor], MicroBatches | None, Any], Tensor]
 
 
-class ReferenceModel(LightningModule, Inferrable):
+class ReferencePolicy(LightningModule, Inferrable):
     """Scores tokens as a policy did before it learned; it never learns itself.
 
-    How the initial weights are held is the backend's. The module has parameters of its own where
-    they are a second model; nothing of the policy is registered in it.
+    ``keep``: a second model on the device, ready at once. ``swap``: a copy of the weights in host
+    memory, exchanged with the policy's while the reference scores; on a GPU this costs two copies
+    of the weights per use and no device memory. Of a policy with adapters these are all there is to
+    exchange. ``bare``: the policy without its adapters, which began as nothing.
+
+    The module has parameters of its own with ``keep`` only; nothing of the policy is registered.
     """
 
-    def __init__(self, score: Score) -> None:
-        """``score``: the policy's way to make log-probs of a model."""
+    def __init__(
+        self,
+        policy: nn.Module,
+        mode: Literal["keep", "swap", "bare"],
+        score: Score,
+        *,
+        weights: Mapping[str, Tensor],
+        copy: Callable[[], nn.Module],
+    ) -> None:
+        """Hold the initial weights.
+
+        Args:
+            policy: the model that learns.
+            mode: see the class.
+            score: the policy's way to make log-probs of a model.
+            weights: those that learn, float tensors of any shape by name; for ``swap``.
+            copy: makes a second model with the policy's weights; for ``keep``.
+        """
         super().__init__()
         self._score = score
+        self._policy = (policy,)  # in a tuple: it stays the policy's own module
+        self.gpt = copy().requires_grad_(False) if mode == "keep" else None
+        self._initial = SwappedWeights(weights) if mode == "swap" else None
         self.eval()
 
-    @abstractmethod
-    def initial_model(self) -> contextlib.AbstractContextManager[nn.Module]:
+    @contextlib.contextmanager
+    def initial_model(self) -> Iterator[nn.Module]:
         """A model with the initial weights, for inference inside the block."""
+        if self.gpt is not None:
+            yield self.gpt
+            return
+        policy = self._policy[0]
+        initially = adapters_off(policy) if self._initial is None else self._initial.in_place()
+        with initially:
+            yield policy
 
     def infer(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
@@ -70,50 +106,6 @@ class ReferenceModel(LightningModule, Inferrable):
         return super().train(False)
 
 
-class ReferencePolicy(ReferenceModel):
-    """The initial weights of a megatron-core policy.
-
-    ``keep``: a second model on the device, ready at once. ``swap``: a copy of the weights in host
-    memory, exchanged with the policy's while the reference scores; on a GPU this costs two copies
-    of the weights per use and no device memory. Of a policy with adapters these are all there is to
-    exchange. ``bare``: the policy without its adapters, which began as nothing.
-    """
-
-    def __init__(
-        self,
-        policy: GPTModel,
-        mode: Literal["keep", "swap", "bare"],
-        score: Score,
-        build: Callable[[], GPTModel] | None = None,
-    ) -> None:
-        """``build``: makes a second model; for ``keep``. ``score``: see `ReferenceModel`."""
-        super().__init__(score)
-        self._policy = (policy,)  # in a tuple: it stays the policy's own module
-        self.gpt: GPTModel | None = None
-        self._initial: SwappedWeights | None = None
-        if mode == "keep":
-            assert build is not None
-            initial = dict(policy.named_parameters())
-            self.gpt = build().eval().requires_grad_(False)
-            with torch.no_grad():
-                for name, parameter in self.gpt.named_parameters():
-                    parameter.copy_(initial[name])
-        elif mode == "swap":
-            learning = {n: value for n, value in policy.named_parameters() if value.requires_grad}
-            self._initial = SwappedWeights(learning)
-
-    @contextlib.contextmanager
-    def initial_model(self) -> Iterator[GPTModel]:
-        """See `ReferenceModel`."""
-        if self.gpt is not None:
-            yield self.gpt
-            return
-        policy = self._policy[0]
-        initially = adapters_off(policy) if self._initial is None else self._initial.in_place()
-        with initially:
-            yield policy
-
-
 class SamplingPolicy(RoleModel):
     """A role that scores tokens and samples them, of a backend's model (`model_to_sample_from`)."""
 
@@ -134,6 +126,51 @@ class SamplingPolicy(RoleModel):
     def vocab_group(self) -> dist.ProcessGroup | None:
         """Spreads the vocabulary; None: it is whole."""
         return self.parallel.tp_group if self.parallel.config.tensor > 1 else None
+
+    def output_layer(self, model: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors of the logits: rows ``[n * L, H]`` and weight ``[V / tp, H]``, float.
+
+        ``hidden`` as in `token_outputs`. Under tensor parallelism the rows' gradient is summed.
+        """
+        raise NotImplementedError
+
+    def projection(self, model: Any, hidden: Tensor) -> Projection:
+        """`output_layer`, with the vocabulary and the sampling temperature."""
+        factors = self.output_layer(model, hidden)
+        size, temperature = self.architecture.vocab_size, self.sampling_params.temperature
+        return Projection(*factors, size, self.vocab_group, temperature)
+
+    def token_outputs(
+        self, model: Any, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
+    ) -> TokenOutputs:
+        """Log-probs where ``token_mask`` is 1, with entropy; see `RoleModel.token_outputs`.
+
+        Of the tokens themselves, or of ``teacher_topk_indices`` where the micro-batch has them.
+        """
+        columns, selected, layout = microbatch.columns, microbatch.selected, microbatch.layout
+        projection = self.projection(model, hidden)
+        if "teacher_topk_indices" in columns:
+            candidates = columns["teacher_topk_indices"]
+            return candidate_logprobs(
+                projection, candidates, selected, layout, with_entropy=with_entropy
+            )
+        return token_logprobs(
+            projection,
+            columns["input_ids"],
+            selected,
+            layout,
+            sampling=self.sampling_params,
+            with_entropy=with_entropy,
+            kept_ids=columns.get("kept_ids"),
+        )
+
+    def loss_outputs(
+        self, model: Any, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
+    ) -> TokenOutputs:
+        """`token_outputs`, or all logits float32 ``[B, S, V]`` where ``loss_fn`` reads them."""
+        if not reads_logits(loss_fn):
+            return super().loss_outputs(model, hidden, microbatch, loss_fn)
+        return TokenOutputs(token_logits(self.projection(model, hidden), microbatch.layout))
 
     def get_logprobs(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
@@ -179,9 +216,9 @@ class SamplingPolicy(RoleModel):
         raise NotImplementedError
 
     @property
-    def reference(self) -> ReferenceModel:
+    def reference(self) -> ReferencePolicy:
         """The policy that training began with; `ConfigError` before ``keep_reference``."""
-        found: ReferenceModel | None = self.__dict__["_reference"]
+        found: ReferencePolicy | None = self.__dict__["_reference"]
         if found is None:
             raise ConfigError(
                 "no reference policy was kept: call keep_reference() right after the weights are "
@@ -233,6 +270,10 @@ class SamplingPolicy(RoleModel):
 
     def model_to_sample_from(self) -> GPTModel:
         """A megatron-core model with the weights as they are now; collective where it is a copy."""
+        raise NotImplementedError
+
+    def hugging_face_weights(self) -> Mapping[str, Tensor]:
+        """The whole weights under Hugging Face's names, gathered when indexed; collective."""
         raise NotImplementedError
 
     def _make_generator(self) -> Generator:

@@ -1,13 +1,11 @@
 """One process's share of a policy, whatever it is built of."""
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from aligner.checkpoint.run_state.role_files import load_optimizer_state
 from aligner.config import SamplingOptions, TrainedModelConfig
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -17,11 +15,11 @@ from aligner.distributed.named_sharding import NamedSharding
 from aligner.kernels.counter_hash import CallSeeds
 from aligner.models.gpt.decode.scheduler import TokenListener
 from aligner.models.gpt.role.policy import SamplingPolicy
-from aligner.models.gpt.role.settings import RoleSettings, RunSettings, policy_settings
+from aligner.models.gpt.role.settings import RunSettings, policy_settings
 from aligner.models.worker import (
     RoleWorker,
-    micro_batches_of,
     note_unused,
+    passes_over,
     place_of,
     read_published,
     tensors_on_device,
@@ -35,18 +33,11 @@ Policy = TypeVar("Policy", bound=SamplingPolicy)
 class PolicyWorker(RefitWorker, RoleWorker[Policy]):
     """Loads the policy from ``config.restore_from_path`` and serves `Policy`.
 
+    Arguments are those of `Policy`; the weights that ``config`` names are the reference's. Further:
+
     Args:
-        config: the policy's section, or a mapping of `PolicyConfig`; the weights it names are the
-            reference's.
-        tokenizer: packaged when the policy is saved.
-        weights_path: continue from these weights.
-        optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
-        init_optimizer: False for a policy that does not learn.
-        init_reference_model: whether a reference policy is kept.
         worker_sharding_annotations: place of every worker; must agree with ``config``.
-        run: what all roles share; default that of the mapping.
         parallel: this process's place; default joined, by RANK and its kin in the environment.
-        max_optimizer_steps: what a schedule without ``max_steps`` decays over.
         kwargs: published arguments without a counterpart; named in a warning.
     """
 
@@ -75,30 +66,20 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         parallel = place_of(config.parallel, worker_sharding_annotations, parallel, run.seed)
         tokenizer = as_tokenizer(tokenizer)
         settings = policy_settings(config, run, max_optimizer_steps)
-        model = self.load(config, settings, tokenizer, parallel)
-        super().__init__(model, parallel)
-        self._offloads = config.rollout.offload_weights
+        model = self.load_model(settings, config.restore_from_path, tokenizer)
         self._seeds = CallSeeds(model.settings.seed)
         self._reference: list[nn.Module] = []
         if init_reference_model:
             model.keep_reference(config.reference_mode)
             self._reference.append(model.reference)
-        if weights_path is not None:
-            self.load_checkpoint(weights_path)
-        if init_optimizer:
-            model.setup_training()
-        if optimizer_path is not None:
-            load_optimizer_state(self, optimizer_path)
-
-    @staticmethod
-    @abstractmethod
-    def load(
-        config: TrainedModelConfig,
-        settings: RoleSettings,
-        tokenizer: Tokenizer,
-        parallel: ParallelState,
-    ) -> Policy:
-        """The backend's policy, from ``config.restore_from_path``."""
+        super().__init__(
+            model,
+            parallel,
+            offloads=config.rollout.offload_weights,
+            init_optimizer=init_optimizer,
+            weights_path=weights_path,
+            optimizer_path=optimizer_path,
+        )
 
     def generate(
         self,
@@ -165,17 +146,14 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         ``logprobs`` float32 [B, S]: position t speaks of token t, 0 at t = 0 and where the mask is
         0.
         """
-        passes = micro_batches_of(data, micro_batch_size)
-        return BatchedDataDict(
-            {"logprobs": self.model.get_logprobs(tensors_on_device(data), passes)}
-        )
+        logprobs = self.model.get_logprobs(*passes_over(data, micro_batch_size))
+        return BatchedDataDict({"logprobs": logprobs})
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """As `get_logprobs` under the initial weights; the key is ``reference_logprobs``."""
-        passes = micro_batches_of(data, micro_batch_size)
-        logprobs = self.model.get_reference_logprobs(tensors_on_device(data), passes)
+        logprobs = self.model.get_reference_logprobs(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"reference_logprobs": logprobs})
 
     def get_topk_logits(
@@ -187,9 +165,20 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         sampling temperature and in descending order, and ``topk_indices`` int64 [B, S, k]; position
         t speaks of token t, 0 at t = 0 and where the mask is 0. Only on megatron-core.
         """
-        passes = micro_batches_of(data, micro_batch_size)
-        logits, ids = self.model.get_topk_logits(tensors_on_device(data), k, vocab_size, passes)
+        batch, passes = passes_over(data, micro_batch_size)
+        logits, ids = self.model.get_topk_logits(batch, k, vocab_size, passes)
         return BatchedDataDict({"topk_logits": logits, "topk_indices": ids})
+
+    # Weights for sampling engines -------------------------------------------------------------
+
+    def hf_weight_names(self) -> Sequence[str]:
+        """Names of all weights, as in a Hugging Face state dict, in depth order."""
+        return list(self.model.hugging_face_weights())
+
+    def hf_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors on every worker; collective over all that share the model."""
+        weights = self.model.hugging_face_weights()
+        return ((name, weights[name]) for name in names)
 
     # Phases -----------------------------------------------------------------------------------
 

@@ -1,9 +1,7 @@
 """One process's share of a reward model on megatron-core."""
 
-from aligner.checkpoint.run_state.role_files import load_optimizer_state
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.megatron.reward import MegatronGPTRewardModel
 from aligner.models.gpt.role.settings import RunSettings, continuing, reward_settings
 from aligner.models.reward.workers.reward_worker import RewardWorker
@@ -13,18 +11,11 @@ from aligner.parallel.groups import ParallelState
 class MegatronRewardWorker(RewardWorker):
     """Loads a reward model, or a language model with a fresh head, and serves `RewardModel`.
 
-    Args:
-        config: where it comes from, its layout and, where it learns, its optimizer.
-        tokenizer: packaged when it is saved.
-        run: what all roles of the run share.
-        parallel: this process's place.
-        attributes: ratings of its head; none for comparisons, None: as in its file.
-        weights_path: load these weights and this head instead of what ``config`` names.
-        optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
-        init_optimizer: False for a model that only scores.
-        max_optimizer_steps: what a schedule without ``max_steps`` decays over.
-        offload_weights: weights wait in host memory between scorings.
+    Arguments are those of `RewardModel`. ``parallel``: this process's place. ``offload_weights``:
+    weights wait in host memory between scorings.
     """
+
+    model_class = MegatronGPTRewardModel
 
     def __init__(
         self,
@@ -42,17 +33,14 @@ class MegatronRewardWorker(RewardWorker):
     ) -> None:
         settings = reward_settings(config, run, attributes, init_optimizer, max_optimizer_steps)
         settings, whole_path = continuing(settings, weights_path)
-        model = load_from_nemo(
-            MegatronGPTRewardModel,
-            settings,
-            restore_path=whole_path or config.restore_from_path,
-            tokenizer=tokenizer,
+        model = self.load_model(settings, whole_path or config.restore_from_path, tokenizer)
+        super().__init__(
+            model,
+            parallel,
+            offloads=offload_weights,
+            init_optimizer=init_optimizer,
+            optimizer_path=optimizer_path,
         )
-        super().__init__(model, parallel)
         if init_optimizer:
-            model.setup_training()
             # Of the weights as they were before training, and of what they were trained on.
             model.standardization = model.sequence_form = None
-        if optimizer_path is not None:
-            load_optimizer_state(self, optimizer_path)
-        self._offloads = offload_weights

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.models.worker import RoleWorker, micro_batches_of, tensors_on_device
+from aligner.models.worker import RoleWorker, passes_over
 
 if TYPE_CHECKING:  # a handle's process need not import the model
     from aligner.models.gpt.megatron.reward import MegatronGPTRewardModel
@@ -26,10 +26,8 @@ class RewardScorer(ABC):
         Reads ``input_ids`` int64 [B, S] and ``input_lengths`` int64 [B]. Standardised where the
         model is. ``micro_batch_size``: sequences per forward pass, default as configured.
         """
-        passes = micro_batches_of(data, micro_batch_size)
-        return BatchedDataDict(
-            {"rewards": self.reward_model.infer(tensors_on_device(data), passes)}
-        )
+        rewards = self.reward_model.infer(*passes_over(data, micro_batch_size))
+        return BatchedDataDict({"rewards": rewards})
 
     def reward_attributes(self) -> tuple[str, ...]:
         """Names of what the model rates; none where it was trained on comparisons."""

@@ -8,14 +8,12 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.logprobs.output_layer import CapturingOutputLayer as _ValueOutputLayerBypass
-from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel, forward_step_value
 from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
-from aligner.models.gpt.role.model import ValueHead
-from aligner.models.gpt.role.settings import RoleSettings, RunSettings, continuing, reward_settings
+from aligner.models.gpt.role.settings import RunSettings, reward_settings
+from aligner.models.gpt.role.value import ValueHead
 from aligner.models.reward.workers.reward_worker import RewardScorer
 from aligner.models.value.workers.value_worker import ValueWorker
-from aligner.parallel.groups import ParallelState
 
 __all__ = [
     "MegatronValueWorker",
@@ -32,24 +30,8 @@ TokenizerType = TypeVar("TokenizerType", bound=Tokenizer)
 class MegatronValueWorkerImpl(RewardScorer, ValueWorker[MegatronGPTCriticModel]):
     """A critic of `Value` on this backend, whose backbone a reward model may share."""
 
+    model_class = MegatronGPTCriticModel
     _reward: SharedBackboneRewardModel | None = None
-
-    @staticmethod
-    def load(
-        settings: RoleSettings,
-        body_path: str,
-        whole_path: str | None,
-        tokenizer: Tokenizer,
-        parallel: ParallelState,
-    ) -> MegatronGPTCriticModel:
-        """Load from a `.nemo`."""
-        settings, whole_path = continuing(settings, whole_path)
-        return load_from_nemo(
-            MegatronGPTCriticModel,
-            settings,
-            restore_path=whole_path or body_path,
-            tokenizer=tokenizer,
-        )
 
     # A reward model on the same backbone ------------------------------------------------------
 

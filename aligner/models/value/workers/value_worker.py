@@ -1,47 +1,28 @@
 """One process's share of a critic, whatever it is built of."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from aligner.checkpoint.nemo.archive import named_by
-from aligner.checkpoint.run_state.role_files import load_optimizer_state
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import ConfigError
-from aligner.models.gpt.role.model import ValueModel
-from aligner.models.gpt.role.settings import RoleSettings, RunSettings, critic_settings
-from aligner.models.worker import (
-    RoleWorker,
-    micro_batches_of,
-    note_unused,
-    place_of,
-    read_published,
-    tensors_on_device,
-)
+from aligner.models.gpt.role.settings import RunSettings, continuing, critic_settings
+from aligner.models.gpt.role.value import ValueModel
+from aligner.models.worker import RoleWorker, note_unused, passes_over, place_of, read_published
 from aligner.parallel.groups import ParallelState
 
 Critic = TypeVar("Critic", bound=ValueModel)
 
 
-class ValueWorker(RoleWorker[Critic], ABC):
+class ValueWorker(RoleWorker[Critic]):
     """Loads the critic's body (the policy's, by default) and serves `Value`.
 
-    Args:
-        config: the critic's section, which needs ``model``; or a mapping of `ValueConfig`.
-        tokenizer: packaged when the critic is saved.
-        weights_path: load these weights and this head instead of what ``config`` names.
-        optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
-        init_optimizer: False for a critic that only predicts.
-        worker_sharding_annotations: place of every worker; must agree with ``config``.
-        model: the policy's section; its layout is the critic's where that has none of its own.
-        run: what all roles share; default that of the mapping.
-        parallel: this process's place; default joined, by RANK and its kin in the environment.
-        max_optimizer_steps: what a schedule without ``max_steps`` decays over.
-        kwargs: published arguments without a counterpart; named in a warning.
+    Arguments are those of `Value`, and of `PolicyWorker`. ``weights_path`` names weights and a head
+    that are loaded instead of what ``config`` names.
     """
 
     def __init__(
@@ -74,24 +55,15 @@ class ValueWorker(RoleWorker[Critic], ABC):
         settings = critic_settings(config, model, run, max_optimizer_steps)
         own_body = config.restore_from_path is not None and weights_path is None
         with named_by("critic.restore_from_path" if own_body else "model.restore_from_path"):
-            critic = self.load(settings, body_path, weights_path, tokenizer, parallel)
-        super().__init__(critic, parallel)
-        if init_optimizer:
-            self.model.setup_training()
-        if optimizer_path is not None:
-            load_optimizer_state(self, optimizer_path)
-        self._offloads = config.offload_weights
-
-    @staticmethod
-    @abstractmethod
-    def load(
-        settings: RoleSettings,
-        body_path: str,
-        whole_path: str | None,
-        tokenizer: Tokenizer,
-        parallel: ParallelState,
-    ) -> Critic:
-        """The backend's critic, on the body at ``body_path`` or whole from ``whole_path``."""
+            settings, whole_path = continuing(settings, weights_path)
+            critic = self.load_model(settings, whole_path or body_path, tokenizer)
+        super().__init__(
+            critic,
+            parallel,
+            offloads=config.offload_weights,
+            init_optimizer=init_optimizer,
+            optimizer_path=optimizer_path,
+        )
 
     def get_values(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
@@ -101,8 +73,7 @@ class ValueWorker(RoleWorker[Critic], ABC):
         Reads ``input_ids`` int64 [B, S] and ``input_lengths`` int64 [B]. 0 at t = 0 and from a
         row's length on. ``micro_batch_size``: sequences per forward pass, default as configured.
         """
-        passes = micro_batches_of(data, micro_batch_size)
-        values = self.model.get_values(tensors_on_device(data), passes)
+        values = self.model.get_values(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"values": values})
 
     def share_backbone(
