@@ -54,8 +54,8 @@ def shown(value: Any) -> str:
     """A value as the command line has it: ``null``, ``true``, ``[0.5,2]``, text without quotes."""
     if isinstance(value, tuple | list):
         return f"[{','.join(map(shown, value))}]"
-    if isinstance(value, float):
+    if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

@@ -1,6 +1,7 @@
 """Runs of any kind side by side: for directories of one's own, and for the stages of a pipeline."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.device import accelerator
 from aligner.errors import AlignerError, DataError
-from aligner.observe.estimates import wilson_interval
+from aligner.observe.estimates import Z95
 from aligner.observe.metrics import read_metrics
 from aligner.observe.report.chart import (
     Change,
@@ -50,6 +51,20 @@ _CURVES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("rewards_margin", "margin", ()),
     ("loss", "loss", ()),
 )
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """95 % confidence interval of a share of ``count`` independent answers (Wilson, 1927).
+
+    Unlike the normal approximation it stays within 0 and 1 and has a width where ``share`` is
+    either.
+    """
+    if count < 1 or not 0 <= share <= 1:
+        raise ValueError(f"a share of {share} of {count} answers")
+    squared = Z95**2 / count
+    middle = (share + squared / 2) / (1 + squared)
+    half = Z95 * math.sqrt(share * (1 - share) / count + squared / count / 4) / (1 + squared)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 @dataclass(frozen=True)

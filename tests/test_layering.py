@@ -28,6 +28,7 @@ PACKAGES = [
         "user_files",
         "importing",
         "scratch",
+        "process_tree",
         "child_process",
         "http",
         "catalog",

@@ -42,12 +42,13 @@ from aligner.config.commands.ask import (
     ServerConfig,
 )
 from aligner.config.data import DataConfig, PromptSourceConfig
+from aligner.config.engine import EngineConfig, EngineResources, EngineStart
 from aligner.config.environment import EnvironmentConfig
 from aligner.config.experiment import (
     ExpManagerConfig,
     WandbConfig,
 )
-from aligner.config.generation import GenerationConfig, VllmConfig
+from aligner.config.generation import GenerationConfig
 from aligner.config.layout import LayerOptions, LayerSpec, ParallelConfig, check_layout
 from aligner.config.load import (
     as_omegaconf,

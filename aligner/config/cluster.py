@@ -95,6 +95,7 @@ class ClusterConfig:
                     f"worker, which have one layout; set {key}.engine=ray, or leave the critic's "
                     "sizes at null"
                 )
+            return
         if self.value_workers is not None and self.colocated:
             yield (
                 f"{key}.value_workers={self.value_workers} needs {key}.colocated=false, for a "
@@ -102,16 +103,15 @@ class ClusterConfig:
                 f"{key}.value_workers at null"
             )
         size, workers = run.value_parallel.model_parallel_size, run.value_world_size
-        is_own = self.value_workers is not None or layouts_differ  # else check_layout refuses them
-        if is_own and workers % size:
-            source = "trainer.devices x trainer.num_nodes"
-            source = source if self.value_workers is None else f"{key}.value_workers"
-            layout = (
+        given = self.value_workers is not None
+        if workers % size and (given or layouts_differ):  # else check_layout refuses them
+            source = f"{key}.value_workers" if given else "trainer.devices x trainer.num_nodes"
+            owner = (
                 "of the critic's own"
                 if layouts_differ
                 else "that the critic shares with the policy"
             )
             yield (
                 f"{source}={workers} is not a multiple of tensor x pipeline x context = {size}, "
-                f"the layout {layout}; use {-(-workers // size) * size}"
+                f"the layout {owner}; use {-(-workers // size) * size}"
             )

@@ -9,8 +9,10 @@ from annotated_types import Interval
 from pydantic import AfterValidator, StrictStr
 from pydantic_core import PydanticCustomError
 
+from aligner.catalog import ENVIRONMENT_KINDS
 from aligner.config.combinations import ReadIf
-from aligner.config.fields import Count, FilePath, Integer, Seconds, UserClass
+from aligner.config.fields import Count, FilePath, Integer, Seconds, UserClass, one_of
+from aligner.importing import load_function
 
 WITHOUT_ENVIRONMENT = ReadIf(
     lambda run: not run.has_environment,
@@ -34,11 +36,14 @@ def _without_open_quotation(command: str) -> str:
 class EnvironmentConfig:
     """Section of `reward=environment`: conversations of many turns in place of single responses."""
 
-    kind: Literal["messages", "endpoint"] = "messages"
+    kind: Annotated[StrictStr, one_of(ENVIRONMENT_KINDS, or_path="package.module:Class")] = (
+        "messages"
+    )
     """Who leads the conversation: `messages`, the policy's turns; `endpoint`, an agent.
 
     `messages`: a class that answers the policy's messages. `endpoint`: a function or a command that
-    asks the policy over OpenAI's HTTP interface (docs/environments.md#an-agent-of-your-own).
+    asks the policy over OpenAI's HTTP interface (docs/environments.md#an-agent-of-your-own). Or a
+    class of your own, `path/to/file.py:Class` (docs/environments.md#a-kind-of-your-own).
     """
 
     factory: UserClass | None = None
@@ -123,6 +128,12 @@ class EnvironmentConfig:
     """
 
     @property
+    def kind_class(self) -> Any:
+        """The `aligner.algorithms.rollout.kinds.EnvironmentKind` that ``kind`` names."""
+        path = ENVIRONMENT_KINDS.get(self.kind, self.kind)
+        return load_function(path, key="environment.kind", kind="class")
+
+    @property
     def is_set(self) -> bool:
         """True if there is an environment."""
         return self.factory is not None or self.command is not None
@@ -142,14 +153,8 @@ class EnvironmentConfig:
         return f"environment.factory={self.factory}"
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse an agent or environment that cannot be run, and limits that leave no room."""
-        if self.kind == "endpoint":
-            yield from self._agent_problems(key, run)
-        elif self.command is not None:
-            yield (
-                f"{self.named} is an agent that asks the policy, and {key}.kind=messages; set "
-                f"{key}.kind=endpoint"
-            )
+        """Refuse an environment that its kind cannot run, and limits that leave no room."""
+        yield from self.kind_class.problems(key, run)
         if not self.is_set:
             return
         response = run.model.rollout.length_params.max_length
@@ -158,39 +163,8 @@ class EnvironmentConfig:
                 f"{key}.max_tokens={self.max_tokens} leaves no room for a prompt before a response "
                 f"of {run.model.rollout_key}.length_params.max_length={response}; raise it"
             )
-        waits, limit = self.kind == "messages", run.cluster.timeout_s
-        if waits and run.cluster.engine == "local" and 2 * self.timeout_s >= limit:
-            yield (
-                f"{key}.timeout_s={self.timeout_s:g} must stay below half of cluster.timeout_s="
-                f"{limit:g}, for which the other processes wait; lower it, or raise that"
-            )
         if run.data.max_prompt_length is not None:
             yield (
                 f"data.max_prompt_length={run.data.max_prompt_length}: prompts are the "
                 f"environment's; set it to null, and bound conversations by {key}.max_tokens"
-            )
-
-    def _agent_problems(self, key: str, run: Any) -> Iterator[str]:
-        if not self.is_set:
-            yield (
-                f"{key}.kind=endpoint and neither {key}.command nor {key}.factory: set "
-                f"{key}.command='python my_agent.py' or {key}.factory=my_agent.py:run"
-            )
-        if self.command is not None and self.factory is not None:
-            yield (
-                f"{self.named} and {key}.factory={self.factory}: an agent is one of them; set the "
-                "other to null"
-            )
-        if self.command is not None and not self.words:
-            yield f"{key}.command={self.command!r} is empty; give a program and its arguments"
-        if self.rewritten_history != "fork":
-            yield (
-                f"{key}.rewritten_history={self.rewritten_history} and {key}.kind=endpoint: an "
-                "agent says what the policy reads, and what does not continue it begins another "
-                "sequence; set it to fork"
-            )
-        if run.generation.async_rollouts:
-            yield (
-                f"generation.async_rollouts=true and {key}.kind=endpoint: agents are answered "
-                "while nothing else is done; set one of them to false or messages"
             )

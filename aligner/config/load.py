@@ -50,7 +50,11 @@ def with_built_in_task(config: DictConfig) -> str:
     Or only its reward, where its data are chosen. An empty note: nothing was filled in.
     """
     plain = OmegaConf.to_container(config)  # interpolations as they stand
-    given = {key: reduce(_below, key.split("."), plain) for key in _TASK}
+
+    def below(node: Any, name: str) -> Any:
+        return node.get(name) if isinstance(node, dict) else None
+
+    given = {key: reduce(below, key.split("."), plain) for key in _TASK}
     if given[REWARD] != "???" or current_path(str(given[DATA])) not in ("???", _TASK[DATA]):
         return ""
     validates = given["data.validation.source"] not in (None, "???")
@@ -61,10 +65,6 @@ def with_built_in_task(config: DictConfig) -> str:
         f"built-in task: arithmetic, scored by {_TASK[REWARD]}, as no reward was named; of your "
         f"own: {DATA}=FILE.jsonl {REWARD}=FILE.py:FUNCTION"
     )
-
-
-def _below(node: Any, name: str) -> Any:
-    return node.get(name) if isinstance(node, dict) else None
 
 
 def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
@@ -121,7 +121,7 @@ def _global_batch(config: BaseRunConfig) -> int | None:
         return None
     fewest = -(-learned // largest)
     # No more than twice as many: a prime number of samples is not learned one by one.
-    for parts in range(fewest, 2 * fewest + 1):
+    for parts in range(fewest, 2 * fewest + 1) if learned else ():
         if learned % parts == 0:
             return learned // parts
     return None

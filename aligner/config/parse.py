@@ -10,8 +10,18 @@ import json
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
-from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import Interval
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -125,9 +135,12 @@ def _given(values: Mapping[Any, Any], prefix: str, missing: list[str]) -> dict[A
     return given
 
 
-field_types: Callable[[Any], Mapping[Any, Any]] = cache(
-    partial(get_type_hints, include_extras=True)
-)
+def _field_types(section: Any) -> Mapping[Any, Any]:
+    hints = get_type_hints(section, include_extras=True)
+    return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
+
+
+field_types: Callable[[Any], Mapping[Any, Any]] = cache(_field_types)
 """Resolved type of each field of a dataclass, or of each key of a ``TypedDict``, in their order."""
 
 

@@ -169,9 +169,8 @@ class SamplingRunConfig(BaseRunConfig):
     @property
     def generation_world_size(self) -> int:
         """Workers that only generate and have room of their own; 0: there are none."""
-        vllm = self.generation.vllm
-        apart = self.generation.backend == "vllm" and vllm.refit == "separate"
-        return vllm.workers if apart else 0
+        resources = self.generation.resources(has_gpu=True)
+        return 0 if resources is None else resources.own_workers
 
     @property
     def reward_world_size(self) -> int:

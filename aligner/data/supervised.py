@@ -353,18 +353,17 @@ def _answered(
         messages = _asked(prompt)
         return parse_conversation([*messages, *response]), len(messages)
     chat = parse_conversation(response)
+    users = [message["content"].strip() for message in chat if message["role"] == "user"]
+    problem = None
     if isinstance(prompt, list) and chat[: len(prompt)] != _asked(prompt):
+        problem = f"that does not begin with the messages of column {prompt_column!r}"
+    elif isinstance(prompt, str) and prompt.strip() not in users:
+        holds = f"column {prompt_column!r} holds ({prompt[:40]!r})"
+        problem = f"in which no user says what {holds}"
+    if problem is not None:
         raise DataError(
-            f"column {response_column!r} is a whole chat that does not begin with the "
-            f"messages of column {prompt_column!r}; set data.prompt_column to another name, "
-            "or correct the row"
-        )
-    asked = [message["content"].strip() for message in chat if message["role"] == "user"]
-    if isinstance(prompt, str) and prompt.strip() not in asked:
-        raise DataError(
-            f"column {response_column!r} is a whole chat in which no user says what column "
-            f"{prompt_column!r} holds ({prompt[:40]!r}); set data.prompt_column to another "
-            "name, or correct the row"
+            f"column {response_column!r} is a whole chat {problem}; set data.prompt_column to "
+            "another name, or correct the row"
         )
     return chat, len(prompt) if isinstance(prompt, list) else 0
 

@@ -24,7 +24,7 @@ _UNREPEATABLE = re.compile(
 # Functions that may make float64 matrices on the device: sums that decide which token is drawn, and
 # sums of masks. Vectors and single numbers may be float64 everywhere.
 _WIDE = re.compile(
-    r"sampling\.(_cumulative|_locate|_first_above|_ban|counter_uniforms)|responses\.(__init__|refill)|"
+    r"sampling\.(_cumulative|inverse_cdf|_first_above|_ban|counter_uniforms)|responses\.(__init__|refill)|"
     r"running_sum\.(running_sum|sum_by_products)|model\.count_denominators"
 )
 

@@ -33,23 +33,20 @@ def holder(position: Positions, chunk: Positions, size: int) -> tuple[Positions,
     return rank, position - number * chunk + late * chunk
 
 
-def sum_over_ranks(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum of ``partial``, float [...], over the ranks, which then compute the same from it.
+class SumOverRanks(torch.autograd.Function):
+    """Sum of a partial tensor over the ranks, which then compute the same from it.
 
     The gradient is therefore every rank's own and passes unchanged.
     """
-    return _SumOverRanks.apply(partial, group)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """All-reduce forward, identity backward."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Sum float ``partial`` [...] over ``group``."""
         total = partial.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Pass the gradient, float [...]; none for the group."""
         return gradients[0], None

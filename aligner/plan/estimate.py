@@ -241,12 +241,11 @@ class Estimator:
         if given.kv_cache_mb is not None:
             cache = float(given.kv_cache_mb << 20)
         else:
-            share = given.gpu_memory_utilization or 0.0
-            cache = max(0.0, share * self.device.memory_bytes - weights)
+            cache = max(0.0, given.memory_share * self.device.memory_bytes - weights)
         held: Kinds = {Kind.WEIGHTS: weights, Kind.KV_CACHE: cache}
-        rest: Kinds = {} if given.sleep else held
+        rest: Kinds = {} if given.sleeps else held
         phases = {
-            name: Measured(each.amounts, {"vLLM": held}, rest)
+            name: Measured(each.amounts, {given.title: held}, rest)
             for name, each in found.phases.items()
         }
         return MeasuredRole(found.parameters, rest, phases)

@@ -45,7 +45,7 @@ from aligner.data.supervised import Example, ExampleDataset
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.named_sharding import layout_of
 from aligner.distributed.workers import LocalFuture
-from aligner.errors import LayoutError
+from aligner.errors import ConfigError, LayoutError
 from aligner.observe.metrics import PhaseTimers
 from aligner.plan.roles import Column, Phase, PlannedRole, PlannedRun
 
@@ -76,7 +76,7 @@ def planned_run(
     stage.rehearse()
     roles = [group.planned() for group in stage.groups]
     step = stage.step
-    if isinstance(config, SamplingRunConfig) and config.generation.backend == "vllm":
+    if isinstance(config, SamplingRunConfig) and config.generation.engine is not None:
         roles = _with_engine(config, roles)
         step = [("engine" if name == "generate" else role, name) for role, name in step]
         step.append(("policy", "refit"))
@@ -85,33 +85,39 @@ def planned_run(
 
 
 def _with_engine(config: SamplingRunConfig, roles: Sequence[PlannedRole]) -> list[PlannedRole]:
-    """``roles``, and vLLM as our own generator samples in its layout, with the memory it is given.
+    """``roles``, and rollout engines: our own generator in their layout, with their memory.
 
-    What the policy samples in the rehearsal the engines do.
+    They sample what the policy does in the rehearsal.
     """
+    engines = config.generation.resources(has_gpu=True)
+    if engines is None:
+        raise ConfigError(
+            f"generation.backend={config.generation.backend}: this engine does not state its "
+            "resources, so that it cannot be planned; override EngineConfig.resources"
+        )
     policy = next(role for role in roles if role.name == "policy")
-    vllm = config.generation.vllm.on_device(has_gpu=True, ahead=config.generation.async_rollouts)
     model = replace(
         config.model,
-        tensor_model_parallel_size=vllm.tensor_parallel_size,
+        tensor_model_parallel_size=engines.devices_of_each,
         pipeline_model_parallel_size=1,
         context_parallel_size=1,
         expert_model_parallel_size=1,
         sequence_parallel=False,
     )
-    check_layout(policy.architecture, model.parallel, vllm.workers, "generation.vllm")
+    check_layout(policy.architecture, model.parallel, engines.workers, config.generation.engine_key)
     *others, save = (phase for phase in policy.phases if phase.method != "generate")
-    colocated = vllm.refit == "colocated"
-    refit = Phase("refit", buffer_bytes=int(vllm.refit_buffer_mb * (1 << 20)) if colocated else 0)
+    shares = engines.shares_devices
+    buffer_bytes = int(engines.refit_buffer_mb * (1 << 20)) if shares else 0
+    refit = Phase("refit", buffer_bytes=buffer_bytes)
     frozen = {"config": model, "init_optimizer": False, "init_reference_model": False}
     engine = replace(
         policy,
         name="engine",
         options={**policy.options, **frozen},
-        world=vllm.workers,
-        cards="policy" if colocated else "engine",
+        world=engines.workers,
+        cards="policy" if shares else "engine",
         phases=tuple(phase for phase in policy.phases if phase.method == "generate"),
-        engine=vllm,
+        engine=engines,
     )
     policy = replace(policy, phases=(*others, refit, save))
     return [*(policy if role.name == "policy" else role for role in roles), engine]

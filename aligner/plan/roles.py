@@ -12,9 +12,9 @@ from aligner.architecture import GPTArchitecture
 from aligner.config import (
     BaseRunConfig,
     CriticConfig,
+    EngineResources,
     ParallelConfig,
     TrainedModelConfig,
-    VllmConfig,
 )
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.sharding import MicroBatching
@@ -102,7 +102,7 @@ class PlannedRole:
     world: int  # processes
     cards: str  # roles of one name share cards
     phases: tuple[Phase, ...]
-    engine: VllmConfig | None = None  # what vLLM is given, of a role that stands for its engines
+    engine: EngineResources | None = None  # of a role that stands for rollout engines
 
     @property
     def section(self) -> TrainedModelConfig | CriticConfig:

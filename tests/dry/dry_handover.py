@@ -12,12 +12,13 @@ from unittest import mock
 
 import torch
 
-from aligner.config import LengthParams, SamplingParams, VllmConfig
+from aligner.config import LengthParams, SamplingParams
 from aligner.device import accelerator
 from aligner.dry.device import DryDevice
 from aligner.dry.streams import Process
 from aligner.errors import DryDeviceError
 from aligner.generation.vllm import worker as vllm_worker
+from aligner.generation.vllm.settings import VllmConfig
 from aligner.models.gpt.role.model import RoleModel
 from aligner.models.worker import RoleWorker
 from aligner.refit.controller import Refit, group_by_bytes

@@ -323,6 +323,12 @@ def test_samples_that_no_batch_divides_are_not_learned_one_by_one():
         parse_config(tree(model__ppo__num_rollout_samples=127))
 
 
+def test_a_rollout_of_less_than_one_prompt_is_refused_by_its_key():
+    model = {"restore_from_path": "m.nemo", "rs": {"num_rollouts_per_prompt": 128}}
+    with pytest.raises(ConfigError, match=r"num_rollout_samples=64 is not a multiple of .*=128"):
+        parse_config({**MINIMAL, "model": model}, RSRunConfig)
+
+
 def test_batches_of_other_runs_follow_too():
     values = {key: value for key, value in tree().items() if key != "critic"}
     values["model"] |= {"rs": {"num_rollout_samples": 32}}

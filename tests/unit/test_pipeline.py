@@ -25,12 +25,12 @@ from aligner.examples.comparison import (
     Learned,
     Measure,
     render_comparison,
+    wilson_interval,
 )
 from aligner.examples.pipeline_config import load_pipeline
 from aligner.examples.pipeline_stages import plan, run_pipeline
 from aligner.examples.tasks.gsm8k import gsm8k_examples
 from aligner.examples.tasks.gsm8k_solutions import solution_pairs
-from aligner.observe.estimates import wilson_interval
 
 CONF = Path(__file__).parents[2] / "conf"
 SCRIPTS = ("train_gpt_sft", "train_gpt_reward", "train_gpt_rs")

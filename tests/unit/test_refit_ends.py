@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.config import LengthParams, SamplingParams, VllmConfig
+from aligner.config import LengthParams, SamplingParams
 from aligner.errors import ConfigError
+from aligner.generation.vllm.settings import VllmConfig
 from aligner.generation.vllm.worker import VllmWorker
 from aligner.refit.ends import RefitEnd, check_ends
 

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from aligner.catalog import ENGINES
 from aligner.checkpoint.fingerprint import fingerprint_of, model_fingerprint
 from aligner.compat.paths import current_path
 from aligner.config import BaseRunConfig
@@ -19,7 +20,8 @@ from aligner.errors import CheckpointError, DataError
 MAY_CHANGE = (
     # processes, engines, outputs and waits
     *("dry_run", "exp_manager.*", "cluster.*", "policy.backend", "validation.*"),
-    *("generation.backend", "generation.cuda_graphs", "generation.in_flight", "generation.vllm.*"),
+    *("generation.backend", "generation.cuda_graphs", "generation.in_flight"),
+    *("generation.kwargs.*", *(f"generation.{engine}.*" for engine in ENGINES)),
     *("trainer.num_nodes", "trainer.devices", "trainer.deterministic", "trainer.max_time"),
     *("trainer.callbacks*", "data.validation*"),
     # the length of the run

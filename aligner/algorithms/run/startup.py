@@ -126,7 +126,8 @@ def repetition_in_words(config: SamplingRunConfig, *, on_gpus: bool) -> str:
     """Ways in which a GPU run that is repeated or resumed may differ; empty on a CPU."""
     if not on_gpus:
         return ""
-    drawn = " vLLM's samples may differ." if config.generation.backend == "vllm" else ""
+    engine = config.generation.engine
+    drawn = "" if engine is None else f" {engine.title}'s samples may differ."
     if config.trainer.deterministic:
         return f"trainer.deterministic: the same run twice is the same to the bit.{drawn}"
     return (

@@ -62,7 +62,7 @@ ESTIMATORS = (
     "reinforce_plus_plus_baseline",
 )
 GROUP_ESTIMATORS = ("rloo", "grpo", "dr_grpo", "reinforce_plus_plus_baseline")
-Estimator = Annotated[StrictStr, one_of(ESTIMATORS, or_path=True)]
+Estimator = Annotated[StrictStr, one_of(ESTIMATORS, or_path="package.module:function")]
 
 
 @dataclass(frozen=True)

@@ -172,11 +172,7 @@ class CorrectionConfig:
                 )
         ppo, weights = run.model.ppo, f"{key}.weights={self.weights}"
         cap = ppo.truncated_importance_sampling
-        capped = (
-            f"model.ppo.truncated_importance_sampling={cap}"
-            if cap is None
-            else (f"model.ppo.truncated_importance_sampling={cap:g}")
-        )
+        capped = f"model.ppo.truncated_importance_sampling={shown(cap)}"
         if self.weights == "none":
             for name in ("bounds", "outside"):
                 if (value := getattr(self, name)) != getattr(CorrectionConfig, name):
@@ -387,20 +383,6 @@ class PolicyPPOConfig(RolloutConfig):
                 f"{record} is below {key}.sampling_params.top_k={sampling.top_k}, so that nothing "
                 f"would be recorded; set it to {sampling.top_k}"
             )
-        if run.environment.is_set and run.environment.kind == "endpoint":
-            yield f"{record}: with environment.kind=endpoint nothing is recorded; set it to 0"
-        if run.generation.backend != "vllm":
-            return
-        record, validation = f"{record} with generation.backend=vllm", run.validation
-        if sampling.top_k == 0 or (validation.top_k == 0 and not validation.use_greedy):
-            unbounded = "validation" if sampling.top_k else f"{key}.sampling_params"
-            yield (
-                f"{record}: vLLM says what it kept only where top-k bounds it, and "
-                f"{unbounded}.top_k=0; set it to the most tokens that may be kept, or "
-                "generation.backend=megatron"
-            )
-        if sampling.use_greedy:
-            yield (
-                f"{record}: vLLM takes {key}.sampling_params.use_greedy=true for top_k=1 there, so "
-                "that a set would be the token alone; set it to false, or the former to 0"
-            )
+        if run.generation.backend != "megatron":
+            record = f"{record} with generation.backend={run.generation.backend}"
+            yield from run.generation.engine.recording_problems(record, key, run)

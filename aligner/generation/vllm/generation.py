@@ -7,13 +7,14 @@ from typing import Any
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf.families import config_to_hf
-from aligner.config import SamplingOptions, SamplingRunConfig, VllmConfig
+from aligner.config import SamplingOptions, SamplingRunConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
 from aligner.distributed.interfaces import Cluster, WorkerFuture
 from aligner.distributed.named_sharding import layout_of
 from aligner.distributed.workers import run_on_all, run_sharded, scored_rows, start_on_all
 from aligner.errors import ConfigError
+from aligner.generation.vllm.settings import VllmConfig
 from aligner.generation.vllm.worker import VllmWorker
 from aligner.kernels.counter_hash import CallSeeds
 from aligner.models.interfaces import BackgroundGeneration
@@ -49,7 +50,9 @@ class VllmGeneration(BackgroundGeneration):
         """
         config_to_hf(architecture)
         self.tokenizer = tokenizer
-        self._settings = config.generation.vllm.on_device(
+        settings = config.generation.engine
+        assert isinstance(settings, VllmConfig)
+        self._settings = settings.on_device(
             has_gpu=cluster.use_gpus, ahead=config.generation.async_rollouts
         )
         _check_allocator(self._settings, cluster.use_gpus, config.cluster.env_vars)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.config import LengthParams, SamplingOptions, SamplingParams, VllmConfig
+from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.device import accelerator
@@ -28,6 +28,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import WorkerError
 from aligner.generation.vllm.engine import Response, VllmEngine
 from aligner.generation.vllm.kept import kept_rows
+from aligner.generation.vllm.settings import VllmConfig
 from aligner.refit.broadcast import WeightBroadcast
 from aligner.refit.ends import RefitEnd, check_ends
 from aligner.refit.segments import accept

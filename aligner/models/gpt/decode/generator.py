@@ -91,7 +91,14 @@ class Generator:
         Raises:
             ConfigError: lengths, ids or stop strings that cannot work.
         """
-        _check_settings(architecture, eos_ids, max_batch_size)
+        if max_batch_size < 1:
+            raise ConfigError(f"rollout_micro_batch_size={max_batch_size} must be at least 1")
+        outside = [token for token in eos_ids if not 0 <= token < architecture.vocab_size]
+        if outside:
+            raise ConfigError(
+                f"end-of-sequence ids {outside} are outside the vocabulary of "
+                f"{architecture.vocab_size}; use the model's own tokenizer"
+            )
         self._gpt = gpt
         self._architecture = architecture
         self._eos_ids = tuple(eos_ids)
@@ -306,19 +313,6 @@ class Generator:
 def _runs_ahead(device: torch.device) -> bool:
     """Return whether waiting for a step would cost time: a CPU computes within the call."""
     return device.type != "cpu"
-
-
-def _check_settings(
-    architecture: GPTArchitecture, eos_ids: Sequence[int], max_batch_size: int
-) -> None:
-    if max_batch_size < 1:
-        raise ConfigError(f"rollout_micro_batch_size={max_batch_size} must be at least 1")
-    outside = [token for token in eos_ids if not 0 <= token < architecture.vocab_size]
-    if outside:
-        raise ConfigError(
-            f"end-of-sequence ids {outside} are outside the vocabulary of "
-            f"{architecture.vocab_size}; use the model's own tokenizer"
-        )
 
 
 def _check_drawing(

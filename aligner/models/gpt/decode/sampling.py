@@ -122,7 +122,7 @@ def sample_tokens(
         allowed = None
     probabilities = scores.softmax(dim=-1)
     cumulative = _cumulative(probabilities)
-    tokens = scores.argmax(dim=-1) if greedy else _locate(probabilities, cumulative, uniforms)
+    tokens = scores.argmax(dim=-1) if greedy else inverse_cdf(probabilities, uniforms, cumulative)
     chosen = probabilities.gather(1, tokens[:, None]).squeeze(1).double()
     # torch's float32 softmax adds up a row one by one: over 49,152 tokens its probabilities are off
     # by a common factor, up to 1e-4 away from 1. Their accurate sum takes it out again.
@@ -169,7 +169,9 @@ def _ban(scores: Tensor, banned: Tensor, end_ids: Tensor) -> Tensor:
     return mass.masked_fill(~banned, -torch.inf)
 
 
-def inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+def inverse_cdf(
+    probabilities: Tensor, uniforms: Tensor, cumulative: Tensor | None = None
+) -> Tensor:
     """The token at which the cumulative probability first exceeds the uniform number, int64 [b].
 
     Two levels, blocks and the tokens of one block, so that the float64 sums run over few numbers.
@@ -178,8 +180,19 @@ def inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     Args:
         probabilities: float32 [b, V], at least one above 0 per row; need not add up to 1.
         uniforms: float64 [b] in [0, 1).
+        cumulative: `_cumulative` of the probabilities, where it is known.
     """
-    return _locate(probabilities, _cumulative(probabilities), uniforms)
+    if cumulative is None:
+        cumulative = _cumulative(probabilities)
+    target = uniforms.to(cumulative.device) * cumulative[:, -1]
+    if probabilities.shape[1] <= _ONE_LEVEL:
+        return _first_above(cumulative, target)
+    blocks = _blocks(probabilities)
+    block = _first_above(cumulative, target)
+    before = cumulative.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1)
+    rows = torch.arange(blocks.shape[0], device=block.device)
+    within = running_sum(blocks[rows, block].double())
+    return block * _BLOCK + _first_above(within, target - before.masked_fill(block == 0, 0.0))
 
 
 def _cumulative(probabilities: Tensor) -> Tensor:
@@ -195,19 +208,6 @@ def _blocks(probabilities: Tensor) -> Tensor:
     if columns % _BLOCK:
         probabilities = torch.nn.functional.pad(probabilities, (0, -columns % _BLOCK))
     return probabilities.view(rows, -1, _BLOCK)
-
-
-def _locate(probabilities: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
-    """`inverse_cdf` with `_cumulative` known."""
-    target = uniforms.to(cumulative.device) * cumulative[:, -1]
-    if probabilities.shape[1] <= _ONE_LEVEL:
-        return _first_above(cumulative, target)
-    blocks = _blocks(probabilities)
-    block = _first_above(cumulative, target)
-    before = cumulative.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1)
-    rows = torch.arange(blocks.shape[0], device=block.device)
-    within = running_sum(blocks[rows, block].double())
-    return block * _BLOCK + _first_above(within, target - before.masked_fill(block == 0, 0.0))
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:

@@ -206,15 +206,30 @@ def loss_head(
     return head
 
 
-def train_microbatches(
-    model: nn.Module, microbatches: Sequence[Microbatch], step: ForwardStep
+def run_microbatches(
+    model: nn.Module,
+    microbatches: Sequence[Microbatch],
+    step: ForwardStep,
+    *,
+    forward_only: bool = False,
 ) -> list[Any]:
     """Forward and backward; gradients are added to the gradient buffers, summed over ranks.
 
     Returns what the head of ``step`` returned beside the loss, per micro-batch, on the last
-    pipeline stage.
+    pipeline stage. ``forward_only``: see `infer_microbatches`.
     """
-    return _run(model, microbatches, step, forward_only=False)
+    rows, length = microbatches[0].layout.input_ids.shape
+    with accelerator.cuda_literals():
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(microbatches),
+            model=[model],
+            num_microbatches=len(microbatches),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
 
 
 def infer_microbatches(
@@ -236,26 +251,9 @@ def infer_microbatches(
     model.train(with_graph)
     try:
         with torch.set_grad_enabled(with_graph):
-            return _run(model, microbatches, step, forward_only=True)
+            return run_microbatches(model, microbatches, step, forward_only=True)
     finally:
         model.train(training)
-
-
-def _run(
-    model: nn.Module, microbatches: Sequence[Microbatch], step: ForwardStep, forward_only: bool
-) -> list[Any]:
-    rows, length = microbatches[0].layout.input_ids.shape
-    with accelerator.cuda_literals():
-        return get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter(microbatches),
-            model=[model],
-            num_microbatches=len(microbatches),
-            seq_length=length,
-            micro_batch_size=rows,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
 
 
 @contextlib.contextmanager

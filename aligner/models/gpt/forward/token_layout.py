@@ -27,7 +27,7 @@ from torch.nn import functional
 from aligner.config import ParallelConfig
 from aligner.distributed.sequences import PrefixTree, Sequences
 from aligner.models.gpt.layers.segments import Segments, build_segments, take_rows
-from aligner.parallel.context import IntArray, local_position, sum_over_ranks
+from aligner.parallel.context import IntArray, SumOverRanks, local_position
 from aligner.parallel.groups import ParallelState
 
 PADDING = -1
@@ -114,7 +114,7 @@ class TokenLayout:
         rows, length = self.frame
         frame = values.new_zeros(rows * length, *values.shape[1:]).index_copy(0, tokens, values)
         frame = frame.view(rows, length, *values.shape[1:])
-        return frame if self.cp_group is None else sum_over_ranks(frame, self.cp_group)
+        return frame if self.cp_group is None else SumOverRanks.apply(frame, self.cp_group)
 
     def _held(self) -> tuple[IntArray, IntArray]:
         rows = np.flatnonzero(self.held != PADDING)

@@ -44,7 +44,7 @@ from aligner.models.gpt.forward.schedule import (
     forward_step,
     infer_microbatches,
     loss_head,
-    train_microbatches,
+    run_microbatches,
 )
 from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.megatron.build import build_gpt
@@ -290,7 +290,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         if forward_only:
             results = [found for _, found in infer_microbatches(self.gpt, microbatches, step)]
         else:
-            results = train_microbatches(self.model, self.forward_reuse.take(microbatches), step)
+            results = run_microbatches(self.model, self.forward_reuse.take(microbatches), step)
         reduced = None
         if self.parallel.is_last_stage:
             reduced = reduce_result(results, own_tokens, self.parallel.dp_group)
