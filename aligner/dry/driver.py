@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Hashable, Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,44 +14,22 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing import reductions
 
-from aligner.dry.graphs import Capturing, graph_class
+from aligner.dry.graphs import graph_class
 from aligner.dry.known import KnownValues, tensors_in
-from aligner.dry.record import Record
 from aligner.dry.replacements import Replacement, answers
 from aligner.dry.streams import Order, Process, stream_classes
 from aligner.errors import DryDeviceError
 from aligner.models.gpt.layers import elementwise
+
+if TYPE_CHECKING:
+    from aligner.dry.device import DryDevice
 
 _aten = torch.ops.aten
 _OTHER_NUMBER = 7  # the device's, where it was exported
 _PARAMETERS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 
 
-class Gpu(Protocol):
-    """Interface of the device that the replaced driver calls use."""
-
-    memory_bytes: int
-    refuses_locks: bool  # of host memory
-    pending_error: bool  # that the next kernel raises
-    order: Order
-    records: list[Record]
-    capturing: Capturing
-
-    @property
-    def known(self) -> KnownValues:
-        """Values of tensors."""
-        ...
-
-    def saw_host_wait(self) -> None:
-        """The host waits for all that was launched."""
-        ...
-
-    def one_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that `torch.compile` would make one kernel of."""
-        ...
-
-
-def gpu_replacements(gpu: Gpu) -> Iterator[Replacement]:
+def gpu_replacements(gpu: "DryDevice") -> Iterator[Replacement]:
     """Replacements of calls on a GPU."""
     cuda = torch.cuda
     state = torch.zeros(16, dtype=torch.uint8)
@@ -95,7 +73,7 @@ def gpu_replacements(gpu: Gpu) -> Iterator[Replacement]:
                 yield module, name, gpu.one_kernel(whole)
 
 
-def _stream_calls(gpu: Gpu) -> Iterator[Replacement]:
+def _stream_calls(gpu: "DryDevice") -> Iterator[Replacement]:
     """Streams, events, and what orders the host and them."""
     cuda, order = torch.cuda, gpu.order
     stream_class, event_class = stream_classes(order, gpu.saw_host_wait)

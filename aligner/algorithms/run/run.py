@@ -24,6 +24,7 @@ from rich.console import Console
 
 from aligner.algorithms.callbacks import Callbacks
 from aligner.algorithms.run import dry_run
+from aligner.algorithms.run.calls import Calls
 from aligner.algorithms.run.directory import RunDirectory, log_dir
 from aligner.algorithms.run.engine import Engine, Workers, open_engine
 from aligner.algorithms.run.identity import RunIdentity
@@ -141,11 +142,14 @@ class Attempt(Workers):
     def __init__(self, run: Run[BaseRunConfig], number: int, started: float) -> None:
         """``started``: when ``trainer.max_time`` began to run, on the monotonic clock."""
         self._run, self._number, self._started = run, number, started
+        self._calls = Calls()
         self.has_failed = False
 
     def __enter__(self) -> Self:
         with ExitStack() as closing:
             run, clusters = self._run, self._run.engine.clusters(closing)
+            if run.config.dry_run:
+                clusters = self._calls.watch(clusters)
             workers = closing.pop_all()
         super().__init__(run.config, run.tokenizer, run.architecture, clusters, workers)
         return self
@@ -189,7 +193,7 @@ class Attempt(Workers):
         config, console = self.config, self._run.console
         if config.dry_run:
             console.print(startup_report(replace(summary, is_dry=True)))
-            yield dry_run.DryLoop(config, trainer, self.roles, console)
+            yield dry_run.DryLoop(config, trainer, self.roles, self._calls, console)
             return
         loop = self._loop(trainer, steps)
         found = loop.restore()
