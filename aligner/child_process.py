@@ -25,8 +25,8 @@ import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -51,7 +51,7 @@ Answers = Iterable[tuple[str, Any]]
 
 # Importing the user's module is not part of its time limit, but must end some time.
 _START_LIMIT_S = 300.0
-# For the rest of a message of which the first bytes came in time: less than `_ended_after` adds.
+# For the rest of a message that has begun in time: less than `serve` adds to a limit.
 _BODY_LIMIT_S = 4.0
 _SHORTEST_WAIT_S = 0.001
 _MOST_VALUES = 2**22  # lists, mappings and commas of an answer
@@ -346,8 +346,8 @@ def serve(socket_number: int, load: Callable[..., tuple[Any, Callable[..., Answe
     channel = Channel(socket_number)
     try:
         memory_mb, *first = channel.receive()
-        if memory_mb is not None:
-            _limit_memory(memory_mb)
+        if memory_mb is not None:  # memory that is shared or mapped from files does not count
+            resource.setrlimit(resource.RLIMIT_DATA, (memory_mb * 2**20,) * 2)
         loaded, answers = load(*first)
     except AlignerError as error:
         channel.refuse(0, error)
@@ -358,12 +358,16 @@ def serve(socket_number: int, load: Callable[..., tuple[Any, Callable[..., Answe
             number, *message, limit_s = channel.receive()
         except (EOFError, ConnectionResetError):
             return
-        with _ended_after(limit_s):
-            try:
-                for kind, payload in answers(*message):
-                    channel.send(number, kind, payload)
-            except AlignerError as error:
-                channel.refuse(number, error)
+        # The parent kills this process at the limit. If the parent is gone too, and the user's code
+        # hangs without letting another Python thread run, this timer (a C thread) ends it.
+        faulthandler.dump_traceback_later(limit_s + 5, exit=True)
+        try:
+            for kind, payload in answers(*message):
+                channel.send(number, kind, payload)
+        except AlignerError as error:
+            channel.refuse(number, error)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 class _Pipe:
@@ -421,29 +425,6 @@ class _Pipe:
 def _seconds_to(deadline: float | None) -> float | None:
     """Seconds that are left; never 0, by which a socket would mean something else."""
     return None if deadline is None else max(_SHORTEST_WAIT_S, deadline - time.monotonic())
-
-
-def _limit_memory(mebibytes: int) -> None:
-    """Bound what this process, and each that it starts, may allocate; MemoryError beyond.
-
-    Memory that is shared or mapped from files does not count (``RLIMIT_DATA``).
-    """
-    size = mebibytes * 2**20
-    resource.setrlimit(resource.RLIMIT_DATA, (size, size))
-
-
-@contextmanager
-def _ended_after(limit_s: float) -> Iterator[None]:
-    """The process ends where the block takes longer than this, and 5 seconds more.
-
-    The parent kills it at the limit. If the parent is gone too, and the block hangs without ever
-    letting another Python thread run, this timer (a C thread) still ends it.
-    """
-    faulthandler.dump_traceback_later(limit_s + 5, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def _kill(

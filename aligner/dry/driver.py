@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Hashable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +21,13 @@ from aligner.dry.streams import Order, Process, stream_classes
 from aligner.errors import DryDeviceError
 from aligner.models.gpt.layers import elementwise
 
-if TYPE_CHECKING:
-    from aligner.dry.device import DryDevice
-
 _aten = torch.ops.aten
 _OTHER_NUMBER = 7  # the device's, where it was exported
 _PARAMETERS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 
 
-def gpu_replacements(gpu: "DryDevice") -> Iterator[Replacement]:
-    """Replacements of calls on a GPU."""
+def gpu_replacements(gpu: Any) -> Iterator[Replacement]:
+    """Replacements of calls on ``gpu``, a `DryDevice`."""
     cuda = torch.cuda
     state = torch.zeros(16, dtype=torch.uint8)
     properties = SimpleNamespace(uuid="dry", total_memory=gpu.memory_bytes)
@@ -73,7 +70,7 @@ def gpu_replacements(gpu: "DryDevice") -> Iterator[Replacement]:
                 yield module, name, gpu.one_kernel(whole)
 
 
-def _stream_calls(gpu: "DryDevice") -> Iterator[Replacement]:
+def _stream_calls(gpu: Any) -> Iterator[Replacement]:
     """Streams, events, and what orders the host and them."""
     cuda, order = torch.cuda, gpu.order
     stream_class, event_class = stream_classes(order, gpu.saw_host_wait)

@@ -20,7 +20,7 @@ _OVERWRITING = {_aten.zero_, _aten.fill_, _aten.copy_}
 
 
 class Operation(NamedTuple):
-    """One operation below autograd, with the tensors among its arguments and its results."""
+    """One operation below autograd, with the tensors [any shape] of its arguments and results."""
 
     func: Any
     args: Any
