@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from test_conf import composed
 
-from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.catalog import ENGINES, imported
 from aligner.config import EngineConfig, load_config
 from aligner.errors import ConfigError
@@ -32,6 +31,8 @@ def grpo(*overrides):
 
 
 def test_grpo_learns_from_an_engine_of_a_users(tiny_nemo, tmp_path, monkeypatch):
+    from aligner.algorithms.ppo.trainer import train_ppo
+
     engine = load_function(f"{FILE}:FixedGeneration", key="")
     fetched, prepare = [], engine.prepare_for_generation
 
@@ -58,7 +59,10 @@ def test_grpo_learns_from_an_engine_of_a_users(tiny_nemo, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([ENGINE, "+generation.kwargs={answer: []}"], r"generation.kwargs.answer: 0 tokens; give 1"),
+        (
+            [ENGINE, "+generation.kwargs={answer: []}"],
+            r"generation.kwargs.answer: 0 tokens; give 1",
+        ),
         ([ENGINE, "+generation.kwargs={answers: []}"], r"generation.kwargs.answers: unknown key"),
         ([f"{ENGINE}s"], r"generation.backend=.*has no class 'FixedAnswerss'"),
         (
