@@ -72,6 +72,7 @@ class EngineConfig:
             ahead: whether rollouts are drawn while the policy trains.
         """
         del has_gpu, ahead
+        return None
 
     def engine_problems(self, key: str, run: Any) -> Iterator[str]:
         """Yield a message for each rule that a run with this engine breaks.
