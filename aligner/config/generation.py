@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import StrictBool, StrictStr
@@ -15,15 +16,16 @@ from aligner.errors import ConfigError
 from aligner.importing import load_function
 
 
+def _samples_with(name: str, run: Any) -> bool:
+    return run.generation.backend == name
+
+
 def _with_sections(cls: type) -> type:
     """Add a field for the section of each rollout engine of the library."""
     for name, path in ENGINES.items():
         section = imported(path)
-        selected = ReadIf(
-            lambda run, name=name: run.generation.backend == name,
-            f"needs generation.backend={name}",
-        )
-        cls.__annotations__[name] = Annotated[section, selected]
+        is_read = ReadIf(partial(_samples_with, name), f"needs generation.backend={name}")
+        cls.__annotations__[name] = Annotated[section, is_read]
         setattr(cls, name, field(default_factory=section))
     return cls
 
