@@ -8,9 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from test_conf import composed
+from hydra import compose, initialize_config_dir
 
-from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.catalog import ENGINES, imported
 from aligner.config import EngineConfig, load_config
 from aligner.errors import ConfigError
@@ -28,10 +27,13 @@ SMALL = [
 
 
 def grpo(*overrides):
-    return load_config(composed("recipes/grpo_tiny_cpu", [*SMALL, *overrides]))
+    with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
+        return load_config(compose("recipes/grpo_tiny_cpu", overrides=[*SMALL, *overrides]))
 
 
 def test_grpo_learns_from_an_engine_of_a_users(tiny_nemo, tmp_path, monkeypatch):
+    from aligner.algorithms.ppo.trainer import train_ppo
+
     engine = load_function(f"{FILE}:FixedGeneration", key="")
     fetched, prepare = [], engine.prepare_for_generation
 
