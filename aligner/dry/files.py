@@ -5,7 +5,7 @@ Unknown values are written as zeros. What is read is on the host and real.
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +17,10 @@ from torch.utils._pytree import tree_map
 from aligner.checkpoint.run_state import tree as state_tree
 from aligner.device import accelerator
 
-if TYPE_CHECKING:
-    from aligner.dry.device import DryDevice
-
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python's mmap names from 3.13 on
 
 
-def file_calls(device: "DryDevice", mode: FakeTensorMode) -> Iterator[tuple[Any, str, Any]]:
+def file_calls(device: Any, mode: FakeTensorMode) -> Iterator[tuple[Any, str, Any]]:
     """Replacements of torch's functions that save, load and wrap tensors of any shape."""
     save, load, memory = torch.save, torch.load, torch.frombuffer
     set_rng_state = torch.set_rng_state
@@ -72,7 +69,7 @@ def file_calls(device: "DryDevice", mode: FakeTensorMode) -> Iterator[tuple[Any,
     yield state_tree, "_TENSOR_TYPES", (*state_tree._TENSOR_TYPES, FakeTensor)
 
 
-def _real(each: Any, device: "DryDevice", made: dict[int, torch.UntypedStorage]) -> Any:
+def _real(each: Any, device: Any, made: dict[int, torch.UntypedStorage]) -> Any:
     """A tensor of the host, without a fake one's storage but with as many bytes."""
     if not isinstance(each, Tensor):
         return each

@@ -30,7 +30,10 @@ class RefitReceiver(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Load whole tensors under Hugging Face's names; their memory is lent for the call."""
+        """Load whole tensors [shape of the parameter] under Hugging Face's names.
+
+        Their memory is lent for the call.
+        """
 
     @abstractmethod
     def finish_refit(self) -> None:

@@ -7,10 +7,11 @@ from dataclasses import fields
 from typing import Any
 
 from aligner.algorithms.run.engine import Clusters
+from aligner.catalog import ENGINES
 from aligner.distributed.interfaces import Cluster, WorkerGroup
 
 # Names of roles by those of their workers, and of phases by the worker's method.
-_ROLES = {"lm_policy": "policy", "lm_value": "critic", "vllm": "policy"}
+_ROLES = {"lm_policy": "policy", "lm_value": "critic", **dict.fromkeys(ENGINES, "policy")}
 _PHASES = {
     "get_reference_policy_logprobs": "reference_logprobs",
     "get_topk_logits": "teacher",
