@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from aligner.dry.known import KnownValues, Operation, tensors_in
 from aligner.dry.rules import refuse_operands, refuse_wide
 from aligner.errors import DryDeviceError
-
-if TYPE_CHECKING:
-    from aligner.dry.device import DryDevice
 
 _aten = torch.ops.aten
 # Operations whose operands are assumed to have the same values in every process, where known.
@@ -38,7 +35,7 @@ _UNKNOWN = {torch.float64: 1.0, torch.float32: 1.0, torch.bfloat16: 1.0, torch.b
 class Operations(TorchDispatchMode):
     """Every operation below autograd: known values are followed, the rest is counted and faked."""
 
-    def __init__(self, observer: "DryDevice") -> None:
+    def __init__(self, observer: Any) -> None:
         super().__init__()
         self.observer = observer
         self.known = KnownValues()

@@ -30,7 +30,7 @@ class RefitReceiver(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Load whole tensors [shape of the parameter] under Hugging Face's names.
+        """Load whole tensors of any shape under Hugging Face's names.
 
         Their memory is lent for the call.
         """

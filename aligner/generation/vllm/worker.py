@@ -180,7 +180,7 @@ class VllmWorker(RefitReceiver):
         self._in_order(self._engine.begin_refit)
 
     def load_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Load whole tensors [shape of the parameter] under Hugging Face's names."""
+        """Load whole tensors of any shape under Hugging Face's names."""
         self._in_order(self._engine.load_weights, weights)
 
     def finish_refit(self) -> None:
