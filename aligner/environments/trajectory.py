@@ -113,7 +113,7 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """What follows the prompt, as people read it: roles and rewards in brackets."""
+        """Text after the prompt, as people read it: roles and rewards in brackets."""
         lines = []
         for turn in self.turns:
             earned = "not scored" if turn.reward is None else f"{turn.reward:+.3g}"

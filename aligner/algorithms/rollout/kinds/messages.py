@@ -8,7 +8,7 @@ from aligner.errors import ConfigError
 class Messages(EnvironmentKind):
     """A class with the methods of `aligner.environments.MessageEnv`."""
 
-    rollouts = "aligner.algorithms.rollout.environments:EnvironmentRollouts.open"
+    rollouts = "aligner.algorithms.rollout.environments:EnvironmentRollouts"
 
     @classmethod
     def check(cls, config: SamplingRunConfig) -> None:
