@@ -76,6 +76,20 @@ class RecordedSequence:
         return {name: value for name, value in vars(self).items() if name != "text"}
 
 
+class RecordedAnswer(NamedTuple):
+    """Place of an answer: ``request`` is its number among those that were asked for.
+
+    ``sequence`` is the number of its sequence. There it was sampled from ``begin`` to ``end``;
+    ``start`` is where the tokens begin that were read before it.
+    """
+
+    request: int
+    sequence: int
+    start: int
+    begin: int
+    end: int
+
+
 Limit = Literal["max_turns", "max_tokens"]
 
 
@@ -93,9 +107,8 @@ class Session:
     """Answers to a key, and their reward. Threads may share it.
 
     ``seed``: of the random numbers of requests without one of their own. ``sequences``: what was
-    recorded; ``order``: of each answer, as they came, the number of its sequence and of its turn
-    there; ``requests``: of each answer, its number among those that were asked for. ``rewards``: by
-    the number of answers that were recorded when they were given.
+    recorded; ``answers``: their places, as they came. ``rewards``: by the number of answers that
+    were recorded when they were given.
     ``exceeded``: the limit that a request ran into; None: none did.
     """
 
@@ -104,8 +117,7 @@ class Session:
         self.id, self.key = secrets.token_hex(8), f"session-{secrets.token_urlsafe(24)}"
         self.seed = seed
         self.sequences: list[RecordedSequence] = []
-        self.order: list[tuple[int, int]] = []
-        self.requests: list[int] = []
+        self.answers: list[RecordedAnswer] = []
         self.rewards: dict[int, Turn] = {}
         self.exceeded: Limit | None = None
         self._jobs: list[RowJob] = []
@@ -266,13 +278,14 @@ class Session:
             if number is None:
                 number = self._begin(prompt)
             longest = self.sequences[number]
-            longest.read(prompt[len(longest.ids) :])
+            start = len(longest.ids)
+            longest.read(prompt[start:])
             longest.sampled(ids, logprobs, end)
             before = self._texts.get(key)
             longest.text = None if before is None else before + text
             self._drop_texts([prompt])
-            self.order.append((number, len(longest.ends)))
-            self.requests.append(request)
+            place = start, len(prompt), len(longest.ids)
+            self.answers.append(RecordedAnswer(request, number, *place))
             self._tokens = sum(len(one.ids) for one in self.sequences)
 
     def set_reward(self, reward: Any) -> None:
@@ -285,7 +298,7 @@ class Session:
         """
         turn = check_turn(Turn(reward=reward, done=True))
         with self._lock:
-            self._last = self.rewards[len(self.order)] = turn
+            self._last = self.rewards[len(self.answers)] = turn
 
     def close(self) -> None:
         """Record nothing more."""

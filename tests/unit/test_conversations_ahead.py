@@ -11,10 +11,10 @@ import threading
 import pytest
 import torch
 import user_environments as envs
-from test_environment_rollout import HerePool, same
+from test_environment_rollout import HerePool, rollouts_with, same
 from test_overlap import ROWS, Run, ThreadedEngine, configuration, fill
 
-from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
+from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.rollout import score
 from aligner.checkpoint.run_state.tree import normalise, read_tree, write_tree
@@ -44,9 +44,8 @@ class Played(Run):
         super().__init__(path, in_flight, steps)
         config = EnvironmentConfig(factory="here", max_tokens=200, **settings)
         self.pool = HerePool(lambda **given: make(**given))
-        environments = EnvironmentRollouts(
-            *(config, self.pool, self.policy.tokenizer),
-            response_length=4,
+        environments = rollouts_with(
+            *(config, self.pool, self.policy.tokenizer, 4),
             special_tokens_in_text=special_tokens_in_text,
         )
         self.rollouts = Rollouts(

@@ -11,12 +11,12 @@ import math
 import pytest
 import torch
 from loss_checks import check_garbage, check_micro_batches, check_nothing_counts, evaluate, row
-from test_environment_rollout import MOST, TOKENIZER, Babble, HerePool
+from test_environment_rollout import Babble, HerePool, rollouts_with
 from test_ppo_trainer import names, trainer
 from user_environments import Does
 
 from aligner.algorithms.ppo.build import make_policy_loss
-from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
+from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.config import CorrectionConfig, parse_config
 from aligner.config.environment import EnvironmentConfig
 from aligner.errors import ConfigError
@@ -298,7 +298,7 @@ def conversed(log, **ppo):
         columns=[{"turns": 3}, {"turns": 2, "what": "is_not_scored"}],
         ppo=ppo,
         generation=Talker(),
-        rollout_source=EnvironmentRollouts(config, HerePool(Does), TOKENIZER, response_length=MOST),
+        rollout_source=rollouts_with(config, HerePool(Does)),
     )
     t.reward = EnvironmentReward()
     t.step(1, PhaseTimers())

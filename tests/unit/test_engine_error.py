@@ -10,11 +10,11 @@ import math
 import pytest
 import user_environments as envs
 from test_conversations_ahead import Played
-from test_environment_rollout import HerePool, same
+from test_environment_rollout import HerePool, rollouts_with, same
 from test_evaluate_environments import evaluated
 from test_overlap import ThreadedEngine, configuration
 
-from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
+from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config.environment import EnvironmentConfig
@@ -73,9 +73,7 @@ class Game:
 
     def collect(self, rows=ROWS, make=envs.Echo, per_prompt=2, **settings):
         config = EnvironmentConfig(factory="here", **{"max_tokens": 200, **settings})
-        rollouts = EnvironmentRollouts(
-            config, HerePool(make), self.policy.tokenizer, response_length=4
-        )
+        rollouts = rollouts_with(config, HerePool(make), self.policy.tokenizer, 4)
         items = [Prompt(index, "", [], None, columns) for index, columns in enumerate(rows)]
         data = prompts_batch(collate_prompts(items, 0), 0, per_prompt)
         return rollouts.collect(self.policy, data, seed=3, per_prompt=per_prompt)

@@ -3,8 +3,10 @@
 import os
 import random
 import signal
+from contextlib import ExitStack
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from aligner.algorithms.rollout.environments import (
     EnvironmentRollouts,
 )
 from aligner.algorithms.rollout.rollout import prompts_batch, score
+from aligner.config import LengthParams, SamplingParams
 from aligner.config.environment import EnvironmentConfig
 from aligner.data.prompts import Prompt, collate_prompts
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -52,6 +55,9 @@ class HerePool:
 
     def kill(self, slot):
         self.hosts.pop(slot, None)
+
+    def close(self):
+        self.hosts.clear()
 
     def _answer(self, call):
         if call.name == "begin":
@@ -108,9 +114,26 @@ class Babble:
         return ids + new, [0.0] * len(ids) + [-rng.random() for _ in new], ended
 
 
+def rollouts_with(config, pool, tokenizer=TOKENIZER, longest=MOST, **data):
+    """Rollouts over a pool that is there; ``longest``: tokens of a response."""
+
+    class Rollouts(EnvironmentRollouts):
+        def _started_pool(self, columns):
+            return pool
+
+    rollout = SimpleNamespace(length_params=LengthParams(longest), sampling_params=SamplingParams())
+    data = {"add_bos": False, "special_tokens_in_text": "keep", **data}
+    run = SimpleNamespace(
+        environment=config,
+        model=SimpleNamespace(rollout=rollout),
+        data=SimpleNamespace(**data),
+    )
+    return Rollouts(run, tokenizer, None, {}, ExitStack())
+
+
 def collected(make, rows, per_prompt=1, first=0, engine=None, pool=None, **settings):
     config = EnvironmentConfig(factory="here", **{"max_tokens": 400, **settings})
-    rollouts = EnvironmentRollouts(config, pool or HerePool(make), TOKENIZER, response_length=MOST)
+    rollouts = rollouts_with(config, pool or HerePool(make))
     items = [Prompt(index, "", [], None, columns) for index, columns in enumerate(rows)]
     data = prompts_batch(collate_prompts(items, 0), first, per_prompt)
     return rollouts.collect(engine or Babble(), data, seed=3, per_prompt=per_prompt)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from test_chat_data import R1, chatml
-from test_environment_rollout import Babble, HerePool
+from test_environment_rollout import Babble, HerePool, rollouts_with
 from test_token_layout import ROLES, assert_same, load, loss_and_gradient
 
 from aligner.algorithms.ppo.credit import Credit
-from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
+from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.config import TrainerPPOConfig
 from aligner.config.environment import EnvironmentConfig
@@ -182,7 +182,7 @@ class Ask:
 
 def collected(engine=None, **settings):
     config = EnvironmentConfig(factory="here", **{"max_tokens": 400, **settings})
-    rollouts = EnvironmentRollouts(config, HerePool(Ask), TOKENIZER, response_length=16)
+    rollouts = rollouts_with(config, HerePool(Ask), TOKENIZER, 16)
     rows = [Prompt(index, "", [], None, {"turns": turns}) for index, turns in enumerate((3, 1))]
     data = prompts_batch(collate_prompts(rows, 0), 0, 1)
     return rollouts.collect(engine or Thinks(), data, seed=3, per_prompt=1)

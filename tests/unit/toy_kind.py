@@ -4,24 +4,17 @@ from aligner.algorithms.rollout.environments import ConversationRollouts
 from aligner.algorithms.rollout.kinds import EnvironmentKind
 from aligner.environments import Start
 from aligner.environments.conversation import ChatRenderer, Conversation
-from aligner.environments.pool import Call, EnvironmentPool
+from aligner.environments.pool import Call
 from aligner.generation.rows import Row
-from aligner.parallel.collectives import is_rank_zero
 
 
 class Toy(EnvironmentKind):
+    rollouts = f"{__file__}:ToyRollouts"
+
     @classmethod
     def problems(cls, key, run):
         if run.environment.max_turns > 1:
             yield f"{key}.max_turns: a toy has one turn; set it to 1"
-
-    @classmethod
-    def open(cls, config, tokenizer, architecture, columns, closing):
-        pool = None
-        if is_rank_zero():
-            pool = EnvironmentPool(config.environment.factory, config.environment.kwargs, columns)
-            closing.callback(pool.close)
-        return ToyRollouts(config.environment, pool, tokenizer)
 
 
 class ToyRollouts(ConversationRollouts):

@@ -6,6 +6,8 @@ process pool. Random numbers are made of the sample and the attempt, so tokens d
 order of events, and a batch of the engine waits only a moment for conversations that are slow.
 """
 
+import logging
+import random
 import threading
 import time
 from collections import deque
@@ -14,20 +16,18 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from typing import TYPE_CHECKING, Any
 
-from aligner.algorithms.rollout.trajectories import (
-    Failures,
-    check_scored,
-    environment_seed,
-)
 from aligner.config import EnvironmentConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
 from aligner.environments.trajectory import Trajectory
+from aligner.errors import AlignerError, EnvironmentCallError
 from aligner.generation.rows import Progress, Row, RowJob
 from aligner.http.queue import JobQueue
 
 if TYPE_CHECKING:
     from aligner.serving.sessions import Session
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.05  # between two checks of the clocks
 _MAX_JOIN_S = 30.0
@@ -88,21 +88,31 @@ class Driver:
     def __init__(
         self,
         config: EnvironmentConfig,
-        pool: EnvironmentPool,
+        pool: EnvironmentPool | None,
         queue: JobQueue[Row],
         conduct: Callable[[Episode], Steps],
     ) -> None:
-        """``queue``: of the rows that the engine samples. ``conduct``: makes an attempt."""
-        self._config, self._pool, self._queue, self._conduct = config, pool, queue, conduct
+        """Nothing has begun.
+
+        ``pool``: needed on rank 0 only. ``queue``: of the rows that the engine samples.
+        ``conduct``: makes an attempt.
+        """
+        self._config, self._maybe_pool = config, pool
+        self._queue, self._conduct = queue, conduct
         self._waiting: deque[Episode] = deque()
         self._active: list[Episode] = []
         self._free_slots = deque(range(config.concurrency))
         self._ended: dict[int, Trajectory] = {}
-        self._failures = Failures(config)
+        self._failures: list[Failure] = []
         self._stopping, self._over = threading.Event(), threading.Event()
         self._error: Exception | None = None
         self._wake_reader, self._wake_writer = Pipe(duplex=False)
         self._thread = threading.Thread(target=self._run, name="conversations", daemon=True)
+
+    @property
+    def _pool(self) -> EnvironmentPool:
+        assert self._maybe_pool is not None, "rank 0 must hold the environments"
+        return self._maybe_pool
 
     @property
     def is_over(self) -> bool:
@@ -120,7 +130,8 @@ class Driver:
     def start(self, data: BatchedDataDict, seed: int, per_prompt: int) -> None:
         """Begin a conversation for every row of ``data``."""
         for row, sample_id in enumerate(data["sample_ids"].tolist()):
-            seeded = environment_seed(seed, sample_id, per_prompt)
+            # All samples of a prompt have environments with one seed.
+            seeded = random.Random(f"{seed}/{sample_id // per_prompt}").getrandbits(63)
             self._waiting.append(Episode(row, sample_id, seeded, data["columns"][row]))
         self._thread.start()
 
@@ -140,7 +151,17 @@ class Driver:
         if self._error is not None:
             raise self._error
         trajectories = [self._ended[row] for row in sorted(self._ended)]
-        check_scored(trajectories, self._pool.factory)
+        if trajectories and not any(each.is_scored for each in trajectories):
+            text = (
+                f"environment {self._pool.factory!r} scored none of the {len(trajectories)} "
+                "conversations of a rollout: "
+            )
+            if all(each.end_reason == "done" for each in trajectories):
+                raise EnvironmentCallError(
+                    f"{text}every reward was None; nothing can be learned of that"
+                )
+            limits = "limits or failures ended them (environment.max_turns, max_tokens, failed)"
+            log.warning("%s%s", text, limits)
         return trajectories
 
     # In the thread --------------------------------------------------------------------------------
@@ -193,7 +214,7 @@ class Driver:
         assert episode.call is not None
         spent, episode.seen = now - episode.seen, now
         session = episode.session
-        answers = 0 if session is None else len(session.order)
+        answers = 0 if session is None else len(session.answers)
         if session is not None and (session.is_waiting or answers != episode.answers):
             episode.silent_s, episode.answers = 0.0, answers
         else:
@@ -284,7 +305,7 @@ class Driver:
         if failure is not None:
             episode.failures.append(failure.reason)
             turns = 0 if trajectory is None else len(trajectory.turns)
-            if not self._failures.add(failure, turns):
+            if not self._becomes_sample(failure, turns):
                 self._waiting.append(episode)
                 return
             assert trajectory is not None
@@ -293,3 +314,34 @@ class Driver:
         trajectory.failures = episode.failures
         self._ended[episode.row] = trajectory
         self._queue.wake()  # a batch waits for one conversation less
+
+    def _becomes_sample(self, failure: Failure, turns: int) -> bool:
+        """Return whether a conversation of so many turns is a sample of reward 0.
+
+        If not, it begins again. A call of the engine that failed counts once, however many
+        conversations waited for it and bring its `Failure`: else it would spend any budget below
+        ``environment.concurrency``.
+
+        Raises:
+            EnvironmentCallError: that is one failure too many; its cause is what the engine raised,
+                if the engine was the last to fail.
+        """
+        retries = self._config.retries
+        if self._config.failed == "zero" and turns and failure.reason != "engine_error":
+            log.warning("a conversation failed and earns 0 (%s): %s", failure.reason, failure.text)
+            return True
+        if any(failure is known for known in self._failures):
+            return False
+        self._failures.append(failure)
+        log.warning(
+            "a conversation failed and begins again (%s): %s",
+            *(failure.reason, failure.text),
+            # The message of an error of this library says what is wrong; a stack adds nothing.
+            exc_info=None if isinstance(failure.cause, AlignerError) else failure.cause,
+        )
+        if len(self._failures) > retries:
+            raise EnvironmentCallError(
+                f"{len(self._failures)} conversations or calls of the engine failed in a rollout, "
+                f"more than environment.retries={retries}; the last: {failure.text}"
+            ) from failure.cause
+        return False

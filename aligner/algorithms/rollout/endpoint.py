@@ -8,7 +8,7 @@ The tokens of a trajectory depend on the run's seed, its sample id and what its 
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -20,7 +20,7 @@ from aligner.config import SamplingOptions, SamplingRunConfig
 from aligner.config.fields import MOST_SECONDS
 from aligner.data.tokenizers.decoding import decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.environments.pool import Call, EnvironmentPool, Failure
+from aligner.environments.pool import Call, Failure
 from aligner.environments.protocol import Turn, check_total
 from aligner.environments.trajectory import Trajectory, TurnRecord
 from aligner.errors import ConfigError, DataError
@@ -29,7 +29,7 @@ from aligner.http.tokens import new_token
 from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
 from aligner.serving.served import Request, Served
-from aligner.serving.sessions import Limits, Session
+from aligner.serving.sessions import Limits, RecordedAnswer, Session
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +78,14 @@ class EndpointRollouts(ConversationRollouts):
     """
 
     gather_s = 0.02  # agents whose answers came together ask again at about the same time
+    runs_agents = True
 
     def __init__(
         self,
         config: SamplingRunConfig,
         tokenizer: Tokenizer,
         architecture: GPTArchitecture,
-        columns: Collection[str],
+        columns: Mapping[str, str | None],
         closing: ExitStack,
     ) -> None:
         """Start the server and the first agent's process.
@@ -93,29 +94,20 @@ class EndpointRollouts(ConversationRollouts):
             ConfigError: there is no such function or program, or it cannot be called with the
                 data's ``columns``.
         """
-        environment, rollout = config.environment, config.model.rollout
-        super().__init__(environment, None, tokenizer)
+        super().__init__(config, tokenizer, architecture, columns, closing)
         served = PolicyServed(
             _NAME,
             tokenizer,
-            environment.max_tokens,
+            self._config.max_tokens,
             architecture.vocab_size,
-            SamplingOptions(rollout.length_params, rollout.sampling_params),
+            self._options,
             add_bos=config.data.add_bos,
             special_tokens_in_text=config.data.special_tokens_in_text,
         )
-        self._options = served.defaults
         self._service = Service(served, self._queue, MOST_SECONDS, new_token(None))
         self._base_url = ""
 
-        def start() -> None:
-            source = environment.words or environment.factory
-            assert source is not None, "checked with the configuration"
-            kwargs, memory_mb = environment.kwargs, environment.memory_mb
-            self._pool = EnvironmentPool(
-                source, kwargs, columns, memory_mb=memory_mb, runs_agents=True
-            )
-            closing.callback(self._pool.close)
+        def listen() -> None:
             try:
                 address = closing.enter_context(policy_server((_HOST, 0), self._service))
             except OSError as error:
@@ -124,7 +116,7 @@ class EndpointRollouts(ConversationRollouts):
                 ) from error
             self._base_url = f"http://{address[0]}:{address[1]}/v1"
 
-        on_rank_zero(start)
+        on_rank_zero(listen)
 
     def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
         """Run an agent once, with a session that records its requests.
@@ -149,7 +141,7 @@ class EndpointRollouts(ConversationRollouts):
             sessions.end(session)
         if failure is None or failure.reason != "engine_error":
             failure = self._rewarded(session, turn, failure)
-        if not session.order:
+        if not session.answers:
             return None, failure
         trajectory = trajectory_of(session, self._tokenizer, turn.info)
         trajectory.end_reason = session.exceeded or "done"
@@ -158,7 +150,7 @@ class EndpointRollouts(ConversationRollouts):
     def _rewarded(self, session: Session, turn: Turn, failure: Failure | None) -> Failure | None:
         """Take the reward that an agent returned; return why its trajectory is no sample."""
         assert self._pool is not None
-        if not session.order and (failure is None or session.exceeded is not None):
+        if not session.answers and (failure is None or session.exceeded is not None):
             text = f"{self._pool.name} ended without an answer of the policy"
             if session.exceeded is not None:
                 limit = f"{session.exceeded}={getattr(self._config, session.exceeded)}"
@@ -182,43 +174,31 @@ def trajectory_of(session: Session, tokenizer: Tokenizer, info: Mapping[str, Any
     reward is of the last requested answer that came since the reward before it, or else of the same
     as that; ``info`` goes with the last.
     """
-    in_time = sorted(zip(session.requests, session.order, strict=True))
-    turn_of = {answer: turn for turn, (_, answer) in enumerate(in_time, start=1)}
-    trajectory = Trajectory(tokenizer)
-    read, turns = dict[int, str](), dict[int, TurnRecord]()
-    for number, sequence in sorted(
-        enumerate(session.sequences), key=lambda item: turn_of[item[0], 1]
-    ):
+    turn_of = {answer: turn for turn, answer in enumerate(sorted(session.answers), start=1)}
+    answers_of: dict[int, list[RecordedAnswer]] = {}
+    for answer in session.answers:
+        answers_of.setdefault(answer.sequence, []).append(answer)
+    trajectory, read, turns = Trajectory(tokenizer), dict[int, str](), dict[int, TurnRecord]()
+    for answers in sorted(answers_of.values(), key=lambda answers: turn_of[answers[0]]):
+        sequence = session.sequences[answers[0].sequence]
         trajectory.starts.append(len(trajectory.ids))
-        for answer, (start, begin, end) in enumerate(_spans(sequence.turn_ids), start=1):
-            turn, before, ids = (
-                turn_of[number, answer],
-                sequence.ids[:begin],
-                sequence.ids[begin:end],
-            )
-            read[turn] = tokenizer.decode(before[start:])
-            is_end = sequence.ends[answer - 1] == "stop"
-            turns[turn] = TurnRecord(decode_response(tokenizer, before, ids), len(ids), is_end)
-            trajectory.read(before[start:])
-            trajectory.sampled(ids, sequence.logprobs[begin:end], turn)
+        for answer, end in zip(answers, sequence.ends, strict=True):
+            turn, before = turn_of[answer], sequence.ids[: answer.begin]
+            sampled = slice(answer.begin, answer.end)
+            ids = sequence.ids[sampled]
+            read[turn] = tokenizer.decode(before[answer.start :])
+            content = decode_response(tokenizer, before, ids)
+            turns[turn] = TurnRecord(content, len(ids), end == "stop")
+            trajectory.read(before[answer.start :])
+            trajectory.sampled(ids, sequence.logprobs[sampled], turn)
     trajectory.prompt, trajectory.turns = read[1], [turns[turn] for turn in sorted(turns)]
-    for turn, previous in enumerate(trajectory.turns[:-1], start=1):
-        previous.answer = [{"role": "agent", "content": read[turn + 1]}]
+    for turn, record in enumerate(trajectory.turns[:-1], start=1):
+        record.answer = [{"role": "agent", "content": read[turn + 1]}]
     begin = 0
-    for answers, given in session.rewards.items():
-        turn = max((turn_of[answer] for answer in session.order[begin:answers]), default=1)
-        begin = answers
-        record = trajectory.turns[turn - 1]
+    for count, given in session.rewards.items():
+        rewarded = (turn_of[answer] for answer in session.answers[begin:count])
+        record = trajectory.turns[max(rewarded, default=1) - 1]
         record.reward, record.parts = given.score, given.parts
+        begin = count
     trajectory.turns[-1].info = dict(info)
     return trajectory
-
-
-def _spans(turn_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield for each turn the begin of the tokens read before it, its begin and its end."""
-    start = 0
-    for turn in range(1, max(turn_ids) + 1):
-        begin = turn_ids.index(turn)
-        end = begin + turn_ids.count(turn)
-        yield start, begin, end
-        start = end

@@ -11,7 +11,7 @@ so a run that is resumed begins a step's conversations again, from their seeds.
 import logging
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -22,8 +22,7 @@ from aligner.algorithms.rollout.driver import ConversationFailedError, Driver, E
 from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.rollout.trajectories import END_REASONS, engine_survives, rollout_batch
 from aligner.architecture import GPTArchitecture
-from aligner.config import EnvironmentConfig, SamplingOptions, SamplingRunConfig
-from aligner.config.fields import SpecialTokensInText
+from aligner.config import SamplingOptions, SamplingRunConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.calls import form_of
@@ -51,15 +50,44 @@ _MAX_WAITING = 4096  # rows; 4 for each conversation if these are more
 class ConversationRollouts(RolloutSource):
     """Conversations in place of single responses; each kind of environment has a subclass."""
 
-    # Longest wait of a batch for conversations that have not asked yet, in seconds.
-    gather_s: ClassVar[float]
+    gather_s: ClassVar[float]  # longest wait of a batch for conversations that have not asked yet
+    runs_agents: ClassVar[bool] = False
 
     def __init__(
-        self, config: EnvironmentConfig, pool: EnvironmentPool | None, tokenizer: Tokenizer
+        self,
+        config: SamplingRunConfig,
+        tokenizer: Tokenizer,
+        architecture: GPTArchitecture,
+        columns: Mapping[str, str | None],
+        closing: ExitStack,
     ) -> None:
-        """``pool``: the environments' processes; needed on rank 0 only."""
-        self._config, self._pool, self._tokenizer = config, pool, tokenizer
-        self._queue = JobQueue[Row](max(_MAX_WAITING, 4 * config.concurrency), self.gather_s)
+        """Start the first process of the environments on rank 0; see `EnvironmentKind.open`."""
+        del architecture
+        rollout = config.model.rollout
+        self._config, self._tokenizer = config.environment, tokenizer
+        self._options = SamplingOptions(rollout.length_params, rollout.sampling_params)
+        most = max(_MAX_WAITING, 4 * self._config.concurrency)
+        self._queue = JobQueue[Row](most, self.gather_s)
+        self._pool: EnvironmentPool | None = None
+
+        def start() -> None:
+            self._pool = self._started_pool(columns)
+            closing.callback(self._pool.close)
+
+        on_rank_zero(start)
+
+    def _started_pool(self, columns: Mapping[str, str | None]) -> EnvironmentPool:
+        config = self._config
+        factory = config.words or config.factory
+        assert factory is not None, "checked with the configuration"
+        return EnvironmentPool(
+            factory,
+            config.kwargs,
+            columns,
+            form=form_of(self._tokenizer),
+            memory_mb=config.memory_mb,
+            runs_agents=self.runs_agents,
+        )
 
     @abstractmethod
     def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
@@ -119,109 +147,56 @@ class ConversationRollouts(RolloutSource):
         per_prompt: int,
         options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
-        config, driver = self._config, None
-        if is_rank_zero():
-            assert self._pool is not None, "rank 0 must hold the environments"
-            conduct = partial(self.conduct, seed=seed, options=options)
-            driver = Driver(config, self._pool, self._queue, conduct)
+        config, pad_id = self._config, self._tokenizer.pad_id
+        conduct = partial(self.conduct, seed=seed, options=options)
+        driver = Driver(config, self._pool, self._queue, conduct)
         settings = EngineSettings(
             rows=config.concurrency,
             positions=config.max_tokens,
-            pad_id=self._tokenizer.pad_id,
+            pad_id=pad_id,
             end_ids=frozenset(self._tokenizer.end_ids),
             seed=seed,
             listens=False,
             has_peers=True,
         )
         survives = partial(engine_survives, generation)
-        complete = {} if driver is None else {"is_complete": driver.is_complete}
-        engine = ServingEngine(generation, self._queue, settings, survives, **complete)
+        engine = ServingEngine(generation, self._queue, settings, survives, driver.is_complete)
         try:
-            if driver is not None:
+            if is_rank_zero():
                 driver.start(data, seed, per_prompt)
-            engine.serve(lambda: is_abandoned() or (driver is not None and driver.is_over))
+            engine.serve(lambda: is_abandoned() or driver.is_over)
         finally:
-            if driver is not None:
-                driver.stop()
+            driver.stop()
             self._queue.fail_all(ConnectionAbortedError("the rollout is over"))
-
-        def batch() -> BatchedDataDict:
-            assert driver is not None
-            trajectories, pad_id = driver.trajectories(), self._tokenizer.pad_id
-            forks, unscored = config.rewritten_history == "fork", config.unscored
-            return rollout_batch(
-                data, trajectories, pad_id, with_positions=forks, unscored=unscored
+        if is_abandoned():
+            return data
+        forks, unscored = config.rewritten_history == "fork", config.unscored
+        return on_rank_zero(
+            lambda: rollout_batch(
+                data, driver.trajectories(), pad_id, with_positions=forks, unscored=unscored
             )
-
-        return data if is_abandoned() else on_rank_zero(batch)
+        )
 
 
 class EnvironmentRollouts(ConversationRollouts):
-    """Conversations with environments that are called after each message of the policy.
-
-    Args:
-        config: ``environment`` of the run.
-        pool: the environments' processes; needed on rank 0 only.
-        tokenizer: the policy's.
-        response_length: most tokens of one message of the policy.
-        add_bos: begin with BOS unless the text does.
-        special_tokens_in_text: treatment of those that the environments' messages spell.
-    """
+    """Conversations with environments that are called after each message of the policy."""
 
     gather_s = 0.5
 
     def __init__(
         self,
-        config: EnvironmentConfig,
-        pool: EnvironmentPool | None,
-        tokenizer: Tokenizer,
-        *,
-        response_length: int,
-        add_bos: bool = False,
-        special_tokens_in_text: SpecialTokensInText = "keep",
-    ) -> None:
-        super().__init__(config, pool, tokenizer)
-        self._response_length = response_length
-        self._renderer = ChatRenderer(
-            tokenizer,
-            add_bos=add_bos,
-            rewritten_history=config.rewritten_history,
-            special_tokens_in_text=special_tokens_in_text,
-        )
-
-    @classmethod
-    def open(
-        cls,
         config: SamplingRunConfig,
         tokenizer: Tokenizer,
         architecture: GPTArchitecture,
-        columns: Collection[str],
+        columns: Mapping[str, str | None],
         closing: ExitStack,
-    ) -> "EnvironmentRollouts":
-        """Start the first environment's process on rank 0; ``closing`` ends all of them."""
-        del architecture
-        environment = config.environment
-        pools: list[EnvironmentPool] = []
-
-        def start() -> None:
-            assert environment.factory is not None, "checked with the configuration"
-            pool = EnvironmentPool(
-                environment.factory,
-                environment.kwargs,
-                columns,
-                form=form_of(tokenizer),
-                memory_mb=environment.memory_mb,
-            )
-            pools.append(pool)
-            closing.callback(pool.close)
-
-        on_rank_zero(start)
-        return cls(
-            environment,
-            pools[0] if pools else None,
+    ) -> None:
+        """See `ConversationRollouts`."""
+        super().__init__(config, tokenizer, architecture, columns, closing)
+        self._renderer = ChatRenderer(
             tokenizer,
-            response_length=config.model.rollout.length_params.max_length,
             add_bos=config.data.add_bos,
+            rewritten_history=self._config.rewritten_history,
             special_tokens_in_text=config.data.special_tokens_in_text,
         )
 
@@ -252,9 +227,7 @@ class EnvironmentRollouts(ConversationRollouts):
     def _turns(
         self, episode: Episode, conversation: Conversation, options: SamplingOptions | None
     ) -> Generator[Call | Row, Any, None]:
-        config, length = self._config, self._response_length
-        if options is not None:
-            length = options.length.max_length
+        config, length = self._config, (options or self._options).length.max_length
         if len(conversation.ids) + length > config.max_tokens:
             raise DataError(
                 f"environment.max_tokens={config.max_tokens}: the first messages of a "

@@ -1,7 +1,6 @@
 """Conversations that ended, as rows of a rollout batch; and those that failed, within a budget."""
 
 import logging
-import random
 import traceback
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -9,12 +8,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from aligner.config import EnvironmentConfig
 from aligner.data.prompts import pad_right
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.environments.pool import Failure
 from aligner.environments.trajectory import EndReason, KeptTokens, Trajectory
-from aligner.errors import AlignerError, EnvironmentCallError, WorkerError
+from aligner.errors import AlignerError, WorkerError
 from aligner.models.interfaces import GenerationInterface
 from aligner.parallel.collectives import gather_objects
 from aligner.types import PAD_VALUES
@@ -28,46 +25,6 @@ _NOT_OF_THE_ENGINE = (
     *(AttributeError, LookupError, NameError, TypeError, ValueError),
     *(AssertionError, NotImplementedError),
 )
-
-
-class Failures:
-    """Conversations of a rollout that failed."""
-
-    def __init__(self, config: EnvironmentConfig) -> None:
-        """Set up; ``environment.retries`` conversations may begin again."""
-        self._config = config
-        self._known: list[Failure] = []
-
-    def add(self, failure: Failure, turns: int) -> bool:
-        """Count one more, of a conversation with so many turns, which begins again.
-
-        Returns true where it is a sample of reward 0 instead, by ``environment.failed``.
-
-        A call of the engine that failed counts once, however many conversations waited for it and
-        bring its `Failure`: else it would spend any budget below ``environment.concurrency``.
-
-        Raises:
-            EnvironmentCallError: that is one too many; its cause is what the engine raised, where
-                the engine was the last to fail.
-        """
-        if self._config.failed == "zero" and turns and failure.reason != "engine_error":
-            log.warning("a conversation failed and earns 0 (%s): %s", failure.reason, failure.text)
-            return True
-        if any(failure is known for known in self._known):
-            return False
-        self._known.append(failure)
-        log.warning(
-            "a conversation failed and begins again (%s): %s",
-            *(failure.reason, failure.text),
-            # The message of an error of this library says what is wrong; a stack adds nothing.
-            exc_info=None if isinstance(failure.cause, AlignerError) else failure.cause,
-        )
-        if len(self._known) > self._config.retries:
-            raise EnvironmentCallError(
-                f"{len(self._known)} conversations or calls of the engine failed in a rollout, "
-                f"more than environment.retries={self._config.retries}; the last: {failure.text}"
-            ) from failure.cause
-        return False
 
 
 def engine_survives(generation: GenerationInterface, error: Exception) -> bool:
@@ -89,29 +46,6 @@ def engine_survives(generation: GenerationInterface, error: Exception) -> bool:
         traceback.clear_frames(seen.__traceback__)
         seen = seen.__cause__ or seen.__context__
     return True
-
-
-def environment_seed(seed: int, sample_id: int, per_prompt: int) -> int:
-    """Seed of a sample's environment, 0 <= seed < 2**63; one for all samples of a prompt."""
-    return random.Random(f"{seed}/{sample_id // per_prompt}").getrandbits(63)
-
-
-def check_scored(rows: Sequence[Trajectory], name: str) -> None:
-    """Refuse a rollout whose conversations all came to their end without a reward.
-
-    Args:
-        rows: all of its conversations.
-        name: what scores them, for the message.
-
-    Raises:
-        EnvironmentCallError: every reward was None, and no limit is to blame.
-    """
-    if not rows or any(each.is_scored for each in rows):
-        return
-    text = f"environment {name!r} scored none of the {len(rows)} conversations of a rollout: "
-    if all(each.end_reason == "done" for each in rows):
-        raise EnvironmentCallError(f"{text}every reward was None; nothing can be learned of that")
-    log.warning("%slimits or failures ended them (environment.max_turns, max_tokens, failed)", text)
 
 
 def rollout_batch(

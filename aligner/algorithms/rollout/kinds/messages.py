@@ -9,7 +9,7 @@ from aligner.config import SamplingRunConfig
 class Messages(EnvironmentKind):
     """A class with the methods of `aligner.environments.MessageEnv`."""
 
-    rollouts = "aligner.algorithms.rollout.environments:EnvironmentRollouts.open"
+    rollouts = "aligner.algorithms.rollout.environments:EnvironmentRollouts"
 
     @classmethod
     def problems(cls, key: str, run: SamplingRunConfig) -> Iterator[str]:
