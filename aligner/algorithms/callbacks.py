@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aligner.config.algorithms.trainer import CallbackConfig
+from aligner.config.algorithms.process import CallbackConfig
 from aligner.errors import AlignerError, CallbackError, ConfigError
 from aligner.importing import check_call, describe_exception, load_function
 from aligner.parallel.collectives import on_rank_zero

@@ -16,6 +16,7 @@ from aligner.config.algorithms.preference import (
     RewardDataConfig,
     TrainerDPOConfig,
 )
+from aligner.config.algorithms.process import ProcessConfig
 from aligner.config.algorithms.supervised import (
     ExampleDataConfig,
     KLDirection,
@@ -26,7 +27,6 @@ from aligner.config.algorithms.trainer import (
     ImproperEndConfig,
     KLControllerConfig,
     LoopConfig,
-    ProcessConfig,
     RewardShapingConfig,
     SamplingLoopConfig,
     TrainerConfig,

@@ -15,6 +15,7 @@ from aligner.config.algorithms.preference import (
     RewardDataConfig,
     RewardTrainerConfig,
 )
+from aligner.config.algorithms.process import TrainingConfig
 from aligner.config.algorithms.supervised import (
     DistillTrainerConfig,
     ExampleDataConfig,
@@ -22,11 +23,7 @@ from aligner.config.algorithms.supervised import (
     StudentConfig,
     TeacherConfig,
 )
-from aligner.config.algorithms.trainer import (
-    RSTrainerConfig,
-    TrainerConfig,
-    TrainingConfig,
-)
+from aligner.config.algorithms.trainer import RSTrainerConfig, TrainerConfig
 from aligner.config.cluster import ClusterConfig
 from aligner.config.combinations import ReadIf, multiples_near
 from aligner.config.data import DataConfig

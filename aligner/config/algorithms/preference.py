@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import StrictBool, StrictFloat, StrictStr
 
-from aligner.config.algorithms.trainer import SupervisedLoopConfig, TrainingConfig
+from aligner.config.algorithms.process import TrainingConfig
+from aligner.config.algorithms.trainer import SupervisedLoopConfig
 from aligner.config.data import PromptColumns, TrainingSets
 from aligner.config.fields import Count, MinorShare, NonNegative, Positive
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import StrictBool, StrictStr
 
-from aligner.config.algorithms.trainer import SupervisedLoopConfig, TrainingConfig
+from aligner.config.algorithms.process import TrainingConfig
+from aligner.config.algorithms.trainer import SupervisedLoopConfig
 from aligner.config.data import SEPARATE_RESPONSE, PromptColumns, TrainingSets
 from aligner.config.fields import Count, Fraction, ModelPath
 from aligner.config.roles.model import TrainedModelConfig

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 from pydantic import StrictBool, StrictStr
 
-from aligner.config.algorithms.trainer import ProcessConfig, RSTrainerConfig
+from aligner.config.algorithms.process import ProcessConfig
+from aligner.config.algorithms.trainer import RSTrainerConfig
 from aligner.config.cluster import ClusterConfig
 from aligner.config.combinations import broken_rules
 from aligner.config.data import AnsweredColumns, DataConfig, PromptSourceConfig
