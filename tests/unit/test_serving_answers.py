@@ -164,7 +164,7 @@ def test_prompts_are_kept_until_their_answers_are_there():
     session.record(ids, [65, ENDS], [-1.0, -1.0], "stop", "A")
     assert session._texts == {}
     assert session.sequences[0].text == "helloA"
-    assert session.requests == [numbers[1]]  # the first was withdrawn
+    assert [answer.request for answer in session.answers] == [numbers[1]]  # the first was withdrawn
     assert session._expected == {}
 
 

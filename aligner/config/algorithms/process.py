@@ -1,4 +1,4 @@
-"""Processes, precision and time of a run, and its callbacks."""
+"""Processes of a run, their precision and time limit, and the user's callbacks."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The run: how long, on what, and the settings of the algorithm that belong to no one role."""
+"""Length of a run, and the settings of the algorithm that belong to no single role."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
