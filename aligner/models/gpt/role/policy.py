@@ -135,7 +135,7 @@ class SamplingPolicy(RoleModel):
         raise NotImplementedError
 
     def projection(self, model: Any, hidden: Tensor) -> Projection:
-        """`output_layer`, with the vocabulary and the sampling temperature."""
+        """Factors as in `output_layer`, with the vocabulary and the sampling temperature."""
         factors = self.output_layer(model, hidden)
         size, temperature = self.architecture.vocab_size, self.sampling_params.temperature
         return Projection(*factors, size, self.vocab_group, temperature)
