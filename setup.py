@@ -18,7 +18,9 @@ setup(
     package_data={
         "aligner.conf": ["**/*.yaml"],
         "aligner.device": ["pages.cpp"],
+        "aligner.examples": ["templates/*"],
         "aligner.dry": ["guard.cpp"],
+        "aligner.observe": ["metric_names.md"],
         "aligner.observe.report": ["templates/*"],
     },
 )

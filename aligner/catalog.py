@@ -1,7 +1,8 @@
-"""The algorithms: one table that scripts, commands, plans, pipelines and tests are made from.
+"""The algorithms and the rollout engines: tables that scripts, commands, plans and tests use.
 
-A new algorithm is a row here, a script, a configuration and a recipe in conf/, and a page. Nothing
-heavy is imported before it is needed.
+A new algorithm is a row here, a script, a configuration and a recipe in conf/, and a page. A new
+rollout engine is a row here and a folder of `aligner.generation`. Nothing heavy is imported before
+it is needed.
 """
 
 import importlib
@@ -102,3 +103,13 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     )
 }
 BY_SCRIPT = {entry.script: entry for entry in ALGORITHMS.values()}
+
+# Rollout engines: the class of the section ``generation.NAME``, an `EngineConfig`.
+ENGINES = {"vllm": "aligner.generation.vllm.settings:VllmConfig"}
+
+# Kinds of environments by name: classes of `aligner.algorithms.rollout.kinds.EnvironmentKind`. A
+# program may add rows before it parses a configuration.
+ENVIRONMENT_KINDS = {
+    "messages": "aligner.algorithms.rollout.kinds.messages:Messages",
+    "endpoint": "aligner.algorithms.rollout.kinds.endpoint:Endpoint",
+}

@@ -5,6 +5,9 @@ Each derives from ``AlignerError`` and from the standard type it refines, so bot
 key, the value it had, and what to do about it.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 
 class AlignerError(Exception):
     """Root of all errors raised on purpose by this library."""
@@ -102,3 +105,27 @@ class VersionError(AlignerError, ImportError):
 
 class MissingPackageError(AlignerError, ImportError):
     """An optional package that a setting or a file needs is not installed."""
+
+
+@contextlib.contextmanager
+def raised_as(
+    kind: type[AlignerError], text: str, *caught: type[Exception], remedy: str = ""
+) -> Iterator[None]:
+    """Raise errors of the block as ``kind``, with ``text``, the cause and ``remedy`` as message.
+
+    Args:
+        kind: class of the error that is raised.
+        text: what has failed, with the key or the file.
+        caught: classes of errors that are raised so; default: all. Errors of this library are
+            raised as they are, unless their own class is named.
+        remedy: what to do about it.
+    """
+    try:
+        yield
+    except Exception as error:
+        named = tuple(each for each in caught if issubclass(each, AlignerError))
+        is_ours = isinstance(error, AlignerError) and not isinstance(error, named)
+        if is_ours or not isinstance(error, caught or Exception):
+            raise
+        cause = f"no {error}" if isinstance(error, KeyError) else str(error) or repr(error)
+        raise kind(f"{text}: {cause}{remedy and '; '}{remedy}") from error

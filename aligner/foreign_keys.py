@@ -42,15 +42,20 @@ def is_inert(key: str, value: Any) -> bool:
 
 def table(rows: list[tuple[str, Any, str]]) -> str:
     """Align rows of "their key, value, what to use" below those titles."""
-    shown = [("their key", "value", "what to use")]
-    shown += [(key, text[:40], remedy) for key, value, remedy in rows for text in [_text(value)]]
-    widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
+    cells = [("their key", "value", "what to use")]
+    cells += [(key, shown(value)[:40], remedy) for key, value, remedy in rows]
+    widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
     return "\n".join(
-        f"  {key:<{widths[0]}}  {value:<{widths[1]}}  {use}" for key, value, use in shown
+        f"  {key:<{widths[0]}}  {value:<{widths[1]}}  {use}" for key, value, use in cells
     )
 
 
-def _text(value: Any) -> str:
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+def shown(value: Any) -> str:
+    """A value as the command line has it: ``null``, ``true``, ``[0.5,2]``, text without quotes."""
+    if isinstance(value, tuple | list):
+        return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

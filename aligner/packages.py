@@ -81,7 +81,7 @@ OPTIONAL_PACKAGES = (
     *_of_extra(
         "serve",
         "servers, reward.kind=server and environment.kind=endpoint are refused",
-        *("fastapi", "uvicorn", "httpx", "tenacity"),
+        *("fastapi", "uvicorn", "httpx"),
     ),
     *_of_extra("gguf", "GGUF files are refused", "gguf"),
     *_of_extra("math", "the verifier aligner.rewards.math_verify is refused", "math_verify"),

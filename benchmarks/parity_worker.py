@@ -17,6 +17,7 @@ import torch
 
 from aligner.algorithms.ppo.build import make_policy_loss, start_roles
 from aligner.algorithms.ppo.trainer import PPOTrainer
+from aligner.algorithms.rollout.inputs import Prompts
 from aligner.algorithms.run.engine import Clusters, Workers
 from aligner.algorithms.run.startup import describe_model
 from aligner.config import (
@@ -88,7 +89,7 @@ def unless_refused(make: Any) -> Row:
 
 def responses(trainer: PPOTrainer, *, greedy: bool) -> dict[str, torch.Tensor]:
     """Tokens and lengths of the responses to the first prompts."""
-    prompts = collate_prompts([trainer.train_prompts[row] for row in range(ROWS)], trainer.pad_id)
+    prompts = collate_prompts([trainer.prompts.train[row] for row in range(ROWS)], trainer.pad_id)
     data: BatchedDataDict = BatchedDataDict(
         {
             "input_ids": prompts.input_ids,
@@ -114,13 +115,13 @@ def make_trainer(model: str, layout: str) -> PPOTrainer:
     assert value is not None
     fill_head(value)
     return PPOTrainer(
-        config,
-        policy,
-        value,
-        Reward(RewardFunction.wrap(letters), tokenizer),
-        prompts,
-        None,
-        PromptSampler(len(prompts), PROMPTS, seed=config.seed),
+        config=config,
+        policy=policy,
+        value=value,
+        reward=Reward(RewardFunction.wrap(letters), tokenizer),
+        prompts=Prompts(prompts),
+        sampler=PromptSampler(len(prompts), PROMPTS, seed=config.seed),
+        generation=policy,
         pad_id=tokenizer.pad_id,
         policy_loss=make_policy_loss(config),
         estimator=None,

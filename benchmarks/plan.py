@@ -46,13 +46,12 @@ MARKS = {"static_bytes": 0.001, "peak_bytes": 0.10, "flops": 0.0, "wire_bytes": 
 
 
 def planned(model: str, layout: str, batches: str) -> Any:
-    """The role of a fine-tuning run: `PlannedRole`, and its one phase."""
+    """The role of a fine-tuning run, `PlannedRole`, and its updates, a `Phase`."""
     from aligner.config.commands.plan import PlanConfig, varied
     from aligner.config.load import parse_config
     from aligner.config.run import SFTRunConfig
     from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
-    from aligner.plan.estimate import planned_run
-    from aligner.plan.roles import Train
+    from aligner.plan.rehearsal import planned_run
 
     smollm2 = SMOLLM2
     if layout == "tensor2":  # 9 heads in 3 groups cannot be cut in two
@@ -76,7 +75,7 @@ def planned(model: str, layout: str, batches: str) -> Any:
         },
     )
     role = planned_run(config, PlanConfig(length=LENGTH), shapes).roles["policy"]
-    (train,) = (phase for phase in role.phases if isinstance(phase, Train))
+    (train,) = (phase for phase in role.phases if phase.is_update)
     return role, train
 
 
@@ -104,33 +103,22 @@ def measured(model: str, layout: str, batches: str) -> dict[str, float]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-    from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-    from aligner.distributed.workers import LocalCluster
-    from aligner.parallel.groups import initialize_parallel
-    from aligner.plan.measure import share_of, without_weights
+    from aligner.plan.measure import call_worker, start_worker, without_weights
 
     role, train = planned(model, layout, batches)
     memory = counting_allocator()
-    place = initialize_parallel(role.parallel)
-    with without_weights(role.architecture, initialize=True):
-        handle = role.start(LocalCluster(place), byte_level_tokenizer())
-    worker = handle.worker_group.worker
+    with without_weights(role.architecture, role, initialize=True):
+        worker = start_worker(role)
     worker.prepare_for_training()
 
-    def update(rows: Any) -> None:
-        shard = share_of(role.model, train, rows)
-        worker.train(
-            data=shard,
-            loss_fn=train.loss,
-            gbs=rows.count * place.dp_size,
-            mbs=min(train.micro_batch_size, rows.count),
-        )
+    def update() -> None:
+        call_worker(worker, role, train, role.rows(train))
 
-    update(train.rows)  # makes the moments, and tables of this length
+    update()  # makes the moments, and tables of this length
     collect_garbage()
     static = memory.alive_bytes()
     memory.take_peak_bytes()
-    update(train.rows)
+    update()
     peak = memory.take_peak_bytes()
     aten = torch.ops.aten
     in_place = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}  # left out of its table
@@ -140,7 +128,7 @@ def measured(model: str, layout: str, batches: str) -> dict[str, float]:
     )
     collectives = collective_counter()
     with counter, collectives:
-        update(train.rows)
+        update()
     return {
         "static_bytes": static,
         "peak_bytes": peak,

@@ -16,6 +16,7 @@ import torch
 
 from aligner.algorithms.ppo.build import make_policy_loss, start_roles
 from aligner.algorithms.ppo.trainer import PPOTrainer
+from aligner.algorithms.rollout.inputs import Prompts
 from aligner.algorithms.run.engine import Clusters, Workers
 from aligner.algorithms.run.startup import describe_model
 from aligner.architecture import GPTArchitecture
@@ -81,13 +82,15 @@ def make_trainer(shape: Shape, folder: Path) -> PPOTrainer:
     workers = Workers(config, tokenizer, architecture, clusters, ExitStack())
     policy, value = start_roles(config, workers, shape.steps + 1)
     return PPOTrainer(
-        config,
-        policy,
-        value,
-        Reward(RewardFunction.wrap(constant_reward if shape.group == 1 else noise), tokenizer),
-        prompts,
-        None,
-        PromptSampler(len(prompts), shape.batch // shape.group, seed=config.seed),
+        config=config,
+        policy=policy,
+        value=value,
+        reward=Reward(
+            RewardFunction.wrap(constant_reward if shape.group == 1 else noise), tokenizer
+        ),
+        prompts=Prompts(prompts),
+        sampler=PromptSampler(len(prompts), shape.batch // shape.group, seed=config.seed),
+        generation=policy,
         pad_id=tokenizer.pad_id,
         policy_loss=make_policy_loss(config),
         estimator=None,

@@ -5,10 +5,10 @@ import time
 import uuid
 from pathlib import Path
 
-from aligner.child_process import kill_tree
 from aligner.environments.sandbox import Isolation, check_isolation
 from aligner.errors import ConfigError
 from aligner.examples.tasks.python_tool import Interpreter
+from aligner.process_tree import kill_tree
 from campaigns.harness import Campaign, end_marked, python
 
 _TIMEOUT_S = 3.0

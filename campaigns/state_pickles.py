@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from aligner.checkpoint.run_state.checksums import checksum_text
+from aligner.checkpoint.run_state.files import checksum_text
 from campaigns.harness import PPO, Campaign, run
 
 _PLACES = ("rng.pt", "policy/rank_00000.pt", "value/rank_00000.pt", "state.json")

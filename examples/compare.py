@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("results/comparison"))
     parser.add_argument("--title", default="Comparison")
     options = parser.parse_args()
-    from aligner.algorithms.multi_run.comparison import compare_runs  # imports torch
+    from aligner.examples.comparison import compare_runs  # imports torch
 
     compare_runs(options.runs, options.output, options.title)
 

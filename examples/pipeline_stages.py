@@ -26,16 +26,18 @@ from typing import Any
 
 from rich.console import Console
 
-from aligner.algorithms.multi_run.report import (
-    held_out_measures,
-    pair_summary,
-    save_comparison,
-)
 from aligner.algorithms.run.directory import config_changes, set_aside
 from aligner.checkpoint.durable import write_json
-from aligner.config import BaseRunConfig, SamplingRunConfig
+from aligner.config import BaseRunConfig, DPORunConfig, RewardRunConfig, SamplingRunConfig
 from aligner.device import accelerator
 from aligner.errors import CheckpointNotFoundError, ConfigError, WorkerError
+from aligner.examples.comparison import (
+    ComparedPolicy,
+    Comparison,
+    Learned,
+    held_out_measures,
+    save_comparison,
+)
 from aligner.examples.pipeline_config import (
     START,
     PipelineConfig,
@@ -44,7 +46,6 @@ from aligner.examples.pipeline_config import (
     load_pipeline,
 )
 from aligner.observe.metrics import read_metrics
-from aligner.observe.report.comparison import Comparison, Learned, Policy
 from aligner.observe.samples import read_samples
 from aligner.packages import describe_environment
 
@@ -282,13 +283,13 @@ def compare(pipeline: PipelineConfig, stages: list[Stage], report: Path) -> None
     save_comparison(report, comparison)
 
 
-def _policies(finished: list[Stage]) -> Iterator[Policy]:
+def _policies(finished: list[Stage]) -> Iterator[ComparedPolicy]:
     """Results of the evaluations, in their order."""
     parents = {stage.name: stage.began_with for stage in finished if stage.trained is not None}
     for stage in finished:
         if stage.trained is None:
             [line] = read_metrics(stage.folder / "metrics.jsonl")
-            yield Policy(
+            yield ComparedPolicy(
                 stage.began_with,
                 parents.get(stage.began_with),
                 line["val_rollouts/accuracy"],
@@ -311,3 +312,25 @@ def _learned(stage: Stage) -> Learned:
         command=stage.command,
         files={"model": str(stage.trained), "report": str(stage.folder / "report.html")},
     )
+
+
+def pair_summary(config: BaseRunConfig) -> dict[str, float]:
+    """``pairs`` held out and ``length_accuracy``, of a run that learns from pairs; else nothing."""
+    if not isinstance(config, RewardRunConfig | DPORunConfig) or config.rows_per_example != 2:
+        return {}
+    if config.data.validation is None:
+        return {}
+    from aligner.algorithms.run.startup import describe_model_of
+    from aligner.data.preferences import PairDataset, length_accuracy
+
+    tokenizer, _ = describe_model_of(config)
+    train = PairDataset.load(config.data.train, tokenizer, config.data)
+    held_out = PairDataset.load(config.data.validation, tokenizer, config.data)
+    count = min(len(held_out), config.loop.limit_val_examples or len(held_out))
+    return {
+        "pairs": count,
+        "length_accuracy": length_accuracy(
+            (train[index] for index in range(len(train))),
+            [held_out[index] for index in range(count)],
+        ),
+    }

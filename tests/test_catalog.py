@@ -14,7 +14,7 @@ from test_conf import RECIPES, ROOTS, root_of
 from aligner.catalog import ALGORITHMS, BY_SCRIPT
 from aligner.commands import COMMANDS
 from aligner.config import BaseRunConfig
-from aligner.config.run import algorithm_of
+from aligner.config.algorithms.names import algorithm_of
 
 ROOT = Path(__file__).parents[1]
 EVERY = pytest.mark.parametrize("entry", ALGORITHMS.values(), ids=ALGORITHMS)

@@ -28,6 +28,7 @@ PACKAGES = [
         "user_files",
         "importing",
         "scratch",
+        "process_tree",
         "child_process",
         "http",
         "catalog",
@@ -73,7 +74,6 @@ CONFINED = {
     "nemo": ["aligner/checkpoint/nemo/connector.py", "aligner/models/gpt/megatron/model.py"],
     "fastapi": ["aligner/http/", "aligner/rewards/server/", "aligner/serving/"],
     "httpx": ["aligner/rewards/server/"],
-    "tenacity": ["aligner/rewards/server/"],
     "uvicorn": ["aligner/http/"],
 }
 

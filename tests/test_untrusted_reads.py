@@ -38,7 +38,7 @@ def _places():
             if (
                 is_reading
                 and not safe
-                and module not in ("dist", "self._socket", "torch.distributed")
+                and module not in ("dist", "self.socket", "torch.distributed")
             ):
                 yield f"{file} {place}"
 

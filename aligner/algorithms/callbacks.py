@@ -1,12 +1,13 @@
 """Callbacks: a user's own classes that follow a run, by the paths in ``trainer.callbacks``."""
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aligner.config.algorithms.trainer import CallbackConfig
+from aligner.config.algorithms.process import CallbackConfig
 from aligner.errors import AlignerError, CallbackError, ConfigError
 from aligner.importing import check_call, describe_exception, load_function
 from aligner.parallel.collectives import on_rank_zero
@@ -82,14 +83,11 @@ class Callback:
         """Continue from what `state_dict` returned; called before `on_run_start`."""
 
 
+# Methods of `Callback` that a run calls, each with the names of its arguments.
 _HOOKS = {
-    "on_run_start": 2,
-    "on_step_end": 3,
-    "on_validation_end": 3,
-    "on_save": 3,
-    "on_run_end": 3,
-    "state_dict": 0,
-    "load_state_dict": 1,
+    name: list(inspect.signature(method).parameters)[1:]
+    for name, method in vars(Callback).items()
+    if inspect.isfunction(method)
 }
 
 
@@ -224,13 +222,12 @@ def _construct(key: str, name: str, entry: CallbackConfig) -> Callback:
         near = difflib.get_close_matches(hook, _HOOKS, n=1)
         meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(_HOOKS)}."
         raise ConfigError(f"{name}: nobody calls {hook}; {meant} Begin other names otherwise")
-    for hook, count in _HOOKS.items():
-        names = list(Callback.__dict__[hook].__code__.co_varnames[1 : count + 1])
+    for hook, names in _HOOKS.items():
         check_call(
             getattr(callback, hook),
             (),
             f"{name}: {hook}",
             f"Write it as {hook}({', '.join(['self', *names])})",
-            positional=count,
+            positional=len(names),
         )
     return callback

@@ -9,7 +9,7 @@ the keys of a `.nemo` of the merged weights beyond its architecture.
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from aligner.checkpoint.canonical import (
     LORA_B,
     OUTPUT_LAYER,
     REWARD_HEAD,
+    LazyTensors,
     Shape,
     Weights,
     check_shape,
@@ -33,7 +34,7 @@ from aligner.checkpoint.canonical import (
 )
 from aligner.checkpoint.durable import atomic_file
 from aligner.config import LoraConfig
-from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError, raised_as
 
 SUFFIX = ".lora.safetensors"
 # The header's only key: safetensors writes several in random order.
@@ -107,54 +108,39 @@ def read_adapters(path: str | os.PathLike[str], architecture: GPTArchitecture) -
             f"{str(path)!r} does not exist; give the *{SUFFIX} that a run with "
             "model.peft.peft_scheme=lora wrote beside its .nemo"
         )
-    try:
+    damage = (SafetensorError, OSError, KeyError, TypeError, ValueError)
+    with raised_as(CheckpointError, f"{str(path)!r} does not hold adapters of ours", *damage):
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {})[_HEADER])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         described, nemo_keys = header[_LORA], header[_NEMO_KEYS]
         targets = tuple(described.pop("target_modules"))
         lora = LoraConfig(target_modules=targets, **described)
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} does not hold adapters of ours: {error}") from error
-    check_adapters(tensors, architecture, lora, f"{str(path)!r}")
-    return Adapters(lora, tensors, nemo_keys)
-
-
-def check_adapters(
-    tensors: Mapping[str, Tensor], architecture: GPTArchitecture, lora: LoraConfig, source: str
-) -> None:
-    """Check that ``tensors`` are the adapters of the architecture.
-
-    ``tensors``: ``a`` [rank, in] and ``b`` [out, rank] of every adapted linear, of any dtype.
-
-    Raises:
-        CheckpointError: names or shapes differ.
-    """
     shapes = adapter_shapes(architecture, lora)
     problems = misfits(set(tensors), set(shapes), set(REWARD_HEAD))
     if problems:
         raise CheckpointError(
-            f"adapters in {source} are of another model: {problems}; give those that were trained "
-            "on this .nemo, or its relatives of the same shape"
+            f"adapters in {str(path)!r} are of another model: {problems}; give those that were "
+            "trained on this .nemo, or its relatives of the same shape"
         )
     for name, shape in shapes.items():
-        check_shape(f"{name} in {source}", tensors[name].shape, shape)
+        check_shape(f"{name} in {str(path)!r}", tensors[name].shape, shape)
+    return Adapters(lora, tensors, nemo_keys)
 
 
 def check_same(configured: LoraConfig, found: LoraConfig, path: str | os.PathLike[str]) -> None:
-    """Refuse to go on with adapters of another form than is configured; dropout is no form."""
-    for key in ("adapter_dim", "alpha"):
-        asked, has = getattr(configured, key), getattr(found, key)
-        if asked != has:
-            raise ConfigError(
-                f"model.peft.lora_tuning.{key}={asked}, and {str(path)!r} was trained with {has}; "
-                f"set {key}={has}"
-            )
-    if configured.linears != found.linears:
+    """Refuse adapters of another rank, alpha or targets than are configured; dropout may differ."""
+    compared = {"adapter_dim": "adapter_dim", "alpha": "alpha", "target_modules": "linears"}
+    for key, attribute in compared.items():
+        if getattr(configured, attribute) == getattr(found, attribute):
+            continue
+        given, trained = (
+            f"[{','.join(value)}]" if isinstance(value, tuple) else value
+            for value in (getattr(configured, key), getattr(found, key))
+        )
         raise ConfigError(
-            f"model.peft.lora_tuning.target_modules={list(configured.target_modules)}, and "
-            f"{str(path)!r} was trained with {list(found.target_modules)}; set target_modules="
-            f"[{','.join(found.target_modules)}]"
+            f"model.peft.lora_tuning.{key}={given}, and {str(path)!r} was trained with {trained}; "
+            f"set {key}={trained}"
         )
 
 
@@ -167,7 +153,7 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return merged.to(weight.dtype)
 
 
-class MergedWeights(Mapping[str, Tensor]):
+class MergedWeights(LazyTensors):
     """Canonical weights with adapters added, each when it is indexed.
 
     A head that was trained beside the adapters stands for the weights' own, and for the output
@@ -178,7 +164,7 @@ class MergedWeights(Mapping[str, Tensor]):
         self._weights, self._adapters = weights, adapters
         heads = [name for name in REWARD_HEAD if name in adapters.tensors]
         replaced = {*heads, OUTPUT_LAYER} if heads else set()
-        self._names = [*(name for name in weights if name not in replaced), *heads]
+        super().__init__([*(name for name in weights if name not in replaced), *heads])
 
     def __getitem__(self, name: str) -> Tensor:
         added = self._adapters.tensors
@@ -189,12 +175,3 @@ class MergedWeights(Mapping[str, Tensor]):
         if a is None or b is None:
             return weight
         return add_product(weight, a, b, self._adapters.lora.scale)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)

@@ -33,17 +33,18 @@ class BackgroundTask:
     """
 
     def __init__(self, work: Callable[[threading.Event], None], name: str) -> None:
-        self._work, self._stop = work, threading.Event()
+        self._stop = threading.Event()
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=name)
+
+        def run() -> None:
+            try:
+                work(self._stop)
+            except Exception as error:
+                self.error = error
+
+        self._thread = threading.Thread(target=run, name=name)
         _tasks.add(self)
         self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._work(self._stop)
-        except Exception as error:
-            self.error = error
 
     @property
     def done(self) -> bool:

@@ -8,9 +8,9 @@ Layouts inside tensors are megatron-core's: fused QKV interleaves per query grou
 query heads, its key, its value, ``kv_channels`` rows each), gated fc1 is ``[gate; up]``.
 """
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
 import torch.nn.functional as F
@@ -47,13 +47,20 @@ _IGNORED = re.compile(r"_extra_state|rotary_pos_emb|(^|\.)inv_freq$|core_attenti
 _PREFIX = re.compile(r"^(model\.)?(module\.)*(?=\D)")
 
 
-@runtime_checkable
-class SharedWeights(Protocol):
-    """Canonical weights of which a part can be read by itself."""
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors that are read when they are indexed; ``names`` are theirs, in order."""
 
-    def share(self, name: str, tp_rank: int, tp_size: int) -> Tensor:
-        """Share that `split` makes of a tensor, its shape checked."""
-        ...
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = dict.fromkeys(names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # without reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def canonical_name(key: str) -> str | None:
@@ -147,14 +154,12 @@ def check_names(names: Iterable[str], architecture: GPTArchitecture, source: str
 
 def misfits(found: Set[str], expected: Set[str], welcome: Set[str]) -> str:
     """Names that are missing, and unexpected ones that are not ``welcome``, in words."""
-    differences = {"missing": expected - found, "unexpected": found - expected - welcome}
-    return "; ".join(f"{what} {_some(keys)}" for what, keys in differences.items() if keys)
-
-
-def _some(names: Iterable[str], limit: int = 6) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + more
+    problems, limit = [], 6
+    for kind, names in (("missing", expected - found), ("unexpected", found - expected - welcome)):
+        if names:
+            more = f" and {len(names) - limit} more" if len(names) > limit else ""
+            problems.append(f"{kind} {', '.join(sorted(names)[:limit])}{more}")
+    return "; ".join(problems)
 
 
 def check_shape(name: str, actual: Iterable[int], expected: Shape) -> None:
@@ -217,17 +222,6 @@ def merge(name: str, parts: list[Tensor], architecture: GPTArchitecture) -> Tens
         tensor = torch.cat([torch.cat(half) for half in halves])
     else:
         tensor = torch.cat(parts, dim=axis)
-    return unpad_vocabulary(name, tensor, architecture)
-
-
-def unpad_vocabulary(name: str, tensor: Tensor, architecture: GPTArchitecture) -> Tensor:
-    """Drop the padding rows of an embedding or output layer [V_padded, H], of any dtype.
-
-    Other tensors pass through.
-
-    Raises:
-        CheckpointError: there are fewer rows than tokens.
-    """
     if name not in _VOCABULARY:
         return tensor
     if tensor.shape[0] < architecture.vocab_size:
@@ -236,3 +230,41 @@ def unpad_vocabulary(name: str, tensor: Tensor, architecture: GPTArchitecture) -
             f"{architecture.vocab_size} tokens; the tokenizer belongs to another model"
         )
     return tensor[: architecture.vocab_size]
+
+
+def origin_of_rows(
+    name: str,
+    shape: Sequence[int],
+    count: int,
+    architecture: GPTArchitecture,
+    *,
+    tp_rank: int,
+    tp_size: int,
+) -> Tensor:
+    """Origin of each row (or column) of this rank's part, among ``count`` parts of ``shape``.
+
+    ``name`` is that of a tensor which is split along an axis. Returns int64 ``[n]``: old part times
+    its size along that axis, plus the place in it; -1: padding. The rules of `merge` and `split`
+    are applied to the numbers of rows instead of rows.
+    """
+    axis = split_axis(name)
+    assert axis is not None
+    size = shape[axis]
+    one = [size if dim == axis else 1 for dim in range(len(shape))]
+    numbers = [torch.arange(1, size + 1).add(old * size).view(one) for old in range(count)]
+    whole = merge(name, numbers, architecture)
+    return split(name, whole, architecture, tp_rank, tp_size).reshape(-1) - 1
+
+
+def runs_of_rows(origin: Tensor, size: int) -> Iterator[tuple[int, int, int, int]]:
+    """Runs of adjacent rows: (first now, part, first in the part, how many).
+
+    ``origin``: int64 [n], see `origin_of_rows`. ``size``: that of a part along the split axis.
+    Padding belongs to no run.
+    """
+    part = torch.div(origin, size, rounding_mode="floor")
+    together = (origin.diff() == 1) & (part.diff() == 0)
+    edges = [0, *((~together).nonzero().view(-1) + 1).tolist(), len(origin)]
+    for first, end in itertools.pairwise(edges):
+        if first < end and (number := int(origin[first])) >= 0:
+            yield first, number // size, number % size, end - first

@@ -7,6 +7,7 @@ from pathlib import Path
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import Adapters, MergedWeights, read_adapters
 from aligner.checkpoint.canonical import expected_shapes
+from aligner.checkpoint.durable import readable_bytes
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
 from aligner.checkpoint.hf.peft import save_peft
 from aligner.checkpoint.model_source import open_model
@@ -88,7 +89,7 @@ def written(target: StrPath, what: str) -> str:
     path = Path(target)
     files = path.rglob("*") if path.is_dir() else [path]
     size = sum(file.stat().st_size for file in files if file.is_file())
-    return f"wrote {target}: {what} ({_bytes(size)})"
+    return f"wrote {target}: {what} ({readable_bytes(size)})"
 
 
 def _adapters(adapters: Adapters) -> str:
@@ -104,10 +105,3 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return str(number)
-
-
-def _bytes(size: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size / 2**10:.0f} KiB"

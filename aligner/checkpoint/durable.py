@@ -38,19 +38,17 @@ def free_bytes(path: Path) -> int:
 
 def storage_error(path: Path, cause: OSError, needed: int | None = None) -> StorageError:
     """Translate an operating-system error into one that names the remedy; keeps its ``errno``."""
-    parts = [f"cannot write {path}: {cause.strerror or cause}"]
+    remedy = "make the directory writable or write to another"
     if cause.errno in _FULL:
         need = "" if needed is None else f"{readable_bytes(needed)} ({needed} bytes) needed, "
         free = free_bytes(path)
-        parts.append(f"{need}{readable_bytes(free)} ({free} bytes) free")
-        parts.append(
-            "free some space, raise the limit, or write elsewhere (exp_manager.explicit_log_dir)"
+        remedy = (
+            f"{need}{readable_bytes(free)} ({free} bytes) free; free some space, raise the limit, "
+            "or write elsewhere"
         )
-    else:
-        parts.append(
-            "make the directory writable or write to another (exp_manager.explicit_log_dir)"
-        )
-    error = StorageError("; ".join(parts))
+    error = StorageError(
+        f"cannot write {path}: {cause.strerror or cause}; {remedy} (exp_manager.explicit_log_dir)"
+    )
     error.errno = cause.errno
     return error
 
@@ -79,7 +77,8 @@ class _File:
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
-            self._check_stop()
+            if self._stop is not None and self._stop.is_set():
+                raise AbandonedError(f"{self._path} was not written to its end")
             block = view[done : done + _BLOCK]
             written = 0
             try:
@@ -92,10 +91,6 @@ class _File:
                 self.checksum = zlib.crc32(block, self.checksum)
             done += len(block)
         return done
-
-    def _check_stop(self) -> None:
-        if self._stop is not None and self._stop.is_set():
-            raise AbandonedError(f"{self._path} was not written to its end")
 
     def flush(self) -> None:
         """No effect: nothing is buffered."""
@@ -125,17 +120,14 @@ def durable_file(
     """
     file: _File | None = None
     try:
-        file = _File(path, stop)
-        yield file
-        file.sync()
+        with contextlib.closing(_File(path, stop)) as file:
+            yield file
+            file.sync()
     except Exception as error:
         cause = error if isinstance(error, OSError) else file.error if file else None
         if cause is None or isinstance(cause, StorageError):
             raise
         raise storage_error(path, cause, needed) from error
-    finally:
-        if file is not None:
-            file.close()
 
 
 @contextlib.contextmanager

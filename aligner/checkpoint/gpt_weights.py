@@ -1,8 +1,8 @@
 """Canonical weights into a megatron-core GPT model of any layout, and out of it."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from aligner.checkpoint.canonical import (
     LORA_B,
     OUTPUT_LAYER,
     REWARD_HEAD,
-    SharedWeights,
+    LazyTensors,
     Weights,
     canonical_name,
     check_names,
@@ -23,7 +23,9 @@ from aligner.checkpoint.canonical import (
     expected_shapes,
     merge,
     split,
+    split_axis,
 )
+from aligner.checkpoint.nemo.weights import LazyWeights
 from aligner.device import accelerator
 from aligner.errors import CheckpointError
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
-_EXPERT = re.compile(r"^(.*\.local_experts\.)(\d+)(\..*)$")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")
 
 
 def canonical_parameters(
@@ -51,7 +53,10 @@ def canonical_parameters(
         if match is not None:
             layer = gpt.decoder.layers[int(match[1])]
             name = f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
-            name = _global_expert(name, layer, architecture)
+            expert = _EXPERT.search(name)
+            if expert is not None:  # numbered from 0 on every expert-parallel rank
+                number = int(expert[1]) + layer.mlp.local_expert_indices[0]
+                name = _EXPERT.sub(str(number), name)
         yield name, parameter
 
 
@@ -76,15 +81,6 @@ def merging(gpt: "GPTModel") -> Callable[[Tensor], Tensor]:
         return parameter.detach() if adapter is None else adapter.merged_into(parameter)
 
     return merged
-
-
-def _global_expert(name: str, layer: torch.nn.Module, architecture: GPTArchitecture) -> str:
-    """Experts are numbered from 0 on every expert-parallel rank."""
-    match = _EXPERT.match(name)
-    if match is None or architecture.num_moe_experts is None:
-        return name
-    first = layer.mlp.local_expert_indices[0]
-    return f"{match[1]}{int(match[2]) + first}{match[3]}"
 
 
 @torch.no_grad()
@@ -114,7 +110,7 @@ def load_weights(
         # the whole one's shape.
         is_whole = shapes[source] == parameter.shape and source not in (EMBEDDING, OUTPUT_LAYER)
         place = (0, 1) if is_whole else (tp_rank, tp_size)
-        if isinstance(weights, SharedWeights):
+        if isinstance(weights, LazyWeights):
             tensor = weights.share(source, *place)
         else:
             tensor = weights[source]
@@ -124,144 +120,172 @@ def load_weights(
         parameter.copy_(tensor)
 
 
-@torch.no_grad()
+class GatheredTensors(LazyTensors):
+    """Whole tensors on every rank, each joined when it is indexed and not kept afterwards.
+
+    Creating and indexing it is collective: every rank of the model-parallel groups indexes the same
+    names in the same order. A tensor is on the device, detached, and may share memory with a
+    parameter.
+
+    Args:
+        parts: canonical names and this rank's parts, [out / tp, in] or [out, in / tp] as `split`
+            makes them, of any dtype.
+        names: canonical names of the whole tensors, in order; those that no rank has are left out.
+        architecture: shape of the model.
+        tp_group: ranks with the other tensor-parallel parts; None: the model is not split that way.
+        pp_group: the same for pipeline stages.
+        ep_group: the same for experts.
+        whole_part: what is joined for a part, computed when the tensor is joined.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Tensor],
+        names: Iterable[str],
+        architecture: GPTArchitecture,
+        *,
+        tp_group: dist.ProcessGroup | None = None,
+        pp_group: dist.ProcessGroup | None = None,
+        ep_group: dist.ProcessGroup | None = None,
+        whole_part: Callable[[Tensor], Tensor] = Tensor.detach,
+    ) -> None:
+        self._architecture, self._whole_part = architecture, whole_part
+        self._tp, self._pp, self._ep = (
+            group if group is not None and group.size() > 1 else None
+            for group in (tp_group, pp_group, ep_group)
+        )
+        self._parts = dict(parts)
+        if architecture.tie_embeddings:  # the last stage's copy of the first stage's embedding
+            self._parts.pop(OUTPUT_LAYER, None)
+        held = {name: (part.shape, part.dtype) for name, part in self._parts.items()}
+        stages = [held]
+        if self._pp is not None:
+            stages = [{}] * self._pp.size()
+            dist.all_gather_object(stages, held, group=self._pp)
+        self._places = {n: (stage, *held[n]) for stage, held in enumerate(stages) for n in held}
+        super().__init__(name for name in names if self._local_name(name) in self._places)
+
+    def __getitem__(self, name: str) -> Tensor:
+        stage = self._stage_of(name)
+        if self._pp is None:
+            return self._joined(name)
+        is_here = stage == self._pp.rank()
+        tensor = self._joined(name).contiguous() if is_here else self._room_for(name)
+        dist.broadcast(tensor, group=self._pp, group_src=stage)
+        return tensor
+
+    @torch.no_grad()
+    def on_rank_zero(self) -> dict[str, Tensor]:
+        """All tensors on the CPU of rank 0, an empty dict elsewhere; call it on every rank.
+
+        Each tensor is joined by the ranks of one replica that have parts of it. The first rank of
+        their pipeline stage sends it to rank 0. Other replicas do nothing, and no rank but 0 holds
+        more than one tensor.
+        """
+        stage = 0 if self._pp is None else self._pp.rank()
+        first, rank = None, None
+        if dist.is_initialized():
+            # Stages are blocks of consecutive ranks, in megatron-core's order of axes.
+            stages = 1 if self._pp is None else self._pp.size()
+            first, rank = stage * (dist.get_world_size() // stages), dist.get_rank()
+        result: dict[str, Tensor] = {}
+        for name in self:
+            tensor: Tensor | None = None  # frees the last one before the next one is joined
+            group = self._ep if self._is_shared_expert(name) else self._tp
+            members = [rank] if group is None else dist.get_process_group_ranks(group)
+            if first not in members:
+                continue
+            source = self._stage_of(name)
+            if source == stage:
+                tensor = self._joined(name)
+                if stage > 0 and rank == first:
+                    _send(tensor, self._pp)
+            elif rank == 0:
+                tensor = self._room_for(name)
+                dist.recv(tensor, group=self._pp, group_src=source)
+            if tensor is not None and rank in (0, None):
+                result[name] = tensor.to("cpu", copy=True)
+        return result
+
+    def _stage_of(self, name: str) -> int:
+        return self._places[self._local_name(name)][0]
+
+    def _room_for(self, name: str) -> Tensor:
+        """Return an uninitialised tensor for the whole one, which other stages hold."""
+        _, shape, dtype = self._places[self._local_name(name)]
+        if not self._is_shared_expert(name):
+            count = 1 if self._tp is None else self._tp.size()
+            parts = [torch.empty(shape, device="meta") for _ in range(count)]
+            shape = merge(name, parts, self._architecture).shape
+        return torch.empty(shape, dtype=dtype, device=accelerator.device())
+
+    def _joined(self, name: str) -> Tensor:
+        """Join a tensor of this stage out of the parts of the stage's ranks."""
+        part = self._whole_part(self._parts[self._local_name(name)])
+        if self._ep is not None and self._is_shared_expert(name):
+            holder = self._expert(name) // self._experts_per_rank
+            tensor = part.contiguous() if holder == self._ep.rank() else torch.empty_like(part)
+            dist.broadcast(tensor, group=self._ep, group_src=holder)
+            return tensor
+        if self._tp is None or split_axis(name) is None or name in REWARD_HEAD:
+            return merge(name, [part], self._architecture)  # the same on every rank
+        parts = [torch.empty_like(part) for _ in range(self._tp.size())]
+        dist.all_gather(parts, part.contiguous(), group=self._tp)
+        return merge(name, parts, self._architecture)
+
+    def _is_shared_expert(self, name: str) -> bool:
+        return self._ep is not None and _EXPERT.search(name) is not None
+
+    def _local_name(self, name: str) -> str:
+        """Name of this rank's tensor in the place of ``name``, which may be of another expert."""
+        if self._ep is None or not self._is_shared_expert(name):
+            return name
+        count = self._experts_per_rank
+        return _EXPERT.sub(str(self._ep.rank() * count + self._expert(name) % count), name)
+
+    def _expert(self, name: str) -> int:
+        match = _EXPERT.search(name)
+        assert match is not None
+        return int(match[1])
+
+    @property
+    def _experts_per_rank(self) -> int:
+        assert self._ep is not None
+        assert self._architecture.num_moe_experts is not None
+        return self._architecture.num_moe_experts // self._ep.size()
+
+
+class GatheredWeights(GatheredTensors):
+    """Canonical weights of a model as `GatheredTensors`, without a reward head.
+
+    Adapters are merged into the weights, as they are when a tensor is indexed. ``groups``: see
+    `GatheredTensors`.
+    """
+
+    def __init__(
+        self,
+        gpt: "GPTModel",
+        architecture: GPTArchitecture,
+        **groups: dist.ProcessGroup | None,
+    ) -> None:
+        parts = dict(model_parameters(gpt, architecture))
+        names = expected_shapes(architecture)
+        super().__init__(parts, names, architecture, **groups, whole_part=merging(gpt))
+
+
 def gather_weights(
-    gpt: "GPTModel",
-    architecture: GPTArchitecture,
-    *,
-    tp_group: dist.ProcessGroup | None = None,
-    pp_group: dist.ProcessGroup | None = None,
-    ep_group: dist.ProcessGroup | None = None,
+    gpt: "GPTModel", architecture: GPTArchitecture, **groups: dist.ProcessGroup | None
 ) -> dict[str, Tensor]:
     """Canonical weights of the whole model, on the CPU of rank 0: the inverse of `load_weights`.
 
-    Adapters are merged into the weights. A reward head that is a submodule comes along. Experts
-    that are shared out over ``ep_group`` are whole where they are. Called on every rank; see
-    `gather_tensors`.
+    Adapters are merged into the weights. A reward head that is a submodule comes along. Called on
+    every rank; see `GatheredTensors.on_rank_zero`.
     """
-    merged = merging(gpt)
-    weights = (
-        (name, merged(parameter))
-        for name, parameter in model_parameters(gpt, architecture)
-        if not (name == OUTPUT_LAYER and architecture.tie_embeddings)
-    )
+    parts = dict(model_parameters(gpt, architecture))
     names = (*expected_shapes(architecture), *REWARD_HEAD)
-    groups = {"tp_group": tp_group, "pp_group": pp_group, "ep_group": ep_group}
-    return gather_tensors(weights, names, architecture, **groups)
+    gathered = GatheredTensors(parts, names, architecture, **groups, whole_part=merging(gpt))
+    return gathered.on_rank_zero()
 
 
-@torch.no_grad()
-def gather_tensors(
-    tensors: Iterable[tuple[str, Tensor]],
-    names: Iterable[str],
-    architecture: GPTArchitecture,
-    *,
-    tp_group: dist.ProcessGroup | None = None,
-    pp_group: dist.ProcessGroup | None = None,
-    ep_group: dist.ProcessGroup | None = None,
-) -> dict[str, Tensor]:
-    """Each rank's shares of ``tensors`` joined, in the order of ``names``, on rank 0's CPU.
-
-    ``tensors``: canonical names and this rank's parts, [out / tp, in] or [out, in / tp] as `split`
-    makes them, of any dtype.
-
-    Called on every rank, with its groups (None: not split that way); an empty dict elsewhere. The
-    first rank of each pipeline stage joins the stage's tensors, with the ranks of its own
-    tensor-parallel and expert-parallel groups; the first stage's keeps them, the others send each
-    as soon as it is whole. Other replicas do nothing, and no rank but 0 holds more than a tensor.
-    """
-    first = _first_rank_of_stage(pp_group)
-    own: dict[str, Tensor] = {}
-    if not any(_holds(group, first) for group in (tp_group, ep_group)):
-        return own
-    stage = 0 if pp_group is None else pp_group.rank()
-    joins = first is None or dist.get_rank() == first
-    for name, tensor in tensors:
-        is_shared_out = ep_group is not None and ep_group.size() > 1 and ".local_experts." in name
-        group = ep_group if is_shared_out else tp_group
-        if not _holds(group, first):
-            continue
-        parts = _all_gather(tensor, group)
-        if not joins:
-            continue
-        whole = (
-            dict(zip(_siblings(name, parts, architecture), parts, strict=True))
-            if is_shared_out
-            else {name: merge(name, parts, architecture)}
-        )
-        for key, value in whole.items():
-            if stage == 0:
-                own[key] = value.to("cpu", copy=True)
-            else:
-                assert pp_group is not None
-                _send(key, value, pp_group)
-    if joins and pp_group is not None:
-        if stage > 0:
-            _send_end(pp_group)
-            return {}
-        for sender in range(1, pp_group.size()):
-            own.update(_received(sender, pp_group))
-    order = {name: place for place, name in enumerate(names)}
-    return dict(sorted(own.items(), key=lambda item: order[item[0]]))
-
-
-def _first_rank_of_stage(pp_group: dist.ProcessGroup | None) -> int | None:
-    """Rank that joins this stage's tensors; None: there is one process.
-
-    Pipeline stages are blocks of consecutive ranks, in megatron-core's order of axes.
-    """
-    if not dist.is_initialized():
-        return None
-    stages, stage = (1, 0) if pp_group is None else (pp_group.size(), pp_group.rank())
-    return stage * (dist.get_world_size() // stages)
-
-
-def _holds(group: dist.ProcessGroup | None, rank: int | None) -> bool:
-    """Return whether ``rank`` is in ``group``; without a group, whether it is this process."""
-    if rank is None:
-        return True
-    members = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-    return rank in members
-
-
-def _send(name: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Give a tensor to the first stage."""
-    first = dist.get_global_rank(group, 0)
-    dist.send_object_list([(name, tensor.shape, tensor.dtype)], dst=first, group=group)
-    dist.send(tensor.contiguous(), dst=first, group=group)
-
-
-def _send_end(group: dist.ProcessGroup) -> None:
-    dist.send_object_list([None], dst=dist.get_global_rank(group, 0), group=group)
-
-
-def _received(stage: int, group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that ``stage`` sends, on the CPU."""
-    source = dist.get_global_rank(group, stage)
-    while True:
-        heading: list[Any] = [None]
-        dist.recv_object_list(heading, src=source, group=group)
-        if heading[0] is None:
-            return
-        name, shape, dtype = heading[0]
-        tensor = torch.empty(shape, dtype=dtype, device=accelerator.device())
-        dist.recv(tensor, src=source, group=group)
-        yield name, tensor.cpu()
-
-
-def _siblings(name: str, parts: list[Tensor], architecture: GPTArchitecture) -> list[str]:
-    """Names of the experts that stand at one place on all expert-parallel ranks."""
-    match = _EXPERT.match(name)
-    assert match is not None
-    assert architecture.num_moe_experts is not None
-    per_rank = architecture.num_moe_experts // len(parts)
-    place = int(match[2]) % per_rank
-    return [f"{match[1]}{rank * per_rank + place}{match[3]}" for rank in range(len(parts))]
-
-
-def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    if group is None or group.size() == 1:
-        return [tensor]
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return parts
+def _send(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    dist.send(tensor.contiguous(), group=group, group_dst=0)

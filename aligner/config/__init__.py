@@ -7,20 +7,26 @@ only. The docstring below a field describes it, also in the tables of ``docs/``
 (``docs/tools/options.py``).
 """
 
-from aligner.config.algorithms.distill import KLDirection, StudentConfig, TeacherConfig
+# ruff: noqa: F401  (names for the rest of the library)
+
 from aligner.config.algorithms.preference import (
     LOSS_OPTIONS,
     PairDataConfig,
     PreferenceDataConfig,
+    RewardDataConfig,
     TrainerDPOConfig,
 )
-from aligner.config.algorithms.reward_model import RewardDataConfig
-from aligner.config.algorithms.supervised import ExampleDataConfig
+from aligner.config.algorithms.process import ProcessConfig
+from aligner.config.algorithms.supervised import (
+    ExampleDataConfig,
+    KLDirection,
+    StudentConfig,
+    TeacherConfig,
+)
 from aligner.config.algorithms.trainer import (
     ImproperEndConfig,
     KLControllerConfig,
     LoopConfig,
-    ProcessConfig,
     RewardShapingConfig,
     SamplingLoopConfig,
     TrainerConfig,
@@ -36,12 +42,13 @@ from aligner.config.commands.ask import (
     ServerConfig,
 )
 from aligner.config.data import DataConfig, PromptSourceConfig
+from aligner.config.engine import EngineConfig, EngineResources, EngineStart
 from aligner.config.environment import EnvironmentConfig
 from aligner.config.experiment import (
     ExpManagerConfig,
     WandbConfig,
 )
-from aligner.config.generation import GenerationConfig, VllmConfig
+from aligner.config.generation import GenerationConfig
 from aligner.config.layout import LayerOptions, LayerSpec, ParallelConfig, check_layout
 from aligner.config.load import (
     as_omegaconf,
@@ -85,80 +92,3 @@ from aligner.config.run import (
     SupervisedRunConfig,
 )
 from aligner.config.validation import AnswerSamplingConfig, ValidationConfig
-
-__all__ = [
-    "LAYOUT_KEYS",
-    "LOSS_OPTIONS",
-    "AnswerSamplingConfig",
-    "AskConfig",
-    "AskedDataConfig",
-    "BackendConfig",
-    "BaseRunConfig",
-    "ClusterConfig",
-    "CriticConfig",
-    "DPORunConfig",
-    "DataConfig",
-    "DistillRunConfig",
-    "SamplingOptions",
-    "DynamicBatchingConfig",
-    "EnvironmentConfig",
-    "EvaluateConfig",
-    "ExampleDataConfig",
-    "ExpManagerConfig",
-    "GenerateConfig",
-    "GenerationConfig",
-    "ImproperEndConfig",
-    "KLControllerConfig",
-    "KLDirection",
-    "CorrectionConfig",
-    "KLLossConfig",
-    "LengthParams",
-    "LoopConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "PairDataConfig",
-    "LayerOptions",
-    "LayerSpec",
-    "ParallelConfig",
-    "PeftConfig",
-    "PolicyPPOConfig",
-    "PreferenceDataConfig",
-    "ProcessConfig",
-    "PromptSourceConfig",
-    "RSModelConfig",
-    "RSRunConfig",
-    "ReferenceConfig",
-    "RewardConfig",
-    "RewardDataConfig",
-    "RewardModelConfig",
-    "RewardRunConfig",
-    "RewardServerConfig",
-    "RewardShapingConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SFTRunConfig",
-    "SamplingLoopConfig",
-    "SamplingParams",
-    "SamplingRunConfig",
-    "SchedConfig",
-    "ServeConfig",
-    "ServerConfig",
-    "SequencePackingConfig",
-    "StudentConfig",
-    "SupervisedRunConfig",
-    "TeacherConfig",
-    "TrainedModelConfig",
-    "TrainerConfig",
-    "TrainerDPOConfig",
-    "TrainerPPOConfig",
-    "ValidationConfig",
-    "VllmConfig",
-    "WandbConfig",
-    "as_omegaconf",
-    "check_layout",
-    "load_config",
-    "parse_config",
-    "plain_mapping",
-    "section_of",
-]

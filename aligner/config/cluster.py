@@ -1,5 +1,6 @@
 """Placement of the workers: in the run's own processes, or in actors of a Ray cluster."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -7,6 +8,7 @@ from annotated_types import Interval
 from pydantic import StrictBool, StrictStr
 
 from aligner.config.fields import Count, Integer, Natural, Positive, Seconds
+from aligner.foreign_keys import shown
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,51 @@ class ClusterConfig:
 
     The run continues from the last run state.
     """
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse keys of another engine, and workers that the critic's layout does not divide."""
+        layouts_differ = run.value_parallel != run.model.parallel
+        if self.engine == "local":
+            for name in ("address", "value_workers"):
+                if (value := getattr(self, name)) is not None:
+                    yield (
+                        f"{key}.{name}={value} means nothing with {key}.engine=local; set "
+                        f"{key}.engine=ray, or leave {key}.{name} at null"
+                    )
+            if self.env_vars:
+                yield (
+                    f"{key}.env_vars={self.env_vars}: with {key}.engine=local the run's own "
+                    "processes are the workers; set the variables before the command, or "
+                    f"{key}.engine=ray"
+                )
+            if layouts_differ:
+                sizes = ", ".join(
+                    f"critic.{name}={shown(size)}"
+                    for name, size in run.critic.own_layout.items()
+                    if size != getattr(run.model, name)
+                )
+                yield (
+                    f"{sizes}: with {key}.engine=local one process holds a policy and a critic "
+                    f"worker, which have one layout; set {key}.engine=ray, or leave the critic's "
+                    "sizes at null"
+                )
+            return
+        if self.value_workers is not None and self.colocated:
+            yield (
+                f"{key}.value_workers={self.value_workers} needs {key}.colocated=false, for a "
+                "colocated critic has a worker beside each of the policy's; set it, or leave "
+                f"{key}.value_workers at null"
+            )
+        size, workers = run.value_parallel.model_parallel_size, run.value_world_size
+        given = self.value_workers is not None
+        if workers % size and (given or layouts_differ):  # else check_layout refuses them
+            source = f"{key}.value_workers" if given else "trainer.devices x trainer.num_nodes"
+            owner = (
+                "of the critic's own"
+                if layouts_differ
+                else "that the critic shares with the policy"
+            )
+            yield (
+                f"{source}={workers} is not a multiple of tensor x pipeline x context = {size}, "
+                f"the layout {owner}; use {-(-workers // size) * size}"
+            )

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import StrictBool, StrictStr
 
+from aligner.config.combinations import ReadIf
+from aligner.config.environment import WITHOUT_ENVIRONMENT
 from aligner.config.fields import Count, Source, SpecialTokensInText
 
 
@@ -27,23 +29,29 @@ class PromptSourceConfig:
     """Rows to read at most; null: all."""
 
 
+SEPARATE_RESPONSE = ReadIf(
+    lambda run: getattr(run.data, "messages_column", None) is None,
+    "is for rows of a prompt and a response, and data.messages_column names a whole chat",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptColumns:
     """Columns of a row that make a prompt, in every kind of data."""
 
-    prompt_column: StrictStr = "prompt"
+    prompt_column: Annotated[StrictStr, WITHOUT_ENVIRONMENT, SEPARATE_RESPONSE] = "prompt"
     """Column of text or of a list of chat messages."""
 
-    tools_column: StrictStr | None = "tools"
+    tools_column: Annotated[StrictStr | None, WITHOUT_ENVIRONMENT] = "tools"
     """Column of functions that a chat's assistant may call; null: none.
 
     For rows that have it: JSON schemas, or their text.
     """
 
-    chat: StrictBool = False
+    chat: Annotated[StrictBool, WITHOUT_ENVIRONMENT, SEPARATE_RESPONSE] = False
     """Plain text becomes the user's message of a chat; lists of messages always do."""
 
-    system_prompt: StrictStr | None = None
+    system_prompt: Annotated[StrictStr | None, WITHOUT_ENVIRONMENT] = None
     """Put before chat messages that bring none; null: nothing."""
 
     chat_template_kwargs: Mapping[StrictStr, Any] = field(default_factory=dict)
@@ -56,7 +64,7 @@ class PromptColumns:
     after the first character makes ordinary text of them.
     """
 
-    add_bos: StrictBool = False
+    add_bos: Annotated[StrictBool, WITHOUT_ENVIRONMENT] = False
     """Begin with the BOS token, unless the text already does."""
 
 

@@ -1,26 +1,49 @@
 """The environment that a policy converses with, and the limits of a conversation."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
-from pydantic import StrictStr
+from pydantic import AfterValidator, StrictStr
+from pydantic_core import PydanticCustomError
 
-from aligner.config.fields import Count, FilePath, Integer, Seconds, UserClass
-from aligner.errors import ConfigError
+from aligner.catalog import ENVIRONMENT_KINDS
+from aligner.config.combinations import ReadIf
+from aligner.config.fields import Count, FilePath, Integer, Seconds, UserClass, one_of
+from aligner.importing import load_function
+
+WITHOUT_ENVIRONMENT = ReadIf(
+    lambda run: not run.has_environment,
+    "is for runs without an environment; environment.kwargs gives arguments to the environment",
+)
+
+
+def _without_open_quotation(command: str) -> str:
+    try:
+        shlex.split(command)
+    except ValueError as error:
+        raise PydanticCustomError(
+            "command",
+            "{key}={command}: {error}; write it as a list of words",
+            {"command": repr(command), "error": str(error)},
+        ) from error
+    return command
 
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
     """Section of `reward=environment`: conversations of many turns in place of single responses."""
 
-    kind: Literal["messages", "endpoint"] = "messages"
+    kind: Annotated[StrictStr, one_of(ENVIRONMENT_KINDS, or_path="package.module:Class")] = (
+        "messages"
+    )
     """Who leads the conversation: `messages`, the policy's turns; `endpoint`, an agent.
 
     `messages`: a class that answers the policy's messages. `endpoint`: a function or a command that
-    asks the policy over OpenAI's HTTP interface (docs/environments.md#an-agent-of-your-own).
+    asks the policy over OpenAI's HTTP interface (docs/environments.md#an-agent-of-your-own). Or a
+    class of your own, `path/to/file.py:Class` (docs/environments.md#a-kind-of-your-own).
     """
 
     factory: UserClass | None = None
@@ -30,7 +53,9 @@ class EnvironmentConfig:
     (docs/environments.md). It gives the prompts and the rewards. With `kind=endpoint` a function.
     """
 
-    command: StrictStr | tuple[StrictStr, ...] | None = None
+    command: (
+        Annotated[StrictStr, AfterValidator(_without_open_quotation)] | tuple[StrictStr, ...] | None
+    ) = None
     """With `kind=endpoint` in place of `factory`: a program and its arguments; null: none.
 
     A text is split as a shell does, but there is no shell; or a list of words.
@@ -103,25 +128,22 @@ class EnvironmentConfig:
     """
 
     @property
+    def kind_class(self) -> Any:
+        """The `aligner.algorithms.rollout.kinds.EnvironmentKind` that ``kind`` names."""
+        path = ENVIRONMENT_KINDS.get(self.kind, self.kind)
+        return load_function(path, key="environment.kind", kind="class")
+
+    @property
     def is_set(self) -> bool:
         """True if there is an environment."""
         return self.factory is not None or self.command is not None
 
     @property
     def words(self) -> list[str]:
-        """Words of the command; none: there is no command.
-
-        Raises:
-            ConfigError: a quotation of it does not end.
-        """
-        if isinstance(self.command, str):
-            try:
-                return shlex.split(self.command)
-            except ValueError as error:
-                raise ConfigError(
-                    f"environment.command={self.command!r}: {error}; write it as a list of words"
-                ) from error
-        return list(self.command or ())
+        """Words of the command; none: there is no command."""
+        return (
+            shlex.split(self.command) if isinstance(self.command, str) else list(self.command or ())
+        )
 
     @property
     def named(self) -> str:
@@ -129,3 +151,20 @@ class EnvironmentConfig:
         if self.command is not None:
             return f"environment.command={shlex.join(self.words)!r}"
         return f"environment.factory={self.factory}"
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse an environment that its kind cannot run, and limits that leave no room."""
+        yield from self.kind_class.problems(key, run)
+        if not self.is_set:
+            return
+        response = run.model.rollout.length_params.max_length
+        if self.max_tokens <= response:
+            yield (
+                f"{key}.max_tokens={self.max_tokens} leaves no room for a prompt before a response "
+                f"of {run.model.rollout_key}.length_params.max_length={response}; raise it"
+            )
+        if run.data.max_prompt_length is not None:
+            yield (
+                f"data.max_prompt_length={run.data.max_prompt_length}: prompts are the "
+                f"environment's; set it to null, and bound conversations by {key}.max_tokens"
+            )

@@ -1,6 +1,7 @@
 """Outputs of a run: directories, logging, checkpoints and their limits."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -105,3 +106,20 @@ class ExpManagerConfig:
         """True if a resumed run may read other data, or the same data in another order."""
         sections = {key.partition(".")[0] for key in self.resume_changed}
         return bool(sections & {"data", "seed"}) or "data" in self.accept_changed
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse a directory that is a file, and keys that the configuration does not have."""
+        if os.path.exists(self.explicit_log_dir) and not os.path.isdir(self.explicit_log_dir):
+            yield f"{key}.explicit_log_dir={self.explicit_log_dir}: is a file; give a directory"
+        for name in self.resume_changed:
+            section: Any = run
+            for step in name.split("."):
+                if section is None or isinstance(section, Mapping):
+                    break
+                if not hasattr(section, step):
+                    yield (
+                        f"{key}.resume_changed: {name!r} is no key of the configuration; give the "
+                        "keys that the refusal names, or sections such as trainer.ppo.reward"
+                    )
+                    break
+                section = getattr(section, step)

@@ -43,12 +43,13 @@ def aliases(others: Mapping[str, Any]) -> BeforeValidator:
     )
 
 
-def one_of(names: Collection[str], *, or_path: bool = False) -> AfterValidator:
+def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
     """A text that is one of ``names``.
 
-    ``or_path``: or the path of a user's own function, which has a colon or a dot in it.
+    ``or_path``: form of another value, the path of a user's own function or class, which has a
+    colon or a dot in it; empty: there is none.
     """
-    expected = [*names, "package.module:function"] if or_path else names
+    expected = [*names, or_path] if or_path else names
 
     def check(text: str) -> str:
         if text in names or (or_path and re.search("[:.]", text)):
@@ -116,4 +117,6 @@ NonNegative = Annotated[StrictFloat, Interval(ge=0)]
 MOST_SECONDS = 2_000_000.0
 Seconds = Annotated[StrictFloat, Interval(gt=0, le=MOST_SECONDS)]
 Beta = Annotated[StrictFloat, Interval(ge=0, lt=1)]
+MinorShare = Annotated[StrictFloat, Interval(ge=0, lt=0.5)]
+AboveOne = Annotated[StrictFloat, Interval(gt=1)]
 Fraction = Annotated[StrictFloat, Interval(ge=0, le=1)]

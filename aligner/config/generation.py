@@ -1,122 +1,55 @@
 """Sampling of the responses: with the training weights, or by engines that receive a copy."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from pydantic import StrictBool
+from pydantic import StrictBool, StrictStr
 
-from aligner.config.fields import Count, FilePath, Fraction, Positive, Seconds
+from aligner.catalog import ENGINES, imported
+from aligner.config.combinations import ReadIf
+from aligner.config.engine import EngineConfig, EngineResources
+from aligner.config.fields import one_of
+from aligner.config.parse import build
 from aligner.errors import ConfigError
+from aligner.importing import load_function
+
+
+def _has_backend(name: str, run: Any) -> bool:
+    return bool(run.generation.backend == name)
+
+
+def _with_sections(cls: type) -> type:
+    """Add a field for the section of each rollout engine of the library."""
+    for name, path in ENGINES.items():
+        section = imported(path)
+        selected = ReadIf(partial(_has_backend, name), f"needs generation.backend={name}")
+        cls.__annotations__[name] = Annotated[section, selected]
+        setattr(cls, name, field(default_factory=section))
+    return cls
 
 
 @dataclass(frozen=True)
-class VllmConfig:
-    """vLLM engines, each a worker in an interpreter of its own."""
-
-    python: FilePath = ".venv-vllm/bin/python"
-    """Interpreter of the engines; `make vllm-env` makes it."""
-
-    engines: Count = 1
-    """Engines; each draws its share of every rollout."""
-
-    tensor_parallel_size: Count = 1
-    """Devices of an engine, over which its weights are split."""
-
-    refit: Literal["colocated", "separate"] = "colocated"
-    """Way of the weights to an engine.
-
-    `colocated`: it shares a machine (on GPUs: a device) with a policy worker, through shared memory
-    or CUDA IPC. `separate`: broadcast to engines anywhere.
-    """
-
-    refit_buffer_mb: Positive = 512.0
-    """Weights are handed over in groups of at most so much."""
-
-    kv_cache_mb: Count | None = None
-    """KV cache on a device; null: 1024 on CPU, on GPUs what `gpu_memory_utilization` leaves."""
-
-    gpu_memory_utilization: Fraction | None = None
-    """Share of the device, weights included; null: 0.5 colocated, 0.9 separate."""
-
-    enforce_eager: StrictBool | None = None
-    """No compiled graphs; null: true on CPU, false on GPUs."""
-
-    sleep: StrictBool | None = None
-    """Give memory back between rollouts; null: on GPUs, colocated, not `async_rollouts`.
-
-    The device's memory, weights included.
-    """
-
-    threads: Count | None = None
-    """CPU threads of an engine; null: as a training worker has."""
-
-    timeout_s: Seconds = 600.0
-    """Longest wait for the other side of a separate refit, in seconds."""
-
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Any further arguments of `vllm.LLM`."""
-
-    @property
-    def workers(self) -> int:
-        """Processes of all engines."""
-        return self.engines * self.tensor_parallel_size
-
-    def on_device(self, *, has_gpu: bool, ahead: bool) -> "VllmConfig":
-        """These settings with what goes by the device filled in.
-
-        ``ahead``: rollouts are drawn while the policy trains.
-
-        Raises:
-            ConfigError: on CPU ``sleep``, or several engines of several processes, which vLLM
-                does not have there.
-        """
-        if self.sleep and not has_gpu:
-            raise ConfigError(
-                "generation.vllm.sleep=true: on CPU vLLM cannot give its memory back; set it to "
-                "null or false"
-            )
-        if not has_gpu and min(self.engines, self.tensor_parallel_size) > 1:
-            raise ConfigError(
-                f"generation.vllm.engines={self.engines} of tensor_parallel_size="
-                f"{self.tensor_parallel_size} each: vLLM's CPU build gives the memory that an "
-                "engine's processes share the same name in all engines of a machine; set one of "
-                "them to 1"
-            )
-        colocated = self.refit == "colocated"
-        return replace(
-            self,
-            kv_cache_mb=self.kv_cache_mb or (None if has_gpu else 1024),
-            gpu_memory_utilization=self.gpu_memory_utilization or (0.5 if colocated else 0.9),
-            enforce_eager=not has_gpu if self.enforce_eager is None else self.enforce_eager,
-            sleep=has_gpu and colocated and not ahead if self.sleep is None else self.sleep,
-        )
-
-    def in_words(self) -> str:
-        """Description of the engines' settings, as `on_device` returned them."""
-        cache = (
-            f"what its weights leave of {self.gpu_memory_utilization:.0%} of it"
-            if self.kv_cache_mb is None
-            else f"{self.kv_cache_mb:,} MiB"
-        )
-        devices = self.tensor_parallel_size
-        return (
-            f"vLLM: engines {self.engines}, devices of each {devices}, KV cache on a device "
-            f"{cache}; {'no compiled' if self.enforce_eager else 'compiled'} graphs; between "
-            f"rollouts its memory {'is given back' if self.sleep else 'is kept'}"
-        )
-
-
-@dataclass(frozen=True)
+@_with_sections
 class GenerationConfig:
     """Sampling of responses."""
 
-    backend: Literal["megatron", "vllm"] = "megatron"
+    backend: Annotated[
+        StrictStr, one_of(("megatron", *ENGINES), or_path="package.module:Class")
+    ] = "megatron"
     """Sampling by the policy's own workers, or by engines with a copy.
 
     `megatron`: the former. `vllm`: vLLM engines, brought up to date before every rollout; needs
-    `cluster.engine=ray` (docs/vllm.md).
+    `cluster.engine=ray` (docs/vllm.md). Or an engine of your own, `package.module:Class` or
+    `path/to/file.py:Class` (docs/howto.md#a-rollout-engine).
     """
+
+    kwargs: Annotated[
+        Mapping[str, Any],
+        ReadIf(lambda run: run.generation.is_own, "is of an engine of your own"),
+    ] = field(default_factory=dict)
+    """Settings of an engine of your own: values of the fields of its class."""
 
     cuda_graphs: StrictBool = True
     """`megatron` on GPUs: one launch a token of all sequences, not hundreds.
@@ -140,4 +73,77 @@ class GenerationConfig:
     `finish`: waited for and saved. `abandon`: drawn again, with the new weights.
     """
 
-    vllm: VllmConfig = field(default_factory=VllmConfig)
+    @property
+    def is_own(self) -> bool:
+        """True if the engine is a class of the user's own."""
+        return self.backend not in ("megatron", *ENGINES)
+
+    @property
+    def engine_key(self) -> str:
+        """Dotted key of the engine's settings."""
+        return "generation.kwargs" if self.is_own else f"generation.{self.backend}"
+
+    @property
+    def engine(self) -> EngineConfig | None:
+        """Settings of the engine; None: the policy's own workers sample.
+
+        Raises:
+            ConfigError: ``backend`` names no class of an engine, or ``kwargs`` are not of its keys.
+        """
+        if self.backend == "megatron":
+            return None
+        if not self.is_own:
+            return getattr(self, self.backend)
+        kind = load_function(self.backend, key="generation.backend", kind="class")
+        if not (isinstance(kind, type) and issubclass(kind, EngineConfig)):
+            raise ConfigError(
+                f"generation.backend={self.backend}: must be a subclass of "
+                "aligner.config.EngineConfig (docs/howto.md#a-rollout-engine)"
+            )
+        return build(kind, self.kwargs, self.engine_key)
+
+    def resources(self, *, has_gpu: bool) -> EngineResources | None:
+        """Devices and memory of the engines; None: nothing beyond the policy's processes."""
+        engine = self.engine
+        if engine is None:
+            return None
+        return engine.resources(has_gpu=has_gpu, ahead=self.async_rollouts)
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse engines that cannot be started, and old weights without a correction."""
+        try:
+            engine = self.engine
+        except ConfigError as error:
+            yield str(error)
+            return
+        if self.async_rollouts:
+            yield from self._async_problems(key, run, engine)
+        if engine is not None:
+            yield from engine.engine_problems(self.engine_key, run)
+
+    def _async_problems(self, key: str, run: Any, engine: EngineConfig | None) -> Iterator[str]:
+        if engine is None or not engine.draws_ahead:
+            engines = " or ".join(name for name in ENGINES if getattr(self, name).draws_ahead)
+            sampler = "the policy's own workers" if engine is None else engine.title
+            yield (
+                f"{key}.async_rollouts=true needs an engine that draws while the policy trains, "
+                f"and {key}.backend={self.backend} draws with {sampler}; set "
+                f"{key}.backend={engines}"
+            )
+        ppo = getattr(run.model, "ppo", None)
+        if ppo is None:
+            return
+        if run.trainer.ppo.dynamic_sampling.enabled:
+            yield (
+                f"{key}.async_rollouts=true draws one rollout ahead, and with "
+                "trainer.ppo.dynamic_sampling.enabled=true nobody knows how many a step takes; set "
+                "one of them to false"
+            )
+        if ppo.truncated_importance_sampling is None and not ppo.correction.is_on:
+            yield (
+                f"{key}.async_rollouts=true draws with weights one update old, which "
+                "model.ppo.truncated_importance_sampling=null and an empty model.ppo.correction "
+                "leave uncorrected; set model.ppo.correction.weights=token (with "
+                "ratio_level=sequence: sequence), or model.ppo.correction.old_logprobs=sampler "
+                "(docs/corrections.md)"
+            )

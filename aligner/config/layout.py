@@ -1,10 +1,12 @@
 """Parallel layouts: what they are and which ones a model and a world size admit."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from aligner.architecture import GPTArchitecture
+from aligner.config.combinations import multiples_near
 from aligner.errors import LayoutError
 
 LayerSpec = Literal["auto", "local", "transformer_engine"]
@@ -62,105 +64,91 @@ def check_layout(
 ) -> None:
     """Refuse a layout that cannot work, with the numbers and the nearest that can.
 
-    ``section``: where it stands in the configuration.
+    ``section``: the key of the layout's section in the configuration.
     """
-    size = parallel.model_parallel_size
+    problems = [*_layout_problems(architecture, parallel, world_size, section)]
+    if problems:
+        raise LayoutError("\n".join(problems))
+
+
+def _layout_problems(
+    architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int, section: str
+) -> Iterator[str]:
+    size, experts = parallel.model_parallel_size, architecture.num_moe_experts
     if world_size % size:
-        raise LayoutError(
+        yield (
             f"{world_size} processes cannot be split into tensor {parallel.tensor} x pipeline "
             f"{parallel.pipeline} x context {parallel.context} = {size}; start "
-            f"{_multiples(size, world_size)} processes (trainer.devices x "
+            f"{multiples_near(world_size, size)} processes (trainer.devices x "
             "trainer.num_nodes) or change the sizes"
         )
-    _check_tensor(architecture, parallel, section)
-    _check_stages(architecture, parallel, section)
-    if parallel.sequence_parallel and parallel.tensor == 1:
-        raise LayoutError(
-            f"{section}.sequence_parallel=true needs {section}.tensor_model_parallel_size > 1, "
-            "got 1; set it to false or raise the tensor parallel size"
-        )
-    _check_expert(architecture, parallel, world_size, section)
-    is_moe = architecture.num_moe_experts is not None
-    if is_moe and parallel.tensor > 1 and not parallel.sequence_parallel:
-        raise LayoutError(
-            f"{section}.tensor_model_parallel_size={parallel.tensor} with a mixture of experts "
-            f"needs {section}.sequence_parallel=true, got false; megatron-core does not train it "
-            "otherwise"
-        )
-
-
-def _check_stages(architecture: GPTArchitecture, parallel: ParallelConfig, section: str) -> None:
-    given = {
-        f"{section}.num_layers_in_{place}_pipeline_stage": layers
-        for place, layers in (("first", parallel.first_stage), ("last", parallel.last_stage))
-        if layers is not None
-    }
-    rest, others = architecture.num_layers - sum(given.values()), parallel.pipeline - len(given)
-    key = f"{section}.pipeline_model_parallel_size"
-    if not given:
-        return _divides(key, others, {"layers": rest})
-    fits = rest >= others and rest % others == 0 if others > 0 else rest == others == 0
-    if parallel.pipeline == 1 or not fits:
-        sizes = ", ".join(f"{name}={layers}" for name, layers in given.items())
-        raise LayoutError(
-            f"{sizes}: of {architecture.num_layers} layers {rest} are left for the other "
-            f"{max(0, others)} stages, which have equal numbers of them ({key}="
-            f"{parallel.pipeline}); change the numbers, or set them to null"
-        )
-    return None
-
-
-def _check_tensor(architecture: GPTArchitecture, parallel: ParallelConfig, section: str) -> None:
     counts = {
         "attention heads": architecture.num_attention_heads,
         "query groups": architecture.num_query_groups,
         "hidden columns": architecture.hidden_size,
     }
-    if architecture.num_moe_experts is None:
+    if experts is None:
         counts["feed-forward columns"] = architecture.ffn_hidden_size
     elif parallel.expert == 1:  # experts are split like other layers; shared out, they are whole
         counts["expert columns"] = architecture.expert_ffn_hidden_size
-    _divides(f"{section}.tensor_model_parallel_size", parallel.tensor, counts)
-
-
-def _check_expert(
-    architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int, section: str
-) -> None:
+    key = f"{section}.tensor_model_parallel_size"
+    yield from _not_divided(key, parallel.tensor, counts)
+    yield from _stage_problems(architecture.num_layers, parallel, section)
+    if parallel.sequence_parallel and parallel.tensor == 1:
+        yield (
+            f"{section}.sequence_parallel=true needs {key} > 1, got 1; set it to false or raise "
+            "the tensor parallel size"
+        )
+    if experts is not None and parallel.tensor > 1 and not parallel.sequence_parallel:
+        yield (
+            f"{key}={parallel.tensor} with a mixture of experts needs "
+            f"{section}.sequence_parallel=true, got false; megatron-core does not train it "
+            "otherwise"
+        )
+    key, ranks = f"{section}.expert_model_parallel_size", world_size // parallel.pipeline
     if parallel.expert == 1:
         return
-    key = f"{section}.expert_model_parallel_size"
-    if architecture.num_moe_experts is None:
-        raise LayoutError(f"{key}={parallel.expert}, but the model has no experts; set it to 1")
-    _divides(key, parallel.expert, {"experts": architecture.num_moe_experts})
-    ranks = world_size // parallel.pipeline
+    if experts is None:
+        yield f"{key}={parallel.expert}, but the model has no experts; set it to 1"
+        return
+    yield from _not_divided(key, parallel.expert, {"experts": experts})
     if ranks % parallel.expert:
-        raise LayoutError(
+        divisors = [str(size) for size in range(1, ranks + 1) if ranks % size == 0]
+        yield (
             f"{key}={parallel.expert} does not divide the {ranks} processes of a pipeline stage; "
-            f"use one of {_divisors(ranks)}"
+            f"use one of {', '.join(divisors)}"
         )
 
 
-def _divides(key: str, size: int, counts: dict[str, int]) -> None:
-    bad = {name: count for name, count in counts.items() if count % size}
-    if not bad:
+def _stage_problems(num_layers: int, parallel: ParallelConfig, section: str) -> Iterator[str]:
+    given = {
+        f"{section}.num_layers_in_{place}_pipeline_stage": layers
+        for place, layers in (("first", parallel.first_stage), ("last", parallel.last_stage))
+        if layers is not None
+    }
+    rest, others = num_layers - sum(given.values()), parallel.pipeline - len(given)
+    key = f"{section}.pipeline_model_parallel_size"
+    if not given:
+        yield from _not_divided(key, others, {"layers": rest})
         return
-    numbers = " and ".join(f"{count} {name}" for name, count in bad.items())
-    working = [
-        candidate
-        for candidate in range(1, max(counts.values()) + 1)
-        if all(count % candidate == 0 for count in counts.values())
-    ]
-    near = sorted(working, key=lambda candidate: (abs(candidate - size), candidate))[:3]
-    raise LayoutError(
-        f"{key}={size} does not divide {numbers}; nearest that work: "
-        f"{', '.join(str(candidate) for candidate in sorted(near))}"
-    )
+    fits = rest >= others and rest % others == 0 if others > 0 else rest == others == 0
+    if parallel.pipeline == 1 or not fits:
+        sizes = ", ".join(f"{name}={layers}" for name, layers in given.items())
+        yield (
+            f"{sizes}: of {num_layers} layers {rest} are left for the other {max(0, others)} "
+            f"stages, which have equal numbers of them ({key}={parallel.pipeline}); change the "
+            "numbers, or set them to null"
+        )
 
 
-def _multiples(step: int, near: int) -> str:
-    below, above = near // step * step, (near // step + 1) * step
-    return f"{below} or {above}" if below else str(above)
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+def _not_divided(key: str, size: int, counts: dict[str, int]) -> Iterator[str]:
+    bad = {name: count for name, count in counts.items() if count % size}
+    if bad:
+        numbers = " and ".join(f"{count} {name}" for name, count in bad.items())
+        common = math.gcd(*counts.values())
+        working = [divisor for divisor in range(1, common + 1) if common % divisor == 0]
+        near = sorted(working, key=lambda divisor: (abs(divisor - size), divisor))[:3]
+        yield (
+            f"{key}={size} does not divide {numbers}; nearest that work: "
+            f"{', '.join(map(str, sorted(near)))}"
+        )

@@ -10,11 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from aligner.compat.paths import current_path
+from aligner.config.algorithms.names import algorithm_of
+from aligner.config.combinations import broken_rules, unread_options
 from aligner.config.commands.ask import AskConfig
-from aligner.config.parse import build, field_types
-from aligner.config.rules.batches import derive_batches
-from aligner.config.rules.checks import check_config
-from aligner.config.run import BaseRunConfig, RunConfig, algorithm_of
+from aligner.config.parse import build, field_types, refuse
+from aligner.config.run import BaseRunConfig, RSRunConfig, RunConfig, SupervisedRunConfig
 from aligner.errors import ConfigError
 
 if importlib.util.find_spec("hydra"):  # an engine's environment has none, and composes nothing
@@ -23,6 +23,8 @@ if importlib.util.find_spec("hydra"):  # an engine's environment has none, and c
 Root = TypeVar("Root", bound=BaseRunConfig | AskConfig)
 Run = TypeVar("Run", bound=BaseRunConfig)
 Section = TypeVar("Section")
+LARGEST_BATCH, LARGEST_KEPT_BATCH = 64, 16  # of global batches that nobody gave
+LARGEST_MICRO_BATCH = 8  # likewise
 DATA, REWARD = "data.train.source", "reward.function"
 _TASK = {
     DATA: "aligner.examples.tasks.arithmetic:arithmetic_prompts",
@@ -35,9 +37,6 @@ _TASK = {
 def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
     """Resolve interpolations and validate hydra's configuration as a ``root``."""
     try:
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
-            raise ConfigError(_not_given(missing))
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "the configuration"
@@ -51,7 +50,11 @@ def with_built_in_task(config: DictConfig) -> str:
     Or only its reward, where its data are chosen. An empty note: nothing was filled in.
     """
     plain = OmegaConf.to_container(config)  # interpolations as they stand
-    given = {key: reduce(_below, key.split("."), plain) for key in _TASK}
+
+    def below(node: Any, name: str) -> Any:
+        return node.get(name) if isinstance(node, dict) else None
+
+    given = {key: reduce(below, key.split("."), plain) for key in _TASK}
     if given[REWARD] != "???" or current_path(str(given[DATA])) not in ("???", _TASK[DATA]):
         return ""
     validates = given["data.validation.source"] not in (None, "???")
@@ -64,15 +67,6 @@ def with_built_in_task(config: DictConfig) -> str:
     )
 
 
-def _below(node: Any, name: str) -> Any:
-    return node.get(name) if isinstance(node, dict) else None
-
-
-def _not_given(keys: list[str]) -> str:
-    others = f" (also missing: {', '.join(keys[1:])})" if keys[1:] else ""
-    return f"{keys[0]}: required and not set; give it as {keys[0]}=... on the command line{others}"
-
-
 def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
     """Validate a plain nested mapping as a ``root``."""
     config = build(root, values)
@@ -80,6 +74,65 @@ def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Roo
         config = _named(derive_batches(config, values))
     check_config(config)
     return config
+
+
+def derive_batches(config: Run, values: Mapping[str, Any]) -> Run:
+    """``config`` with batch sizes that are null in ``values`` worked out from the others.
+
+    A global batch is what a step learns from, in equal parts of no more than 64 samples; it never
+    depends on the layout. A micro-batch is the largest number up to 8 that the shares of the
+    data-parallel ranks divide by. Where nothing fits, the usual sizes stay and the checks speak.
+    """
+    model = _with_batches(config, "model", values, config.trainer.world_size)
+    config = replace(config, model=model)
+    if isinstance(config, RunConfig) and config.critic is not None:
+        critic = _with_batches(config, "critic", values, config.value_world_size)
+        config = replace(config, critic=critic)
+    return config
+
+
+def _with_batches(
+    config: BaseRunConfig, role: str, values: Mapping[str, Any], world_size: int
+) -> Any:
+    section, given = getattr(config, role), values.get(role) or {}
+    rows = config.rows_per_example if isinstance(config, SupervisedRunConfig) else 1
+    if given.get("global_batch_size") is None:
+        batch = _global_batch(config) or section.global_batch_size
+        section = replace(section, global_batch_size=batch)
+    if given.get("micro_batch_size") is None:
+        layout = config.value_parallel if role == "critic" else config.model.parallel
+        ranks = max(1, layout.data_size(world_size))
+        share, rest = divmod(section.global_batch_size, ranks)
+        sizes = range(min(LARGEST_MICRO_BATCH, share), 0, -1)
+        fitting = [] if rest else [n for n in sizes if share % n == 0 and n % rows == 0]
+        section = replace(section, micro_batch_size=(*fitting, section.micro_batch_size)[0])
+    return section
+
+
+def _global_batch(config: BaseRunConfig) -> int | None:
+    """The samples a step learns from in the fewest equal parts; None: there is no such number."""
+    if isinstance(config, RSRunConfig):
+        rs = config.model.rs
+        learned = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
+        largest = LARGEST_KEPT_BATCH
+    elif isinstance(config, RunConfig):
+        learned, largest = config.model.ppo.num_rollout_samples, LARGEST_BATCH
+    else:
+        return None
+    fewest = -(-learned // largest)
+    # No more than twice as many: a prime number of samples is not learned one by one.
+    for parts in range(fewest, 2 * fewest + 1) if learned else ():
+        if learned % parts == 0:
+            return learned // parts
+    return None
+
+
+def check_config(config: BaseRunConfig | AskConfig) -> None:
+    """Refuse combinations of values that cannot work, all of them in one error."""
+    if isinstance(config, BaseRunConfig):
+        refuse([*broken_rules(config, "", config), *unread_options(config)])
+    else:
+        refuse(config.problems("", config))
 
 
 def _named(config: Run) -> Run:

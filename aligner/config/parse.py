@@ -1,16 +1,27 @@
 """Build frozen dataclasses out of plain mappings, refusing what does not fit.
 
-pydantic validates them. What it finds becomes one ``ConfigError``, which starts with the full
-dotted key and ends with a remedy.
+pydantic validates them. Its errors become one ``ConfigError`` with a message for each value, which
+starts with the full dotted key and ends with a remedy.
 """
 
 import dataclasses
 import difflib
+import json
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import Interval
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -67,37 +78,70 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
     """Make a ``cls`` from ``values``; ``prefix`` is the dotted key of ``values`` itself.
 
     ``cls``: a dataclass; a ``TypedDict``, of which any key may be absent; or a field's type.
+
+    Raises:
+        ConfigError: names every value that does not fit, every unknown key, and every value that is
+            required and missing (also ``???``, omegaconf's mark of a missing value).
     """
+    missing: list[str] = []
     if isinstance(values, Mapping):
-        values = _without_inert(values, prefix)
+        values = _given(values, prefix, missing)
+    problems = [f"{key}: {_TEXTS['missing'].format(key=key)}" for key in missing]
     try:
-        return _adapter(cls).validate_python((values,))[0]  # type: ignore[arg-type]
+        (built,) = _adapter(cls).validate_python((values,))  # type: ignore[arg-type]
     except ValidationError as error:
-        raise ConfigError(_refusal(cls, error.errors(include_url=False), prefix)) from None
+        problems += _problems(cls, error.errors(include_url=False), prefix)
+    refuse(problems)
+    return built
+
+
+def check_fields(values: Any) -> None:
+    """Refuse a dataclass made in code whose values do not fit the types of its fields."""
+    hints, problems = field_types(type(values)), []
+    for field in dataclasses.fields(values):
+        try:
+            build(hints[field.name], getattr(values, field.name), field.name)
+        except ConfigError as error:
+            problems.append(str(error))
+    refuse(problems)
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise one ``ConfigError`` with all messages; do nothing if there are none."""
+    messages = list(dict.fromkeys(problems))
+    if len(messages) > 1:
+        lines = "".join(f"\n- {message}" for message in messages)
+        raise ConfigError(f"{len(messages)} settings cannot be used:{lines}")
+    if messages:
+        raise ConfigError(messages[0])
 
 
 @cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
     # A tuple of it, as pydantic refuses rules for a dataclass itself, and hands them down to one.
     rules = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
-    of_one: Any = types.GenericAlias(tuple, (cls,))
-    return TypeAdapter(of_one, config=rules)
+    return TypeAdapter(types.GenericAlias(tuple, (cls,)), config=rules)  # type: ignore[arg-type]
 
 
-def _without_inert(values: Mapping[Any, Any], prefix: str) -> dict[Any, Any]:
-    return {
-        name: _without_inert(value, _join(prefix, name)) if isinstance(value, Mapping) else value
-        for name, value in values.items()
-        if not is_inert(_join(prefix, name), value)
-    }
+def _given(values: Mapping[Any, Any], prefix: str, missing: list[str]) -> dict[Any, Any]:
+    """``values`` without keys that change nothing, and missing ones, which ``missing`` gets."""
+    given = {}
+    for name, value in values.items():
+        key = join(prefix, name)
+        if value == "???":
+            missing.append(key)
+        elif not is_inert(key, value):
+            given[name] = _given(value, key, missing) if isinstance(value, Mapping) else value
+    return given
 
 
-def field_types(cls: type) -> dict[str, Any]:
-    """Resolved type of each field of a dataclass, annotations kept, in order of definition.
+def _field_types(section: Any) -> Mapping[Any, Any]:
+    hints = get_type_hints(section, include_extras=True)
+    return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
-    Of a ``TypedDict`` that of each key.
-    """
-    return get_type_hints(cls, include_extras=True)
+
+field_types: Callable[[Any], Mapping[Any, Any]] = cache(_field_types)
+"""Resolved type of each field of a dataclass, or of each key of a ``TypedDict``, in their order."""
 
 
 def arms_of(hint: Any) -> Iterator[Any]:
@@ -160,7 +204,7 @@ def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str
     section = f"{key.split('.')[0]}."
     places = [other for other in places if other.startswith(section)] or places
     if near and not places:
-        places = [_join(prefix, near[0])]
+        places = [join(prefix, near[0])]
     if not places:
         lasts = {other.rsplit(".", 1)[-1] for other in elsewhere}
         spelt = difflib.get_close_matches(name, sorted(lasts), n=1, cutoff=0.8)
@@ -171,27 +215,53 @@ def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str
     return f"{key}: unknown key; {hint} Keys here: {', '.join(sorted(known))}"
 
 
-def _refusal(cls: Any, errors: Sequence[Mapping[str, Any]], prefix: str) -> str:
-    """Message of an unknown key, where there is one, or of the first value that does not fit."""
-    found: list[tuple[str, str, bool]] = []  # key, what is said of it, was another kind expected
+def _problems(cls: Any, errors: Sequence[Mapping[str, Any]], prefix: str) -> Iterator[str]:
+    """Yield a message for each unknown key and for each value that does not fit."""
+    groups: list[list[_Problem]] = []  # a value of a union has errors of all its types
     for error in errors:
-        kind, path = error["type"], error["loc"][1:]
-        if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-            key, hint = _place(cls, path[:-1], prefix)
-            section = section_in(hint)
-            assert section is not None, hint
-            return unknown_key(_join(key, path[-1]), list(field_types(section)), key)
-        if kind == "missing" and isinstance(path[-1], int):  # of a list that ends too early
-            kind, path = "too_long", path[:-1]
-        key, hint = _place(cls, path, prefix)
-        text = _TEXTS.get(kind, error["msg"]).format(**_words(error, key, hint))
-        found.append((key, text, kind.endswith(("_type", "literal_error"))))
-    # A union has errors of all its arms: those say most that expected the kind that was given.
-    of_value = [one for one in found if one[0].startswith(found[0][0])]
-    key, _, other_kind = min(of_value, key=lambda one: (one[2], -len(one[0])))
-    texts = [text for place, text, other in of_value if (place, other) == (key, other_kind)]
-    said = "; or ".join(dict.fromkeys(texts))
-    return said if said.startswith(f"{key}=") else f"{key or 'the configuration'}: {said}"
+        problem = _problem(cls, error, prefix)
+        first = groups[-1][0].key if groups else None
+        is_same = first is not None and re.match(rf"{re.escape(first)}([.\[]|$)", problem.key)
+        if is_same:
+            groups[-1].append(problem)
+        else:
+            groups.append([problem])
+    for group in groups:
+        if unknown := [problem for problem in group if problem.is_unknown]:
+            yield from (problem.text for problem in unknown)
+            continue
+        # The errors of the types that expected the kind of value that was given say most.
+        key, _, other_kind, _ = min(group, key=lambda each: (each.is_other_kind, -len(each.key)))
+        texts = [each.text for each in group if (each.key, each.is_other_kind) == (key, other_kind)]
+        text = "; or ".join(dict.fromkeys(texts))
+        yield text if text.startswith(f"{key}=") else f"{key or 'the configuration'}: {text}"
+
+
+class _Problem(NamedTuple):
+    """Error of pydantic about one value."""
+
+    key: str
+    text: str
+    is_other_kind: bool  # the value is of another kind than expected, such as text for a number
+    is_unknown: bool  # there is no such key
+
+
+def _problem(cls: Any, error: Mapping[str, Any], prefix: str) -> _Problem:
+    kind, path = error["type"], error["loc"][1:]
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        place, hint = _place(cls, path[:-1], prefix)
+        section = section_in(hint)
+        assert section is not None, hint
+        key = join(place, path[-1])
+        return _Problem(key, unknown_key(key, list(field_types(section)), place), False, True)
+    if kind == "missing" and isinstance(path[-1], int):  # of a list that ends too early
+        kind, path = "too_long", path[:-1]
+    key, hint = _place(cls, path, prefix)
+    if kind in _TEXTS:
+        text = _TEXTS[kind].format(**_words(error, key, hint))
+    else:
+        text = error["msg"].replace("{key}", key).replace("{got}", _show(error["input"]))
+    return _Problem(key, text, kind.endswith(("_type", "literal_error")), False)
 
 
 def _place(hint: Any, path: Sequence[str | int], key: str) -> tuple[str, Any]:
@@ -199,7 +269,7 @@ def _place(hint: Any, path: Sequence[str | int], key: str) -> tuple[str, Any]:
     for step in path:
         below = type_below(hint, step)
         if below is not None:
-            key = f"{key}[{step}]" if isinstance(step, int) else _join(key, step)
+            key = f"{key}[{step}]" if isinstance(step, int) else join(key, step)
             hint = below
     return key, hint
 
@@ -223,18 +293,55 @@ def _words(error: Mapping[str, Any], key: str, hint: Any) -> dict[str, Any]:
 
 def _range(hint: Any) -> str:
     """Interval of a number, behind "must be"; empty: any will do."""
-    constraints = [one for arm in (hint, *get_args(hint)) for one in get_args(arm)]
-    for one in constraints:
-        if isinstance(one, Interval):
-            low: Any = one.ge if one.gt is None else one.gt
-            high: Any = one.le if one.lt is None else one.lt
-            if high is not None:
-                return f" between {low:g} and {high:g}{'' if one.lt is None else ' (exclusive)'}"
-            return f" at least {low:g}" if one.gt is None else f" greater than {low:g}"
-    return ""
+    if isinstance(hint, Interval):
+        low: Any = hint.ge if hint.gt is None else hint.gt
+        high: Any = hint.le if hint.lt is None else hint.lt
+        if high is not None:
+            return f" between {low:g} and {high:g}{'' if hint.lt is None else ' (exclusive)'}"
+        return f" at least {low:g}" if hint.gt is None else f" greater than {low:g}"
+    return next(filter(None, map(_range, get_args(hint))), "")
 
 
-def _join(prefix: str, key: Any) -> str:
+def defaults_of(config: Any) -> dict[str, Any]:
+    """Defaults of the keys of a configuration, as JSON has them; keys without one are left out.
+
+    ``config``: a dataclass. The sections that it must be given are looked into.
+    """
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+        elif dataclasses.is_dataclass(value):
+            found[field.name] = defaults_of(value)
+    return json.loads(json.dumps(found, default=dataclasses.asdict))
+
+
+def without_new_defaults(
+    now: Mapping[str, Any], before: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``now`` without the keys that ``before`` lacks and that have their default.
+
+    All three are configurations as nested mappings. A section that ``before`` has as null was
+    switched off, so that its keys stay.
+    """
+    kept: dict[str, Any] = {}
+    for key, value in now.items():
+        is_new, default = key not in before, defaults.get(key)
+        if is_new and key in defaults and value == default:
+            continue
+        earlier = {} if is_new else before[key]
+        if isinstance(value, Mapping) and isinstance(earlier, Mapping):
+            inner = default if isinstance(default, Mapping) else {}
+            value = without_new_defaults(value, earlier, inner)
+        kept[key] = value
+    return kept
+
+
+def join(prefix: str, key: Any) -> str:
+    """Dotted key of ``key`` below ``prefix``, which may be empty."""
     return f"{prefix}.{key}" if prefix else str(key)
 
 

@@ -1,11 +1,12 @@
 """Sources of rewards."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import StrictBool, StrictFloat, StrictStr
 
+from aligner.config.environment import WITHOUT_ENVIRONMENT
 from aligner.config.fields import (
     ASKED_FOR,
     Count,
@@ -15,6 +16,7 @@ from aligner.config.fields import (
     Seconds,
     not_empty,
 )
+from aligner.foreign_keys import shown
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,48 @@ class RewardModelConfig:
     (docs/reward.md#one-backbone-with-the-critic).
     """
 
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse workers that no layout divides, and a body that cannot be shared."""
+        size = run.model.parallel.model_parallel_size
+        if self.workers is not None and run.cluster.engine != "ray":
+            yield (
+                f"{key}.workers={self.workers} needs cluster.engine=ray; set it, or leave "
+                f"{key}.workers at null"
+            )
+        elif self.workers is not None and self.workers % size:
+            yield (
+                f"{key}.workers={self.workers} is not a multiple of tensor x pipeline x context = "
+                f"{size}, the layout that the reward model shares with the policy; use "
+                f"{-(-self.workers // size) * size}"
+            )
+        if not self.share_body_with_critic:
+            return
+        key = f"{key}.share_body_with_critic=true"
+        if getattr(run, "critic", None) is None:
+            yield f"{key}, but this run has no critic; set it to false"
+        if run.value_parallel != run.model.parallel:
+            yield (
+                f"{key}: a reward model has the policy's layout, and this critic one of its own; "
+                "leave the critic's sizes at null, or set share_body_with_critic to false"
+            )
+        if run.policy.backend != "megatron":
+            yield (
+                f"{key} swaps weights of megatron-core models, and policy.backend="
+                f"{run.policy.backend}; set one of them to false or megatron"
+            )
+        if run.model.peft.lora is not None:
+            yield (
+                f"{key}, but with model.peft.peft_scheme=lora the critic is adapters beside frozen "
+                "weights; set one of them to false or null"
+            )
+        for name, unset in (("workers", None), ("offload_weights", False)):
+            if value := getattr(self, name):
+                yield (
+                    f"{key} has the reward model score on the critic's workers, and reward.model."
+                    f"{name}={shown(value)} is for workers of its own; set one of them to "
+                    f"{shown(unset)}"
+                )
+
 
 @dataclass(frozen=True)
 class RewardServerConfig:
@@ -76,6 +120,18 @@ class RewardServerConfig:
     concurrent_requests: Count = 4
     """Parts asked for at the same time."""
 
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse two tokens, and waits that are longer than the other processes'."""
+        if self.token_env is not None and self.token_file is not None:
+            yield f"{key}.token_env and {key}.token_file are both given; set one to null"
+        longest, limit = self.retry_for_s + self.timeout_s, run.cluster.timeout_s
+        if run.cluster.engine == "local" and longest >= limit:
+            yield (
+                f"{key}.retry_for_s={self.retry_for_s:g} and timeout_s={self.timeout_s:g} together "
+                f"must stay below cluster.timeout_s={limit:g}, for which the other processes wait; "
+                "lower them, or raise it"
+            )
+
 
 @dataclass(frozen=True)
 class RewardConfig:
@@ -95,13 +151,13 @@ class RewardConfig:
     `accuracy`, and nobody learns from it.
     """
 
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Annotated[Mapping[str, Any], WITHOUT_ENVIRONMENT] = field(default_factory=dict)
     """Further keyword arguments of the function."""
 
-    time_limit_s: Seconds = 60.0
+    time_limit_s: Annotated[Seconds, WITHOUT_ENVIRONMENT] = 60.0
     """Seconds of the function for one whole batch."""
 
-    timeout_reward: StrictFloat | None = 0.0
+    timeout_reward: Annotated[StrictFloat | None, WITHOUT_ENVIRONMENT] = 0.0
     """Reward of a sample that is not scored in time; null: that ends the run."""
 
     max_concurrency: Count = 1
@@ -118,3 +174,37 @@ class RewardConfig:
 
     The reward is the weighted sum.
     """
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse a source without its section, and sections that nobody reads."""
+        examples = {
+            "function": "reward.function=my_rewards.py:reward",
+            "model": "reward=model reward.model.restore_from_path=REWARD.nemo",
+            "server": "reward=server reward.server.url=http://host:5555",
+        }
+        if self.kind in examples and getattr(self, self.kind) is None:
+            yield (
+                f"{key}.kind={self.kind} needs {key}.{self.kind}; give it, for example "
+                f"{examples[self.kind]}"
+            )
+        for other in ("model", "server"):
+            if other != self.kind and getattr(self, other) is not None:
+                yield (
+                    f"{key}.{other} is given, and {key}.kind={self.kind} does not read it; set "
+                    f"{key}.kind={other}, or {key}.{other}=null"
+                )
+        if self.attribute_weights is not None and self.kind not in ("model", "server"):
+            yield (
+                f"{key}.attribute_weights weighs what a reward model or a server rates, and "
+                f"{key}.kind={self.kind}; set it to null"
+            )
+        if (self.kind == "environment") != run.environment.is_set:
+            yield (
+                f"{key}.kind={self.kind} and {run.environment.named}: set reward=environment and "
+                "environment.factory=my_game.py:Class, or neither"
+            )
+        if run.environment.is_set and self.function is not None:
+            yield (
+                f"{key}.function={self.function} scores single responses, and the rewards are the "
+                "environment's; set it to null"
+            )

@@ -1,30 +1,31 @@
 """The roots of the configuration."""
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import StrictBool
 
-from aligner.config.algorithms.distill import DistillTrainerConfig, StudentConfig, TeacherConfig
+from aligner.config.algorithms.names import algorithm_of
 from aligner.config.algorithms.preference import (
     DPOTrainerConfig,
     PairDataConfig,
     PreferenceDataConfig,
+    RewardDataConfig,
+    RewardTrainerConfig,
 )
-from aligner.config.algorithms.reward_model import RewardDataConfig, RewardTrainerConfig
-from aligner.config.algorithms.supervised import ExampleDataConfig, SFTTrainerConfig
-from aligner.config.algorithms.trainer import (
-    LoopConfig,
-    RSTrainerConfig,
-    SamplingLoopConfig,
-    SupervisedLoopConfig,
-    TrainerConfig,
-    TrainingConfig,
+from aligner.config.algorithms.process import TrainingConfig
+from aligner.config.algorithms.supervised import (
+    DistillTrainerConfig,
+    ExampleDataConfig,
+    SFTTrainerConfig,
+    StudentConfig,
+    TeacherConfig,
 )
+from aligner.config.algorithms.trainer import RSTrainerConfig, TrainerConfig
 from aligner.config.cluster import ClusterConfig
+from aligner.config.combinations import ReadIf, multiples_near
 from aligner.config.data import DataConfig
 from aligner.config.environment import EnvironmentConfig
 from aligner.config.experiment import ExpManagerConfig
@@ -58,9 +59,9 @@ class BaseRunConfig:
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
 
     @property
-    def loop(self) -> LoopConfig:
-        """The algorithm's section of ``trainer``."""
-        raise NotImplementedError
+    def loop(self) -> Any:
+        """The algorithm's section of ``trainer``, a `LoopConfig`."""
+        return getattr(self.trainer, self.section.removeprefix("trainer."))
 
     @property
     def value_parallel(self) -> ParallelConfig:
@@ -88,6 +89,11 @@ class BaseRunConfig:
         return 0
 
     @property
+    def trained_roles(self) -> dict[str, TrainedModelConfig | CriticConfig]:
+        """Sections of the roles that are trained, by their keys."""
+        return {"model": self.model}
+
+    @property
     def algorithm(self) -> str:
         """Name of the algorithm, in a few words."""
         return algorithm_of(self.as_dict()).name
@@ -101,6 +107,39 @@ class BaseRunConfig:
         """The whole tree as JSON has it: mappings, lists and plain values."""
         return json.loads(json.dumps(asdict(self)))
 
+    @property
+    def has_environment(self) -> bool:
+        """True if the policy converses with an environment."""
+        return False
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse batches that the processes cannot share evenly."""
+        return self.share_problems(self.trainer.world_size, self.value_world_size)
+
+    def share_problems(self, world_size: int, value_world_size: int = 0) -> Iterator[str]:
+        """Yield a message for each global batch that data-parallel ranks cannot share evenly.
+
+        Token budgets level tokens instead: any number of sequences will do.
+
+        Args:
+            world_size: processes of the policy.
+            value_world_size: processes of the critic.
+        """
+        for role, section in self.trained_roles.items() if not self.model.token_budgets else ():
+            is_critic = role == "critic"
+            layout = self.value_parallel if is_critic else self.model.parallel
+            ranks = max(1, layout.data_size(value_world_size if is_critic else world_size))
+            batch, per_pass = section.global_batch_size, section.micro_batch_size * ranks
+            if batch % per_pass:
+                workers = ", or of cluster.value_workers" if is_critic else ""
+                processes = f" (of trainer.devices x trainer.num_nodes{workers})"
+                yield (
+                    f"{role}.global_batch_size={batch} is not a multiple of "
+                    f"{role}.micro_batch_size={section.micro_batch_size} x {ranks} data-parallel "
+                    f"ranks = {per_pass}{processes if ranks > 1 else ''}; nearest that work: "
+                    f"{multiples_near(batch, per_pass)}"
+                )
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRunConfig(BaseRunConfig):
@@ -108,16 +147,27 @@ class SamplingRunConfig(BaseRunConfig):
 
     reward: RewardConfig
     data: DataConfig
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    environment: Annotated[
+        EnvironmentConfig,
+        ReadIf(
+            lambda run: run.has_environment,
+            "needs an environment: set reward=environment and environment.factory",
+        ),
+    ] = field(default_factory=EnvironmentConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    validation: Annotated[
+        ValidationConfig,
+        ReadIf(
+            lambda run: run.data.validation is not None or bool(run.validation.sets),
+            "needs validation data: set data.validation.source",
+        ),
+    ] = field(default_factory=ValidationConfig)
 
     @property
     def generation_world_size(self) -> int:
         """Workers that only generate and have room of their own; 0: there are none."""
-        vllm = self.generation.vllm
-        apart = self.generation.backend == "vllm" and vllm.refit == "separate"
-        return vllm.workers if apart else 0
+        resources = self.generation.resources(has_gpu=True)
+        return 0 if resources is None else resources.own_workers
 
     @property
     def reward_world_size(self) -> int:
@@ -136,9 +186,26 @@ class SamplingRunConfig(BaseRunConfig):
         return super().monitor
 
     @property
-    def loop(self) -> SamplingLoopConfig:
-        """The algorithm's section of ``trainer``."""
-        raise NotImplementedError
+    def has_environment(self) -> bool:
+        """True if the policy converses with an environment."""
+        return self.environment.is_set
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse also token budgets that a sequence exceeds."""
+        yield from super().problems(key, run)
+        yield from self.length_problems(self.data.max_prompt_length or 1)
+
+    def length_problems(self, longest_prompt: int) -> Iterator[str]:
+        """Yield a message for each token budget that the longest possible sequence exceeds."""
+        response = self.model.rollout.length_params.max_length
+        longest = longest_prompt + response
+        for name, tokens in self.model.token_limits.items():
+            if tokens < longest:
+                yield (
+                    f"model.{name}={tokens}: a prompt of {longest_prompt} tokens and "
+                    f"{self.model.rollout_key}.length_params.max_length={response} more do not "
+                    f"fit; raise it to at least {longest}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,11 +216,6 @@ class RunConfig(SamplingRunConfig):
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     critic: CriticConfig | None = field(default_factory=CriticConfig)
     """The critic; null: none is built."""
-
-    @property
-    def loop(self) -> SamplingLoopConfig:
-        """See ``trainer.ppo``."""
-        return self.trainer.ppo
 
     @property
     def value_parallel(self) -> ParallelConfig:
@@ -168,6 +230,23 @@ class RunConfig(SamplingRunConfig):
             return 0
         return self.cluster.value_workers or self.trainer.world_size
 
+    @property
+    def trained_roles(self) -> dict[str, TrainedModelConfig | CriticConfig]:
+        """Sections of the roles that are trained, by their keys."""
+        return {"model": self.model, **({} if self.critic is None else {"critic": self.critic})}
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse also rollouts that a global batch does not divide."""
+        yield from super().problems(key, run)
+        samples = self.model.ppo.num_rollout_samples
+        for role, section in self.trained_roles.items():
+            if samples % section.global_batch_size:
+                yield (
+                    f"model.ppo.num_rollout_samples={samples} is not a multiple of "
+                    f"{role}.global_batch_size={section.global_batch_size}; nearest that work: "
+                    f"{multiples_near(samples, section.global_batch_size)}"
+                )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RSRunConfig(SamplingRunConfig):
@@ -176,10 +255,19 @@ class RSRunConfig(SamplingRunConfig):
     model: RSModelConfig
     trainer: RSTrainerConfig = field(default_factory=RSTrainerConfig)
 
-    @property
-    def loop(self) -> SamplingLoopConfig:
-        """See ``trainer.rs``."""
-        return self.trainer.rs
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse also kept responses that a global batch does not divide."""
+        yield from super().problems(key, run)
+        rs, batch = self.model.rs, self.model.global_batch_size
+        kept = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
+        if kept % batch:
+            yield (
+                f"a step keeps {kept} responses (model.rs.num_rollout_samples="
+                f"{rs.num_rollout_samples} / num_rollouts_per_prompt={rs.num_rollouts_per_prompt} "
+                f"x top_n_rollouts={rs.top_n_rollouts}), which is not a multiple of "
+                f"model.global_batch_size={batch}; nearest that work: "
+                f"{multiples_near(kept, batch)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,14 +277,39 @@ class SupervisedRunConfig(BaseRunConfig):
     data: ExampleDataConfig | PairDataConfig
 
     @property
-    def loop(self) -> SupervisedLoopConfig:
-        """The algorithm's section of ``trainer``."""
-        raise NotImplementedError
-
-    @property
     def rows_per_example(self) -> int:
         """Adjacent rows of a batch that belong together."""
         return 1
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse also batches that cut examples, and token budgets that an example exceeds."""
+        yield from super().problems(key, run)
+        for name in ("micro_batch_size", "global_batch_size"):
+            if (size := getattr(self.model, name)) % self.rows_per_example:
+                yield (
+                    f"model.{name}={size} counts rows, and an example of this run has "
+                    f"{self.rows_per_example}, the chosen and the rejected response; nearest that "
+                    f"work: {multiples_near(size, self.rows_per_example)}"
+                )
+        yield from self.length_problems(self.data.max_length or 1)
+
+    def length_problems(self, longest: int) -> Iterator[str]:
+        """Yield a message for each token budget that the longest example exceeds.
+
+        ``longest``: tokens of the longest row.
+        """
+        multiple = self.model.length_multiple
+        for name, tokens in self.model.token_limits.items():
+            rows = self.rows_per_example if name.endswith("train_mb_tokens") else 1
+            needed = rows * -(-longest // multiple) * multiple
+            if tokens < needed:
+                example = f"an example may have {longest} tokens"
+                if rows > 1:
+                    example = f"the {rows} rows of an example may have {longest} tokens each"
+                yield (
+                    f"model.{name}={tokens}: {example}; raise it to at least {needed}, or lower "
+                    "data.max_length"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,11 +318,6 @@ class SFTRunConfig(SupervisedRunConfig):
 
     data: ExampleDataConfig
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
-
-    @property
-    def loop(self) -> SupervisedLoopConfig:
-        """See ``trainer.sft``."""
-        return self.trainer.sft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,11 +329,6 @@ class DistillRunConfig(SupervisedRunConfig):
     data: ExampleDataConfig
     trainer: DistillTrainerConfig = field(default_factory=DistillTrainerConfig)
 
-    @property
-    def loop(self) -> SupervisedLoopConfig:
-        """See ``trainer.distill``."""
-        return self.trainer.distill
-
 
 @dataclass(frozen=True, kw_only=True)
 class DPORunConfig(SupervisedRunConfig):
@@ -233,11 +336,6 @@ class DPORunConfig(SupervisedRunConfig):
 
     data: PreferenceDataConfig
     trainer: DPOTrainerConfig = field(default_factory=DPOTrainerConfig)
-
-    @property
-    def loop(self) -> SupervisedLoopConfig:
-        """See ``trainer.dpo``."""
-        return self.trainer.dpo
 
     @property
     def rows_per_example(self) -> int:
@@ -253,79 +351,6 @@ class RewardRunConfig(SupervisedRunConfig):
     trainer: RewardTrainerConfig = field(default_factory=RewardTrainerConfig)
 
     @property
-    def loop(self) -> SupervisedLoopConfig:
-        """See ``trainer.reward_model``."""
-        return self.trainer.reward_model
-
-    @property
     def rows_per_example(self) -> int:
         """Adjacent rows of a batch that belong together."""
         return 1 if self.trainer.reward_model.loss == "regression" else 2
-
-
-class Algorithm(NamedTuple):
-    """An algorithm by its name, and what its run state is made of."""
-
-    name: str
-    section: str  # of ``trainer``
-    has_critic: bool
-
-    @property
-    def directory(self) -> str:
-        """The name as part of a directory's, such as ``dr_grpo``."""
-        plain = self.name.lower().replace("reinforce++", "reinforce_plus_plus")
-        return re.sub(r"[^a-z0-9]+", "_", plain.replace(" with a baseline", "_baseline")).strip("_")
-
-
-_ESTIMATORS = {
-    "gae": "PPO",
-    "reinforce": "REINFORCE",
-    "rloo": "RLOO",
-    "grpo": "GRPO",
-    "dr_grpo": "Dr. GRPO",
-    "reinforce_plus_plus": "REINFORCE++",
-    "reinforce_plus_plus_baseline": "REINFORCE++ with a baseline",
-}
-
-
-def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
-    """The algorithm of a run whose configuration is ``config`` (`BaseRunConfig.as_dict`).
-
-    Also of a saved run's, which may be of an earlier version.
-    """
-    sections = ("ppo", "rs", "sft", "dpo", "reward_model", "distill")
-    trainer = config["trainer"]
-    section = next(name for name in sections if name in trainer)
-    loop = trainer[section]
-    names = {
-        "rs": "Rejection sampling",
-        "sft": "Fine-tuning",
-        "dpo": f"Preference optimisation ({loop.get('loss', 'dpo').upper()})",
-        "reward_model": f"Reward model ({loop.get('loss', '').replace('_', ' ')})",
-    }
-    if section == "ppo":
-        estimator = loop.get("advantage", {}).get("estimator", "gae")
-        name = _ESTIMATORS.get(estimator, f"Policy gradients ({estimator})")
-        variants = _variants(loop, config.get("model", {}).get("ppo", {}))
-        if estimator == "grpo" and variants:
-            name = ", ".join(variants)
-        elif variants:
-            name += f" ({', '.join(variants)})"
-    elif section == "distill":
-        where = "on-policy" if loop.get("on_policy") else "offline"
-        name = f"Distillation ({where}, {loop.get('kl')} KL)"
-    else:
-        name = names[section]
-    return Algorithm(name, section, config.get("critic") is not None)
-
-
-def _variants(loop: Mapping[str, Any], policy: Mapping[str, Any]) -> list[str]:
-    """Names of the published variants of GRPO whose options are set, as in docs/reinforce.md."""
-    eps = policy.get("ratio_eps")
-    clips_higher = isinstance(eps, Sequence) and len(set(eps)) > 1
-    is_set = {
-        "DAPO": loop.get("dynamic_sampling", {}).get("enabled") and clips_higher,
-        "GSPO": policy.get("ratio_level") == "sequence",
-        "CISPO": policy.get("surrogate") == "cispo",
-    }
-    return [name for name, value in is_set.items() if value]

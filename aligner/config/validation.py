@@ -2,12 +2,12 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Interval
-from pydantic import StrictBool, StrictFloat, StrictStr
+from pydantic import StrictBool, StrictFloat
 
 from aligner.config.data import PromptSourceConfig
 from aligner.config.fields import Count, Function, Natural, Positive
@@ -17,7 +17,6 @@ from aligner.config.roles.sampling import (
     SamplingOptions,
     SamplingParams,
 )
-from aligner.errors import ConfigError
 
 FINAL_ANSWER = "aligner.rewards.answers:final_answer"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -72,40 +71,28 @@ class ValidationConfig:
             own = dataclasses.replace(own, length=LengthParams(self.max_length, least))
         return None if own == SamplingOptions(length, sampling) else own
 
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse what `answer_problems` names."""
+        greedy = self.use_greedy
+        if greedy is None:
+            greedy = run.model.rollout.sampling_params.use_greedy
+        yield from answer_problems(key, self.samples_per_prompt, greedy, f"{key}.sets", self.sets)
+
 
 @dataclass(frozen=True)
-class AnswerSamplingConfig:
-    """Sampling of a model that answers without being trained."""
+class SampleCount:
+    """Number of responses to a prompt."""
 
     samples_per_prompt: Count = 1
     """Responses to each prompt."""
 
+
+@dataclass(frozen=True)
+class AnswerSamplingConfig(SamplingParams, LengthParams, SampleCount):
+    """Sampling of a model that answers without being trained."""
+
     max_length: Count = 256
-    """Most new tokens."""
-
-    min_length: Natural = 1
-    """A response cannot end before so many tokens."""
-
-    temperature: Positive = 1.0
-    """Logits are divided by it."""
-
-    top_k: Natural = 0
-    """Draw among the so many likeliest tokens; 0: off."""
-
-    top_p: Annotated[StrictFloat, Interval(gt=0, le=1)] = 1.0
-    """Draw among the fewest likeliest tokens with this much probability; 1: off."""
-
-    repetition_penalty: Positive = 1.0
-    """Penalty of tokens that occurred; 1: off."""
-
-    use_greedy: StrictBool = False
-    """Always take the likeliest token."""
-
-    end_strings: tuple[StrictStr, ...] = ()
-    """A response ends after the first of these."""
-
-    end_tokens: tuple[StrictStr, ...] = ()
-    """Further tokens that end it, beside those that the model brings."""
+    """Most new tokens, the end-of-sequence token included."""
 
     batch_size: Count = 64
     """Sequences in flight together, per rank."""
@@ -120,19 +107,15 @@ class AnswerSamplingConfig:
         )
 
 
-def check_samples_differ(key: str, samples_per_prompt: int, greedy: bool) -> None:
-    """Refuse several samples of a prompt that would all be the same."""
+def answer_problems(
+    key: str, samples_per_prompt: int, greedy: bool, sets_key: str, sets: Mapping[str, Any]
+) -> Iterator[str]:
+    """Samples of a prompt that would all be equal, and names that cannot be part of a metric's."""
     if greedy and samples_per_prompt > 1:
-        raise ConfigError(
+        yield (
             f"{key}.samples_per_prompt={samples_per_prompt} with use_greedy=true draws the same "
             f"response so many times; set {key}.samples_per_prompt=1, or {key}.use_greedy=false"
         )
-
-
-def check_sets(key: str, sets: Mapping[str, PromptSourceConfig]) -> None:
-    """Refuse names that cannot be part of a metric's."""
     for name in sets:
         if not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"{key}.{name}: a set's name is made of letters, digits, '_', '.' and '-'"
-            )
+            yield (f"{sets_key}.{name}: a set's name is made of letters, digits, '_', '.' and '-'")

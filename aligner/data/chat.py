@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.errors import DataError
+from aligner.errors import DataError, raised_as
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
@@ -56,11 +56,7 @@ def parse_tools(columns: Mapping[str, Any], column: str | None) -> Tools | None:
     ``column``: where they stand; None: nowhere.
     """
     value = None if column is None else columns.get(column)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"column {column!r} is text that is no JSON: {error}") from error
+    value = _parsed_json(value, f"column {column!r} is")
     if value is not None and not (
         isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)
     ):
@@ -69,6 +65,14 @@ def parse_tools(columns: Mapping[str, Any], column: str | None) -> Tools | None:
             f"{type(value).__name__}; where it is something else set data.tools_column=null"
         )
     return [dict(tool) for tool in value] if value else None
+
+
+def _parsed_json(value: Any, place: str) -> Any:
+    """A text as JSON, empty text as None; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    with raised_as(DataError, f"{place} text that is no JSON", ValueError, RecursionError):
+        return json.loads(value) if value.strip() else None
 
 
 def _parse(value: Sequence[Any]) -> list[Message]:
@@ -114,15 +118,10 @@ def _parse_call(call: Any, place: str) -> dict[str, Any]:
             f"{place}: each of tool_calls must be a function with a name and arguments, got "
             f"{call!r:.80}"
         )
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            # A function without parameters is called with "" by some clients.
-            arguments = json.loads(arguments) if arguments.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{place}: the arguments of {function['name']!r} are text that is no JSON: {error}"
-            ) from error
+    # A function without parameters is called with "" by some clients.
+    arguments = _parsed_json(
+        function.get("arguments"), f"{place}: the arguments of {function['name']!r} are"
+    )
     if not isinstance(arguments, Mapping | None):
         raise DataError(
             f"{place}: the arguments of {function['name']!r} must be a JSON object, got "
@@ -202,24 +201,22 @@ def check_all_used(
         except DataError:  # it misses what was left out
             return False
 
-    lost = []
-    if tools is not None and is_lost(messages, None):
-        lost.append("tools (data.tools_column=null leaves them out)")
-    without_calls = [
-        {key: value for key, value in message.items() if key != "tool_calls"}
-        for message in messages
-    ]
-    if without_calls != list(messages) and is_lost(without_calls, tools):
-        lost.append("tool_calls")
-    without_names = [
-        {key: value for key, value in message.items() if key != "name" or message["role"] == "tool"}
-        for message in messages
-    ]
-    if without_names != list(messages) and is_lost(without_names, tools):
-        lost.append("name")
+    def without(left_out: str, kept_role: str | None = None) -> list[Message]:
+        return [
+            {k: v for k, v in message.items() if k != left_out or message["role"] == kept_role}
+            for message in messages
+        ]
+
+    trials: dict[str, tuple[list[Message], Tools | None]] = {
+        "tools (data.tools_column=null leaves them out)": (list(messages), None),
+        "tool_calls": (without("tool_calls"), tools),
+        "name": (without("name", kept_role="tool"), tools),
+    }
     for role in unusual:
-        if is_lost([message for message in messages if message["role"] != role], tools):
-            lost.append(f"messages of role {role!r}")
+        others = [message for message in messages if message["role"] != role]
+        trials[f"messages of role {role!r}"] = others, tools
+    whole_chat = list(messages), tools
+    lost = [part for part, less in trials.items() if less != whole_chat and is_lost(*less)]
     if any("reasoning_content" in message for message in messages) and not (
         _shows_reasoning(tokenizer) or opened_tag(render(tokenizer, messages[:1]))
     ):

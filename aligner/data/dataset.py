@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Measured(Protocol):
-    """An item that knows its length."""
+    """An item of a data set."""
 
     @property
     def length(self) -> int:
@@ -39,7 +39,12 @@ T = TypeVar("T", bound=Measured)
 
 
 class Dataset(Generic[T]):
-    """All items, in the order of their source. ``len`` and indexing; immutable."""
+    """All items, in the order of their source. ``len`` and indexing; immutable.
+
+    Subclasses define `make`, and ``what``, the name of the items in messages.
+    """
+
+    what: ClassVar[str] = "examples"
 
     def __init__(self, items: list[T], *, dropped_too_long: int = 0) -> None:
         """Hold ``items``; ``dropped_too_long``: number of others that were dropped."""
@@ -54,6 +59,17 @@ class Dataset(Generic[T]):
             DataError: no rows, a bad row (with file, line and the columns found), or nothing left
                 after dropping what is too long.
         """
+        check_section(data, tokenizer)
+
+        def make(row: Row, index: int) -> T:
+            return cls.make(row, index, tokenizer, data)
+
+        items, dropped = read_items(source, make, longest=data.max_length, what=cls.what)
+        return cls(items, dropped_too_long=dropped)
+
+    @classmethod
+    def make(cls, row: Row, index: int, tokenizer: Tokenizer, data: Any) -> T:
+        """Turn one row, at place ``index`` of the source, into an item; errors name the row."""
         raise NotImplementedError
 
     @property
@@ -94,9 +110,8 @@ class Split(Generic[D]):
     @property
     def named(self) -> dict[str, D]:
         """``training`` and, where there is one, ``validation``."""
-        if self.validation is None:
-            return {"training": self.train}
-        return {"training": self.train, "validation": self.validation}
+        further = {} if self.validation is None else {"validation": self.validation}
+        return {"training": self.train, **further}
 
     @property
     def max_length(self) -> int:
@@ -152,6 +167,16 @@ def check_bos(
     """Refuse ``add_bos`` where the tokenizer has no BOS token."""
     if data.add_bos and tokenizer.bos_id is None:
         raise TokenizerError("data: add_bos=true but the tokenizer has no BOS token")
+
+
+def check_section(data: ExampleDataConfig | PairDataConfig, tokenizer: Tokenizer) -> None:
+    """Refuse a section of which no row can become an example."""
+    if data.max_length is not None and data.max_length < 2:
+        raise ConfigError(
+            f"data: max_length={data.max_length} must be at least 2 tokens, a prompt's "
+            "and a response's"
+        )
+    check_bos(data, tokenizer)
 
 
 LastBatch = Literal["wrap", "drop"]
@@ -282,4 +307,4 @@ class PromptSampler:
 def sequential_batches(size: int, batch_size: int) -> Iterator[list[int]]:
     """Indices 0..size-1 once, in order; the last batch may be smaller (validation)."""
     for start in range(0, size, batch_size):
-        yield list(range(start, min(start + batch_size, size)))
+        yield [*range(start, min(start + batch_size, size))]

@@ -7,15 +7,15 @@ the whole run, so that the reference's log-probs are computed once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
 from aligner.config import PreferenceDataConfig, PromptSourceConfig
-from aligner.data.dataset import Dataset, read_items
-from aligner.data.readers import Row
-from aligner.data.supervised import Example, check_section, collate_examples, make_example
+from aligner.data.dataset import Dataset, check_section, read_items
+from aligner.data.readers import Row, converted
+from aligner.data.supervised import Example, Examples, collate_examples, make_example
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import DataError
@@ -24,27 +24,13 @@ MISMATCHED = "mismatched_"  # begins the columns of prompts with mismatched resp
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Labelled(Examples):
     """A response, whether it is desirable, and its prompt with a mismatched response."""
 
     example: Example
     desirable: bool
     mismatched: Example
-
-    @property
-    def length(self) -> int:
-        """Tokens of the longer sequence."""
-        return max(self.example.length, self.mismatched.length)
-
-    @property
-    def examples(self) -> tuple[Example, Example]:
-        """The response and the mismatched one."""
-        return self.example, self.mismatched
-
-    def with_examples(self, examples: Sequence[Example]) -> "Labelled":
-        """The same label of two other examples."""
-        example, mismatched = examples
-        return replace(self, example=example, mismatched=mismatched)
+    sequences = ("example", "mismatched")
 
 
 class LabelledDataset(Dataset[Labelled]):
@@ -59,7 +45,8 @@ class LabelledDataset(Dataset[Labelled]):
         labels: dict[int, bool] = {}
 
         def make(row: Row, index: int) -> Example:
-            labels[index] = _label(row, data.label_column)
+            wanted = "true or false (or 1 or 0)"
+            labels[index] = converted(row, data.label_column, _label, wanted)
             return make_example(row, index, tokenizer, data)
 
         longest = data.max_length
@@ -103,12 +90,5 @@ def _mismatched(
     )
 
 
-def _label(row: Row, column: str) -> bool:
-    value = row.columns.get(column)
-    if not isinstance(value, bool | int) or value not in (0, 1):
-        found = "missing" if value is None else f"{value!r} ({type(value).__name__})"
-        raise DataError(
-            f"{row.place}: column {column!r} must be true or false (or 1 or 0), it is {found}; "
-            f"columns found: {sorted(row.columns)}"
-        )
-    return bool(value)
+def _label(value: Any) -> bool | None:
+    return bool(value) if isinstance(value, bool | int) and value in (0, 1) else None

@@ -7,100 +7,72 @@ rows, the chosen one first.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from aligner.config import PairDataConfig, PromptSourceConfig
-from aligner.data.dataset import Dataset, read_items
-from aligner.data.readers import Row, finite_number
-from aligner.data.supervised import Example, check_section, collate_examples, make_example
+from aligner.config import PairDataConfig
+from aligner.data.dataset import Dataset
+from aligner.data.readers import Row, converted, finite_number
+from aligner.data.supervised import Example, Examples, collate_examples, make_example
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import DataError
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(Examples):
     """Two examples of one prompt. ``rewards``: of chosen and rejected; 1 and 0 if unknown."""
 
     chosen: Example
     rejected: Example
     rewards: tuple[float, float] = (1.0, 0.0)
-
-    @property
-    def length(self) -> int:
-        """Tokens of the longer sequence."""
-        return max(self.chosen.length, self.rejected.length)
-
-    @property
-    def examples(self) -> tuple[Example, Example]:
-        """The two, chosen first."""
-        return self.chosen, self.rejected
-
-    def with_examples(self, examples: Sequence[Example]) -> "Pair":
-        """The same pair out of two other examples."""
-        chosen, rejected = examples
-        return replace(self, chosen=chosen, rejected=rejected)
+    sequences = ("chosen", "rejected")
 
 
 class PairDataset(Dataset[Pair]):
     """All pairs, in the order of their source."""
 
+    what = "pairs"
     rewards_in_order: ClassVar[bool] = False  # refuse rows whose chosen one has the lower reward
 
     @classmethod
-    def load(cls, source: PromptSourceConfig, tokenizer: Tokenizer, data: PairDataConfig) -> Self:
-        """Read, check and tokenize; see `aligner.data.dataset.Dataset.load`."""
-        check_section(data, tokenizer)
-        pairs, dropped = read_items(
-            source,
-            lambda row, index: make_pair(row, index, tokenizer, data, cls.rewards_in_order),
-            longest=data.max_length,
-            what="pairs",
+    def make(cls, row: Row, index: int, tokenizer: Tokenizer, data: PairDataConfig) -> Pair:
+        """See `aligner.data.dataset.Dataset.make`."""
+        chosen = make_example(row, index, tokenizer, data, "chosen_column")
+        rejected = make_example(row, index, tokenizer, data, "rejected_column")
+        if chosen.prompt_ids != rejected.prompt_ids:
+            raise DataError(
+                f"{row.place}: the chats of columns {data.chosen_column!r} and "
+                f"{data.rejected_column!r} differ before their last message; a preference is "
+                "between two answers to the same messages"
+            )
+        if chosen.ids == rejected.ids:
+            raise DataError(
+                f"{row.place}: the chosen and the rejected response are the same; remove the row"
+            )
+        chosen_reward, rejected_reward = (
+            default if column is None else converted(row, column, finite_number, "a finite number")
+            for column, default in (
+                (data.chosen_reward_column, 1.0),
+                (data.rejected_reward_column, 0.0),
+            )
         )
-        return cls(pairs, dropped_too_long=dropped)
+        if cls.rewards_in_order and chosen_reward < rejected_reward:
+            raise DataError(
+                f"{row.place}: the chosen response has the reward {chosen_reward:g} "
+                f"({data.chosen_reward_column!r}) and the rejected one {rejected_reward:g} "
+                f"({data.rejected_reward_column!r}); swap the columns or remove the row: a "
+                "preference of negative strength would be learned the wrong way round"
+            )
+        return Pair(chosen, rejected, (chosen_reward, rejected_reward))
 
 
 class OrderedPairDataset(PairDataset):
     """Pairs whose chosen response has no lower reward than the rejected one."""
 
     rewards_in_order = True
-
-
-def make_pair(
-    row: Row,
-    index: int,
-    tokenizer: Tokenizer,
-    data: PairDataConfig,
-    rewards_in_order: bool = False,
-) -> Pair:
-    """Turn one row into a pair; errors name its place and content."""
-    chosen = make_example(row, index, tokenizer, data, "chosen_column")
-    rejected = make_example(row, index, tokenizer, data, "rejected_column")
-    if chosen.prompt_ids != rejected.prompt_ids:
-        raise DataError(
-            f"{row.place}: the chats of columns {data.chosen_column!r} and "
-            f"{data.rejected_column!r} differ before their last message; a preference is "
-            "between two answers to the same messages"
-        )
-    if chosen.ids == rejected.ids:
-        raise DataError(
-            f"{row.place}: the chosen and the rejected response are the same; remove the row"
-        )
-    rewards = (
-        _reward(row, data.chosen_reward_column, 1.0),
-        _reward(row, data.rejected_reward_column, 0.0),
-    )
-    if rewards_in_order and rewards[0] < rewards[1]:
-        raise DataError(
-            f"{row.place}: the chosen response has the reward {rewards[0]:g} "
-            f"({data.chosen_reward_column!r}) and the rejected one {rewards[1]:g} "
-            f"({data.rejected_reward_column!r}); swap the columns or remove the row: a "
-            "preference of negative strength would be learned the wrong way round"
-        )
-    return Pair(chosen, rejected, rewards)
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> BatchedDataDict:
@@ -130,17 +102,3 @@ def length_accuracy(train: Iterable[Pair], held_out: Iterable[Pair]) -> float:
 def _longer_chosen(pairs: Iterable[Pair]) -> float:
     gaps = [pair.chosen.length - pair.rejected.length for pair in pairs]
     return sum(0.5 if gap == 0 else float(gap > 0) for gap in gaps) / len(gaps)
-
-
-def _reward(row: Row, column: str | None, default: float) -> float:
-    if column is None:
-        return default
-    value = row.columns.get(column)
-    number = finite_number(value)
-    if number is None:
-        found = "missing" if value is None else f"{value!r:.60} ({type(value).__name__})"
-        raise DataError(
-            f"{row.place}: column {column!r} must be a finite number, it is {found}; columns "
-            f"found: {sorted(row.columns)}"
-        )
-    return number

@@ -155,7 +155,11 @@ def make_prompt(
                 "rename them"
             )
         text = _render(raw, columns, tokenizer, data)
-        ids = _encode(text, tokenizer, data)
+        ids, bos = tokenizer.encode(text), tokenizer.bos_id
+        if data.add_bos and bos is not None and ids[:1] != [bos]:
+            ids = [bos, *ids]
+        if not ids:
+            raise DataError(f"column {data.prompt_column!r} is empty: it has no token")
     except DataError as error:
         raise DataError(f"{row.place}: {error}; columns found: {sorted(row.columns)}") from error
     return Prompt(index, text, ids, ground_truth, columns)
@@ -191,16 +195,6 @@ def check_plain_text(data: PromptColumns) -> None:
                 f"data.{key} is set, but the row is plain text and has no place for it; set "
                 "data.chat=true, or write it into the rows"
             )
-
-
-def _encode(text: str, tokenizer: Tokenizer, data: PromptSection) -> list[int]:
-    ids = tokenizer.encode(text)
-    bos = tokenizer.bos_id
-    if data.add_bos and bos is not None and ids[:1] != [bos]:
-        ids = [bos, *ids]
-    if not ids:
-        raise DataError(f"column {data.prompt_column!r} is empty: it has no token")
-    return ids
 
 
 @dataclass(frozen=True)

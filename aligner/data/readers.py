@@ -2,14 +2,15 @@
 
 import codecs
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from aligner.errors import ConfigError, DataError
+from aligner.errors import ConfigError, DataError, raised_as
 from aligner.importing import load_function
 from aligner.packages import require_extra
 
+V = TypeVar("V")
 Source = str | Path | Sequence[str | Path]
 
 # Keys by which a list of structs is one of chat messages or of tools.
@@ -89,28 +90,31 @@ def _from_jsonl(path: Path) -> Iterator[Row]:
             place = f"{path}, line {number}"
             try:
                 value = json.loads(line, object_pairs_hook=_object)
-            except DataError as error:
-                raise DataError(f"{place}: {error}") from error
-            except RecursionError as error:
-                raise DataError(f"{place}: lists or objects too deep within each other") from error
-            except UnicodeDecodeError as error:
-                raise DataError(f"{place}: not UTF-8: {error}; save the file as UTF-8") from error
-            except ValueError as error:
-                raise DataError(f"{place}: not JSON: {error}") from error
-            if not isinstance(value, dict):
-                raise DataError(
-                    f"{place}: a row must be a JSON object with columns, got {type(value).__name__}"
-                )
+                if not isinstance(value, dict):
+                    kind = type(value).__name__
+                    raise DataError(f"a row must be a JSON object with columns, got {kind}")
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{place}: {_reason(error)}") from error
             yield Row(place, value)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    columns = dict(pairs)
+    if len(columns) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise DataError(f"the key {twice!r} stands twice in one object; keep one of them")
-    return found
+    return columns
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, DataError):
+        return str(error)
+    if isinstance(error, RecursionError):
+        return "lists or objects too deep within each other"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8: {error}; save the file as UTF-8"
+    return f"not JSON: {error}"
 
 
 def _check_text(row: Row) -> Row:
@@ -151,6 +155,19 @@ def take(row: Row, name: str, kind: type | tuple[type, ...], key: str) -> Any:
     return value
 
 
+def converted(row: Row, name: str, convert: Callable[[Any], V | None], wanted: str) -> V:
+    """Convert a column; `DataError`, with ``wanted``, if ``convert`` returns None."""
+    value = row.columns.get(name)
+    result = convert(value)
+    if result is None:
+        found = "missing" if value is None else f"{value!r:.60} ({type(value).__name__})"
+        raise DataError(
+            f"{row.place}: column {name!r} must be {wanted}, it is {found}; columns found: "
+            f"{sorted(row.columns)}"
+        )
+    return result
+
+
 def finite_number(value: Any) -> float | None:
     """``value`` where it is a number that float32 can hold; None where it is not."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -182,35 +199,29 @@ def _without_arrow_nulls(columns: Mapping[str, Any]) -> dict[str, Any]:
     with a role and content, lose their null keys at every depth, also within other structs and
     lists. Other values are unchanged.
     """
-    return {name: _without_chat_nulls(value) for name, value in columns.items()}
+    return {name: _without_nulls(value, in_chat=False) for name, value in columns.items()}
 
 
-def _without_chat_nulls(value: Any) -> Any:
+def _without_nulls(value: Any, in_chat: bool) -> Any:
     if isinstance(value, Mapping):
-        if {"role", "content"} <= value.keys():
-            return _without_nulls(value)
-        return {key: _without_chat_nulls(part) for key, part in value.items()}
+        in_chat = in_chat or {"role", "content"} <= value.keys()
+        parts = value.items()
+        return {k: _without_nulls(v, in_chat) for k, v in parts if not (in_chat and v is None)}
     if not isinstance(value, list):
         return value
-    if any(isinstance(each, Mapping) and _CHAT_KEYS & each.keys() for each in value):
-        return _without_nulls(value)
-    return [_without_chat_nulls(part) for part in value]
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+    structs = (each for each in value if isinstance(each, Mapping))
+    in_chat = in_chat or any(_CHAT_KEYS & struct.keys() for struct in structs)
+    return [_without_nulls(part, in_chat) for part in value]
 
 
 def _from_text(path: Path) -> Iterator[Row]:
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield Row(f"{path}, line {number}", {"prompt": line.rstrip("\r\n")})
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text: {error}") from error
+    with (
+        raised_as(DataError, f"{path}: not UTF-8 text", UnicodeDecodeError),
+        path.open(encoding="utf-8-sig") as lines,
+    ):
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield Row(f"{path}, line {number}", {"prompt": line.rstrip("\r\n")})
 
 
 _READERS = {".jsonl": _from_jsonl, ".parquet": _from_parquet, ".txt": _from_text}
@@ -218,12 +229,9 @@ _READERS = {".jsonl": _from_jsonl, ".parquet": _from_parquet, ".txt": _from_text
 
 def _from_function(name: str, arguments: Mapping[str, Any]) -> Iterator[Row]:
     function = load_function(name, key="data")
-    try:
+    text = f"data: {name} does not accept the arguments {dict(arguments)}"
+    with raised_as(ConfigError, text, TypeError):
         rows = function(**arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"data: {name} does not accept the arguments {dict(arguments)}: {error}"
-        ) from error
     if not isinstance(rows, Iterable):
         raise DataError(f"data: {name} must return or yield rows, got {type(rows).__name__}")
     number = 0

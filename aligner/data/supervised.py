@@ -8,14 +8,14 @@ never the text that a chat template puts behind the end.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
-from aligner.config import ExampleDataConfig, PairDataConfig, PromptSourceConfig
+from aligner.config import ExampleDataConfig, PairDataConfig
 from aligner.data.chat import (
     Message,
     Tools,
@@ -27,18 +27,39 @@ from aligner.data.chat import (
     render,
     with_system,
 )
-from aligner.data.dataset import Dataset, check_bos, read_items
+from aligner.data.dataset import Dataset
 from aligner.data.prompts import check_plain_text, pad_right
 from aligner.data.readers import Row, take
 from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.data.tokenizers.tokenizer import encode_after as _encode_after
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.errors import ConfigError, DataError
+from aligner.errors import DataError
 
 
 @dataclass(frozen=True)
-class Example:
+class Examples:
+    """An item of some sequences: pairs, labelled and rated responses, and examples themselves."""
+
+    sequences: ClassVar[tuple[str, ...]] = ()  # names of the fields that hold them
+
+    @property
+    def examples(self) -> tuple["Example", ...]:
+        """Its sequences, in the order of a batch."""
+        return tuple(getattr(self, name) for name in self.sequences)
+
+    def with_examples(self, examples: Sequence["Example"]) -> Self:
+        """The same item of other sequences."""
+        return replace(self, **dict(zip(self.sequences, examples, strict=True)))
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(example.length for example in self.examples)
+
+
+@dataclass(frozen=True)
+class Example(Examples):
     """One sequence. ``id`` is its place in the source, counted before any was dropped."""
 
     id: int
@@ -53,7 +74,7 @@ class Example:
 
     @property
     def examples(self) -> tuple["Example"]:
-        """The example itself, as pairs and labelled responses give theirs."""
+        """The example itself."""
         return (self,)
 
     @property
@@ -76,21 +97,9 @@ class ExampleDataset(Dataset[Example]):
     """All examples, in the order of their source."""
 
     @classmethod
-    def load(
-        cls,
-        source: PromptSourceConfig,
-        tokenizer: Tokenizer,
-        data: ExampleDataConfig,
-    ) -> Self:
-        """Read, check and tokenize; see `aligner.data.dataset.Dataset.load`."""
-        check_section(data, tokenizer)
-        examples, dropped = read_items(
-            source,
-            lambda row, index: make_example(row, index, tokenizer, data),
-            longest=data.max_length,
-            what="examples",
-        )
-        return cls(examples, dropped_too_long=dropped)
+    def make(cls, row: Row, index: int, tokenizer: Tokenizer, data: ExampleDataConfig) -> Example:
+        """See `make_example`."""
+        return make_example(row, index, tokenizer, data)
 
 
 def make_example(
@@ -344,18 +353,17 @@ def _answered(
         messages = _asked(prompt)
         return parse_conversation([*messages, *response]), len(messages)
     chat = parse_conversation(response)
+    users = [message["content"].strip() for message in chat if message["role"] == "user"]
+    problem = None
     if isinstance(prompt, list) and chat[: len(prompt)] != _asked(prompt):
+        problem = f"that does not begin with the messages of column {prompt_column!r}"
+    elif isinstance(prompt, str) and prompt.strip() not in users:
+        holds = f"column {prompt_column!r} holds ({prompt[:40]!r})"
+        problem = f"in which no user says what {holds}"
+    if problem is not None:
         raise DataError(
-            f"column {response_column!r} is a whole chat that does not begin with the "
-            f"messages of column {prompt_column!r}; set data.prompt_column to another name, "
-            "or correct the row"
-        )
-    asked = [message["content"].strip() for message in chat if message["role"] == "user"]
-    if isinstance(prompt, str) and prompt.strip() not in asked:
-        raise DataError(
-            f"column {response_column!r} is a whole chat in which no user says what column "
-            f"{prompt_column!r} holds ({prompt[:40]!r}); set data.prompt_column to another "
-            "name, or correct the row"
+            f"column {response_column!r} is a whole chat {problem}; set data.prompt_column to "
+            "another name, or correct the row"
         )
     return chat, len(prompt) if isinstance(prompt, list) else 0
 
@@ -364,13 +372,3 @@ def _asked(prompt: str | list[Any]) -> list[Message]:
     return parse_messages(
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     )
-
-
-def check_section(data: ExampleSection, tokenizer: Tokenizer) -> None:
-    """Refuse a section of which no row can become an example."""
-    if data.max_length is not None and data.max_length < 2:
-        raise ConfigError(
-            f"data: max_length={data.max_length} must be at least 2 tokens, a prompt's "
-            "and a response's"
-        )
-    check_bos(data, tokenizer)

@@ -22,9 +22,9 @@ from aligner.device import accelerator
 from aligner.dry.driver import RememberedKernel, gpu_replacements
 from aligner.dry.files import file_calls
 from aligner.dry.graphs import Capturing
-from aligner.dry.known import KnownValues, tensors_in
+from aligner.dry.known import KnownValues, Operation, tensors_in
 from aligner.dry.operations import Operations
-from aligner.dry.record import Kind, Memory, Record, is_kernel, running_place
+from aligner.dry.record import Kind, Memory, Record, counted, is_kernel, kernel_of, running_place
 from aligner.dry.replacements import Replacement, common_replacements
 from aligner.dry.streams import Order, Process
 
@@ -121,25 +121,24 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             there = (_local(each) for each in gradients if each is not None)
             self.memory.name(Kind.GRADIENTS, there)
 
-    # Calls of operations (`aligner.dry.operations.Observer`) --------------------------------------
+    # Calls of operations (`aligner.dry.operations`) -----------------------------------------------
 
-    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def saw(self, operation: Operation) -> None:
         """Count an operation."""
         if self._inside_kernel:
             return
-        on_device = [each for each in tensors_in(out) if self.memory.holds(each)]
-        if self.pending_error and on_device and is_kernel(func):
+        on_device = [each for each in operation.results if self.memory.holds(each)]
+        if self.pending_error and on_device and is_kernel(operation.func):
             self.pending_error = False
             raise RuntimeError("CUDA error: what an earlier call of the driver left behind")
         self._saw_memory(on_device)
         if self.capturing.graph is not None:
-            self.capturing.graph.saw(func, args, kwargs, out)
+            self.capturing.graph.saw(operation)
             return
-        if self.order.saw(func, args, kwargs, out):
+        if self.order.saw(operation):
             self.saw_host_wait()
-        if self.records and (on_device or any(map(self.memory.holds, tensors_in((args, kwargs))))):
-            for record in self.records:
-                record.saw(func, args, kwargs, out)
+        if self.records and (on_device or any(map(self.memory.holds, operation.operands))):
+            self._count(counted(operation))
 
     def _saw_memory(self, tensors: Sequence[Tensor]) -> None:
         new = [tensor for tensor in tensors if self.memory.saw(tensor)]
@@ -166,7 +165,8 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
                 self._inside_kernel = False
             operands, results = tensors_in((args, kwargs)), tensors_in(out)
             self._saw_memory(results)
-            self._count(lambda record: record.saw_kernel(operands, results))
+            kernel = kernel_of(operands, results)
+            self._count(lambda record: record.saw_kernel(kernel))
             return out
 
         return kernel

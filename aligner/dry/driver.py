@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Hashable, Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing import reductions
 
-from aligner.dry.graphs import Capturing, graph_class
+from aligner.dry.graphs import graph_class
 from aligner.dry.known import KnownValues, tensors_in
-from aligner.dry.record import Record
 from aligner.dry.replacements import Replacement, answers
 from aligner.dry.streams import Order, Process, stream_classes
 from aligner.errors import DryDeviceError
@@ -27,32 +26,8 @@ _OTHER_NUMBER = 7  # the device's, where it was exported
 _PARAMETERS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 
 
-class Gpu(Protocol):
-    """Interface of the device that the replaced driver calls use."""
-
-    memory_bytes: int
-    refuses_locks: bool  # of host memory
-    pending_error: bool  # that the next kernel raises
-    order: Order
-    records: list[Record]
-    capturing: Capturing
-
-    @property
-    def known(self) -> KnownValues:
-        """Values of tensors."""
-        ...
-
-    def saw_host_wait(self) -> None:
-        """The host waits for all that was launched."""
-        ...
-
-    def one_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that `torch.compile` would make one kernel of."""
-        ...
-
-
-def gpu_replacements(gpu: Gpu) -> Iterator[Replacement]:
-    """Replacements of calls on a GPU."""
+def gpu_replacements(gpu: Any) -> Iterator[Replacement]:
+    """Replacements of calls on ``gpu``, a `DryDevice`."""
     cuda = torch.cuda
     state = torch.zeros(16, dtype=torch.uint8)
     properties = SimpleNamespace(uuid="dry", total_memory=gpu.memory_bytes)
@@ -95,7 +70,7 @@ def gpu_replacements(gpu: Gpu) -> Iterator[Replacement]:
                 yield module, name, gpu.one_kernel(whole)
 
 
-def _stream_calls(gpu: Gpu) -> Iterator[Replacement]:
+def _stream_calls(gpu: Any) -> Iterator[Replacement]:
     """Streams, events, and what orders the host and them."""
     cuda, order = torch.cuda, gpu.order
     stream_class, event_class = stream_classes(order, gpu.saw_host_wait)

@@ -5,7 +5,7 @@ Unknown values are written as zeros. What is read is on the host and real.
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,22 +16,14 @@ from torch.utils._pytree import tree_map
 
 from aligner.checkpoint.run_state import tree as state_tree
 from aligner.device import accelerator
-from aligner.dry.known import KnownValues
-from aligner.dry.streams import Order
+
+if TYPE_CHECKING:
+    from aligner.dry.device import DryDevice
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python's mmap names from 3.13 on
 
 
-class _Device(Protocol):
-    order: Order
-
-    @property
-    def known(self) -> KnownValues: ...
-
-    def saw_copy_to_host(self, tensor: Tensor) -> None: ...
-
-
-def file_calls(device: _Device, mode: FakeTensorMode) -> Iterator[tuple[Any, str, Any]]:
+def file_calls(device: "DryDevice", mode: FakeTensorMode) -> Iterator[tuple[Any, str, Any]]:
     """Replacements of torch's functions that save, load and wrap tensors of any shape."""
     save, load, memory = torch.save, torch.load, torch.frombuffer
     set_rng_state = torch.set_rng_state
@@ -80,7 +72,7 @@ def file_calls(device: _Device, mode: FakeTensorMode) -> Iterator[tuple[Any, str
     yield state_tree, "_TENSOR_TYPES", (*state_tree._TENSOR_TYPES, FakeTensor)
 
 
-def _real(each: Any, device: _Device, made: dict[int, torch.UntypedStorage]) -> Any:
+def _real(each: Any, device: "DryDevice", made: dict[int, torch.UntypedStorage]) -> Any:
     """A tensor of the host, without a fake one's storage but with as many bytes."""
     if not isinstance(each, Tensor):
         return each

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from aligner.dry.files import address
-from aligner.dry.known import KnownValues, tensors_in
-from aligner.dry.record import Record
+from aligner.dry.known import KnownValues, Operation
+from aligner.dry.record import Record, counted
 from aligner.dry.streams import Order
 from aligner.errors import DryDeviceError
 
@@ -23,27 +23,28 @@ class Graph:
     def __init__(self, records: list[Record], known: KnownValues, order: Order) -> None:
         """``records``: of the device's blocks. ``known``: its values. ``order``: of its streams."""
         self._records, self._known, self._order = records, known, order
-        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._operations: list[Operation] = []
         self._counts: list[Callable[[Record], None]] = []
         self._places: dict[int, tuple[Tensor, int]] = {}  # of each storage, as it was captured
 
-    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def saw(self, operation: Operation) -> None:
         """Capture an operation.
 
         Raises:
             DryDeviceError: it copies between host and device, or draws random numbers.
         """
-        name, names = func.overloadpacket.__name__, (each.name for each in func._schema.arguments)
+        func, args, _, _, operands, results = operation
+        name, names = operation.name, (each.name for each in func._schema.arguments)
         drops = dict(zip(names, args, strict=False)).get("dropout_p", "attention" not in name)
         if torch.Tag.nondeterministic_seeded in func.tags and drops:
             raise DryDeviceError(f"{name} draws from a generator inside a CUDA graph")
-        tensors = tensors_in((args, kwargs, out))
+        tensors = [*operands, *results]
         if len({each.device.type for each in tensors if each.dim()}) > 1:
             raise DryDeviceError(f"{func} copies between host and device inside a CUDA graph")
-        self._calls.append((func, args, kwargs, out))
+        self._operations.append(operation)
         self._places |= {each.untyped_storage()._cdata: (each, address(each)) for each in tensors}
         if any(each.is_cuda for each in tensors):
-            self.counts(lambda record: record.saw(func, args, kwargs, out))
+            self.counts(counted(operation))
 
     def counts(self, count: Callable[[Record], None]) -> None:
         """Add ``count`` to the calls that a replay makes on a record."""
@@ -57,9 +58,9 @@ class Graph:
         """
         if any(address(tensor) != place for tensor, place in self._places.values()):
             raise DryDeviceError("a CUDA graph uses memory that was moved since it was captured")
-        for call in self._calls:
-            self._known.follow(*call)
-            self._order.saw(*call)
+        for operation in self._operations:
+            self._known.follow(operation)
+            self._order.saw(operation)
         for record in self._records:
             before = record.launches
             for count in self._counts:

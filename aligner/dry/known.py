@@ -19,6 +19,34 @@ _LIMIT = 1 << 20  # elements; larger values are unknown
 _OVERWRITING = {_aten.zero_, _aten.fill_, _aten.copy_}
 
 
+class Operation(NamedTuple):
+    """One operation below autograd, with the tensors [any shape] of its arguments and results."""
+
+    func: Any
+    args: Any
+    kwargs: dict[str, Any]
+    out: Any
+    operands: list[Tensor]
+    results: list[Tensor]
+
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> "Operation":
+        """The operation ``func(*args, **kwargs)``, whose result is ``out``."""
+        return cls(func, args, kwargs, out, tensors_in((args, kwargs)), tensors_in(out))
+
+    @property
+    def name(self) -> str:
+        """Name without overload."""
+        return self.func.overloadpacket.__name__
+
+    def written(self) -> list[Tensor]:
+        """Arguments that it writes to."""
+        found: list[Tensor] = []
+        for place, name in _traits(self.func).written:
+            _collect(self.args[place] if place < len(self.args) else self.kwargs.get(name), found)
+        return found
+
+
 class KnownValues:
     """The values that are known. A view of a fake tensor has a view of its value."""
 
@@ -50,9 +78,9 @@ class KnownValues:
             self._overwritten.add(value.untyped_storage())
             self.set(tensor, None)
 
-    def follow(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+    def follow(self, operation: Operation) -> None:
         """Do on the host what was done on the device, where all of its inputs are known."""
-        inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
+        func, args, kwargs, out, inputs, outputs = operation
         if func.overloadpacket is _aten.set_:
             self._follow_storage(args[1], out)
             return
@@ -61,7 +89,7 @@ class KnownValues:
             inputs = inputs[1:]  # what it was does not matter
         values = self._all_of(inputs) if traits.computable else None
         if values is None or any(each.numel() > _LIMIT for each in outputs):
-            for tensor in written_by(func, args, kwargs):
+            for tensor in operation.written():
                 self.forget(tensor)
             return
         with _disable_current_modes():
@@ -135,14 +163,6 @@ def _collect(tree: Any, found: list[Tensor]) -> None:
     elif isinstance(tree, dict):
         for each in tree.values():
             _collect(each, found)
-
-
-def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Arguments that the operation writes to."""
-    found: list[Tensor] = []
-    for place, name in _traits(func).written:
-        _collect(args[place] if place < len(args) else kwargs.get(name), found)
-    return found
 
 
 def _on_host(value: Any, values: dict[int, Any]) -> Any:

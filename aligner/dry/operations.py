@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,12 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from aligner.dry.known import KnownValues, tensors_in
+from aligner.dry.known import KnownValues, Operation, tensors_in
 from aligner.dry.rules import refuse_operands, refuse_wide
 from aligner.errors import DryDeviceError
+
+if TYPE_CHECKING:
+    from aligner.dry.device import DryDevice
 
 _aten = torch.ops.aten
 # Operations whose operands are assumed to have the same values in every process, where known.
@@ -32,33 +35,10 @@ _FUNCTIONAL = {
 _UNKNOWN = {torch.float64: 1.0, torch.float32: 1.0, torch.bfloat16: 1.0, torch.bool: False}
 
 
-class Observer(Protocol):
-    """Interface of the counter of operations."""
-
-    @property
-    def runs(self) -> bool:
-        """True if operations are run; else they are captured for later."""
-        ...
-
-    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An operation that was made."""
-        ...
-
-    def saw_host_read(self, tensor: Tensor) -> None:
-        """The host waits for a value of ``tensor`` (any shape), which may be on the host itself."""
-        ...
-
-    def saw_collective(
-        self, packet: Any, operands: Sequence[Any], ranks: Sequence[int], is_async: bool = False
-    ) -> None:
-        """A collective that began; ``is_async``: the stream that launched it does not wait."""
-        ...
-
-
 class Operations(TorchDispatchMode):
     """Every operation below autograd: known values are followed, the rest is counted and faked."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: "DryDevice") -> None:
         super().__init__()
         self.observer = observer
         self.known = KnownValues()
@@ -96,12 +76,13 @@ class Operations(TorchDispatchMode):
             args = (args[0], self._positions(args[1]))
         refuse_operands(func, args, kwargs)
         out = func(*args, **kwargs)
-        for tensor in tensors_in(out):
+        operation = Operation.of(func, args, kwargs, out)
+        for tensor in operation.results:
             tensor.constant = None  # fake tensors follow single numbers too, on a real device
             refuse_wide(tensor)
         if self.observer.runs:
-            self.known.follow(func, args, kwargs, out)
-        self.observer.saw(func, args, kwargs, out)
+            self.known.follow(operation)
+        self.observer.saw(operation)
         return out
 
     # What the host reads ----------------------------------------------------------------------
@@ -160,7 +141,7 @@ class Operations(TorchDispatchMode):
         with mask.fake_mode if isinstance(mask, FakeTensor) else contextlib.nullcontext():
             tensor = torch.empty(found.shape, dtype=found.dtype, device=mask.device)
         self.known.set(tensor, found)
-        self.observer.saw(func, (mask,), {}, tensor)
+        self.observer.saw(Operation.of(func, (mask,), {}, tensor))
         return tensor
 
     def _select(self, func: Any, tensor: Tensor, mask: Tensor) -> Tensor:
@@ -170,7 +151,7 @@ class Operations(TorchDispatchMode):
         with _disable_current_modes():
             known = None if None in values else torch.masked_select(*values)
         self.known.set(selected, known)
-        self.observer.saw(func, (tensor, mask), {}, selected)
+        self.observer.saw(Operation.of(func, (tensor, mask), {}, selected))
         return selected
 
     def _positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -183,7 +164,8 @@ class Operations(TorchDispatchMode):
                 found = self._nonzero(_aten.nonzero.default, index)
                 for axis in range(index.dim()):
                     column = found.select(1, axis)
-                    self.known.follow(_aten.select.int, (found, 1, axis), {}, column)
+                    arguments = (found, 1, axis)
+                    self.known.follow(Operation.of(_aten.select.int, arguments, {}, column))
                     positions.append(column)
         return positions
 
@@ -213,7 +195,7 @@ class Operations(TorchDispatchMode):
         named = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
         group = _resolve_process_group({**named, **kwargs}["group_name"])
         out = func(*args, **kwargs)
-        self.observer.saw(_aten.empty.memory_format, (), {}, out)
+        self.observer.saw(Operation.of(_aten.empty.memory_format, (), {}, out))
         counted, ranks = _FUNCTIONAL[func.overloadpacket], dist.get_process_group_ranks(group)
         self.observer.saw_collective(counted, (out, args[0]), ranks)
         return out

@@ -4,7 +4,7 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 import aligner
-from aligner.dry.known import tensors_in
+from aligner.dry.known import Operation
 
 _aten = torch.ops.aten
 # In-place forms that torch's table of formulas leaves out, by the one that costs the same.
@@ -163,35 +163,10 @@ class Record:
         """Most bytes alive at once on the device, those from before included."""
         return self.peak.total
 
-    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Count one operation on the device."""
-        if not is_kernel(func):
-            return
-        operands, results = tensors_in((args, kwargs)), tensors_in(out)
-        packet = _SAME_FLOPS.get(func.overloadpacket, func.overloadpacket)
-        formula = _FORMULAS.get(packet) or flop_registry.get(packet)
-        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-        attends = flops > 0 and "attention" in packet.__name__
-        self.saw_kernel(operands, results, flops, _moved(func, operands, results), attends)
-        if len({each.device.type for each in (*operands, *results) if each.dim()}) > 1:
-            self.copied_bytes += max(map(_bytes, (*operands, *results)))
-
-    def saw_kernel(
-        self,
-        operands: Sequence[Tensor],
-        results: Sequence[Tensor],
-        flops: int = 0,
-        moved_bytes: int | None = None,
-        is_attention: bool = False,
-    ) -> None:
-        """Count one kernel, which reads its operands and writes its results once by default.
-
-        Tensors may have any shape and dtype.
-        """
-        first = operands[0] if operands else results[0]
-        if moved_bytes is None:
-            moved_bytes = sum(map(_bytes, (*operands, *results)))
-        self.kernels[Kernel(first.dtype, flops, moved_bytes, is_attention)] += 1
+    def saw_kernel(self, kernel: Kernel, copied_bytes: int = 0) -> None:
+        """Count one kernel; ``copied_bytes``: what it copies between host and device."""
+        self.kernels[kernel] += 1
+        self.copied_bytes += copied_bytes
 
     def saw_collective(
         self, name: str, ranks: Iterable[int], size: int, overlaps: bool = False
@@ -334,7 +309,39 @@ def _moved(func: Any, operands: list[Tensor], results: list[Tensor]) -> int:
     return sum(map(_bytes, operands)) + sum(map(_bytes, results))
 
 
-@cache
+def counted(operation: Operation) -> Callable[[Record], None]:
+    """A function that counts an operation on the device in a record; nothing if it is no kernel."""
+    func, args, kwargs, out, operands, results = operation
+    if not is_kernel(func):
+        return lambda record: None
+    packet = _SAME_FLOPS.get(func.overloadpacket, func.overloadpacket)
+    formula = _FORMULAS.get(packet) or flop_registry.get(packet)
+    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+    attends = flops > 0 and "attention" in packet.__name__
+    kernel = kernel_of(operands, results, flops, _moved(func, operands, results), attends)
+    copied = 0
+    if len({each.device.type for each in (*operands, *results) if each.dim()}) > 1:
+        copied = max(map(_bytes, (*operands, *results)))
+    return lambda record: record.saw_kernel(kernel, copied)
+
+
+def kernel_of(
+    operands: Sequence[Tensor],
+    results: Sequence[Tensor],
+    flops: int = 0,
+    moved_bytes: int | None = None,
+    is_attention: bool = False,
+) -> Kernel:
+    """A kernel that reads its operands and writes its results once by default.
+
+    Tensors may have any shape and dtype.
+    """
+    first = operands[0] if operands else results[0]
+    if moved_bytes is None:
+        moved_bytes = sum(map(_bytes, (*operands, *results)))
+    return Kernel(first.dtype, flops, moved_bytes, is_attention)
+
+
 @cache
 def is_kernel(func: Any) -> bool:
     """Return whether an operation is a kernel, no view or allocation."""

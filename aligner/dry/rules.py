@@ -1,6 +1,7 @@
 """Rules of a GPU's kernels that fake tensors do not keep: dtypes that meet, results that repeat."""
 
 import re
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,8 +37,11 @@ def refuse_operands(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
             were chosen, one of which PyTorch has none.
     """
     name = func.overloadpacket.__name__
+    takes_one_dtype = _takes_one_dtype(name)
+    if not takes_one_dtype and not torch.are_deterministic_algorithms_enabled():
+        return
     operands = [each for each in tensors_in(args) if each.is_cuda]
-    if _OF_ONE_DTYPE.fullmatch(name):
+    if takes_one_dtype:
         dtypes = [str(each.dtype) for each in operands if each.is_floating_point()]
         if "dtype" in func._overloadname:  # before the two factors: what wide sums are added to
             dtypes = dtypes[-2:]
@@ -46,7 +50,7 @@ def refuse_operands(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
                 f"{name} of {' and '.join(sorted(set(dtypes)))} in {running_place()}; cast one to "
                 "the other's dtype"
             )
-    elif torch.are_deterministic_algorithms_enabled() and _UNREPEATABLE.fullmatch(name):
+    elif _UNREPEATABLE.fullmatch(name):
         dtype = kwargs.get("dtype") or (operands[0].dtype if operands else torch.int64)
         harmless = {
             "cumsum": not dtype.is_floating_point,
@@ -58,6 +62,11 @@ def refuse_operands(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
                 f"{name} in {running_place()} has no deterministic implementation on a GPU, and "
                 "deterministic algorithms were chosen"
             )
+
+
+@cache
+def _takes_one_dtype(name: str) -> bool:
+    return _OF_ONE_DTYPE.fullmatch(name) is not None
 
 
 def refuse_wide(tensor: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aligner.dry.known import tensors_in, written_by
+from aligner.dry.known import Operation
 from aligner.dry.record import is_kernel
 from aligner.errors import DryDeviceError
 
@@ -155,20 +155,20 @@ class Order:
 
     # What they do -------------------------------------------------------------------------------
 
-    def saw(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
+    def saw(self, operation: Operation) -> bool:
         """An operation, where its tensors are; whether the host waits for its end.
 
         Raises as `launch` does.
         """
-        outputs, written = tensors_in(out), written_by(func, args, kwargs)
+        func, args, kwargs, _, operands, outputs = operation
         for tensor in outputs:
             memory = self._memory(tensor)
             memory.pinned |= kwargs.get("pin_memory") is True
         if not is_kernel(func):
             return False
-        name = func.overloadpacket.__name__
+        name, written = operation.name, operation.written()
         writes = [*written, *(each for each in outputs if not _among(each, written))]
-        reads = [each for each in tensors_in((args, kwargs)) if not _among(each, written)]
+        reads = [each for each in operands if not _among(each, written)]
         on_host = [each for each in (*reads, *writes) if not each.is_cuda]
         if len(on_host) == len(reads) + len(writes):
             self.on_host(name, reads, writes)

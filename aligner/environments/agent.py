@@ -6,27 +6,31 @@ None of a command, and in ``info`` the end of what a command wrote.
 """
 
 import asyncio
+import faulthandler
 import json
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import IO, Any
 
-from aligner.child_process import kill_children
+from aligner.child_process import Answers
 from aligner.environments.protocol import Turn, check_turn
 from aligner.environments.worker import (
     COMMAND_KEY,
     KEY,
-    answer_calls,
+    answers_of,
     awaited,
     check_columns,
     check_kwargs,
+    check_names,
 )
 from aligner.errors import AlignerError, ConfigError
 from aligner.importing import load_function
+from aligner.process_tree import kill_children
 
 _OWN = ("base_url", "api_key", "seed")
 _KEPT = 500  # bytes of what a command wrote last
@@ -37,17 +41,12 @@ class AgentError(AlignerError):
     """A command ended with an error."""
 
 
-def main(channel: int) -> None:
-    """Run agents until the parent closes the socket ``channel`` or is gone.
-
-    The parent alone keeps the time: while the policy answers, an agent's clock stands still.
-    """
-
-    def load(source: Any, kwargs: Any, columns: Any, form: Any) -> "Agent":
-        del form
-        return Agent(source, kwargs, columns)
-
-    answer_calls(channel, load, lambda _: nullcontext())
+def load(
+    source: str | Sequence[str], kwargs: Mapping[str, Any], columns: Collection[str], form: None
+) -> tuple[None, Callable[..., Answers]]:
+    """Load the agent; `aligner.child_process.serve` calls this in the agent's process."""
+    del form
+    return None, partial(answers_of, Agent(source, kwargs, columns).call)
 
 
 class Agent:
@@ -72,12 +71,7 @@ class Agent:
         self._loop = asyncio.new_event_loop()
         is_command = not isinstance(source, str)
         key = f"{COMMAND_KEY if is_command else KEY}={source!r}"
-        twice = sorted({*_OWN, *columns} & kwargs.keys()) + sorted({*_OWN} & {*columns})
-        if twice:
-            raise ConfigError(
-                f"{key}: {', '.join(twice)} would be given twice, by the run, by a column of the "
-                "data or by environment.kwargs; rename one"
-            )
+        check_names(_OWN, kwargs, columns, key, "the run")
         self._function: Callable[..., Any] | None = None
         self._words = list(source)
         if is_command:
@@ -96,6 +90,8 @@ class Agent:
     def call(self, name: str, argument: Any) -> Turn:
         """Run it; ``argument``: base URL, API key, seed and columns."""
         assert name == "run"
+        # The parent alone keeps the time: while the policy answers, an agent's clock stands still.
+        faulthandler.cancel_dump_traceback_later()
         base_url, api_key, seed, columns = argument
         task = {"seed": seed, **columns, **self._kwargs}
         os.environ.update(_variables(base_url, api_key))
@@ -106,45 +102,34 @@ class Agent:
 
 
 def _variables(base_url: str, api_key: str) -> dict[str, str]:
-    """Environment variables by which an agent finds the policy."""
-    host = "127.0.0.1"  # which a proxy could not reach
-    names = ("NO_PROXY", "no_proxy")
-    kept = {name: [one for one in os.environ.get(name, "").split(",") if one] for name in names}
-    direct = {name: ",".join(dict.fromkeys([*kept[name], host])) for name in names}
+    """Environment variables by which an agent finds the policy, without a proxy."""
+    direct = {}
+    for name in ("NO_PROXY", "no_proxy"):
+        hosts = [host for host in os.environ.get(name, "").split(",") if host]
+        direct[name] = ",".join(dict.fromkeys([*hosts, "127.0.0.1"]))
     return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, **direct}
 
 
 def _run(words: Sequence[str], task: Mapping[str, Any]) -> Turn:
     """Run a command to its end; what it has started ends with it."""
-    with subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        kept = bytearray()
-        given = json.dumps(task, default=str).encode()
-        threads = [
-            threading.Thread(target=_write, args=(process.stdin, given), daemon=True),
-            threading.Thread(target=_keep, args=(process.stdout, kept), daemon=True),
-        ]
-        for thread in threads:
-            thread.start()
+    with tempfile.TemporaryFile() as given:
+        given.write(json.dumps(task, default=str).encode())
+        given.seek(0)
+        process = subprocess.Popen(
+            words, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+    assert process.stdout is not None
+    with process:
+        output = bytearray()
+        reader = threading.Thread(target=_keep, args=(process.stdout, output), daemon=True)
+        reader.start()
         code = process.wait()
         kill_children()
-        for thread in threads:
-            thread.join(_CLOSING_S)
-    output = bytes(kept).decode(errors="replace").strip()
+        reader.join(_CLOSING_S)
+    text = bytes(output).decode(errors="replace").strip()
     if code:
-        raise AgentError(f"it ended with exit code {code}; what it wrote ends: {output}")
-    return Turn(done=True, info={"output": output} if output else {})
-
-
-def _write(pipe: IO[bytes], given: bytes) -> None:
-    try:
-        with pipe:
-            pipe.write(given)
-    except OSError:  # it does not read
-        return
+        raise AgentError(f"it ended with exit code {code}; what it wrote ends: {text}")
+    return Turn(done=True, info={"output": text} if text else {})
 
 
 def _keep(pipe: IO[bytes], kept: bytearray) -> None:

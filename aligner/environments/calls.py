@@ -33,6 +33,7 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 from aligner.data.chat import Message, Tools, render
@@ -107,10 +108,8 @@ def before_calls(text: str, form: Form) -> str:
 
 def form_of(tokenizer: Tokenizer) -> Form:
     """The form in which a tokenizer's chat template shows calls; plain where it shows none."""
-    for tools in (
-        None,
-        [{"type": "function", "function": _WEIGH_IT}],
-    ):  # some templates show calls beside functions only
+    # Some templates show calls only if there are functions.
+    for tools in (None, [{"type": "function", "function": _WEIGH_IT}]):
         try:
             shown = _shown_call(tokenizer, tools)
         except (DataError, TokenizerError):
@@ -144,7 +143,7 @@ def structured(messages: Sequence[Message], form: Form) -> list[Message]:
     """
     result: list[Message] = []
     for index, message in enumerate(messages):
-        results = _results_behind(messages, index)
+        results = list(takewhile(lambda each: each["role"] == "tool", messages[index + 1 :]))
         if message["role"] != "assistant" or not results or message.get("tool_calls"):
             result.append(message)
             continue
@@ -160,15 +159,6 @@ def structured(messages: Sequence[Message], form: Form) -> list[Message]:
         ]
         result.append({"role": "assistant", "content": "", "tool_calls": made})
     return result
-
-
-def _results_behind(messages: Sequence[Message], index: int) -> list[Message]:
-    found: list[Message] = []
-    for message in messages[index + 1 :]:
-        if message["role"] != "tool":
-            break
-        found.append(message)
-    return found
 
 
 def _shown_call(tokenizer: Tokenizer, tools: Tools | None) -> str:
@@ -190,7 +180,7 @@ def _read_hermes(text: str) -> list[ToolCall]:
     while tag:
         inside, _, behind = text.partition(end)
         problem = "a call is a JSON object with name and arguments"
-        calls.append(_from_json(inside.strip(), "arguments", problem))
+        calls.append(_from_object(_json_value(inside.strip()), "arguments", problem))
         _, tag, text = behind.partition(begin)
     return calls
 
@@ -199,7 +189,7 @@ def _read_llama(text: str) -> list[ToolCall]:
     """JSON objects at the beginning of a message, or behind the tag."""
     _, tag, behind = text.partition(_PYTHON_TAG)
     text = (behind if tag else text).strip()
-    if not tag and not _begins_call(text):
+    if not tag and not _OBJECT_WITH_NAME.match(text):  # it does not begin with a call
         return []
     problem = "a call is a JSON object with name and parameters"
     calls: list[ToolCall] = []
@@ -208,11 +198,6 @@ def _read_llama(text: str) -> list[ToolCall]:
             return [*calls, ToolCall("", {}, problem)]
         calls.append(_from_object(found, "parameters", problem))
     return calls or [ToolCall("", {}, problem)]
-
-
-def _begins_call(text: str) -> bool:
-    """Return whether a text is meant to be a call: the beginning of a JSON object of one."""
-    return _OBJECT_WITH_NAME.match(text) is not None
 
 
 def _objects(text: str) -> Iterator[Any]:
@@ -239,10 +224,7 @@ def _read_mistral(text: str) -> list[ToolCall]:
             name, given_id = named.groups()
             calls.append(_parsed(name, part[named.end() :].strip())._replace(id=given_id))
             continue
-        try:
-            values, _ = _JSON.raw_decode(part.strip())
-        except (ValueError, RecursionError):
-            values = None
+        values = _json_value(part.strip(), lambda text: _JSON.raw_decode(text)[0])
         if isinstance(values, dict):
             values = [values]
         if not isinstance(values, list) or not values:
@@ -256,11 +238,12 @@ def _read_plain(text: str) -> list[ToolCall]:
     return [_parsed(name, arguments) for name, arguments in _PLAIN.findall(text)]
 
 
-def _from_json(text: str, arguments: str, problem: str) -> ToolCall:
+def _json_value(text: str, parse: Callable[[str], Any] = json.loads) -> Any:
+    """The JSON value of a text; None if it cannot be read."""
     try:
-        return _from_object(json.loads(text), arguments, problem)
+        return parse(text)
     except (ValueError, RecursionError):
-        return ToolCall("", {}, problem)
+        return None
 
 
 def _from_object(value: Any, arguments: str, problem: str) -> ToolCall:

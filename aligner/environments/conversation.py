@@ -12,21 +12,20 @@ policy would read next does not begin with what it has read and sampled. The con
 trajectory with the rewards of all turns (tinker and prime-rl make several samples of it).
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, count
-from typing import Any, Literal
+from itertools import count
+from typing import Literal
 
 from aligner.config.fields import SpecialTokensInText
 from aligner.data.chat import Message, Tools, check_all_used, render
 from aligner.data.special_tokens import treat_special_tokens
-from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
+from aligner.data.tokenizers.decoding import decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer, encode_fragment
 from aligner.environments.calls import form_of, structured
 from aligner.environments.protocol import Start, Turn, check_total
 from aligner.environments.tools import tools_in_text
+from aligner.environments.trajectory import Trajectory, TurnRecord
 from aligner.errors import ConfigError, DataError, TokenizerError
 
 RewrittenHistory = Literal["fork", "refuse", "keep"]
@@ -194,28 +193,8 @@ class ChatRenderer:
         return behind
 
 
-@dataclass
-class TurnRecord:
-    """A turn: the policy's message, what it earned, and what was said to it."""
-
-    content: str
-    tokens: int
-    ended: bool
-    reward: float | None = None
-    parts: dict[str, float] = field(default_factory=dict)
-    answer: list[Message] = field(default_factory=list)
-    info: dict[str, Any] = field(default_factory=dict)
-    steps: list[tuple[int, float]] = field(default_factory=list)  # end in characters, reward
-
-
-class Conversation:
-    """One trajectory: its tokens, which of them were sampled, and its turns.
-
-    ``ids``: tokens so far, of all its sequences one behind the other. ``starts``: where each
-    begins; several where it forked. ``logprobs``: of the tokens that were sampled, 0 of the
-    others.
-    ``turn_ids``: number of the turn that sampled a token, from 1; 0: none did.
-    """
+class Conversation(Trajectory):
+    """A conversation in messages: what was said becomes the tokens that the policy reads next."""
 
     def __init__(self, renderer: ChatRenderer, start: Start) -> None:
         """Begin with the environment's first messages."""
@@ -226,70 +205,16 @@ class Conversation:
         self._tools: Tools | None = renderer.treated(tools, place="tools")
         if self._tools is not None and not renderer.shows_tools(self.first, self._tools):
             self.first, self._tools = tools_in_text(self.first, self._tools), None
-        self._messages = list(self.first)
-        self.prompt, self.ids = renderer.opening(self._messages, self._tools)
-        self._text, self.starts = self.prompt, [0]
-        self.prompt_length = len(self.ids)
-        self.logprobs = [0.0] * self.prompt_length
-        self.turn_ids = [0] * self.prompt_length
-        self.turns: list[TurnRecord] = []
-
-    @property
-    def length(self) -> int:
-        """Tokens up to the last that was sampled: what is behind it trains nothing."""
-        return 1 + max((at for at, turn in enumerate(self.turn_ids) if turn), default=-1)
+        prompt, ids = renderer.opening(self.first, self._tools)
+        super().__init__(renderer.tokenizer, prompt)
+        self._messages, self._text = list(self.first), prompt
+        self.starts.append(0)
+        self.read(ids)
 
     @property
     def sequence(self) -> list[int]:
         """Tokens of the sequence that the policy continues."""
         return self.ids[self.starts[-1] :]
-
-    @property
-    def positions(self) -> list[int]:
-        """Position of each token up to `length` in its sequence, from 0."""
-        ends = [*self.starts[1:], len(self.ids)]
-        each = (range(end - start) for start, end in zip(self.starts, ends, strict=True))
-        return list(chain.from_iterable(each))[: self.length]
-
-    @property
-    def rewards(self) -> list[float]:
-        """Reward of each token up to `length`: of a turn at its last one, of a step at that which
-        completes it; 0 of the others.
-        """
-        places: dict[int, list[int]] = {}
-        for at, number in enumerate(self.turn_ids):
-            places.setdefault(number, []).append(at)
-        rewards = [0.0] * self.length
-        for number, turn in enumerate(self.turns, start=1):
-            rewards[places[number][-1]] += turn.reward or 0.0
-            ends = self._ends(places[number], [end for end, _ in turn.steps])
-            for at, (_, reward) in zip(ends, turn.steps, strict=True):
-                rewards[at] += reward
-        return rewards
-
-    def _ends(self, places: Sequence[int], characters: Sequence[int]) -> list[int]:
-        """Tokens that complete so many characters of the text of those at ``places``, which follow
-        one another.
-        """
-        if not characters:
-            return []
-        start = max(start for start in self.starts if start <= places[0])
-        decoder = IncrementalDecoder(self._renderer.tokenizer, self.ids[start : places[0]])
-        known: list[int] = []
-        count = 0
-        for at in places:
-            count += len(decoder.push(self.ids[at]))
-            known.append(count)
-        return [
-            places[min(bisect_left(known, end), len(places) - 1)]  # the rest may be incomplete
-            for end in characters
-        ]
-
-    @property
-    def forks(self) -> int:
-        """Number of further sequences in which the policy said something."""
-        length = self.length
-        return sum(0 < start < length for start in self.starts)
 
     def answered(self, ids: Sequence[int], logprobs: Sequence[float], is_end: bool) -> Message:
         """Add the tokens that the policy sampled; return its message.
@@ -299,7 +224,7 @@ class Conversation:
         ended = is_end and ids[-1] in self._renderer.tokenizer.end_ids
         content = decode_response(self._renderer.tokenizer, self.sequence, ids)
         self.turns.append(TurnRecord(content, len(ids), ended))
-        self._add(ids, logprobs, len(self.turns))
+        self.sampled(ids, logprobs, len(self.turns))
         return _answer(content)
 
     def follow(self, turn: Turn, *, goes_on: bool) -> None:
@@ -329,12 +254,7 @@ class Conversation:
             self.starts.append(len(self.ids))
             joined, ids = other
         self._text = joined
-        self._add(ids, [0.0] * len(ids), 0)
-
-    def _add(self, ids: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
-        self.ids += ids
-        self.logprobs += logprobs
-        self.turn_ids += [turn] * len(ids)
+        self.read(ids)
 
 
 def _has_template(tokenizer: Tokenizer) -> bool:

@@ -4,18 +4,17 @@ import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, NamedTuple
 
-from aligner.child_process import ChildProcess, Wording
+from aligner.child_process import ProcessPool, Program
 from aligner.environments.calls import Form
 from aligner.environments.protocol import Start, Turn, check_start, check_turn
 from aligner.environments.worker import COMMAND_KEY, KEY
-from aligner.errors import EnvironmentCallError, EnvironmentTimeoutError
+from aligner.errors import AlignerError, EnvironmentCallError, EnvironmentTimeoutError
 
-_WORKER = "aligner.environments.worker"
-AGENT_WORKER = "aligner.environments.agent"
 _MOST_BYTES = 2**24  # of one answer
+CallName = Literal["begin", "step", "close", "run"]
 FailureReason = Literal["env_timeout", "env_error", "engine_error"]
 
 
@@ -23,7 +22,7 @@ class Call(NamedTuple):
     """A call of what is in a slot; see `aligner.environments.worker` and ``agent``."""
 
     slot: int
-    name: Literal["begin", "step", "close", "run"]
+    name: CallName
     argument: Any
     limit_s: float
 
@@ -51,7 +50,7 @@ def engine_failure(error: Exception) -> Failure:
     return Failure("engine_error", f"the engine raised {type(error).__name__}: {error}", error)
 
 
-class EnvironmentPool:
+class EnvironmentPool(ProcessPool):
     """Slots, each with a process that holds one conversation at a time.
 
     A process that hangs is killed with all it started, one that raised is ended; the next
@@ -76,21 +75,23 @@ class EnvironmentPool:
         for a class with a parameter of this name; None: nobody knows. ``memory_mb``: mebibytes that
         each process may allocate; None: no limit.
         """
-        named = dict(columns) if isinstance(columns, Mapping) else sorted(columns)
-        self._first = (factory, dict(kwargs), named, form, memory_mb)
-        self._module = AGENT_WORKER if runs_agents else _WORKER
-        self._memory_mb = memory_mb
         is_command = not isinstance(factory, str)
         self.factory = factory if isinstance(factory, str) else shlex.join(factory)
         self._key = f"{COMMAND_KEY if is_command else KEY}={self.factory!r}"
-        self._wording = Wording(
-            f"{'agent' if runs_agents else 'environment'} {self.factory!r}",
-            "raise environment.timeout_s and total_timeout_s, or make it faster",
-            EnvironmentCallError,
-            EnvironmentTimeoutError,
+        self.name = f"{'agent' if runs_agents else 'environment'} {self.factory!r}"
+        named = dict(columns) if isinstance(columns, Mapping) else sorted(columns)
+        super().__init__(
+            Program(
+                f"aligner.environments.{'agent' if runs_agents else 'worker'}",
+                (factory, dict(kwargs), named, form),
+                self.name,
+                "raise environment.timeout_s and total_timeout_s, or make it faster",
+                EnvironmentCallError,
+                EnvironmentTimeoutError,
+                memory_mb,
+                _MOST_BYTES,
+            )
         )
-        self._processes: dict[int, ChildProcess] = {0: self._started()}
-        self._processes[0].wait_until_ready()
 
     def call(self, calls: Sequence[Call]) -> list[Answer | Failure]:
         """Make calls of different slots at the same time; each has its own time limit."""
@@ -102,7 +103,10 @@ class EnvironmentPool:
 
     def begin(self, calls: Sequence[Call]) -> list[float | Failure]:
         """The first half of `call`: when each began (``time.monotonic()``), or how it failed."""
-        began = self._start_missing([call.slot for call in calls if call.name in ("begin", "run")])
+        starting = self.start([call.slot for call in calls if call.name in ("begin", "run")])
+        began: dict[int, float | Failure] = {
+            slot: _failure(error) for slot, error in starting.items()
+        }
         for call in calls:
             if call.slot in began:
                 continue
@@ -113,42 +117,18 @@ class EnvironmentPool:
                 began[call.slot] = _failure(error)
         return [began[call.slot] for call in calls]
 
-    def answered(self, slots: Sequence[int], timeout_s: float) -> set[int]:
-        """Those ``slots`` with a whole answer or a dead process, within so many seconds."""
+    def answered(self, slots: Sequence[int], timeout_s: float, wake: Connection) -> set[int]:
+        """Those ``slots`` with a whole answer or a dead process, within so many seconds.
+
+        A message on ``wake`` ends the wait.
+        """
         slot_of = {self._processes[slot].fileno(): slot for slot in slots}
-        ready = [slot_of[number] for number in wait(list(slot_of), timeout_s)]  # type: ignore[index]
-        return {slot for slot in ready if self._processes[slot].has_answer()}
-
-    def kill(self, slot: int) -> None:
-        """Kill a slot's process, with all that it started; the next call starts it again."""
-        self._processes[slot].close()
-
-    def close(self) -> None:
-        """Kill all processes. A later call starts them again."""
-        for process in self._processes.values():
-            process.close()
-        self._processes.clear()
-
-    def pid(self, slot: int) -> int:
-        """Process id of a slot's process."""
-        return self._processes[slot].pid
-
-    def _started(self) -> ChildProcess:
-        return ChildProcess(self._module, self._first, self._wording, most_bytes=_MOST_BYTES)
-
-    def _start_missing(self, slots: Sequence[int]) -> dict[int, float | Failure]:
-        """Start processes together, for importing takes a while; those that died meanwhile."""
-        known = self._processes
-        missing = [slot for slot in slots if not (slot in known and known[slot].alive)]
-        failed: dict[int, float | Failure] = {}
-        for slot in missing:
-            self._processes[slot] = self._started()
-        for slot in missing:
-            try:
-                self._processes[slot].wait_until_ready()
-            except EnvironmentCallError as error:
-                failed[slot] = _failure(error)
-        return failed
+        ready = wait([*slot_of, wake], timeout_s)
+        return {
+            slot
+            for number, slot in slot_of.items()
+            if number in ready and self._processes[slot].has_answer()
+        }
 
     def receive(self, call: Call, began: float) -> Answer | Failure:
         """The second half of `call`, of a call that began at ``began``."""
@@ -161,8 +141,9 @@ class EnvironmentPool:
         if answer[0] == "raised":
             process.close()  # who knows what it left behind
             text = f"{self._key} raised {value} in {call.name}"
-            if value.startswith("MemoryError") and self._memory_mb is not None:
-                text += f"; environment.memory_mb={self._memory_mb} is what it may allocate"
+            memory_mb = self._program.memory_mb
+            if value.startswith("MemoryError") and memory_mb is not None:
+                text += f"; environment.memory_mb={memory_mb} is what it may allocate"
             return Failure("env_error", text)
         return Answer(value, seconds)
 
@@ -184,6 +165,6 @@ def _value_of(call: Call, answer: tuple[str, Any]) -> tuple[Any, float]:
     return check_turn(turn, characters), float(seconds)
 
 
-def _failure(error: EnvironmentCallError) -> Failure:
+def _failure(error: AlignerError) -> Failure:
     is_late = isinstance(error, EnvironmentTimeoutError)
     return Failure("env_timeout" if is_late else "env_error", str(error))

@@ -22,8 +22,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Literal
 
-from aligner.child_process import kill_tree
 from aligner.errors import ConfigError
+from aligner.process_tree import kill_tree
 from aligner.scratch import ScratchFolder
 
 Isolation = Literal["kernel", "python"]

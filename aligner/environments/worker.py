@@ -1,21 +1,19 @@
 """The environment's process: loads the class once, then holds one conversation at a time.
 
-Messages are those of `aligner.child_process`. Parent to child: first ``(class, kwargs, columns,
-form of calls, mebibytes it may allocate | None)``, then ``(number, call, argument, time limit in
-seconds)``, where the calls are ``begin`` with ``(seed, columns of the row)``, ``step`` with the
-policy's message, and ``close``. Child to parent: ``answer, (value, seconds)`` or ``raised, (text,
-seconds)``.
+Messages of `aligner.child_process` are ``call, argument``, where the calls are ``begin`` with
+``(seed, columns of the row)``, ``step`` with the policy's message, and ``close``. Answers are
+``answer, (value, seconds)`` or ``raised, (text, seconds)``.
 """
 
 import asyncio
 import inspect
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from aligner.child_process import Channel, ended_after, limit_memory, refusal
+from aligner.child_process import Answers
 from aligner.environments.calls import Form
 from aligner.environments.protocol import Start, Turn, check_start, check_turn
 from aligner.errors import AlignerError, ConfigError
@@ -24,63 +22,28 @@ from aligner.importing import check_call, describe_exception, load_function
 KEY, COMMAND_KEY = "environment.factory", "environment.command"
 
 
-class Callee(Protocol):
-    """Object whose calls a process answers."""
-
-    def call(self, name: str, argument: Any) -> Start | Turn | None:
-        """Return value of a call."""
-        ...
-
-
-# Makes it of what is named, keyword arguments, the data's columns and a form of calls.
-Load = Callable[[Any, Mapping[str, Any], Collection[str], Form | None], Callee]
+def load(
+    factory: str, kwargs: Mapping[str, Any], columns: Collection[str], form: Form | None
+) -> tuple[None, Callable[..., Answers]]:
+    """Load the class; `aligner.child_process.serve` calls this in the environment's process."""
+    host = Host(load_factory(factory, kwargs, columns, form), kwargs)
+    return None, partial(answers_of, host.call)
 
 
-def main(channel: int) -> None:
-    """Serve on the inherited socket ``channel`` until the parent closes it or is gone."""
-
-    def load(factory: Any, kwargs: Any, columns: Any, form: Any) -> "Host":
-        return Host(load_factory(factory, kwargs, columns, form), kwargs)
-
-    answer_calls(channel, load, ended_after)
-
-
-def answer_calls(
-    channel: int, load: Load, bounded: Callable[[float], AbstractContextManager[None]]
-) -> None:
-    """Answer calls on the inherited socket ``channel`` until the parent closes it or is gone.
-
-    Args:
-        channel: the socket's number.
-        load: makes what is called.
-        bounded: entered for each call with its time limit in seconds.
-    """
-    parent = Channel(channel)
+def answers_of(
+    call: Callable[[str, Any], Start | Turn | None], name: str, argument: Any
+) -> Answers:
+    """The answer to one message: the value of a call or the text of its exception, and seconds."""
+    began = time.monotonic()
+    value: Any
     try:
-        *loaded, memory_mb = parent.receive()
-        if memory_mb is not None:
-            limit_memory(memory_mb)
-        host = load(*loaded)
-    except AlignerError as error:
-        parent.send(0, *refusal(error))
-        return
-    parent.send(0, "ready", None)
-    while True:
-        try:
-            number, call, argument, limit_s = parent.receive()
-        except EOFError:
-            return
-        with bounded(limit_s):
-            began = time.monotonic()
-            value: Any
-            try:
-                result = host.call(call, argument)
-                kind, value = "answer", None if result is None else vars(result)
-            except SystemExit:
-                raise
-            except BaseException as error:
-                kind, value = "raised", describe_exception(error)
-            parent.send(number, kind, (value, time.monotonic() - began))
+        result = call(name, argument)
+        kind, value = "answer", None if result is None else vars(result)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        kind, value = "raised", describe_exception(error)
+    yield kind, (value, time.monotonic() - began)
 
 
 def load_factory(
@@ -106,20 +69,31 @@ def load_factory(
                 f"{KEY}={factory!r} has no method {' and no method '.join(lacking)}; see "
                 "docs/environments.md"
             )
-    own = {"seed", "self"}  # of the call
-    twice = sorted({*own, *columns} & kwargs.keys()) + sorted(own & {*columns})
+    key = f"{KEY}={factory!r}"
+    check_names(["seed", "self"], kwargs, columns, key, "the call")
+    is_free = form is not None and "form" not in {*columns, *kwargs}
+    reads_calls = is_free and getattr(found, "reads_calls", False)
+    takes_form = reads_calls and "form" in inspect.signature(found).parameters
+    made = partial(found, form=form) if takes_form else found
+    what = f"{key} is made with seed, the columns of the data and environment.kwargs"
+    check_columns(made, ["seed", *kwargs], columns, what)
+    check_kwargs(found, kwargs, key)
+    return made
+
+
+def check_names(
+    own: Collection[str], kwargs: Mapping[str, Any], columns: Collection[str], key: str, giver: str
+) -> None:
+    """Refuse arguments that have a name twice: of ``own``, ``kwargs`` and the data's ``columns``.
+
+    ``key``: with its value, for the message. ``giver``: gives the arguments ``own``.
+    """
+    twice = sorted({*own, *columns} & kwargs.keys()) + sorted({*own} & {*columns})
     if twice:
         raise ConfigError(
-            f"{KEY}={factory!r}: {', '.join(twice)} would be given twice, by the call, by a "
-            "column of the data or by environment.kwargs; rename one"
+            f"{key}: {', '.join(twice)} would be given twice, by {giver}, by a column of the data "
+            "or by environment.kwargs; rename one"
         )
-    named = found
-    if form is not None and "form" not in {*columns, *kwargs} and _takes_form(found):
-        found = partial(found, form=form)
-    what = f"{KEY}={factory!r} is made with seed, the columns of the data and environment.kwargs"
-    check_columns(found, ["seed", *kwargs], columns, what)
-    check_kwargs(named, kwargs, f"{KEY}={factory!r}")
-    return found
 
 
 def check_columns(
@@ -127,8 +101,8 @@ def check_columns(
 ) -> None:
     """Refuse what cannot be called with ``names`` and the columns of each row.
 
-    ``columns``: where they have values, of `aligner.data.prompts.columns_of_rows`. ``what``: begins
-    the message of the `ConfigError`.
+    ``columns``: if they have values, those of `aligner.data.prompts.columns_of_rows`. ``what``:
+    begins the message of the `ConfigError`.
     """
     check_call(found, [*names, *columns], what, "Take what it does not need as **columns.")
     for name, row in columns.items() if isinstance(columns, Mapping) else ():
@@ -139,25 +113,15 @@ def check_columns(
 
 
 def check_kwargs(found: Any, kwargs: Mapping[str, Any], key: str) -> None:
-    """Ask the ``check_kwargs`` of what ``environment.factory`` names, where it has one.
-
-    ``key``: with its value, for the message.
+    """Call ``found.check_kwargs(kwargs)``, if there is one.
 
     Raises:
-        ConfigError: it refuses ``kwargs``.
+        ConfigError: it refuses ``kwargs``; the message begins with ``key``.
     """
-    check = getattr(found, "check_kwargs", None)
-    if check is None:
-        return
     try:
-        check(kwargs)
+        getattr(found, "check_kwargs", lambda kwargs: None)(kwargs)
     except AlignerError as error:
         raise ConfigError(f"{key}: {error}") from error
-
-
-def _takes_form(found: Callable[..., Any]) -> bool:
-    reads_calls = bool(getattr(found, "reads_calls", False))
-    return reads_calls and "form" in inspect.signature(found).parameters
 
 
 class Host:

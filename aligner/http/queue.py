@@ -5,13 +5,13 @@ jobs, the model's thread takes their items and reports results.
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
+ENDING = "the server is ending; try again later"
 
 
 @dataclass
@@ -81,8 +81,7 @@ class JobQueue(Generic[Item]):
     def add(self, job: Job[Item]) -> bool:
         """Queue ``job``; False if there is no room."""
         with self._changed:
-            waiting = sum(len(each.items) - each.taken for each in self._jobs if not each.is_left)
-            if waiting + len(job.items) > self.max_items:
+            if self._waiting() + len(job.items) > self.max_items:
                 return False
             self._jobs.append(job)
             self._changed.notify_all()
@@ -93,20 +92,21 @@ class JobQueue(Generic[Item]):
         most: int,
         timeout_s: float,
         fit_together: Callable[[list[Item]], bool] = lambda items: True,
+        is_complete: Callable[[int], bool] = lambda waiting: False,
     ) -> list[Slot[Item]]:
         """At most ``most`` items that can be one batch; an empty list if none came in time.
 
         A job that is not taken whole queues again after the others, and one that nobody waits for
         any more is dropped. ``fit_together``: whether items can be one batch, of which all but the
-        last can; a job whose next item does not fit keeps its place.
+        last can; a job whose next item does not fit keeps its place. ``is_complete``: whether no
+        more items are to be gathered than so many.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._is_woken, timeout_s)
             self._is_woken = False
             if not self._jobs:
                 return []
-        time.sleep(self._gather_s)
-        with self._changed:
+            self._changed.wait_for(lambda: is_complete(self._waiting()), self._gather_s)
             taken: list[Slot[Item]] = []
             passed_over: list[Job[Item]] = []
             while self._jobs and len(taken) < most:
@@ -124,8 +124,11 @@ class JobQueue(Generic[Item]):
             self._jobs.extendleft(reversed(passed_over))
             return taken
 
+    def _waiting(self) -> int:
+        return sum(len(job.items) - job.taken for job in self._jobs if not job.is_left)
+
     def wake(self) -> None:
-        """End a wait of `take`."""
+        """End a wait of `take` for jobs; have it ask again whether the batch is complete."""
         with self._changed:
             self._is_woken = True
             self._changed.notify_all()

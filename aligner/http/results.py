@@ -8,10 +8,9 @@ from typing import Any, Generic, TypeVar
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
-from aligner.http.queue import Job
+from aligner.http.queue import ENDING, Job
 
 Result = TypeVar("Result")
-ENDING = "the server is ending; try again later"
 _CLIENT_LEFT = 499  # a status that nobody reads
 
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from aligner.config import CorrectionConfig
+from aligner.config.fields import AboveOne, NonNegative, Positive
+from aligner.config.parse import check_fields
 from aligner.errors import ConfigError
 from aligner.losses.corrections import correct, gap_metrics
 from aligner.losses.kl import KLEstimator, kl_estimate
@@ -15,7 +17,6 @@ from aligner.losses.masked import (
     Aggregation,
     BatchAverage,
     check_aggregation,
-    check_choice,
     counted_tokens,
     row_means,
 )
@@ -66,14 +67,14 @@ class PPOPolicyLoss:
     """
 
     ratio_eps_low: float = 0.2
-    ratio_eps_high: float = 0.2
-    dual_clip: float | None = None  # > 1; None: off
+    ratio_eps_high: NonNegative = 0.2
+    dual_clip: AboveOne | None = None  # None: off
     entropy_bonus: float = 0.0
     kl_coefficient: float = 0.0
     kl_estimator: KLEstimator = "k3"
     kl_input_clamp: float | None = None
     kl_output_clamp: float | None = None
-    importance_cap: float | None = None  # None: as ``correction`` says
+    importance_cap: Positive | None = None  # None: as ``correction`` says
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     ratio_level: RatioLevel = "token"
     surrogate: Surrogate = "clip"
@@ -83,30 +84,21 @@ class PPOPolicyLoss:
     rows_per_group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ConfigError(f"dual_clip={self.dual_clip} must exceed 1; use null to turn it off")
-        if self.importance_cap is not None and self.importance_cap <= 0:
-            raise ConfigError(
-                f"importance_cap={self.importance_cap} must be positive; use null to turn it off"
-            )
+        check_fields(self)
         if self.importance_cap is not None and self.correction.weights != "none":
             raise ConfigError(
                 f"importance_cap={self.importance_cap} and correction.weights="
                 f"{self.correction.weights} are both weights; give one of them"
             )
         no_lower_bound = self.ratio_eps_low == 1 and self.surrogate == "cispo"
-        if not (0 <= self.ratio_eps_low < 1 or no_lower_bound) or self.ratio_eps_high < 0:
+        if not (0 <= self.ratio_eps_low < 1 or no_lower_bound):
             raise ConfigError(
-                f"ratio_eps_low={self.ratio_eps_low} must be in [0, 1), or 1 with surrogate=cispo, "
-                f"and ratio_eps_high={self.ratio_eps_high} at least 0"
+                f"ratio_eps_low={self.ratio_eps_low} must be in [0, 1), or 1 with surrogate=cispo"
             )
         if self.entropy_bonus != 0 and not self.needs_entropy:
             raise ConfigError(
                 f"entropy_bonus={self.entropy_bonus} needs the entropy; set needs_entropy=true"
             )
-        check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
-        check_choice("surrogate", self.surrogate, get_args(Surrogate))
         if self.surrogate == "cispo" and self.dual_clip is not None:
             raise ConfigError(
                 f"dual_clip={self.dual_clip} bounds the clipped surrogate, which surrogate=cispo "

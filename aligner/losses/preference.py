@@ -19,14 +19,15 @@ All are means over the pairs of the global batch (`losses.pairs` has their layou
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.errors import ConfigError
-from aligner.losses.masked import check_choice, counted_tokens, masked_sum, row_means
+from aligner.config.fields import MinorShare, NonNegative, Positive
+from aligner.config.parse import check_fields
+from aligner.losses.masked import counted_tokens, masked_sum, row_means
 from aligner.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.types import Denominators, TokenOutputs
 
@@ -48,16 +49,13 @@ class PairwiseLoss(ABC):
     reward, by more than ``β·TIE``), and with an SFT term ``sft_loss`` (unweighted).
     """
 
-    beta: float = 0.1
-    sft_weight: float = 0.0
+    beta: Positive = 0.1
+    sft_weight: NonNegative = 0.0
     needs_entropy: ClassVar[bool] = False
     rows_per_group: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise ConfigError(f"beta={self.beta} must be positive")
-        if self.sft_weight < 0:
-            raise ConfigError(f"sft_weight={self.sft_weight} must be at least 0; 0 turns it off")
+        check_fields(self)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
@@ -121,15 +119,7 @@ class DPOLoss(ReferenceLoss):
     unbiased variant of Chowdhury et al., 2024).
     """
 
-    label_smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ConfigError(
-                f"label_smoothing={self.label_smoothing} must be in [0, 0.5): from 0.5 on the "
-                "rejected responses would be preferred"
-            )
+    label_smoothing: MinorShare = 0.0  # from 0.5 on the rejected responses would be preferred
 
     def _losses(self, margin: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         losses = -F.logsigmoid(margin)
@@ -165,13 +155,7 @@ class RPOLoss(ReferenceLoss):
     """
 
     distance: RPODistance = "backward_kl"
-    reward_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("distance", self.distance, get_args(RPODistance))
-        if self.reward_scale <= 0:
-            raise ConfigError(f"reward_scale={self.reward_scale} must be positive")
+    reward_scale: Positive = 1.0
 
     def _losses(self, margin: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         chosen, rejected = split_pairs(batch["ground_truth_rewards"])
@@ -226,18 +210,14 @@ class KTOLoss:
     ``desirable_fraction`` and ``kl_baseline``.
     """
 
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: Positive = 0.1
+    desirable_weight: NonNegative = 1.0
+    undesirable_weight: NonNegative = 1.0
     needs_entropy: ClassVar[bool] = False
     rows_per_group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise ConfigError(f"beta={self.beta} must be positive")
-        for name in ("desirable_weight", "undesirable_weight"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0")
+        check_fields(self)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.losses.masked import check_choice, row_means
+from aligner.config.parse import check_fields
+from aligner.losses.masked import row_means
 from aligner.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.types import Denominators, TokenOutputs
 
@@ -38,7 +39,7 @@ class BradleyTerryLoss:
     rows_per_group: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        check_choice("variant", self.variant, get_args(BradleyTerryVariant))
+        check_fields(self)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict  # pydantic's, below Python 3.12
 
-from aligner.config.fields import NonNegative
-from aligner.config.parse import build
-from aligner.errors import ConfigError
+from aligner.config.fields import NonNegative, Positive
+from aligner.config.parse import build, check_fields
 from aligner.losses.interfaces import LossInputType, as_loss
 from aligner.losses.masked import BatchAverage, counted_tokens
 from aligner.types import Denominators, TokenOutputs
@@ -32,15 +31,12 @@ class PPOValueLoss:
     term is the larger).
     """
 
-    value_clip: float | None = 0.2
+    value_clip: Positive | None = 0.2  # None: off
     needs_entropy: bool = False  # a critic has none
     rows_per_group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if self.value_clip is not None and self.value_clip <= 0:
-            raise ConfigError(
-                f"value_clip={self.value_clip} must be positive; use null to turn clipping off"
-            )
+        check_fields(self)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators

@@ -195,6 +195,14 @@ class GenerationInterface(ABC):
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Release the memory that only generation needs."""
 
+    def in_words(self) -> str:
+        """Description of the engine's settings for the start-up report; empty: none."""
+        return ""
+
+    def shutdown(self) -> bool:
+        """End the engine."""
+        return True
+
 
 class PendingGeneration(Protocol):
     """A batch that an engine is sampling."""

@@ -16,14 +16,12 @@ from torch.distributed.tensor import DTensor
 from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.hf.model_folder import save_hf
 from aligner.checkpoint.model_source import open_model
-from aligner.checkpoint.run_state.role_files import (
-    load_optimizer_state,
-    save_optimizer_state,
-    save_tokenizer,
-)
 from aligner.checkpoint.run_state.worker_state import (
     ShareWriter,
+    load_optimizer_state,
     load_worker_state,
+    save_optimizer_state,
+    save_tokenizer,
     save_worker_state,
 )
 from aligner.compat.nemo_rl import PublishedRole, published_role

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,13 +143,9 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any] | None, _Line]]:
             if not line.endswith(b"\n"):
                 return
             start, end = end, end + len(line)
-            record = _record(line)
+            record: Any = None
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
+            if not isinstance(record, dict) or type(record.get("step")) is not int:
+                record = None
             yield record, _Line(start, end, None if record is None else record["step"])
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and type(record.get("step")) is int else None

@@ -54,38 +54,3 @@ class RoleMemory:
     def total(self) -> int:
         """Bytes of weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
-
-
-def kv_cache_bytes(
-    *,
-    layers: int,
-    query_groups: int,
-    kv_channels: int,
-    sequences: int,
-    length: int,
-    value_bytes: int,
-) -> int:
-    """Keys and values of ``sequences`` sequences of ``length`` tokens on all ``layers`` given."""
-    return 2 * layers * query_groups * kv_channels * sequences * length * value_bytes
-
-
-def activation_bytes(
-    *, layers: int, hidden_size: int, tokens: int, value_bytes: int, recompute: bool
-) -> int:
-    """Activations that layers keep for the backward pass of a micro-batch of ``tokens`` tokens.
-
-    17 values per token, layer and hidden unit (Korthikanti et al. 2022, their 34 bytes in 16 bit,
-    attention scores not stored); with full recomputation only each layer's input is kept, and one
-    layer's worth while it is recomputed. Left out: wider feed-forward layers than 4 times the
-    hidden size, experts, and what is alive for a moment in the backward pass.
-    """
-    per_layer = tokens * hidden_size * value_bytes
-    return per_layer * (layers + 17) if recompute else per_layer * 17 * layers
-
-
-def head_bytes(*, hidden_size: int, tokens: int, tile_bytes: int) -> int:
-    """Memory that the output layer keeps for ``tokens`` predicted tokens.
-
-    Float32 hidden states and their gradient, and the two tiles of logits that are alive at once.
-    """
-    return 2 * tokens * hidden_size * 4 + 2 * tile_bytes

@@ -4,19 +4,26 @@
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from aligner.config.experiment import ExpManagerConfig
 from aligner.errors import MissingPackageError
 from aligner.observe.jsonl import JsonLines, read_lines
 from aligner.observe.metric_names import check_names
 from aligner.observe.run_lock import RunLock
 from aligner.packages import require_extra
+
+if TYPE_CHECKING:
+    from lightning.fabric.loggers import Logger
+
+_log = logging.getLogger(__name__)
 
 
 class PhaseTimers:
@@ -61,19 +68,6 @@ class PhaseTimers:
         return metrics
 
 
-_log = logging.getLogger(__name__)
-
-
-class Logger(Protocol):
-    """Methods of a Lightning logger that are used."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Record scalars of a step."""
-
-    def finalize(self, status: str) -> None:
-        """Write out what is buffered."""
-
-
 class MetricsWriter:
     """Writes ``metrics.jsonl`` in ``folder``, as the only process that does (`RunLock`).
 
@@ -88,7 +82,7 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, folder: Path, *, rank: int = 0, loggers: Callable[[], Sequence[Logger]] = tuple
+        self, folder: Path, *, rank: int = 0, loggers: Callable[[], "Sequence[Logger]"] = tuple
     ) -> None:
         self._lock = RunLock(folder) if rank == 0 else None
         self._lines = JsonLines(folder / "metrics.jsonl") if rank == 0 else None
@@ -150,53 +144,41 @@ def _number(name: str, value: Any) -> float | int:
 
 def make_loggers(
     folder: Path,
+    exp: ExpManagerConfig,
     *,
     restored_step: int | None = None,
-    tensorboard: bool = True,
-    wandb: bool = False,
-    wandb_options: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
-) -> list[Logger]:
+) -> "list[Logger]":
     """The configured loggers, as far as they are installed. Imports them now.
 
     Args:
         folder: directory of the run; events go to ``tensorboard/`` and ``wandb/`` below it.
+        exp: the section ``exp_manager``.
         restored_step: TensorBoard hides what an interrupted run wrote after this step.
-        wandb_options: arguments of Lightning's ``WandbLogger`` (project, name, offline, …).
         config: shown by W&B beside the curves.
     """
     loggers: list[Logger] = []
-    if tensorboard and _has_tensorboard():
-        from lightning.fabric.loggers import TensorBoardLogger
+    if exp.create_tensorboard_logger:
+        try:
+            require_extra("tensorboard", "the mirror of metrics.jsonl in TensorBoard")
+        except MissingPackageError as error:
+            _log.warning("%s", error)
+        else:
+            from lightning.fabric.loggers import TensorBoardLogger
 
-        purge = None if restored_step is None else restored_step + 1
-        board = TensorBoardLogger(folder, name="tensorboard", version="", purge_step=purge)
-        loggers.append(board)
-    if wandb:
+            purge = None if restored_step is None else restored_step + 1
+            board = TensorBoardLogger(folder, name="tensorboard", version="", purge_step=purge)
+            loggers.append(board)
+    if exp.create_wandb_logger:
         from lightning.pytorch.loggers import WandbLogger
 
-        options = {"save_dir": folder, "id": _wandb_id(folder), "resume": "allow"}
-        mirror = WandbLogger(**{**options, **(wandb_options or {})})
+        identifier = folder / "wandb_id"  # kept, so that a resumed run is the same one
+        if not identifier.exists():
+            identifier.write_text(secrets.token_hex(4))
+        options = {"save_dir": folder, "id": identifier.read_text().strip(), "resume": "allow"}
+        names = {"project": exp.wandb.project, "name": exp.wandb.name}
+        mirror = WandbLogger(**{**options, **names, **exp.wandb.kwargs})
         if config is not None:
             mirror.log_hyperparams(dict(config))
         loggers.append(mirror)
     return loggers
-
-
-def _has_tensorboard() -> bool:
-    try:
-        require_extra("tensorboard", "the mirror of metrics.jsonl in TensorBoard")
-    except MissingPackageError as error:
-        _log.warning("%s", error)
-        return False
-    return True
-
-
-def _wandb_id(folder: Path) -> str:
-    """Identifier of this directory's run, kept in a file so that a resumed run is the same one."""
-    import secrets
-
-    path = folder / "wandb_id"
-    if not path.exists():
-        path.write_text(secrets.token_hex(4))
-    return path.read_text().strip()

@@ -1,7 +1,7 @@
 """The start-up report: a summary of the run, in words and numbers, before it begins."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import Group
@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aligner.checkpoint.durable import readable_bytes
+from aligner.config import RolloutConfig
 from aligner.device.accelerator import DeviceInfo
 from aligner.observe.memory import RoleMemory
 from aligner.packages import PackageStatus
@@ -22,31 +23,8 @@ class TrainedRole:
     name: str  # policy, critic
     global_batch_size: int  # samples per optimizer update, over all ranks
     micro_batch_size: int  # samples per forward-backward, per data-parallel rank
-    data_parallel_size: int | None = None  # None: that of the plan
+    data_parallel_size: int | None = None  # None: the policy's
     model_parallel_size: int | None = None  # None: the policy's
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """Sizes of a run. A sample is a prompt with one response."""
-
-    steps: int
-    train_prompts: int | None  # None: a generator without a known end
-    num_rollout_samples: int  # per step, over all ranks
-    num_rollouts_per_prompt: int
-    rollout_micro_batch_size: int  # in flight together, per data-parallel rank
-    data_parallel_size: int
-    ppo_epochs: int
-    roles: Sequence[TrainedRole]
-
-
-@dataclass(frozen=True)
-class Restored:
-    """Checkpoint that the run continues from."""
-
-    step: int
-    path: str
-    items: Sequence[str]  # policy, critic, optimizer, counters, …
 
 
 @dataclass(frozen=True)
@@ -63,33 +41,55 @@ class StartupSummary:
     working_bytes: dict[str, int]  # further memory per process: KV cache, activations, …
     run_states: str  # how they are written, a sentence
     packages: Sequence[PackageStatus]
+    restores: Sequence[str] = ()  # what a run state brings back: policy, optimizer, …
+    restored: tuple[int, str] | None = None  # step and path of the run state; None: a new run
     dropout: str = ""  # of the models that are trained, in words
     repetition: str = ""  # what may differ when the run is repeated, in words
-    restored: Restored | None = None
-    notes: Sequence[str] = field(default_factory=tuple)  # e.g. prompts that were dropped
+    notes: Sequence[str] = ()  # e.g. prompts that were dropped
     is_dry: bool = False  # nothing is saved
 
 
-def batch_arithmetic(plan: BatchPlan) -> list[str]:
-    """Arithmetic of the batches of a step, one sentence each."""
-    prompts = plan.num_rollout_samples // plan.num_rollouts_per_prompt
-    per_rank = plan.num_rollout_samples // plan.data_parallel_size
-    in_flight = min(per_rank, plan.rollout_micro_batch_size)
+def batch_arithmetic(
+    rollout: RolloutConfig,
+    roles: Sequence[TrainedRole],
+    *,
+    steps: int,
+    train_prompts: int | None,
+    data_parallel_size: int,
+    passes: int = 1,
+) -> list[str]:
+    """Arithmetic of the batches of a step, one sentence each.
+
+    A sample is a prompt with one response. ``roles`` go ``passes`` times over every rollout;
+    ``train_prompts`` is None for a generator without a known end.
+    """
+    samples, per_prompt = rollout.num_rollout_samples, rollout.num_rollouts_per_prompt
+    prompts, per_rank = samples // per_prompt, samples // data_parallel_size
+    in_flight = min(per_rank, rollout.rollout_micro_batch_size)
     sentences = [
         f"A step draws {_count(prompts, 'prompt')} and samples "
-        f"{_count(plan.num_rollouts_per_prompt, 'response')} to each: "
-        f"{_count(plan.num_rollout_samples, 'sample')}, {per_rank:,} on each of "
-        f"{_count(plan.data_parallel_size, 'data-parallel rank')}, at most {in_flight:,} of them "
+        f"{_count(per_prompt, 'response')} to each: "
+        f"{_count(samples, 'sample')}, {per_rank:,} on each of "
+        f"{_count(data_parallel_size, 'data-parallel rank')}, at most {in_flight:,} of them "
         "in flight together."
     ]
-    sentences += [_training_sentence(plan, role) for role in plan.roles]
-    total = (
-        f"{_count(plan.steps, 'step')}: {_count(plan.steps * plan.num_rollout_samples, 'sample')}"
-    )
-    if plan.train_prompts is not None:
-        epoch, rest = divmod(plan.train_prompts, prompts)
+    times = {1: "once", 2: "twice"}.get(passes, f"{passes} times")
+    for role in roles:
+        updates = passes * samples // role.global_batch_size
+        ranks = role.data_parallel_size or data_parallel_size
+        micro_batches = role.global_batch_size // (role.micro_batch_size * ranks)
+        sentences.append(
+            f"The {role.name} goes over them {times} in batches of "
+            f"{role.global_batch_size:,}: {_count(updates, 'update')} a step "
+            f"({steps * updates:,} in the run), each the sum of "
+            f"{_count(micro_batches, 'micro-batch', 'micro-batches')} of "
+            f"{role.micro_batch_size:,} on every rank."
+        )
+    total = f"{_count(steps, 'step')}: {_count(steps * samples, 'sample')}"
+    if train_prompts is not None:
+        epoch, rest = divmod(train_prompts, prompts)
         left = f" and {_count(rest, 'prompt')} left over" if rest else ""
-        total += f"; {_count(plan.train_prompts, 'training prompt')} make an epoch of "
+        total += f"; {_count(train_prompts, 'training prompt')} make an epoch of "
         total += f"{_count(epoch, 'step')}{left}"
     return [*sentences, total + "."]
 
@@ -111,20 +111,6 @@ def saving_sentence(
     if size * processes_here > free_bytes:
         return f"Run states are written in place, and steps with a save wait for the disk: {taken}."
     return f"Run states are written while training goes on: {taken}."
-
-
-def _training_sentence(plan: BatchPlan, role: TrainedRole) -> str:
-    updates = plan.ppo_epochs * plan.num_rollout_samples // role.global_batch_size
-    ranks = role.data_parallel_size or plan.data_parallel_size
-    micro_batches = role.global_batch_size // (role.micro_batch_size * ranks)
-    times = {1: "once", 2: "twice"}.get(plan.ppo_epochs, f"{plan.ppo_epochs} times")
-    return (
-        f"The {role.name} goes over them {times} in batches of "
-        f"{role.global_batch_size:,}: {_count(updates, 'update')} a step "
-        f"({plan.steps * updates:,} in the run), each the sum of "
-        f"{_count(micro_batches, 'micro-batch', 'micro-batches')} of {role.micro_batch_size:,} "
-        "on every rank."
-    )
 
 
 def supervised_arithmetic(
@@ -157,7 +143,7 @@ def startup_report(summary: StartupSummary) -> Group:
     processes = _count(summary.processes, "process", "processes")
     return Group(
         Text(f"{summary.algorithm} on {processes}: {summary.device.description}", "bold"),
-        Text(f"model from {summary.model}\n{_begins(summary)}"),
+        Text(f"model from {summary.model}\n{_beginning(summary)}"),
         *(Text(line) for line in (summary.dropout, summary.repetition) if line),
         *(Text(note, "yellow") for note in summary.notes),
         Text("\nBatches", "bold"),
@@ -176,16 +162,14 @@ def _indented(text: Text) -> Padding:
     return Padding(text, (0, 0, 0, 2))
 
 
-def _begins(summary: StartupSummary) -> str:
+def _beginning(summary: StartupSummary) -> str:
     if summary.is_dry:
         return "a dry run on the longest batch, of random tokens: no directory is read or written"
-    restored = summary.restored
-    if restored is None:
-        return f"results in {summary.log_dir}\na new run: no run state was found"
-    return (
-        f"results in {summary.log_dir}\nresumed after step {restored.step} from {restored.path}: "
-        f"{', '.join(restored.items)} restored"
-    )
+    begins = "a new run: no run state was found"
+    if summary.restored is not None:
+        step, path = summary.restored
+        begins = f"resumed after step {step} from {path}: {', '.join(summary.restores)} restored"
+    return f"results in {summary.log_dir}\n{begins}"
 
 
 def _role_table(roles: Sequence[RoleMemory]) -> Table:

@@ -1,25 +1,21 @@
 """A run on its devices: memory of the fullest card in every phase, time of a step."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from aligner.algorithms.run.startup import count_parameters
 from aligner.architecture import GPTArchitecture
-from aligner.config import BaseRunConfig, SamplingRunConfig, check_layout
+from aligner.config import BaseRunConfig
 from aligner.config.commands.plan import PlanConfig, with_length
-from aligner.config.roles.model import STAGE_KEYS
 from aligner.dry.record import Kind
-from aligner.errors import LayoutError
 from aligner.parallel.groups import describe_layout
 from aligner.plan.amounts import Amounts, Kinds, Measured, Time, time_of, total
 from aligner.plan.devices import DeviceRates
 from aligner.plan.measure import MeasuredRole
 from aligner.plan.measurements import Measurements
-from aligner.plan.roles import HandOver, Phase, PlannedRole, PlannedRun
-from aligner.plan.sampling import sampling_roles
-from aligner.plan.supervised import supervised_roles
+from aligner.plan.rehearsal import planned_run
+from aligner.plan.roles import Phase, PlannedRole, PlannedRun
 from aligner.plan.work import Least, bubble_of, least_of, work_of
 
 
@@ -171,10 +167,6 @@ class Estimate:
             "bound": phase.time.bound,
         }
 
-    def as_json(self) -> str:
-        """One line."""
-        return json.dumps(self.as_dict())
-
 
 class Estimator:
     """Estimates of variants of one run; a role that did not change is not measured again."""
@@ -249,12 +241,11 @@ class Estimator:
         if given.kv_cache_mb is not None:
             cache = float(given.kv_cache_mb << 20)
         else:
-            share = given.gpu_memory_utilization or 0.0
-            cache = max(0.0, share * self.device.memory_bytes - weights)
+            cache = max(0.0, given.memory_share * self.device.memory_bytes - weights)
         held: Kinds = {Kind.WEIGHTS: weights, Kind.KV_CACHE: cache}
-        rest: Kinds = {} if given.sleep else held
+        rest: Kinds = {} if given.sleeps else held
         phases = {
-            name: Measured(each.amounts, {"vLLM": held}, rest)
+            name: Measured(each.amounts, {given.title: held}, rest)
             for name, each in found.phases.items()
         }
         return MeasuredRole(found.parameters, rest, phases)
@@ -303,7 +294,7 @@ def cards_of(run: PlannedRun) -> int:
 
 def _waiting(role: PlannedRole, found: MeasuredRole) -> Kinds:
     """Memory held on a rank's card between two steps: as the role's last phase leaves it."""
-    done = [phase.name for phase in role.phases if not isinstance(phase, HandOver)]
+    done = [phase.name for phase in role.phases if phase.method]
     return found.phases[done[-1]].rest if done else found.static
 
 
@@ -328,33 +319,3 @@ def _resting(
 
 def _by_kind(kinds: Kinds) -> dict[str, int]:
     return {str(kind): round(size) for kind, size in kinds.items() if round(size)}
-
-
-def planned_run(
-    config: BaseRunConfig, plan: PlanConfig, architectures: Mapping[str, GPTArchitecture]
-) -> PlannedRun:
-    """Roles and phases of a training configuration.
-
-    ``architectures``: by the path of each model that the configuration names.
-
-    Raises:
-        ConfigError: a kind of run that cannot be looked at before, or lengths that do not fit.
-        LayoutError: a model cannot be cut so.
-    """
-    # Tokens are not known: nothing in common is the most that a run can need.
-    config = replace(config, model=replace(config.model, shared_prefixes=False))
-    own = architectures[config.model.restore_from_path]
-    if given := [key for key in STAGE_KEYS if getattr(config.model, key) is not None]:
-        raise LayoutError(f"model.{given[0]}: plans have equal pipeline stages; set it to null")
-    check_layout(own, config.model.parallel, config.trainer.world_size)
-    if isinstance(config, SamplingRunConfig):
-        roles = sampling_roles(config, plan, architectures)
-    else:
-        roles = supervised_roles(config, plan, architectures)
-    order = ("generate", "rewards", "teacher", "values", "logprobs", "reference_logprobs", "train")
-    rank = {name: place for place, name in enumerate((*order, "refit", "save"))}
-    step = sorted(
-        ((role.name, phase.name) for role in roles for phase in role.phases),
-        key=lambda each: (rank[each[1]], each[0] != "critic"),  # the critic learns first
-    )
-    return PlannedRun(config, {role.name: role for role in roles}, tuple(step))

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -16,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import expected_shapes
-from aligner.config import LengthParams, SamplingOptions, TrainedModelConfig
+from aligner.config import LengthParams, SamplingOptions
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
-from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
-from aligner.distributed.workers import LocalCluster, micro_batching
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.workers import LocalCluster
 from aligner.dry.device import DeviceKind, DryDevice
 from aligner.dry.record import Record
 from aligner.models.gpt.decode.responses import Responses
@@ -28,11 +27,12 @@ from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.worker import RoleWorker
 from aligner.parallel.groups import initialize_parallel
 from aligner.plan.amounts import Amounts, Kinds, Measured, extrapolated, fuller, peaks_of
-from aligner.plan.roles import Generate, HandOver, Phase, PlannedRole, Rows, Score, Train
+from aligner.plan.roles import Phase, PlannedRole
 
 # Layers of a pipeline stage that are run, of more. FSDP2 gathers layers ahead: from four
 # on, as many as in any deeper model.
 _DEPTHS = {"megatron": (2, 4), "dtensor": (4, 6)}
+_LEAVE = {"prepare_for_training": "finish_training"}
 _TOKENS = 5  # of each response that are sampled: from the third on by a CUDA graph
 
 
@@ -58,7 +58,7 @@ def measure(role: PlannedRole, stage: int, kind: DeviceKind = "gpu") -> Measured
 def depths_of(role: PlannedRole) -> list[int]:
     """Numbers of layers of a pipeline stage from which all of them follow."""
     layers = role.architecture.num_layers // role.parallel.pipeline
-    depths = _DEPTHS[role.start.options.get("backend", "megatron")]
+    depths = _DEPTHS["dtensor" if role.is_dtensor else "megatron"]
     return [layers] if layers <= depths[-1] else list(depths)
 
 
@@ -95,24 +95,32 @@ def measure_at(
     architecture = replace(role.architecture, num_layers=layers * parallel.pipeline)
     rank = stage * (role.world // parallel.pipeline)
     dry = DryDevice(role.world, rank, kind=kind)
-    with _little_garbage(), dry as device, without_weights(architecture, role.attributes):
-        place = initialize_parallel(parallel)
-        handle = role.start(LocalCluster(place), byte_level_tokenizer())
-        run = _RoleRun(device, handle.worker_group.worker, role)  # type: ignore[attr-defined]
+    with _little_garbage(), dry as device, without_weights(architecture, role):
+        run = _RoleRun(device, start_worker(role), role)
         phases = {}
         for phase in role.phases:
             if names is None or phase.name in names:
                 phases[phase.name] = run.measure(phase)
-            elif isinstance(phase, Score):
+            elif phase.method not in ("", "generate", "train"):
                 run.touch(phase)
         return MeasuredRole(float(run.role.num_parameters()), run.static, phases)
 
 
+def start_worker(role: PlannedRole) -> Any:
+    """The role's worker in this process, whose place in the role's layout is taken here."""
+    cluster = LocalCluster(initialize_parallel(role.parallel))
+    group = cluster.start_workers(
+        role.worker, role.name, tokenizer=byte_level_tokenizer(), **role.options
+    )
+    return group.worker
+
+
 @contextlib.contextmanager
 def without_weights(
-    architecture: GPTArchitecture, attributes: tuple[str, ...] = (), initialize: bool = False
+    architecture: GPTArchitecture, role: PlannedRole, initialize: bool = False
 ) -> Iterator[None]:
     """Workers build their model of this shape, and read no file; weights are random or unset."""
+    attributes = role.options.get("attributes")
     unread = SimpleNamespace(architecture=architecture, weights=_UnsetWeights(architecture))
 
     def load_model(worker: Any, settings: Any, path: Any, tokenizer: Any) -> Any:
@@ -180,22 +188,19 @@ class _RoleRun:
 
     def measure(self, phase: Phase) -> Measured:
         """One phase, between those before and after it."""
-        match phase:
-            case Train():
-                amounts, peaks = self._in_parts(phase, self._train)
-            case Score():
-                amounts, peaks = self._in_parts(phase, self._score)
-            case Generate():
-                amounts, peaks = self._generate(phase)
-            case HandOver():
+        match phase.method:
+            case "":
                 amounts, peaks = self._hand_over(phase)
+            case "generate":
+                amounts, peaks = self._generate(phase)
+            case _:
+                amounts, peaks = self._in_parts(phase)
         gc.collect()
         return Measured(amounts, peaks, self._alive())
 
-    def touch(self, phase: Score) -> None:
+    def touch(self, phase: Phase) -> None:
         """One micro-batch: megatron-core keeps its largest buffer for what it gathers."""
-        size = min(self._rows_of_micro_batch(phase), phase.rows.count)
-        self._score(phase, replace(phase.rows, count=size))
+        self._call(phase, self.planned.micro_batch_size(phase))
 
     def _first_step(self) -> None:
         """Moments are made in the first update."""
@@ -224,64 +229,34 @@ class _RoleRun:
 
     # Micro-batches ----------------------------------------------------------------------------
 
-    def _in_parts(self, phase: Train | Score, do: Any) -> tuple[Amounts, dict[str, Kinds]]:
+    def _in_parts(self, phase: Phase) -> tuple[Amounts, dict[str, Kinds]]:
         """One micro-batch, and one more than pipeline stages, give all of them."""
-        rows = phase.rows
-        size = self._rows_of_micro_batch(phase)
-        number = -(-rows.count // size)
+        rows, size = self.planned.rows(phase), self.planned.micro_batch_size(phase)
+        number = -(-rows // size)
         few = self.planned.parallel.pipeline  # micro-batches that are on their way at once
-        first, whole = do(phase, replace(rows, count=rows.count if number <= few else size))
+        first, whole = self._call(phase, rows if number <= few else size)
         amounts, peaks = Amounts.of(first), peaks_of(whole)
         moved = Amounts.of(whole).plus(amounts, -1.0)
         if number > few:
-            more, whole = do(phase, replace(rows, count=(few + 1) * size))
+            more, whole = self._call(phase, (few + 1) * size)
             step = Amounts.of(more).plus(amounts, -1.0)
-            amounts = amounts.plus(step, (rows.count / size - 1) / few)
+            amounts = amounts.plus(step, (rows / size - 1) / few)
             peaks = fuller(peaks, peaks_of(whole))
-        return moved.plus(amounts, rows.times), peaks
+        return moved.plus(amounts, phase.times), peaks
 
-    def _rows_of_micro_batch(self, phase: Train | Score) -> int:
-        rows = phase.rows
-        size = phase.micro_batch_size
-        batching = _batching(self.planned.model, phase)
-        if batching:
-            (options,) = batching.values()
-            multiple = options.get("sequence_length_round") or options.get(
-                "sequence_length_pad_multiple", 1
-            )
-            length = math.ceil(rows.length / multiple) * multiple
-            size = options["max_tokens_per_microbatch"] // length // rows.together * rows.together
-        return max(rows.together, min(size, rows.count))
-
-    def _train(self, phase: Train, rows: Rows) -> tuple[Record, Record]:
-        """Records of the passes, and of the whole phase."""
-        with self.device.record() as whole:
-            self.worker.prepare_for_training()
-            with self.device.record() as passes:
-                self.worker.train(
-                    data=share_of(self.planned.model, phase, rows),
-                    loss_fn=phase.loss,
-                    gbs=rows.count * self.dp_size,
-                    mbs=min(phase.micro_batch_size, rows.count),
-                )
-            self._name_memory()
-            self.worker.finish_training()
-        return passes, whole
-
-    def _score(self, phase: Score, rows: Rows) -> tuple[Record, Record]:
-        """Records of scoring a batch, as those of `_train`."""
+    def _call(self, phase: Phase, rows: int) -> tuple[Record, Record]:
+        """Records of the passes over ``rows`` rows of this rank, and of the whole phase."""
         with self.device.record() as whole:
             getattr(self.worker, phase.enter)()
             with self.device.record() as passes:
-                data = share_of(self.planned.model, phase, rows)
-                size = None if _batching(self.planned.model, phase) else phase.micro_batch_size
-                getattr(self.worker, phase.call)(data=data, micro_batch_size=size, **phase.options)
-            self.worker.finish_inference()
+                call_worker(self.worker, self.planned, phase, rows)
+            self._name_memory()
+            getattr(self.worker, _LEAVE.get(phase.enter, "finish_inference"))()
         return passes, whole
 
     # Generation -------------------------------------------------------------------------------
 
-    def _generate(self, phase: Generate) -> tuple[Amounts, dict[str, Kinds]]:
+    def _generate(self, phase: Phase) -> tuple[Amounts, dict[str, Kinds]]:
         """The first tokens, and the last: the cost of a token grows with the length before it.
 
         The step that is carried on is the last one sampled, which a CUDA graph launches where the
@@ -294,9 +269,9 @@ class _RoleRun:
         self._name_memory()
         if not worker.parallel.is_last_stage:  # which would receive the sampled tokens
             return moved, {"": self._alive()}
-        begin = self._sample(phase, phase.prompt, phase.response)
-        late = phase.prompt + max(0, phase.response - _TOKENS)
-        end = self._sample(phase, late, phase.prompt + phase.response - late)
+        begin = self._sample(phase, phase.length, phase.response)
+        late = phase.length + max(0, phase.response - _TOKENS)
+        end = self._sample(phase, late, phase.length + phase.response - late)
         self.role.release_generator()  # its cache and graphs are counted in this phase only
         with self.device.record() as left:
             worker.finish_generation()
@@ -308,23 +283,23 @@ class _RoleRun:
         peaks = peaks_of(ready)
         for record in (*begin, *end):
             peaks = fuller(peaks, peaks_of(record))
-        return moved.plus(amounts, phase.rows / phase.slots), peaks
+        return moved.plus(amounts, self.planned.rows(phase) / self.planned.slots(phase)), peaks
 
-    def _sample(self, phase: Generate, prompt: int, response: int) -> list[Record]:
+    def _sample(self, phase: Phase, prompt: int, response: int) -> list[Record]:
         """Prefill and the first token; each step after it, with what the host reads meanwhile.
 
         The host reads a step while the next one runs, so the last step that is measured whole is
         ended by the one after it.
         """
-        prompts = -(-phase.slots // phase.per_prompt)
-        numbers = torch.arange(prompts).repeat_interleave(phase.per_prompt)[: phase.slots]
+        rollout, slots = self.planned.model.rollout, self.planned.slots(phase)
+        numbers = torch.arange(slots) // rollout.num_rollouts_per_prompt
         ids = (numbers[:, None] + torch.arange(prompt)) % 200
         ids[:, 0] = numbers // 200  # no two prompts are the same
         data: BatchedDataDict = BatchedDataDict(
             {
                 "input_ids": ids,
-                "input_lengths": torch.full((phase.slots,), prompt),
-                "sample_ids": torch.arange(phase.slots),
+                "input_lengths": torch.full((slots,), prompt),
+                "sample_ids": torch.arange(slots),
             }
         )
         lengths = LengthParams(min_length=response, max_length=response)
@@ -341,13 +316,15 @@ class _RoleRun:
 
             with contextlib.suppress(_Enough), mock.patch.object(Responses, "advance", measured):
                 self.worker.generate(
-                    data, seed=1, sampling_options=SamplingOptions(lengths, phase.sampling)
+                    data,
+                    seed=1,
+                    sampling_options=SamplingOptions(lengths, rollout.sampling_params),
                 )
         return records
 
     # Beside the step --------------------------------------------------------------------------
 
-    def _hand_over(self, phase: HandOver) -> tuple[Amounts, dict[str, Kinds]]:
+    def _hand_over(self, phase: Phase) -> tuple[Amounts, dict[str, Kinds]]:
         with self.device.record() as record:
             if phase.name == "save":  # every tensor of it is written from host memory
                 state = tree_leaves(self.worker.state_dict())
@@ -374,41 +351,12 @@ def _step(records: list[Record]) -> Amounts:
     return Amounts.of(min(records[:0:-1], key=lambda record: record.launches))
 
 
-def share_of(model: TrainedModelConfig, phase: Train | Score, rows: Rows) -> SlicedDataDict:
-    """A rank's share of a global batch, with the micro-batches that a handle would form."""
-    data: BatchedDataDict = BatchedDataDict(columns(rows))
-    batching = _batching(model, phase)
-    shards: Any = data.shard_by_batch_size(1, batch_size=rows.count, **batching)
-    return shards[0][0] if batching else shards[0]
-
-
-def _batching(model: TrainedModelConfig, phase: Train | Score) -> Any:
-    return micro_batching(
-        model, training=isinstance(phase, Train), rows_per_group=phase.rows.together
-    )
-
-
-def columns(rows: Rows) -> dict[str, Tensor]:
-    """A batch of ``rows.count`` sequences of ``rows.length`` tokens; all but the first count.
-
-    Columns are float32 ``[B, S]`` zeros but for ids and lengths, masks of ones, and those whose
-    shape ``rows.trailing`` gives, of B, S and numbers.
-    """
-    count, length = rows.count, rows.length
-    found: dict[str, Tensor] = {}
-    for name in rows.columns:
-        if name == "input_ids":
-            found[name] = torch.zeros(count, length, dtype=torch.int64)
-        elif name == "input_lengths":
-            found[name] = torch.full((count,), length)
-        elif name == "sample_mask":
-            found[name] = torch.ones(count)
-        elif name == "token_mask":
-            found[name] = (torch.arange(length) > 0).float().expand(count, length).clone()
-        else:
-            found[name] = torch.zeros(count, length)
-    for name, shape in rows.trailing.items():
-        sizes = [{"B": count, "S": length}.get(str(size), size) for size in shape]
-        kind = torch.int64 if name.endswith("_indices") else torch.float32
-        found[name] = torch.zeros([int(size) for size in sizes], dtype=kind)
-    return found
+def call_worker(worker: Any, role: PlannedRole, phase: Phase, rows: int) -> None:
+    """Call the phase's method with ``rows`` rows, in the micro-batches that a handle would form."""
+    batching: Any = role.batching(phase)
+    shards: Any = phase.batch(rows).shard_by_batch_size(1, batch_size=rows, **batching)
+    options = dict(phase.options)
+    if phase.is_update:
+        size = rows * role.parallel.data_size(role.world)
+        options |= {"gbs": size, "mbs": min(options["mbs"], rows)}
+    getattr(worker, phase.method)(data=shards[0][0] if batching else shards[0], **options)

@@ -8,7 +8,7 @@ variants that differ only there share them.
 import ctypes
 import os
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -23,7 +23,7 @@ from aligner.config import (
     TrainedModelConfig,
 )
 from aligner.plan.measure import MeasuredRole, depths_of, joined, measure_at
-from aligner.plan.roles import PlannedRole, Start, Train
+from aligner.plan.roles import Phase, PlannedRole
 
 Budgets = TypeVar("Budgets", SequencePackingConfig, DynamicBatchingConfig)
 _MOST_PROCESSES = 8  # each takes about 1 GB
@@ -108,7 +108,7 @@ class Measurements:
 def _parts_of(role: PlannedRole, stage: int) -> list[list[_Part]]:
     """Parts by whether updates are among them; in each group one for every number of layers."""
     names = [phase.name for phase in role.phases]
-    first = next((n for n, each in enumerate(role.phases) if isinstance(each, Train)), len(names))
+    first = next((n for n, each in enumerate(role.phases) if each.is_update), len(names))
     before, after = tuple(names[:first]), tuple(names[first:])
     groups = []
     if before:
@@ -120,18 +120,19 @@ def _parts_of(role: PlannedRole, stage: int) -> list[list[_Part]]:
 
 def _without_updates(role: PlannedRole, number: int) -> PlannedRole:
     """The first ``number`` phases, with one value of everything that only updates depend on."""
-    start = role.start
-    options: Mapping[str, Any] = start.options
-    if "model" in options:
-        options = {**options, "model": _plain(options["model"])}
-    plain = Start(start.handle, _plain(start.model), options)
-    return replace(
-        role,
-        model=_plain(role.model),
-        start=plain,
-        phases=role.phases[:number],
-        learns=role.learns,
-    )
+    options = dict(role.options)
+    for name in options.keys() & {"config", "model"}:
+        options[name] = _plain(options[name])
+    phases = (_sized(role, phase) for phase in role.phases[:number])
+    return replace(role, options=options, phases=tuple(phases))
+
+
+def _sized(role: PlannedRole, phase: Phase) -> Phase:
+    """The phase with the size of its micro-batches, which may follow from that of updates."""
+    if phase.method == "generate" or role.batching(phase):
+        return phase
+    options = {**phase.options, "micro_batch_size": role.micro_batch_size(phase)}
+    return replace(phase, options=options)
 
 
 def _plain(section: Any) -> Any:

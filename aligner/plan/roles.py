@@ -1,127 +1,167 @@
-"""Work of a model of a run in one step of its algorithm."""
+"""Work of the models of a run in one step of its algorithm."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
     BaseRunConfig,
     CriticConfig,
+    EngineResources,
     ParallelConfig,
-    SamplingParams,
     TrainedModelConfig,
-    VllmConfig,
 )
-from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.workers import LocalCluster
-from aligner.models.handle import RoleHandle
-from aligner.types import LossFunction
-
-Shape = tuple[str | int, ...]
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.sharding import MicroBatching
+from aligner.distributed.workers import micro_batching
 
 
 @dataclass(frozen=True)
-class Start:
-    """Start of a role: its handle with ``model``'s settings and ``options``.
+class Column:
+    """A tensor column of a batch: its dtype, and sizes after the batch axis; None: the length."""
 
-    Two with the same representation start alike.
-    """
+    sizes: tuple[int | None, ...]
+    dtype: torch.dtype
 
-    handle: Callable[..., RoleHandle]
-    model: TrainedModelConfig | CriticConfig
-    options: Mapping[str, Any]
-
-    def __call__(self, cluster: LocalCluster, tokenizer: Tokenizer) -> RoleHandle:
-        """The role, on this process."""
-        return self.handle(cluster, self.model, tokenizer, **self.options)
+    def zeros(self, rows: int, length: int) -> Tensor:
+        """Zeros ``[rows, ...]``."""
+        sizes = (length if size is None else size for size in self.sizes)
+        return torch.zeros(rows, *sizes, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Sequences of a phase: all of one length, the longest possible.
+class Phase:
+    """Calls of one method of a role's workers in a step, on sequences of the greatest length.
 
-    ``count``: of a data-parallel rank, in each of ``times`` parts of a step. ``trailing``: shape
-    behind ``[B, S]`` or ``[B]`` of columns that are not ``[B, S]`` floats; see `measure.columns`.
+    Args:
+        name: of the phase.
+        method: of the worker; empty for `refit` and `save`, which are no part of the step.
+        rows: of the whole batch, in each of ``times`` parts.
+        length: tokens of a row; of generation those of the prompt.
+        columns: by name, of what the method is given.
+        options: further arguments of the method.
+        enter: method that is called before.
+        response: tokens that are sampled.
+        buffer_bytes: of ``refit``, what one group of tensors takes on its way.
     """
 
-    count: int
-    length: int
-    columns: tuple[str, ...]
+    name: str
+    method: str = ""
+    rows: int = 0
     times: int = 1
-    together: int = 1  # adjacent rows that one micro-batch must hold
-    trailing: Mapping[str, Shape] = field(default_factory=dict)
+    length: int = 0
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    enter: str = ""
+    response: int = 0
+    buffer_bytes: int = 0
 
+    @property
+    def is_update(self) -> bool:
+        """True if the role learns."""
+        return self.method == "train"
 
-@dataclass(frozen=True)
-class Train:
-    """Updates."""
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step: sampled ones, or those that pass through the model."""
+        return self.rows * self.times * (self.response or self.length)
 
-    name: str
-    rows: Rows
-    loss: LossFunction
-    micro_batch_size: int
+    @property
+    def rows_per_group(self) -> int:
+        """Adjacent rows that one micro-batch must hold."""
+        loss = self.options.get("loss_fn")
+        return 1 if loss is None else int(loss.rows_per_group)
 
-
-@dataclass(frozen=True)
-class Score:
-    """Forward passes: the worker's method ``call``, between ``enter`` and `finish_inference`."""
-
-    name: str
-    rows: Rows
-    call: str
-    micro_batch_size: int
-    enter: str = "prepare_for_inference"
-    options: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Generate:
-    """A rollout of ``rows`` responses on a rank, ``slots`` at a time."""
-
-    name: str
-    rows: int
-    slots: int
-    prompt: int
-    response: int
-    per_prompt: int
-    sampling: SamplingParams
-
-
-@dataclass(frozen=True)
-class HandOver:
-    """Work beside the step: ``refit`` of engines, ``save`` of the run state."""
-
-    name: str
-    buffer_bytes: int = 0  # what one group of tensors takes on its way
-
-
-Phase = Train | Score | Generate | HandOver
+    def batch(self, rows: int) -> BatchedDataDict:
+        """A batch of ``rows`` sequences: zeros; all tokens but the first count."""
+        data = {name: column.zeros(rows, self.length) for name, column in self.columns.items()}
+        data["input_lengths"].fill_(self.length)
+        if "sample_mask" in data:
+            data["sample_mask"].fill_(1)
+        if "token_mask" in data:
+            data["token_mask"][:, 1:] = 1
+        return BatchedDataDict(data)
 
 
 @dataclass(frozen=True)
 class PlannedRole:
-    """A model of the run: how it starts, and its phases in the order of a step."""
+    """A model of the run: how its workers are started, and its phases in the order of a step.
+
+    ``options``: arguments of ``worker``, a dotted path, beside layout and tokenizer.
+    """
 
     name: str
     architecture: GPTArchitecture
-    model: TrainedModelConfig  # its layout and token budgets
+    worker: str
+    options: Mapping[str, Any]
     world: int  # processes
     cards: str  # roles of one name share cards
-    start: Start
     phases: tuple[Phase, ...]
-    attributes: tuple[str, ...] = ()
-    engine: VllmConfig | None = None  # what vLLM is given, of a role that stands for its engines
-    learns: bool = False  # has an optimizer; always where updates are among the phases
+    engine: EngineResources | None = None  # of a role that stands for rollout engines
 
-    def __post_init__(self) -> None:
-        updates = any(isinstance(phase, Train) for phase in self.phases)
-        object.__setattr__(self, "learns", self.learns or updates)
+    @property
+    def section(self) -> TrainedModelConfig | CriticConfig:
+        """The role's section of the configuration."""
+        return self.options["config"]
+
+    @property
+    def model(self) -> TrainedModelConfig:
+        """Layout and token budgets."""
+        return self.options.get("model") or self.options["config"]
 
     @property
     def parallel(self) -> ParallelConfig:
         """Parallel layout of the role."""
         return self.model.parallel
+
+    @property
+    def learns(self) -> bool:
+        """True if it has an optimizer."""
+        return bool(self.options.get("init_optimizer", True))
+
+    @property
+    def is_dtensor(self) -> bool:
+        """True if its worker is one of the DTensor backend."""
+        return ".dtensor_" in self.worker
+
+    def rows(self, phase: Phase) -> int:
+        """Rows of a data-parallel rank in each part of a phase."""
+        return -(-phase.rows // self.parallel.data_size(self.world))
+
+    def slots(self, phase: Phase) -> int:
+        """Responses that a data-parallel rank samples at a time."""
+        return min(self.model.rollout.rollout_micro_batch_size, self.rows(phase))
+
+    def batching(self, phase: Phase) -> MicroBatching:
+        """The way in which micro-batches of a phase are formed; empty: of so many rows."""
+        return micro_batching(
+            self.model,
+            training=phase.is_update,
+            micro_batch_size=phase.options.get("micro_batch_size"),
+            rows_per_group=phase.rows_per_group,
+        )
+
+    def micro_batch_size(self, phase: Phase) -> int:
+        """Rows of a micro-batch on a data-parallel rank."""
+        if batching := self.batching(phase):
+            options: Any = next(iter(batching.values()))
+            multiple = options.get("sequence_length_round") or options.get(
+                "sequence_length_pad_multiple", 1
+            )
+            rows = options["max_tokens_per_microbatch"] // _rounded(phase.length, multiple)
+            size = rows // phase.rows_per_group * phase.rows_per_group
+        elif phase.is_update:
+            size = phase.options["mbs"]
+        else:
+            section = self.section
+            own = section if isinstance(section, CriticConfig) else section.rollout
+            size = phase.options.get("micro_batch_size") or own.forward_micro_batch_size
+        return max(phase.rows_per_group, min(size, self.rows(phase)))
 
 
 @dataclass(frozen=True)
@@ -133,13 +173,5 @@ class PlannedRun:
     step: tuple[tuple[str, str], ...]
 
 
-def starting(
-    handle: Callable[..., RoleHandle], model: TrainedModelConfig | CriticConfig, /, **options: Any
-) -> Start:
-    """`Start` with ``options`` as keywords."""
-    return Start(handle, model, options)
-
-
-def policy_scores(name: str, rows: Rows, call: str, size: int, **options: int) -> Score:
-    """Log-probs or logits of a policy."""
-    return Score(name, rows, call, size, "prepare_for_lp_inference", options=options)
+def _rounded(length: int, multiple: int) -> int:
+    return math.ceil(length / multiple) * multiple

@@ -12,25 +12,15 @@ from aligner.config import CriticConfig
 from aligner.config.roles.sampling import RolloutConfig
 from aligner.observe.memory import RoleMemory
 from aligner.plan.devices import MEMORY_REACHED, DeviceRates
-from aligner.plan.roles import Generate, Phase, PlannedRole, PlannedRun, Score, Train
+from aligner.plan.roles import Phase, PlannedRole, PlannedRun
 
 
 def work_of(role: PlannedRole, phase: Phase) -> tuple[float, float]:
     """Tokens of all ranks, and the model's arithmetic on them."""
-    dp = role.parallel.data_size(role.world)
+    tokens = float(role.rows(phase) * role.parallel.data_size(role.world) * phase.times)
+    tokens *= phase.response or phase.length
     weights = matrix_parameters(role.architecture)
-    match phase:
-        case Train(rows=rows):
-            tokens = float(dp * rows.count * rows.times * rows.length)
-            return tokens, 6.0 * weights * tokens
-        case Score(rows=rows):
-            tokens = float(dp * rows.count * rows.times * rows.length)
-            return tokens, 2.0 * weights * tokens
-        case Generate():
-            tokens = float(dp * phase.rows * phase.response)
-            return tokens, 2.0 * weights * tokens
-        case _:
-            return 0.0, 0.0
+    return tokens, (6.0 if phase.is_update else 2.0) * weights * tokens
 
 
 @cache
@@ -51,19 +41,15 @@ def bubble_of(role: PlannedRole, phase: Phase) -> float:
     Narayanan et al. 2021. A token is sampled once it has passed every stage.
     """
     stages = role.parallel.pipeline
-    match phase:
-        case Train() | Score():
-            budget = role.model.token_budgets
-            rows = phase.rows
-            size = phase.micro_batch_size
-            if budget is not None:
-                size = max(1, budget.train_mb_tokens // rows.length)
-            micro_batches = max(1, -(-rows.count // size))
-            return (micro_batches + stages - 1) / micro_batches
-        case Generate():
-            return float(stages)
-        case _:
-            return 1.0
+    if phase.method in ("", "generate"):
+        return float(stages) if phase.method else 1.0
+    budget = role.model.token_budgets
+    if budget is None:
+        size = role.micro_batch_size(phase)
+    else:
+        size = max(1, budget.train_mb_tokens // phase.length)
+    micro_batches = max(1, -(-role.rows(phase) // size))
+    return (micro_batches + stages - 1) / micro_batches
 
 
 @dataclass(frozen=True)
@@ -94,9 +80,9 @@ def _least_seconds(role: PlannedRole, phase: Phase, device: DeviceRates) -> floa
     rate = device.flops(torch.bfloat16 if itemsize == 2 else torch.float32)
     share = layers / matrix_parameters(role.architecture)
     seconds = flops * share / role.world / rate
-    if isinstance(phase, Generate) and role.architecture.num_moe_experts is None:
+    if phase.response and role.architecture.num_moe_experts is None:
         parts = role.parallel.tensor * role.parallel.pipeline
-        reads = phase.rows / phase.slots * max(0, phase.response - 1)
+        reads = role.rows(phase) / role.slots(phase) * max(0, phase.response - 1)
         seconds = max(seconds, reads * layers * itemsize / parts / (MEMORY_REACHED * device.memory))
     return seconds * bubble_of(role, phase)
 
@@ -116,13 +102,13 @@ def _resting(role: PlannedRole) -> float:
     """Memory that is certain to stay on the card while others work."""
     if role.engine is not None:
         return 0.0
-    memory, section = _memory(role), role.start.model
+    memory, section = _memory(role), role.section
     options: CriticConfig | RolloutConfig
     if isinstance(section, CriticConfig):
         leaves, options = section.offload_weights, section
     else:
         options = section.rollout
-        leaves = options.offload_weights or role.start.options.get("offload_weights", False)
+        leaves = options.offload_weights or role.options.get("offload_weights", False)
     if leaves:
         return 0.0
     stays = sum(float(each.weights) for each in memory)
@@ -135,7 +121,7 @@ def _resting(role: PlannedRole) -> float:
 
 def _reference(role: PlannedRole, memory: list[RoleMemory]) -> float:
     """Frozen weights beside the policy's own; with adapters there are none."""
-    if not role.start.options.get("init_reference_model") or role.model.peft.lora is not None:
+    if not role.options.get("init_reference_model") or role.model.peft.lora is not None:
         return 0.0
     if role.model.reference_mode != "keep":
         return 0.0
@@ -148,9 +134,9 @@ def _memory(role: PlannedRole) -> list[RoleMemory]:
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     layout = role.parallel
     learns = role.learns and role.model.peft.lora is None
-    sharded = _backend(role) == "dtensor"  # weights and gradients too, in float32
+    sharded = role.is_dtensor  # weights and gradients too, in float32
     itemsize = _weight_bytes(role)
-    moments = 8 if role.start.model.optim.name == "adam" else 0
+    moments = 8 if role.section.optim.name == "adam" else 0
     found = []
     for parameters, parts in (
         (sum(sizes.values()) - experts, layout.tensor * layout.pipeline),
@@ -174,8 +160,4 @@ def _memory(role: PlannedRole) -> list[RoleMemory]:
 
 def _weight_bytes(role: PlannedRole) -> int:
     """Bytes of a weight in the forward pass."""
-    return 2 if role.start.options["run"].precision == "bf16" else 4
-
-
-def _backend(role: PlannedRole) -> str:
-    return str(role.start.options.get("backend", "megatron"))
+    return 2 if role.options["run"].precision == "bf16" else 4

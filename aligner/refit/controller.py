@@ -12,11 +12,12 @@ budget. Names and shapes are those of a Hugging Face state dict.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from aligner.distributed.interfaces import WorkerFuture, WorkerGroup
 from aligner.distributed.workers import on_all_workers, phase, run_on_all, start_on_all
 from aligner.refit.ends import RefitEnd
+from aligner.refit.receiver import RefitReceiver
 from aligner.refit.worker import RefitWorker
 
 
@@ -54,13 +55,8 @@ class RefitSource:
         )
         return {key: handle for offered in offers for key, handle in offered.items()}
 
-    def offer_rendezvous(self, world_size: int, timeout_s: float) -> tuple[str, int]:
-        """Address and port at which a group for broadcasts can meet."""
-        offers = run_on_all(self.worker_group, RefitWorker.offer_rendezvous, world_size, timeout_s)
-        return next(offer for offer in offers if offer is not None)
-
     def open_meeting_place(self, timeout_s: float) -> tuple[str, int]:
-        """Address and port of a store where the processes of an engine find each other."""
+        """Address and port of a store of rank 0, where processes find each other."""
         places = run_on_all(self.worker_group, RefitWorker.open_meeting_place, timeout_s)
         return next(place for place in places if place is not None)
 
@@ -81,51 +77,24 @@ class RefitSource:
     offload_after_refit = phase(RefitWorker.offload_after_refit)
 
 
-class RefitTarget(Protocol):
-    """The engines' part of a refit."""
-
-    def begin_refit(self) -> None:
-        """Stop sampling and expect weights."""
-        ...
-
-    def sharing_keys(self) -> list[str]:
-        """The machines or devices (`accelerator.sharing_key`) on which weights will be opened."""
-        ...
-
-    def load_weights_from_ipc(self, handles: dict[str, Any]) -> None:
-        """Load a group that policy workers offer."""
-        ...
-
-    def init_collective(
-        self, ip: str, port: int, world_size: int, timeout_s: float
-    ) -> WorkerFuture:
-        """Begin to meet the policy."""
-        ...
-
-    def receive_weights(self, infos: list[tuple[str, Any]]) -> WorkerFuture:
-        """Begin to receive and load a group; ``infos``: names, each with shape and dtype."""
-        ...
-
-    def finish_refit(self) -> None:
-        """The weights are complete."""
-        ...
-
-
 class Refit:
     """Pushes a policy's weights into engines whenever it is called."""
 
     def __init__(
         self,
         policy: RefitSource,
-        target: RefitTarget,
+        engines: WorkerGroup,
         *,
         separate: bool,
         buffer_bytes: int,
         world_size: int,
         timeout_s: float,
     ) -> None:
-        """``separate``: by broadcast among ``world_size`` members, else through shared memory."""
-        self._policy, self._target = policy, target
+        """``engines``: a group of `RefitReceiver`.
+
+        ``separate``: by broadcast among ``world_size`` members, else through shared memory.
+        """
+        self._policy, self._engines = policy, engines
         self._separate = separate
         self._buffer_gb = buffer_bytes / 1024**3
         self._world_size, self._timeout_s = world_size, timeout_s
@@ -137,17 +106,18 @@ class Refit:
         """Bring the engines' weights to the policy's."""
         self._policy.offload_before_refit()
         groups = self._prepare()
-        self._target.begin_refit()
+        run_on_all(self._engines, RefitReceiver.begin_refit)
         for keys in groups:
             if self._separate:
                 sending = self._policy.broadcast_weights_for_collective(keys)
-                receiving = self._target.receive_weights([(key, self._infos[key]) for key in keys])
+                infos = [(key, self._infos[key]) for key in keys]
+                receiving = start_on_all(self._engines, RefitReceiver.receive_weights, infos)
                 sending.get_results()
                 receiving.get_results()
             else:
                 handles = self._policy.get_weights_ipc_handles(keys, self._readers)
-                self._target.load_weights_from_ipc(handles)
-        self._target.finish_refit()
+                run_on_all(self._engines, RefitReceiver.load_weights_from_ipc, handles)
+        run_on_all(self._engines, RefitReceiver.finish_refit)
         self._policy.offload_after_refit()
 
     def _prepare(self) -> list[list[str]]:
@@ -156,13 +126,14 @@ class Refit:
             self._groups = self._policy.prepare_weights_for_ipc(self._buffer_gb)
             if self._separate:
                 self._infos = self._policy.prepare_refit_info()
-                ip, port = self._policy.offer_rendezvous(self._world_size, self._timeout_s)
-                meeting = self._policy.init_collective(ip, port, self._world_size, self._timeout_s)
-                joined = self._target.init_collective(ip, port, self._world_size, self._timeout_s)
+                place = self._policy.open_meeting_place(self._timeout_s)
+                members = (*place, self._world_size, self._timeout_s)
+                meeting = self._policy.init_collective(*members)
+                joined = start_on_all(self._engines, RefitReceiver.init_collective, *members)
                 meeting.get_results()
                 joined.get_results()
             else:
-                self._readers = self._target.sharing_keys()
+                self._readers = run_on_all(self._engines, RefitReceiver.sharing_key)
         return self._groups
 
 

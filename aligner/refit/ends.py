@@ -7,16 +7,20 @@ of another release refuses or misreads, and NCCL, whose members must be of one v
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from aligner.device import accelerator
 from aligner.errors import ConfigError
 
-_REMEDY = (
-    "install in generation.vllm.python a vLLM that wants the trainer's torch "
-    "(requirements-vllm-cuda.txt names a pair that agrees)"
-)
+
+class RefitKeys(NamedTuple):
+    """Keys of an engine that messages name."""
+
+    python: str  # of its interpreter
+    refit: str  # ``colocated`` or ``separate``
+    versions: str  # how to get a torch that agrees with the trainer's
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,16 @@ class RefitEnd:
         return f"{self.who} (torch {self.torch}{nccl}, {'GPU' if self.has_gpu else 'CPU'})"
 
 
-def check_ends(senders: Sequence[RefitEnd], receiver: RefitEnd, *, separate: bool) -> None:
+def check_ends(
+    senders: Sequence[RefitEnd], receiver: RefitEnd, *, separate: bool, keys: RefitKeys
+) -> None:
     """Refuse an engine to which the policy's weights cannot be handed over.
 
     Args:
         senders: every worker of the policy, by rank; rank 0 broadcasts.
         receiver: the engine.
         separate: by broadcast; else through memory that both see.
+        keys: of the engine.
 
     Raises:
         ConfigError: the ends compute on different kinds of devices, share none, or have versions
@@ -64,27 +71,27 @@ def check_ends(senders: Sequence[RefitEnd], receiver: RefitEnd, *, separate: boo
         sender = (near or senders)[0]
     if sender.has_gpu != receiver.has_gpu:
         raise ConfigError(
-            f"generation.vllm.python: {receiver} cannot take weights from {sender}: one computes "
-            f"on a GPU, the other does not; {_REMEDY}"
+            f"{keys.python}: {receiver} cannot take weights from {sender}: one computes "
+            f"on a GPU, the other does not; {keys.versions}"
         )
     if not separate and sender.sharing_key != receiver.sharing_key:
-        keys = sorted({end.sharing_key for end in senders})
+        places = sorted({end.sharing_key for end in senders})
         raise ConfigError(
-            f"generation.vllm.refit=colocated: {receiver} is on {receiver.sharing_key}, where no "
-            f"worker of the policy is (they are on {keys}); set generation.vllm.refit=separate"
+            f"{keys.refit}=colocated: {receiver} is on {receiver.sharing_key}, where no "
+            f"worker of the policy is (they are on {places}); set {keys.refit}=separate"
         )
     if not receiver.has_gpu:
         return
     if separate and sender.nccl != receiver.nccl:
         raise ConfigError(
-            f"generation.vllm.refit=separate: {sender} and {receiver} cannot meet in one NCCL "
-            f"group, which takes the same NCCL on both sides; {_REMEDY}"
+            f"{keys.refit}=separate: {sender} and {receiver} cannot meet in one NCCL "
+            f"group, which takes the same NCCL on both sides; {keys.versions}"
         )
     if not separate and _release(sender.torch) != _release(receiver.torch):
         raise ConfigError(
-            f"generation.vllm.refit=colocated: {receiver} cannot open GPU memory of {sender}: "
-            f"handles of CUDA IPC change between releases of torch; {_REMEDY}, or, where both "
-            "have the same NCCL, set generation.vllm.refit=separate"
+            f"{keys.refit}=colocated: {receiver} cannot open GPU memory of {sender}: "
+            f"handles of CUDA IPC change between releases of torch; {keys.versions}, or, where "
+            f"both have the same NCCL, set {keys.refit}=separate"
         )
 
 

@@ -8,11 +8,11 @@ Consumes: tensors of one process. Waits for: nothing. The sender keeps a segment
 closed; what a reader has mapped stays valid as long as one of its tensors lives.
 """
 
+import math
 import mmap
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from aligner.errors import WorkerError
 _ALIGNMENT = 64  # bytes; so that no tensor begins within a cache line of another
 
 
-@dataclass(frozen=True)
-class TensorPlace:
+class TensorPlace(NamedTuple):
     """Place of a tensor in a segment."""
 
     name: str
@@ -32,9 +31,16 @@ class TensorPlace:
     shape: tuple[int, ...]
     offset: int  # bytes
 
+    def view(self, memory: mmap.mmap) -> Tensor:
+        """The tensor as a view of the segment's memory."""
+        count = math.prod(self.shape)
+        if count == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset)
+        return flat.view(self.shape)
 
-@dataclass(frozen=True)
-class SegmentHandle:
+
+class SegmentHandle(NamedTuple):
     """Handle by which a reader maps a segment; picklable."""
 
     pid: int
@@ -43,45 +49,59 @@ class SegmentHandle:
     places: tuple[TensorPlace, ...]
 
 
-class Segment:
-    """Tensors in shared memory; `close` it when the readers have mapped it."""
+class Offer:
+    """A group of tensors that this process offers to others on its machine or device.
+
+    ``handle``: what a reader opens it with, picklable.
+    """
+
+    handle: Any
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
-        """Copy ``tensors``, of any shape and dtype, one after the other.
+        """On CPU copy ``tensors`` (any shape and dtype) into a segment, on a GPU hold them.
 
-        Together they have at most ``max_bytes``. Pages are taken as they are written, so a generous
-        bound costs nothing.
+        Together they have at most ``max_bytes``. Pages of a segment are taken as they are written,
+        so a generous bound costs nothing.
         """
+        self._fd, self._held = -1, list[Tensor]()
+        if accelerator.has_gpu():
+            self.handle = []
+            for name, tensor in tensors:
+                # Also a parameter is copied: its allocation is the whole gradient buffer's.
+                self._held.append(tensor.clone())
+                self.handle.append((name, accelerator.export_tensor(self._held[-1])))
+            accelerator.synchronize()
+            return
         self._fd = os.memfd_create("aligner-weights", os.MFD_CLOEXEC)
         try:
-            self.handle = self._fill(tensors, max_bytes)
+            self.handle = self._write(tensors, max_bytes)
         except BaseException:
             self.close()
             raise
 
-    def _fill(self, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> SegmentHandle:
-        os.ftruncate(self._fd, max(1, max_bytes))
+    def _write(self, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> SegmentHandle:
+        """Copy the tensors into the segment, one after the other."""
+        size, end = max(1, max_bytes), 0
         places: list[TensorPlace] = []
-        end = 0
-        with mmap.mmap(self._fd, max(1, max_bytes)) as memory:
+        os.ftruncate(self._fd, size)
+        with mmap.mmap(self._fd, size) as memory:
             for name, tensor in tensors:
-                place = TensorPlace(name, tensor.dtype, tuple(tensor.shape), end)
                 if end + tensor.nbytes > max_bytes:
                     raise WorkerError(
                         f"weights of {end + tensor.nbytes} bytes for a segment of {max_bytes}"
                     )
-                view = _view(memory, place)
-                view.copy_(tensor)
-                del view  # the map cannot close while a tensor looks into it
+                place = TensorPlace(name, tensor.dtype, tuple(tensor.shape), end)
+                place.view(memory).copy_(tensor)  # no view is kept: the map could not close
                 places.append(place)
                 end += aligned_bytes(tensor.nbytes)
-        return SegmentHandle(os.getpid(), self._fd, max(1, max_bytes), tuple(places))
+        return SegmentHandle(os.getpid(), self._fd, size, tuple(places))
 
     def close(self) -> None:
-        """Give the sender's hold up."""
+        """Withdraw it; what has been mapped on CPU stays valid, on a GPU it does not."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        self._held.clear()
 
 
 def aligned_bytes(size: int) -> int:
@@ -89,8 +109,24 @@ def aligned_bytes(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def open_segment(handle: SegmentHandle) -> list[tuple[str, Tensor]]:
-    """Map another process's segment; the tensors share its memory, and writes stay private."""
+def accept(handles: dict[str, Any], refit_key: str = "refit") -> list[tuple[str, Tensor]]:
+    """The tensors offered under this process's `accelerator.sharing_key`.
+
+    Those of a segment share its memory, and writes to them stay private. ``refit_key``: dotted key
+    of the engine's `refit`, for messages.
+
+    Raises:
+        WorkerError: nobody offers them here, or their process died.
+    """
+    key = accelerator.sharing_key()
+    if key not in handles:
+        raise WorkerError(
+            f"no policy worker shares {key} with this engine (they are on {sorted(handles)}); set "
+            f"{refit_key}=separate"
+        )
+    handle = handles[key]
+    if not isinstance(handle, SegmentHandle):
+        return [(name, accelerator.import_tensor(exported)) for name, exported in handle]
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:
         with open(path, "rb") as file:
@@ -103,57 +139,6 @@ def open_segment(handle: SegmentHandle) -> list[tuple[str, Tensor]]:
     except OSError as error:
         raise WorkerError(
             f"cannot map the weights that process {handle.pid} offers at {path}: {error}; it "
-            "died, or runs on another machine: set generation.vllm.refit=separate"
+            f"died, or runs on another machine: set {refit_key}=separate"
         ) from error
-    return [(place.name, _view(memory, place)) for place in handle.places]
-
-
-def _view(memory: mmap.mmap, place: TensorPlace) -> Tensor:
-    count = 1
-    for size in place.shape:
-        count *= size
-    if count == 0:
-        return torch.empty(place.shape, dtype=place.dtype)
-    flat = torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.offset)
-    return flat.view(place.shape)
-
-
-class Offer:
-    """A group of tensors that this process offers to others on its machine or device."""
-
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
-        """On CPU copy ``tensors`` (any shape and dtype) into a segment, on a GPU hold them."""
-        self._segment: Segment | None = None
-        self._held: list[Tensor] = []
-        self.handle: Any
-        if accelerator.has_gpu():
-            exported = []
-            for name, tensor in tensors:
-                # Also a parameter is copied: its allocation is the whole gradient buffer's.
-                self._held.append(tensor.clone())
-                exported.append((name, accelerator.export_tensor(self._held[-1])))
-            accelerator.synchronize()
-            self.handle = exported
-        else:
-            self._segment = Segment(tensors, max_bytes)
-            self.handle = self._segment.handle
-
-    def close(self) -> None:
-        """Withdraw it; what has been mapped on CPU stays valid, on a GPU it does not."""
-        if self._segment is not None:
-            self._segment.close()
-        self._held.clear()
-
-
-def accept(handles: dict[str, Any]) -> Sequence[tuple[str, Tensor]]:
-    """The tensors offered under this process's `accelerator.sharing_key`."""
-    key = accelerator.sharing_key()
-    if key not in handles:
-        raise WorkerError(
-            f"no policy worker shares {key} with this engine (they are on {sorted(handles)}); set "
-            "generation.vllm.refit=separate"
-        )
-    handle = handles[key]
-    if isinstance(handle, SegmentHandle):
-        return open_segment(handle)
-    return [(name, accelerator.import_tensor(exported)) for name, exported in handle]
+    return [(place.name, place.view(memory)) for place in handle.places]

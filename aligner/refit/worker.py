@@ -2,7 +2,8 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,8 +30,7 @@ class RefitWorker(ABC):
     _info: RefitInfo | None = None
     _offer: Offer | None = None
     _broadcast: WeightBroadcast | None = None
-    _rendezvous: Any = None
-    _meeting_place: Any = None
+    _stores: Mapping[int, Any] = MappingProxyType({})  # that this worker keeps, by their ports
 
     @abstractmethod
     def hf_weight_names(self) -> Sequence[str]:
@@ -71,7 +71,7 @@ class RefitWorker(ABC):
         self._withdraw()
         tensors = self.hf_weights(keys)
         key = accelerator.sharing_key()
-        can_offer = accelerator.has_gpu() or _local_rank() == 0
+        can_offer = accelerator.has_gpu() or int(os.environ.get("LOCAL_RANK", "0")) == 0
         if not can_offer or (readers is not None and key not in readers):
             for _ in tensors:  # its part in making them whole
                 pass
@@ -81,32 +81,24 @@ class RefitWorker(ABC):
 
     # Broadcast --------------------------------------------------------------------------------
 
-    def offer_rendezvous(self, world_size: int, timeout_s: float) -> tuple[str, int] | None:
-        """Rank 0 opens the place where policy and engines meet: its address and port."""
-        if self.parallel.rank != 0:
-            return None
-        self._rendezvous = open_rendezvous("0.0.0.0", 0, world_size, timeout_s)
-        return own_address(), self._rendezvous.port
-
     def open_meeting_place(self, timeout_s: float) -> tuple[str, int] | None:
-        """Rank 0 keeps a store where the processes of an engine find each other: its address."""
+        """Rank 0 keeps a store where processes find each other: its address and port."""
         if self.parallel.rank != 0:
             return None
-        self._meeting_place = open_rendezvous("0.0.0.0", 0, 1, timeout_s)
-        return own_address(), self._meeting_place.port
+        store = open_rendezvous("0.0.0.0", 0, 1, timeout_s)
+        self._stores = {**self._stores, store.port: store}
+        return own_address(), store.port
 
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_s: float = 600.0
     ) -> None:
         """Rank 0 joins the group of ``world_size`` members that meets at ``ip:port``.
 
-        The rendezvous is the one that `offer_rendezvous` opened, or is opened here.
+        The rendezvous is the one that `open_meeting_place` opened, or is opened here.
         """
         if self.parallel.rank != 0:
             return
-        store, self._rendezvous = self._rendezvous, None
-        if store is None:
-            store = open_rendezvous(ip, port, world_size, timeout_s)
+        store = self._stores.get(port) or open_rendezvous(ip, port, world_size, timeout_s)
         self._broadcast = WeightBroadcast(store, 0, world_size, timeout_s)
 
     def broadcast_weights_for_collective(self, keys: Sequence[str] | None = None) -> None:
@@ -138,7 +130,3 @@ class RefitWorker(ABC):
     def _bytes_of(self, name: str) -> int:
         shape, dtype = self.prepare_refit_info()[name]
         return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -17,6 +17,7 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import RewardError
 from aligner.parallel.collectives import is_rank_zero, on_rank_zero
+from aligner.rewards.attributes import attribute_parts, weighted
 from aligner.rewards.function.runner import RewardFunction, RewardOutput
 from aligner.rewards.protocol import Samples
 from aligner.rewards.sequences import response_texts
@@ -33,19 +34,31 @@ class ScoredResponses:
     metrics: dict[str, float] = field(default_factory=dict)  # of the rollout as a whole
 
 
-def check_finite(scored: ScoredResponses, prompts: Sequence[str], source: str) -> ScoredResponses:
-    """``scored``, or a `RewardError` that names the first sample without a finite reward.
+def rated_responses(
+    responses: list[str],
+    scores: Tensor,
+    attributes: Sequence[str],
+    weights: Tensor | None,
+    *,
+    prompts: Sequence[str],
+    source: str,
+) -> ScoredResponses:
+    """Rewards of a model's ``scores``, float [B] or [B, K] of the K ``attributes``.
 
-    Rewards that are finite where they come from may be infinite in float32.
+    ``weights``: of `check_weights`. ``source``: what rates, for the message.
+
+    Raises:
+        RewardError: a reward is not finite in float32, which may be finite at its source.
     """
-    infinite = (~scored.rewards.isfinite()).nonzero().flatten().tolist()
+    rewards = weighted(scores, weights)
+    infinite = (~rewards.isfinite()).nonzero().flatten().tolist()
     if infinite:
-        samples = Samples(list(prompts), scored.responses, [None] * len(scored.responses))
+        samples = Samples(list(prompts), responses, [None] * len(responses))
         raise RewardError(
-            f"{source} rates {samples.describe(infinite[0])} with {scored.rewards[infinite[0]]}; a "
+            f"{source} rates {samples.describe(infinite[0])} with {rewards[infinite[0]]}; a "
             "reward must be finite in float32"
         )
-    return scored
+    return ScoredResponses(responses, rewards, attribute_parts(scores, attributes))
 
 
 class RewardInterface(Protocol):

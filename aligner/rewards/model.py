@@ -13,13 +13,7 @@ from aligner.models.reward.reward_model import REWARD_COLUMNS, RewardModel
 from aligner.models.reward.workers.reward_worker import RewardScorer
 from aligner.models.value.lm_value import Value
 from aligner.models.value.workers.value_worker import ValueWorker
-from aligner.rewards.attributes import attribute_parts, weighted
-from aligner.rewards.interface import (
-    Reward,
-    RewardInterface,
-    ScoredResponses,
-    check_finite,
-)
+from aligner.rewards.interface import Reward, RewardInterface, ScoredResponses, rated_responses
 from aligner.rewards.sequences import SequenceEncoder, response_texts, scored_texts
 
 
@@ -78,12 +72,14 @@ class ModelReward:
         self.model.prepare_for_inference()
         scores = self.model.get_rewards(batch, self.micro_batch_size)["rewards"].cpu()
         self.model.finish_inference()
-        scored = ScoredResponses(
+        return rated_responses(
             responses,
-            weighted(scores, self.weights),
-            attribute_parts(scores, self.model.attributes),
+            scores,
+            self.model.attributes,
+            self.weights,
+            prompts=data["prompts"],
+            source="the reward model",
         )
-        return check_finite(scored, data["prompts"], "the reward model")
 
 
 class VerifiedReward:

@@ -15,7 +15,7 @@ also be ``async def``. All arguments are lists of the same length, one entry per
 It returns one number per sample, finite in float32, or one dict per sample that holds
 ``"reward"`` and further numbers under the same keys for every sample; those become metrics.
 
-This module and :mod:`aligner.rewards.function.worker` import neither torch nor numpy: they are
+This module and :mod:`aligner.rewards.function.execution` import neither torch nor numpy: they are
 loaded by every reward process.
 """
 

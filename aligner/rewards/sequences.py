@@ -8,7 +8,7 @@ score elsewhere would mean nothing: PPO can charge for it by ``trainer.ppo.impro
 sampling cannot.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from aligner.checkpoint.nemo.model_file import NemoCheckpoint
 from aligner.data.prompts import pad_right
@@ -91,18 +91,24 @@ class SequenceEncoder:
         return BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
 
 
-def response_texts(tokenizer: Tokenizer, data: BatchedDataDict) -> list[str]:
-    """The responses of a rollout, without the end-of-sequence token.
-
-    Reads ``input_ids`` int64 [B, S], ``prompt_lengths`` and ``input_lengths`` int64 [B].
-    """
+def _token_rows(data: BatchedDataDict) -> Iterator[tuple[list[int], list[int]]]:
+    """Tokens of prompt and response of each row of a rollout."""
     rows = zip(
         data["input_ids"].tolist(),
         data["prompt_lengths"].tolist(),
         data["input_lengths"].tolist(),
         strict=True,
     )
-    return [decode_response(tokenizer, ids[:start], ids[start:end]) for ids, start, end in rows]
+    for ids, start, end in rows:
+        yield ids[:start], ids[start:end]
+
+
+def response_texts(tokenizer: Tokenizer, data: BatchedDataDict) -> list[str]:
+    """The responses of a rollout, without the end-of-sequence token.
+
+    Reads ``input_ids`` int64 [B, S], ``prompt_lengths`` and ``input_lengths`` int64 [B].
+    """
+    return [decode_response(tokenizer, *row) for row in _token_rows(data)]
 
 
 def scored_texts(
@@ -121,17 +127,10 @@ def scored_texts(
     """
     if not end_strings:
         return list(responses)
-    rows = zip(
-        responses,
-        data["is_end"].tolist(),
-        data["input_ids"].tolist(),
-        data["prompt_lengths"].tolist(),
-        data["input_lengths"].tolist(),
-        strict=True,
-    )
+    rows = zip(responses, data["is_end"].tolist(), _token_rows(data), strict=True)
     return [
-        _without_stop(tokenizer, ids[:start], ids[start:end], text, end_strings) if ended else text
-        for text, ended, ids, start, end in rows
+        _without_stop(tokenizer, *tokens, text, end_strings) if ended else text
+        for text, ended, tokens in rows
     ]
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.calls import Form
+from aligner.generation.rows import EndKind, Progress
 from aligner.serving.openai_types import (
     ChatLogprobs,
     ChatMessage,
@@ -25,7 +26,6 @@ from aligner.serving.openai_types import (
     TokenLogprob,
     Usage,
 )
-from aligner.serving.queue import EndKind, Progress
 from aligner.serving.requests import ChatRequest, CompletionRequest
 from aligner.serving.tools import split_calls
 

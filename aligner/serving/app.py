@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 from aligner.data.tokenizers.tokenizer import encode_fragment
 from aligner.errors import AlignerError
+from aligner.generation.rows import Progress, Row, RowJob, sample_id
 from aligner.http.application import Bodies, Routes, blame_sender, check_bearer, http_server
 from aligner.http.listening import MOST_CONNECTIONS
 from aligner.http.queue import JobQueue
@@ -26,7 +27,6 @@ from aligner.http.results import Results
 from aligner.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from aligner.serving.exchange import Exchange, refusal
 from aligner.serving.openai_types import ModelInfo, ModelList, SessionKey, Tokens
-from aligner.serving.queue import Progress, Row, RowJob, sample_id
 from aligner.serving.requests import (
     ChatRequest,
     CompletionRequest,
@@ -174,8 +174,10 @@ class Service:
         tokenizer, form = self.served.tokenizer, self.served.form if has_tools else None
         asked = self.served.taken(asked)
         rows = blame_sender(self._rows, asked, prompts, session)
-        choices = [
-            Choice(
+        choices = []
+        for row in rows:
+            assert row.options is not None, "a request says how it is sampled"
+            choice = Choice(
                 tokenizer,
                 row.prompt,
                 row.options.sampling.end_strings,
@@ -183,8 +185,7 @@ class Service:
                 min_tokens=row.options.length.min_length,
                 skips_special=asked.skip_special_tokens,
             )
-            for row in rows
-        ]
+            choices.append(choice)
         answer = writer(tokenizer, self.served.name, asked, choices, form)
 
         def ended(is_whole: bool) -> None:

@@ -12,12 +12,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message as AsgiMessage
 from starlette.types import Send
 
+from aligner.generation.rows import Progress, Row, RowJob
 from aligner.http import JSON_TYPE
 from aligner.http.listening import ARRIVAL_S
 from aligner.http.queue import JobQueue
 from aligner.http.results import Results
 from aligner.serving.answers import Answer
-from aligner.serving.queue import Progress, Row, RowJob
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}

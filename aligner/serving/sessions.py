@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from aligner.environments.pool import Failure
 from aligner.environments.protocol import Turn, check_turn
 from aligner.errors import DataError
-from aligner.serving.queue import EndKind, RowJob, sample_id
+from aligner.generation.rows import EndKind, RowJob, sample_id
 
 _MOST_TOKENS = 2**21  # of a session
 _MOST_SESSIONS = 4096
@@ -112,11 +112,10 @@ class Session:
         self._limits = limits
         self._last: Turn | None = None  # the reward that was given last
         self._asked: Counter[int] = Counter()
-        self._expected: dict[int, int] = {}  # hash of the prompt, by number of the request
-        self._admitted = self._pending = 0  # answers
+        self._expected: dict[int, tuple[int, ...]] = {}  # prompts, by numbers of their answers
+        self._admitted = 0  # answers
         self._tokens = self._bound = 0
         self._texts: dict[tuple[int, ...], str] = {}  # of prompts that wait for answers
-        self._open: Counter[tuple[int, ...]] = Counter()  # answers that each prompt waits for
         self.used = time.monotonic()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -198,31 +197,26 @@ class Session:
             DataError: it may; where limits were given the session is over then.
         """
         most = self._limits or Limits(sys.maxsize, _MOST_TOKENS)
-        asked = answers * len(prompts)
         with self._lock:
             bound, known = self._bound, 0
-            if not self._pending:
+            if not self._expected:
                 followed = (len(one.ids) for one in self.sequences if one.follows(prompts[0]))
                 bound, known = self._tokens, max(followed, default=0)
             bound += answers * sum(len(prompt) + longest for prompt in prompts) - known
-            self._admitted += asked
-            if self.exceeded is None and self._admitted > most.answers:
-                self.exceeded = "max_turns"
-            elif self.exceeded is None and bound > most.tokens:
-                self.exceeded = "max_tokens"
-            if self.exceeded is None:
-                self._bound, self._pending = bound, self._pending + asked
-                for prompt in prompts:
-                    self._open[tuple(prompt)] += answers
-                numbers = range(self._admitted - asked, self._admitted)
-                for number in numbers:
-                    prompt = prompts[(number - numbers.start) // answers]
-                    self._expected[number] = hash(tuple(prompt))
-                return numbers
+            first, self._admitted = self._admitted, self._admitted + answers * len(prompts)
             limit = self.exceeded
+            if limit is None and self._admitted > most.answers:
+                limit = "max_turns"
+            elif limit is None and bound > most.tokens:
+                limit = "max_tokens"
+            if limit is None:
+                self._bound = bound
+                keys = [key for key in map(tuple, prompts) for _ in range(answers)]
+                self._expected |= dict(enumerate(keys, start=first))
+                return range(first, self._admitted)
             self._drop_texts(prompts)
-            if self._limits is None:
-                self.exceeded = None
+            if self._limits is not None:
+                self.exceeded = limit
         if limit == "max_turns":
             raise DataError(f"the session is over: it may have {most.answers} answers")
         if self._limits is not None:
@@ -242,9 +236,7 @@ class Session:
         ``requests``: the numbers of the answers, from `admit`.
         """
         with self._lock:
-            self._pending -= len(prompts)
             self._expected = {n: key for n, key in self._expected.items() if n not in requests}
-            self._open.subtract(map(tuple, prompts))
             self._drop_texts(prompts)
 
     def record(
@@ -262,10 +254,10 @@ class Session:
         of `admit`; None: the first that is expected behind this prompt.
         """
         with self._lock:
-            self._pending -= 1
+            key = tuple(prompt)
             if request is None:
-                key, expected = hash(tuple(prompt)), self._expected.items()
-                request = next((n for n, each in expected if each == key), self._admitted)
+                expected = (n for n, each in self._expected.items() if each == key)
+                request = next(expected, self._admitted)
             self._expected.pop(request, None)
             if self._is_closed:
                 return
@@ -276,9 +268,8 @@ class Session:
             longest = self.sequences[number]
             longest.read(prompt[len(longest.ids) :])
             longest.sampled(ids, logprobs, end)
-            before = self._texts.get(tuple(prompt))
+            before = self._texts.get(key)
             longest.text = None if before is None else before + text
-            self._open[tuple(prompt)] -= 1
             self._drop_texts([prompt])
             self.order.append((number, len(longest.ends)))
             self.requests.append(request)
@@ -314,10 +305,10 @@ class Session:
 
     def _drop_texts(self, prompts: Sequence[Sequence[int]]) -> None:
         """Forget the texts of prompts that wait for no answer."""
+        waiting = set(self._expected.values())
         for key in map(tuple, prompts):
-            if self._open[key] <= 0:
+            if key not in waiting:
                 self._texts.pop(key, None)
-                del self._open[key]
 
     def _begin(self, prompt: Sequence[int]) -> int:
         """Number of a new sequence."""

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from aligner.algorithms.run.engine import run_settings
 from aligner.config.commands.plan import PlanConfig, varied
 from aligner.config.load import parse_config
 from aligner.config.run import RunConfig
-from aligner.models.policy.lm_policy import Policy
 from aligner.plan.devices import device_named
-from aligner.plan.estimate import Estimator, planned_run
-from aligner.plan.roles import HandOver, Phase, PlannedRole, PlannedRun, Score, Train, starting
+from aligner.plan.estimate import Estimator
+from aligner.plan.rehearsal import planned_run
+from aligner.plan.roles import Phase, PlannedRole, PlannedRun
 from benchmarks.shapes import SHAPES
 
 _RUN = {"reward": {"function": "not.read:reward"}, "data": {"train": {"source": "not-read.jsonl"}}}
@@ -53,10 +52,7 @@ def update(
     planned = run.roles[name]
     phases = {phase.name: phase for phase in planned.phases}
     train, score = phases["train"], phases[scoring]
-    assert isinstance(train, Train)
-    assert isinstance(score, Score)
-    one = replace(train, rows=replace(train.rows, times=1))
-    as_many = replace(score, rows=replace(score.rows, count=rows))
+    one, as_many = replace(train, times=1), replace(score, rows=rows)
     found = _estimated(run, replace(planned, phases=(one, as_many)), shape, card)
     return {"update": found["train"], "scoring": found[scoring]}
 
@@ -91,7 +87,7 @@ def generation(
 def refit(shape: str, card: str, *, buffer_bytes: int) -> Planned:
     """``refit`` of a policy that never learns, by groups of ``buffer_bytes``."""
     run = _run(shape, {"trainer.precision": "bf16"})
-    role = _frozen(run, HandOver("refit", buffer_bytes))
+    role = _frozen(run, Phase("refit", buffer_bytes=buffer_bytes))
     return {"refit": _estimated(run, role, shape, card)["refit"]}
 
 
@@ -117,16 +113,9 @@ def _batches(rows: int) -> dict[str, int]:
 
 def _frozen(run: PlannedRun, phase: Phase) -> PlannedRole:
     """The policy with nothing but its weights, in one phase."""
-    config = run.config
-    assert isinstance(config, RunConfig)
-    start = starting(
-        Policy,
-        config.model,
-        run=run_settings(config),
-        init_optimizer=False,
-        init_reference_model=False,
-    )
-    return replace(run.roles["policy"], start=start, phases=(phase,), learns=False)
+    policy = run.roles["policy"]
+    options = {**policy.options, "init_optimizer": False, "init_reference_model": False}
+    return replace(policy, options=options, phases=(phase,))
 
 
 def _estimated(run: PlannedRun, role: PlannedRole, shape: str, card: str) -> Planned:

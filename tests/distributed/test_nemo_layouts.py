@@ -47,10 +47,10 @@ class Watched(TorchDispatchMode):
         self.held = 0  # most sent tensors that were alive when the next one was sent
         send = gpt_weights._send
 
-        def watched(name, tensor, group):
+        def watched(tensor, group):
             self.sent.append(weakref.ref(tensor))
             self.held = max(self.held, sum(ref() is not None for ref in self.sent))
-            send(name, tensor, group)
+            send(tensor, group)
 
         self.patch = mock.patch.object(gpt_weights, "_send", watched)
 

@@ -12,12 +12,14 @@ from unittest import mock
 
 import torch
 
-from aligner.config import LengthParams, SamplingParams, VllmConfig
+from aligner.config import LengthParams, SamplingParams
 from aligner.device import accelerator
+from aligner.distributed.workers import LocalFuture
 from aligner.dry.device import DryDevice
 from aligner.dry.streams import Process
 from aligner.errors import DryDeviceError
 from aligner.generation.vllm import worker as vllm_worker
+from aligner.generation.vllm.settings import VllmConfig
 from aligner.models.gpt.role.model import RoleModel
 from aligner.models.worker import RoleWorker
 from aligner.refit.controller import Refit, group_by_bytes
@@ -99,16 +101,16 @@ class Source:
 
 
 class Target:
-    """The controller's view of an only engine."""
+    """A group of an only engine."""
 
     def __init__(self, worker):
         self._worker = worker
 
-    def sharing_keys(self):
-        return [self._worker.sharing_key()]
+    def run_all_workers_single_data(self, method_name, **kwargs):
+        return LocalFuture([getattr(self._worker, method_name)(**kwargs)])
 
-    def __getattr__(self, name):
-        return getattr(self._worker, name)
+    def get_all_worker_results(self, future):
+        return future.get_results()
 
 
 def engine_worker(device, process, loads):

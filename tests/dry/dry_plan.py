@@ -11,17 +11,14 @@ import torch.distributed as dist
 from aligner.catalog import BY_SCRIPT
 from aligner.config.commands.plan import PlanConfig
 from aligner.config.load import parse_config
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.workers import LocalCluster
 from aligner.dry.device import DryDevice
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
-from aligner.parallel.groups import initialize_parallel
 from aligner.plan import measure
 from aligner.plan.amounts import total
 from aligner.plan.devices import DEVICES
-from aligner.plan.estimate import Estimator, planned_run
+from aligner.plan.estimate import Estimator
 from aligner.plan.measurements import Measurements
-from aligner.plan.roles import Train
+from aligner.plan.rehearsal import planned_run
 from aligner.plan.search import fastest, fewest
 from benchmarks.shapes import QWEN_1_5B
 
@@ -156,9 +153,9 @@ def actor(recompute, first):
         model__ppo__length_params={"max_length": 512},
     )
     role = planned_run(config, PlanConfig(), {"m.nemo": QWEN_1_5B}).roles["policy"]
-    train = replace(role.phases[-2], rows=replace(role.phases[-2].rows, times=1))
-    assert isinstance(train, Train)
-    assert train.rows.length == 1024
+    train = replace(role.phases[-2], times=1)
+    assert train.is_update
+    assert train.length == 1024
     before = mock.patch.object(measure._RoleRun, "_first_step") if first else nullcontext()
     with before:
         found = measure.measure(replace(role, phases=(train,)), 0)
@@ -177,10 +174,8 @@ def adam_step():
     role = planned_run(configuration("train_gpt_sft"), PlanConfig(length=64), {"m.nemo": SIX})
     (policy,) = role.roles.values()
     found = {}
-    with DryDevice() as device, measure.without_weights(SIX):
-        place = initialize_parallel(policy.parallel)
-        handle = policy.start(LocalCluster(place), byte_level_tokenizer())
-        optimizer = handle.worker_group.worker.model.optimizer
+    with DryDevice() as device, measure.without_weights(SIX, policy):
+        optimizer = measure.start_worker(policy).model.optimizer
         optimizer.zero_grad()
         optimizer.step()
         inner = optimizer.inner.chained_optimizers[0].optimizer

@@ -111,7 +111,7 @@ def test_a_policy_of_transformers_says_what_to_use_for_long_sequences():
 
 
 def test_a_size_that_the_architecture_does_not_divide_by_names_the_critic(tiny_nemo):
-    from aligner.algorithms.ppo.build import check_roles
+    from aligner.algorithms.run.run import check_roles
     from aligner.algorithms.run.startup import describe_model
 
     odd = config(

@@ -16,7 +16,7 @@ from aligner.config import (
     RunConfig,
     TrainedModelConfig,
 )
-from aligner.config.algorithms.trainer import ProcessConfig
+from aligner.config.algorithms.process import ProcessConfig
 from aligner.config.cli import check_overrides
 from aligner.config.parse import build
 from aligner.config.run import DPORunConfig, RewardRunConfig, SFTRunConfig

@@ -21,11 +21,10 @@ from aligner.config import (
     parse_config,
 )
 from aligner.config.cli import check_overrides, launch, without_sections
-from aligner.config.defaults import defaults_of, without_new_defaults
 from aligner.config.experiment import ExpManagerConfig
+from aligner.config.parse import defaults_of, refuse, without_new_defaults
 from aligner.config.roles.model import CriticConfig, ModelConfig
 from aligner.config.roles.policy import check_policy_backend
-from aligner.config.rules.checks import check_batch_layout
 from aligner.errors import AlignerError, ConfigError, LayoutError
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -215,6 +214,46 @@ def test_refusals_name_key_value_and_remedy(overrides, words):
         assert word in str(caught.value)
 
 
+def test_all_values_that_do_not_fit_are_named_at_once():
+    values = tree(seed="x", model__optim__lrr=1, model__ppo__ratio_eps=[0.1], critic={"optim": 3})
+    values["data"]["train"]["source"] = "???"
+    with pytest.raises(ConfigError) as caught:
+        parse_config(values)
+    title, *messages = str(caught.value).splitlines()
+    assert title == "5 settings cannot be used:"
+    assert [message.split(": ")[0] for message in messages] == [
+        *("- data.train.source", "- model.optim.lrr", "- model.ppo.ratio_eps"),
+        *("- seed", "- critic.optim"),
+    ]
+    assert "did you mean model.optim.lr?" in messages[1]
+    assert "a list of 2 values, got [0.1]" in messages[2]
+
+
+def test_all_broken_rules_are_named_at_once():
+    values = tree(
+        model__ppo={"length_params": {"min_length": 9, "max_length": 8}},
+        trainer__ppo={"advantage": {"batch_baseline": True}, "reward": {"overlong_cache": 9}},
+        cluster__address="a:1",
+        validation__temperature=0.5,
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse_config(values)
+    title, *messages = str(caught.value).splitlines()
+    assert title == "5 settings cannot be used:"
+    for message, words in zip(
+        messages,
+        (
+            "model.ppo.length_params.min_length=9",
+            "trainer.ppo.advantage.batch_baseline=true",
+            "trainer.ppo.reward.overlong_cache=9",
+            "cluster.address=a:1",
+            "validation.temperature=0.5",
+        ),
+        strict=True,
+    ):
+        assert message.startswith(f"- {words}")
+
+
 @pytest.mark.parametrize("missing", ["model", "reward", "data"])
 def test_required_groups(missing):
     values = {key: value for key, value in MINIMAL.items() if key != missing}
@@ -247,9 +286,9 @@ def test_values_are_converted_where_that_loses_nothing():
 
 def test_batches_must_divide_over_data_parallel_ranks():
     config = parse_config(MINIMAL)  # global 64, micro 8
-    check_batch_layout(config, 4, 4)
+    refuse(config.share_problems(4, 4))
     with pytest.raises(ConfigError, match=r"8 x 3 data-.* = 24.*trainer.devices.*48 or 72"):
-        check_batch_layout(config, 3, 4)
+        refuse(config.share_problems(3, 4))
 
 
 @pytest.mark.parametrize(
@@ -282,6 +321,12 @@ def test_batch_sizes_that_are_given_stay():
 def test_samples_that_no_batch_divides_are_not_learned_one_by_one():
     with pytest.raises(ConfigError, match="num_rollout_samples=127 is not a multiple"):
         parse_config(tree(model__ppo__num_rollout_samples=127))
+
+
+def test_a_rollout_of_less_than_one_prompt_is_refused_by_its_key():
+    model = {"restore_from_path": "m.nemo", "rs": {"num_rollouts_per_prompt": 128}}
+    with pytest.raises(ConfigError, match=r"num_rollout_samples=64 is not a multiple of .*=128"):
+        parse_config({**MINIMAL, "model": model}, RSRunConfig)
 
 
 def test_batches_of_other_runs_follow_too():
@@ -400,7 +445,7 @@ def launched(monkeypatch):
 
 @pytest.mark.parametrize("spelling", ["critic=null", "+critic=null", "++critic=null", "~critic"])
 def test_the_critic_is_removed_as_the_remedy_says(launched, spelling, capsys):
-    """`SystemExit`: refused, with the remedy of ``aligner/config/rules/credit.py`` first."""
+    """`SystemExit`: refused, with the remedy of ``aligner/config/algorithms/trainer.py`` first."""
     critic_free = [
         "data.train.source=t.jsonl",
         "trainer.ppo.advantage.estimator=grpo",

@@ -13,7 +13,7 @@ from aligner.config.algorithms.trainer import (
     ImproperEndConfig,
     RewardShapingConfig,
 )
-from aligner.config.rules.lengths import longest_lengths
+from aligner.config.commands.lengths import longest_lengths
 from aligner.data.prompts import EpisodeDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError
@@ -33,7 +33,6 @@ def loaded(*overrides, script="gpt_ppo"):
         (["environment.factory=null"], r"set reward=environment and environment.factory=my_game"),
         (["reward.function=a.b:f"], r"reward.function=a.b:f scores single responses"),
         (["environment.max_tokens=64"], "leaves no room for a prompt before a response of"),
-        (["environment.timeout_s=1000000"], "below half of cluster.timeout_s"),
         (["data.max_prompt_length=9"], "prompts are the environment's"),
         (["trainer.ppo.reward.shift=1"], "would be paid for every turn"),
         (["trainer.ppo.reward.overlong_cache=1"], "speaks of the length of a single response"),

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from aligner.algorithms.rollout.environments import (
     EnvironmentRollouts,
 )
 from aligner.algorithms.rollout.rollout import prompts_batch, score
-from aligner.algorithms.rollout.trajectories import transcript
 from aligner.config.environment import EnvironmentConfig
 from aligner.data.prompts import Prompt, collate_prompts
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -32,13 +32,26 @@ MOST = 4  # tokens of a response
 class HerePool:
     """A pool without processes."""
 
-    factory = "here"
+    factory, name = "here", "environment 'here'"
 
     def __init__(self, make):
-        self.make, self.hosts, self.most = make, {}, 0
+        self.make, self.hosts, self.most, self.answers = make, {}, 0, {}
 
-    def call(self, calls):
-        return [self._answer(call) for call in calls]
+    def begin(self, calls):
+        for call in calls:
+            self.answers[call.slot] = self._answer(call)
+        return [0.0 for _ in calls]
+
+    def answered(self, slots, timeout_s, wake):
+        if not slots:
+            wait([wake], timeout_s)
+        return set(slots)
+
+    def receive(self, call, began):
+        return self.answers.pop(call.slot)
+
+    def kill(self, slot):
+        self.hosts.pop(slot, None)
 
     def _answer(self, call):
         if call.name == "begin":
@@ -315,4 +328,4 @@ def test_a_transcript_says_who_said_what():
     talk.follow(Turn([{"role": "user", "content": "no"}], -0.5), goes_on=True)
     talk.answered([ord("5"), 258], [-1.0, -1.0], True)
     talk.follow(Turn(), goes_on=False)
-    assert transcript(talk.turns) == "4 [-0.5]\n[user] no\n5 [not scored]"
+    assert talk.text == "4 [-0.5]\n[user] no\n5 [not scored]"

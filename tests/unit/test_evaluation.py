@@ -13,8 +13,9 @@ import pytest
 import torch
 from loaded import load_set
 
+from aligner.algorithms.rollout.inputs import Prompts
 from aligner.algorithms.rollout.prefetch import Rollouts
-from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
+from aligner.algorithms.rollout.validation import validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import LengthParams, SamplingOptions, SamplingParams, parse_config
@@ -186,7 +187,9 @@ def validator(request, tiny_nemo, tmp_path_factory):
         config = configured(**validation)
         sampler = PromptSampler(6, 8, seed=1)
         rollouts = Rollouts(config, policy, prompts["a"], sampler, tokenizer.pad_id)
-        held_out = HeldOut(prompts["a"], {name: prompts[name] for name in sets})
+        held_out = Prompts(
+            prompts["a"], prompts["a"], {name: prompts[name] for name in sets}
+        ).held_out
         reward = OddReward(tokenizer)
         return validate_on_prompts(config, rollouts, policy, reward, held_out, 0, PhaseTimers())
 

@@ -86,7 +86,7 @@ def test_the_error_names_the_setting_the_packages_and_the_command(without, extra
         ("ray", ["cluster.engine=ray"], "cluster.engine=ray"),
         ("wandb", ["exp_manager.create_wandb_logger=true"], "create_wandb_logger=true"),
         (
-            "tenacity",
+            "httpx",
             ["reward=server", "reward.server.url=http://localhost:5555"],
             "reward.kind=server",
         ),

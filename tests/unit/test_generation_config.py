@@ -9,7 +9,6 @@ from aligner.config import (
     RSRunConfig,
     SamplingParams,
     SamplingRunConfig,
-    VllmConfig,
     parse_config,
 )
 from aligner.errors import ConfigError
@@ -18,6 +17,7 @@ from aligner.generation.vllm.sampling import (
     request_seed,
     sampling_arguments,
 )
+from aligner.generation.vllm.settings import VllmConfig
 
 RAY = {"cluster": {"engine": "ray"}}
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from aligner.checkpoint.canonical import EMBEDDING
-from aligner.checkpoint.gathered_weights import GatheredWeights
-from aligner.checkpoint.gpt_weights import load_weights
+from aligner.checkpoint.gpt_weights import GatheredWeights, load_weights
 from aligner.checkpoint.hf.model_folder import SafetensorsFolder, save_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.model_file import open_nemo

@@ -13,7 +13,7 @@ from aligner.checkpoint.adapters import (
     read_adapters,
     save_adapters,
 )
-from aligner.checkpoint.gathered_weights import GatheredWeights
+from aligner.checkpoint.gpt_weights import GatheredWeights
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.config import LengthParams, LoraConfig, OptimConfig, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from aligner.config.experiment import ExpManagerConfig
 from aligner.errors import AlignerError, ConfigError, StorageError
 from aligner.observe.metric_names import METRICS, PREFIXES, check_names, describe, markdown
 from aligner.observe.metrics import MetricsWriter, make_loggers, read_metrics
@@ -223,7 +224,7 @@ def test_tensorboard_mirror_hides_steps_after_the_restored_one(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for restored, value in ((None, 0.25), (1, 0.75)):
-        (logger,) = make_loggers(tmp_path, restored_step=restored)
+        (logger,) = make_loggers(tmp_path, ExpManagerConfig(), restored_step=restored)
         for step in range(1 if restored is None else restored + 1, 4):
             logger.log_metrics({"critic/loss": value}, step)
         logger.finalize("success")

@@ -301,7 +301,7 @@ def test_report_is_written_from_the_files_of_a_run(tmp_path):
     writer.write(1, {"train_rollouts/rewards": 0.5})
     SampleWriter(tmp_path).write([sample(1, "train", prompt="unmistakable")])
     environment = describe_environment("CPU, 2 threads")
-    path = write_report(tmp_path, title="T", config="a: 1", environment=environment)
+    path = write_report(tmp_path, RunRecord("T", "a: 1", environment))
     assert path == tmp_path / "report.html"
     text = "".join(Document(path.read_text()).text)
     for part in ("unmistakable", "a: 1", "CPU, 2 threads", environment["torch"]):

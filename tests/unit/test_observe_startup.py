@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from aligner.algorithms.run.startup import training_memory
-from aligner.config import SequencePackingConfig, SFTRunConfig, parse_config
+from aligner.algorithms.run.startup import working_memory
+from aligner.config import (
+    RolloutConfig,
+    RunConfig,
+    SequencePackingConfig,
+    SFTRunConfig,
+    parse_config,
+)
 from aligner.device.accelerator import DeviceInfo
 from aligner.errors import VersionError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
-from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
+from aligner.observe.memory import RoleMemory
 from aligner.observe.startup import (
-    BatchPlan,
-    Restored,
     StartupSummary,
     TrainedRole,
     batch_arithmetic,
@@ -36,18 +40,15 @@ from aligner.packages import (
 )
 
 
-def a_plan(**changes) -> BatchPlan:
+def arithmetic(**changes) -> list[str]:
     sizes = {
-        "steps": 10,
-        "train_prompts": 100,
         "num_rollout_samples": 64,
         "num_rollouts_per_prompt": 4,
         "rollout_micro_batch_size": 20,
-        "data_parallel_size": 2,
-        "ppo_epochs": 2,
-        "roles": [TrainedRole("policy", 32, 8), TrainedRole("critic", 64, 4)],
     }
-    return BatchPlan(**{**sizes, **changes})
+    roles = [TrainedRole("policy", 32, 8), TrainedRole("critic", 64, 4)]
+    given = {"steps": 10, "train_prompts": 100, "data_parallel_size": 2, "passes": 2}
+    return batch_arithmetic(RolloutConfig(**sizes), roles, **{**given, **changes})
 
 
 def some_summary(**changes) -> StartupSummary:
@@ -57,7 +58,7 @@ def some_summary(**changes) -> StartupSummary:
         "algorithm": "GRPO",
         "model": "models/tiny.nemo",
         "log_dir": "results/tiny",
-        "batches": batch_arithmetic(a_plan()),
+        "batches": arithmetic(),
         "roles": [
             RoleMemory("policy", 1_000_001, True, model_parallel_size=2, optimizer_shards=2),
             RoleMemory("reference", 1_000_001, False, model_parallel_size=2),
@@ -77,7 +78,7 @@ def text_of(summary: StartupSummary) -> str:
 
 
 def test_batch_arithmetic_in_words():
-    assert batch_arithmetic(a_plan()) == [
+    assert arithmetic() == [
         "A step draws 16 prompts and samples 4 responses to each: 64 samples, 32 on each of "
         "2 data-parallel ranks, at most 20 of them in flight together.",
         "The policy goes over them twice in batches of 32: 4 updates a step (40 in the run), each "
@@ -87,7 +88,7 @@ def test_batch_arithmetic_in_words():
         "10 steps: 640 samples; 100 training prompts make an epoch of 6 steps and 4 prompts left "
         "over.",
     ]
-    assert batch_arithmetic(a_plan(train_prompts=None))[-1] == "10 steps: 640 samples."
+    assert arithmetic(train_prompts=None)[-1] == "10 steps: 640 samples."
 
 
 def test_memory_by_hand():
@@ -96,12 +97,30 @@ def test_memory_by_hand():
     assert (policy.weights, policy.gradients) == (2_000_004, 2_000_004)
     assert policy.optimizer == 250_001 * 8
     assert (reference.gradients, reference.optimizer) == (0, 0)
-    sizes = {"layers": 30, "query_groups": 3, "kv_channels": 64, "value_bytes": 4}
-    assert kv_cache_bytes(**sizes, sequences=64, length=100) == 2 * 30 * 3 * 64 * 64 * 100 * 4
-    shape = {"layers": 10, "hidden_size": 8, "tokens": 5, "value_bytes": 4}
-    assert activation_bytes(**shape, recompute=False) == 17 * 10 * 160
-    assert activation_bytes(**shape, recompute=True) == 27 * 160
-    assert head_bytes(hidden_size=8, tokens=5, tile_bytes=100) == 2 * 5 * 8 * 4 + 200
+
+
+def test_working_memory_by_hand():
+    given = {
+        "model": {
+            "restore_from_path": "m.nemo",
+            "micro_batch_size": 2,
+            "ppo": {"rollout_micro_batch_size": 64},
+        },
+        "reward": {"function": "a.b"},
+        "data": {"train": {"source": "d.jsonl"}},
+    }
+    config = parse_config(given, RunConfig)
+    model = TINY_ARCHITECTURE  # 4 layers, 64 wide, 4 groups of 8 channels, 272 columns of logits
+    memory = working_memory(config, model, length=100, on_gpus=False)
+    assert memory == {
+        "KV cache": 2 * 4 * 4 * 8 * 64 * 100 * 4,
+        "activations": 17 * 4 * 200 * 64 * 4,
+        "output layer": 2 * 200 * 64 * 4 + 2 * 200 * 272 * 4,
+    }
+    full = dataclasses.replace(config.model, activations_checkpoint_granularity="full")
+    config = dataclasses.replace(config, model=full)
+    memory = working_memory(config, model, length=100, on_gpus=False)
+    assert memory["activations"] == (17 + 4) * 200 * 64 * 4
 
 
 def test_a_token_budget_is_what_a_micro_batch_holds():
@@ -110,13 +129,13 @@ def test_a_token_budget_is_what_a_micro_batch_holds():
         "data": {"train": {"source": "d.jsonl"}},
     }
     config = parse_config(given, SFTRunConfig)
-    by_rows = training_memory(config, TINY_ARCHITECTURE, length=100, on_gpus=False)
+    by_rows = working_memory(config, TINY_ARCHITECTURE, length=100, on_gpus=False)
     assert by_rows["activations"] == 17 * 200 * TINY_ARCHITECTURE.hidden_size * 4 * (
         TINY_ARCHITECTURE.num_layers
     )
     budget = SequencePackingConfig(enabled=True, train_mb_tokens=1000)
     packed = dataclasses.replace(config.model, sequence_packing=budget)
-    by_tokens = training_memory(
+    by_tokens = working_memory(
         dataclasses.replace(config, model=packed), TINY_ARCHITECTURE, length=100, on_gpus=False
     )
     assert by_tokens["activations"] == 5 * by_rows["activations"]
@@ -159,8 +178,11 @@ def test_supported_versions_are_those_of_the_project_file():
 
 
 def test_report_and_dict():
-    restored = Restored(12, "results/tiny/checkpoints/step_000012", ("policy", "optimizer"))
-    summary = some_summary(restored=restored, notes=("3 prompts were too long and dropped",))
+    summary = some_summary(
+        restored=(12, "results/tiny/checkpoints/step_000012"),
+        restores=("policy", "optimizer"),
+        notes=("3 prompts were too long and dropped",),
+    )
     text = text_of(summary)
     for part in (
         "GRPO on 2 processes: CPU, 2 threads",

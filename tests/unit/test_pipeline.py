@@ -19,18 +19,18 @@ from test_observe_report import Document, sample
 
 from aligner.data.preferences import length_accuracy
 from aligner.errors import CheckpointNotFoundError, ConfigError, DataError, WorkerError
+from aligner.examples.comparison import (
+    ComparedPolicy,
+    Comparison,
+    Learned,
+    Measure,
+    render_comparison,
+    wilson_interval,
+)
 from aligner.examples.pipeline_config import load_pipeline
 from aligner.examples.pipeline_stages import plan, run_pipeline
 from aligner.examples.tasks.gsm8k import gsm8k_examples
 from aligner.examples.tasks.gsm8k_solutions import solution_pairs
-from aligner.observe.estimates import wilson_interval
-from aligner.observe.report.comparison import (
-    Comparison,
-    Learned,
-    Measure,
-    Policy,
-    render_comparison,
-)
 
 CONF = Path(__file__).parents[2] / "conf"
 SCRIPTS = ("train_gpt_sft", "train_gpt_reward", "train_gpt_rs")
@@ -270,8 +270,8 @@ def test_every_seed_has_a_folder_of_its_own(monkeypatch):
 def test_the_page_is_balanced_safe_and_shows_changes_both_ways():
     answers = [sample(0, response="</td><script>alert(1)</script>"), sample(0, prompt="2+2=")]
     policies = [
-        Policy("start", None, 0.25, 64, answers),
-        Policy("worse", "start", 0.125, 64, answers[:1]),
+        ComparedPolicy("start", None, 0.25, 64, answers),
+        ComparedPolicy("worse", "start", 0.125, 64, answers[:1]),
     ]
     metrics = [{"step": 0, "val_optim/loss": 2.0}, {"step": 4, "val_optim/loss": 1.0}]
     run = Learned(

@@ -9,14 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from aligner.algorithms.run.run import Run
+from aligner.algorithms.supervised.build import load_split
 from aligner.config.commands.changes import overrides_of
+from aligner.config.commands.lengths import longest_lengths
 from aligner.config.commands.plan import PlanConfig, plan_request, trainer_keys, varied
 from aligner.config.load import parse_config
-from aligner.config.rules.lengths import longest_lengths
 from aligner.config.run import DistillRunConfig, RunConfig, SFTRunConfig
+from aligner.data.supervised import ExampleDataset, collate_examples
 from aligner.dry.record import Collective, Kernel, Kind, Record
 from aligner.errors import AlignerError, ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
+from aligner.losses.language import NegativeLogLikelihoodLoss
+from aligner.models.policy.lm_policy import Policy
+from aligner.plan import rehearsal
 from aligner.plan.amounts import Amounts, Measured, extrapolated, time_of, total
 from aligner.plan.command import read_architecture
 from aligner.plan.devices import (
@@ -321,6 +327,53 @@ def test_a_prompt_leaves_room_for_the_response():
     assert longest_lengths(config, 256, length=6, read=40) == (40, 6)
     with pytest.raises(ConfigError, match=r"plan\.length"):
         longest_lengths(config, 6, length=6)
+
+
+def test_an_algorithm_is_planned_by_its_own_loop(monkeypatch):
+    """A trainer that only this test knows: its roles, and its calls in their order."""
+
+    class Trainer:
+        def __init__(self, policy, judge, batch):
+            self.policy, self.judge, self.batch = policy, judge, batch
+            self.roles = {"policy": policy}
+
+        def step(self, step, timers):
+            self.judge.prepare_for_lp_inference()
+            self.batch["ref_logprobs"] = self.judge.get_logprobs(self.batch)["logprobs"]
+            self.judge.finish_inference()
+            self.policy.prepare_for_training()
+            self.policy.train(self.batch, NegativeLogLikelihoodLoss())
+            self.policy.finish_training()
+
+    def train(config):
+        with Run.open(config) as run:
+            examples, _ = load_split(run, ExampleDataset)
+            rows = [examples.train[row] for row in range(run.config.model.global_batch_size)]
+            batch = collate_examples(rows, run.tokenizer.pad_id)
+            for attempt in run.attempts():
+                with attempt:
+                    frozen = {"init_optimizer": False, "init_reference_model": False}
+                    clusters, model = attempt.clusters, run.config.model
+                    judge = Policy(clusters.policy, model, run.tokenizer, "judge", **frozen)
+                    trainer = Trainer(attempt.start_policy(1), attempt.own(judge), batch)
+                    with attempt.loop(trainer, 1, None) as loop:
+                        loop.run()
+
+    monkeypatch.setattr(rehearsal, "imported", lambda path: train)
+    config = config_of(global_batch_size=6, micro_batch_size=2)
+    run = rehearsal.planned_run(config, PlanConfig(length=96), {"m": TINY_ARCHITECTURE})
+    assert run.step == (("judge", "logprobs"), ("policy", "train"), ("policy", "save"))
+    assert {name: role.learns for name, role in run.roles.items()} == {
+        "judge": False,
+        "policy": True,
+    }
+    (scores,) = run.roles["judge"].phases
+    assert (scores.rows, scores.length, run.roles["judge"].micro_batch_size(scores)) == (6, 96, 2)
+    learned, save = run.roles["policy"].phases
+    assert (learned.rows, learned.times, learned.is_update, save.method) == (6, 1, True, "")
+    batch = learned.batch(3)
+    assert batch["input_lengths"].tolist() == [96, 96, 96]
+    assert batch["ref_logprobs"].shape == batch["token_mask"].shape == (3, 96)
 
 
 class FakeEstimator:

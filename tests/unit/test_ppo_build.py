@@ -74,7 +74,7 @@ def test_kept_rewards_are_of_what_is_learned():
         **{
             "policy": policy,
             "loss": None,
-            "total_steps": None,
+            "has_next": lambda step: True,
             "consumed_samples": 0,
             "updates": 0,
         },

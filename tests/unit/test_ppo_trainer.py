@@ -14,6 +14,7 @@ import torch
 
 from aligner.algorithms.ppo.build import make_policy_loss, needs_reference, rows_scored_by_training
 from aligner.algorithms.ppo.trainer import PPOTrainer
+from aligner.algorithms.rollout.inputs import Prompts
 from aligner.config import parse_config
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import Prompt, PromptDataset
@@ -147,19 +148,19 @@ def trainer(
     per_step = config.model.ppo.num_rollout_samples // config.model.ppo.num_rollouts_per_prompt
     sampler = PromptSampler(prompts, per_step, seed=5, shuffle=False)
     policy, value = FakePolicy(log), FakeValue(log)
-    return PPOTrainer(
-        config,
-        policy,
-        value,
-        FakeReward(log),
-        dataset,
-        dataset,
-        sampler,
-        pad_id=PAD,
-        policy_loss=make_policy_loss(config),
-        estimator=None,
-        **options,
-    )
+    given = {
+        "config": config,
+        "policy": policy,
+        "value": value,
+        "reward": FakeReward(log),
+        "prompts": Prompts(dataset, dataset),
+        "sampler": sampler,
+        "generation": policy,
+        "pad_id": PAD,
+        "policy_loss": make_policy_loss(config),
+        "estimator": None,
+    }
+    return PPOTrainer(**{**given, **options})
 
 
 def names(log):

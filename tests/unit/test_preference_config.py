@@ -52,7 +52,10 @@ def test_options_reach_the_loss(options, loss):
         ({"loss": "simpo", "average_logprobs": True}, "is an option of dpo, ipo, rpo"),
         ({"loss": "kto", "sft_weight": 1}, "is an option of dpo, ipo, rpo, simpo"),
         ({"desirable_weight": 2}, "is an option of kto"),
-        ({"label_smoothing": 0.5}, "label_smoothing=0.5 must be below 0.5"),
+        (
+            {"label_smoothing": 0.5},
+            r"label_smoothing: must be between 0 and 0.5 \(exclusive\), got 0.5",
+        ),
         ({"loss": "orpo"}, "must be one of dpo, ipo, rpo, simpo, kto"),
     ],
 )

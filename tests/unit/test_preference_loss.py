@@ -237,13 +237,17 @@ def test_kto_baseline_by_hand():
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (DPOLoss, {"beta": 0.0}, "beta=0.0 must be positive"),
-        (DPOLoss, {"label_smoothing": 0.5}, "label_smoothing=0.5 must be in"),
-        (SimPOLoss, {"sft_weight": -1.0}, "sft_weight=-1.0 must be at least 0"),
-        (RPOLoss, {"distance": "kl"}, "distance='kl' is unknown; use one of square, forward_kl"),
-        (RPOLoss, {"reward_scale": 0.0}, "reward_scale=0.0 must be positive"),
-        (KTOLoss, {"beta": -1.0}, "beta=-1.0 must be positive"),
-        (KTOLoss, {"undesirable_weight": -1.0}, "undesirable_weight=-1.0 must be at least 0"),
+        (DPOLoss, {"beta": 0.0}, "beta: must be greater than 0, got 0.0"),
+        (
+            DPOLoss,
+            {"label_smoothing": 0.5},
+            r"label_smoothing: must be .* 0.5 \(exclusive\), got 0.5",
+        ),
+        (SimPOLoss, {"sft_weight": -1.0}, "sft_weight: must be at least 0, got -1.0"),
+        (RPOLoss, {"distance": "kl"}, "distance: must be one of square, forward_kl, .* got 'kl'"),
+        (RPOLoss, {"reward_scale": 0.0}, "reward_scale: must be greater than 0, got 0.0"),
+        (KTOLoss, {"beta": -1.0}, "beta: must be greater than 0, got -1.0"),
+        (KTOLoss, {"undesirable_weight": -1.0}, "undesirable_weight: must be at least 0, got -1.0"),
     ],
 )
 def test_bad_options_are_refused(kind, options, message):

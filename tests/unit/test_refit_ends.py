@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.config import LengthParams, SamplingParams, VllmConfig
+from aligner.config import LengthParams, SamplingParams
 from aligner.errors import ConfigError
-from aligner.generation.vllm.worker import VllmWorker
+from aligner.generation.vllm.settings import VllmConfig
+from aligner.generation.vllm.worker import REFIT_KEYS, VllmWorker
 from aligner.refit.ends import RefitEnd, check_ends
 
 ROOT = Path(__file__).parents[2]
@@ -30,13 +31,13 @@ ON_CPU = RefitEnd("engine 0", "machine m", False, "2.13.0+cpu", None)
     ],
 )
 def test_the_same_release_is_accepted(engine, separate):
-    check_ends(POLICY, engine, separate=separate)
+    check_ends(POLICY, engine, separate=separate, keys=REFIT_KEYS)
 
 
 def test_cpus_share_memory_whatever_their_torch():
     policy = dataclasses.replace(ON_CPU, who="policy rank 0", torch="2.10.0+cpu")
     for separate in (False, True):
-        check_ends([policy], ON_CPU, separate=separate)
+        check_ends([policy], ON_CPU, separate=separate, keys=REFIT_KEYS)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +65,14 @@ def test_cpus_share_memory_whatever_their_torch():
 )
 def test_what_cannot_cross_is_refused(engine, separate, words):
     with pytest.raises(ConfigError, match=words):
-        check_ends(POLICY, engine, separate=separate)
+        check_ends(POLICY, engine, separate=separate, keys=REFIT_KEYS)
 
 
 def test_broadcasts_do_not_care_for_torch_nor_shared_memory_for_nccl():
-    check_ends(POLICY, dataclasses.replace(ENGINE, torch="2.11.0"), separate=True)
-    check_ends(POLICY, dataclasses.replace(ENGINE, nccl=(2, 27, 5)), separate=False)
+    check_ends(POLICY, dataclasses.replace(ENGINE, torch="2.11.0"), separate=True, keys=REFIT_KEYS)
+    check_ends(
+        POLICY, dataclasses.replace(ENGINE, nccl=(2, 27, 5)), separate=False, keys=REFIT_KEYS
+    )
 
 
 def test_an_engine_looks_before_it_starts():

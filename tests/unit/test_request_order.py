@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aligner.algorithms.ppo.credit import Credit
-from aligner.algorithms.rollout.agents import trajectory_of
+from aligner.algorithms.rollout.endpoint import trajectory_of
 from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.rollout import score
 from aligner.algorithms.rollout.trajectories import rollout_batch
@@ -78,7 +78,9 @@ def with_parallel_requests(reward, order=(0, 1, 2, 3)):
 
 
 def rollout(sessions, reason="done"):
-    rows = [trajectory_of(each, TOKENIZER, reason, [], {}) for each in sessions]
+    rows = [trajectory_of(each, TOKENIZER, {}) for each in sessions]
+    for row in rows:
+        row.end_reason = reason
     lists = {"ground_truths": [None] * len(rows), "columns": [{}] * len(rows)}
     data = BatchedDataDict({"sample_ids": torch.arange(len(rows)), **lists})
     batch = rollout_batch(data, rows, TOKENIZER.pad_id, with_positions=True)
@@ -193,5 +195,5 @@ def test_a_request_without_a_number_is_the_first_behind_its_prompt():
     for name in ("right", "left"):
         answered(session, prompts[name], name.upper())
     session.set_reward(1.0)
-    turns = trajectory_of(session, TOKENIZER, "done", [], {}).turns
-    assert [(turn["content"], turn["reward"]) for turn in turns] == [("LEFT", None), ("RIGHT", 1.0)]
+    turns = trajectory_of(session, TOKENIZER, {}).turns
+    assert [(turn.content, turn.reward) for turn in turns] == [("LEFT", None), ("RIGHT", 1.0)]

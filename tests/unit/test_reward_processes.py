@@ -11,7 +11,7 @@ from reward_cases import gone, score
 
 from aligner.errors import RewardError
 from aligner.importing import load_function
-from aligner.rewards.function.runner import RewardFunction, RewardProcess
+from aligner.rewards.function.runner import ProcessRunner, RewardFunction
 
 module, load = reward_cases.module, reward_cases.load
 
@@ -76,9 +76,10 @@ def test_crash_is_told_and_survived(load):
 
 
 def test_closing_ends_the_process(module):
-    process = RewardProcess(f"{module}:lengths", {})
+    runner = ProcessRunner(f"{module}:lengths", {})
+    (process,) = runner._processes.values()
     assert process.alive
-    process.close()
+    runner.close()
     process.close()
     assert not process.alive
     assert gone(process.pid)
@@ -110,7 +111,7 @@ while not (Path("{marker}").exists() and len(Path("{marker}").read_text().split(
 
 def test_child_processes_stay_light():
     program = (
-        "import sys, aligner.rewards.function.worker;"
+        "import sys, aligner.rewards.function.execution;"
         "heavy = {'torch', 'numpy', 'transformers'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

@@ -160,7 +160,7 @@ def test_optimizer_state_is_replaced_and_never_half(start, tmp_path, monkeypatch
         raise StorageError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("aligner.checkpoint.run_state.role_files.save_worker_state", full)
+        patch.setattr("aligner.checkpoint.run_state.worker_state.save_worker_state", full)
         with pytest.raises(StorageError, match="full"):
             worker.save_checkpoint(str(tmp_path / "m.nemo"), str(folder))
     assert (folder / "rank_00000.pt").read_bytes() == before

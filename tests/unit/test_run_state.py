@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from aligner.checkpoint.run_state.checksums import checksum_text, file_checksum
+from aligner.checkpoint.run_state.files import checksum_text, file_checksum
 from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.tree import estimate_bytes, normalise, write_tree

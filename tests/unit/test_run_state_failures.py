@@ -15,7 +15,6 @@ import torch
 
 from aligner.checkpoint import durable
 from aligner.checkpoint.run_state import files as state_files
-from aligner.checkpoint.run_state import store as run_state
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.errors import AlignerError, StorageError
 
@@ -83,7 +82,7 @@ def test_disk_full_while_the_manifest_is_flushed(tmp_path, monkeypatch):
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(run_state, "sync_tree", full)
+    monkeypatch.setattr(state_files, "sync_tree", full)
     with pytest.raises(StorageError, match="No space left on device"):
         RunStateStore(tmp_path).save(2, state_of(2))
     assert [child.name for child in tmp_path.iterdir()] == ["step_000001"]

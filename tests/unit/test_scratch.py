@@ -10,9 +10,9 @@ from contextlib import closing
 
 import pytest
 
-from aligner.child_process import kill_tree
 from aligner.environments.pool import Call, EnvironmentPool, Failure
 from aligner.errors import RewardTimeoutError
+from aligner.process_tree import kill_tree
 from aligner.rewards.function.runner import RewardFunction
 from aligner.scratch import ScratchFolder, remove_leftovers
 

@@ -8,8 +8,8 @@ import pytest
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.environments.calls import parse_calls
 from aligner.errors import DataError
+from aligner.generation.rows import Progress
 from aligner.serving.answers import ChatAnswer, Choice, CompletionAnswer
-from aligner.serving.queue import Progress
 from aligner.serving.requests import ChatRequest, chat_messages, read_request
 from aligner.serving.served import Served
 from aligner.serving.sessions import Limits, Sessions

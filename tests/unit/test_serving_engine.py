@@ -19,10 +19,10 @@ from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import NonFiniteError, WorkerDiedError
+from aligner.generation.batching import EngineSettings, ServingEngine
+from aligner.generation.rows import Row, RowJob
 from aligner.http.queue import JobQueue
 from aligner.serving.app import Service, policy_server
-from aligner.serving.engine import EngineSettings, ServingEngine
-from aligner.serving.queue import Row, RowJob
 from aligner.serving.served import Served
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

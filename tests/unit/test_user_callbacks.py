@@ -8,7 +8,7 @@ from test_run_loop import Counter, lines, run
 from user_code import configured, directory_with
 
 from aligner.algorithms.callbacks import Callback, Callbacks
-from aligner.config.algorithms.trainer import CallbackConfig
+from aligner.config.algorithms.process import CallbackConfig
 from aligner.errors import CallbackError, ConfigError
 
 CALLBACKS = """

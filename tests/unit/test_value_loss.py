@@ -144,5 +144,5 @@ def test_micro_batch_without_a_valid_token():
 
 
 def test_bad_clip_is_refused():
-    with pytest.raises(ConfigError, match=r"value_clip=0 must be positive"):
+    with pytest.raises(ConfigError, match="value_clip: must be greater than 0, got 0"):
         PPOValueLoss(0)

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from aligner.config import LengthParams, SamplingOptions, SamplingParams, VllmConfig
+from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.errors import ConfigError, WorkerError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.generation.vllm import engine as vllm_engine
 from aligner.generation.vllm.kept import add_sets, kept_rows
 from aligner.generation.vllm.sampling import sampling_arguments
+from aligner.generation.vllm.settings import VllmConfig
 from aligner.generation.vllm.worker import responses_batch
 
 END = 0

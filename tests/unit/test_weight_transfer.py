@@ -20,7 +20,7 @@ from aligner.device import accelerator
 from aligner.errors import WorkerError
 from aligner.refit.broadcast import WeightBroadcast, open_rendezvous
 from aligner.refit.controller import group_by_bytes
-from aligner.refit.segments import Offer, Segment, accept, open_segment
+from aligner.refit.segments import Offer, accept
 
 TENSORS = [
     ("a", torch.arange(7, dtype=torch.float32)),
@@ -86,19 +86,21 @@ def test_another_process_reads_a_segment():
 def test_a_killed_sender_leaves_nothing():
     sender = start("""
         import pickle, sys, torch
-        from aligner.refit.segments import Segment
-        segment = Segment([("w", torch.ones(1000))], 4000)
-        pickle.dump(segment.handle, sys.stdout.buffer); sys.stdout.flush()
+        from aligner.device import accelerator
+        from aligner.refit.segments import Offer
+        offer = Offer([("w", torch.ones(1000))], 4000)
+        pickle.dump({accelerator.sharing_key(): offer.handle}, sys.stdout.buffer)
+        sys.stdout.flush()
         sys.stdin.read()
     """)
     try:
-        handle = pickle.load(sender.stdout)
-        ((name, weight),) = open_segment(handle)
+        handles = pickle.load(sender.stdout)
+        ((name, weight),) = accept(handles)
         sender.send_signal(signal.SIGKILL)
         sender.wait()
         assert (name, float(weight.sum())) == ("w", 1000.0)  # what is mapped stays
         with pytest.raises(WorkerError, match=r"cannot map.*refit=separate"):
-            open_segment(handle)
+            accept(handles)
     finally:
         sender.kill()
         sender.wait()
@@ -108,19 +110,20 @@ def test_a_killed_sender_leaves_nothing():
 
 def test_what_does_not_fit_or_is_elsewhere_is_refused():
     with pytest.raises(WorkerError, match="weights of 28 bytes for a segment of 27"):
-        Segment(TENSORS[:1], 27)
+        Offer(TENSORS[:1], 27)
     with pytest.raises(WorkerError, match=r"no policy worker shares.*refit=separate"):
         accept({"machine of somebody else": None})
 
 
 def test_writes_of_a_reader_stay_its_own():
-    segment = Segment(TENSORS[:1], 64)
+    offer = Offer(TENSORS[:1], 64)
+    handles = {accelerator.sharing_key(): offer.handle}
     try:
-        ((_, first),), ((_, second),) = open_segment(segment.handle), open_segment(segment.handle)
+        ((_, first),), ((_, second),) = accept(handles), accept(handles)
         first += 1
         assert torch.equal(second, TENSORS[0][1])
     finally:
-        segment.close()
+        offer.close()
 
 
 def test_broadcast_to_a_process_outside_the_world(tmp_path):

@@ -13,10 +13,10 @@ from test_endpoint_rollout import collected as agents_collected
 from test_environment_rollout import TOKENIZER, HerePool, collected
 
 from aligner.algorithms.ppo.credit import Credit
-from aligner.algorithms.rollout.agents import trajectory_of
+from aligner.algorithms.rollout.endpoint import trajectory_of
 from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.rollout import score
-from aligner.algorithms.rollout.trajectories import Trajectory, rollout_batch
+from aligner.algorithms.rollout.trajectories import rollout_batch
 from aligner.algorithms.rollout.validation import Judge
 from aligner.algorithms.rs.trainer import best_of_each
 from aligner.config import ImproperEndConfig, TrainerPPOConfig
@@ -24,6 +24,7 @@ from aligner.config.algorithms.trainer import AdvantageConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments import Start, Turn
 from aligner.environments.protocol import check_turn
+from aligner.environments.trajectory import Trajectory, TurnRecord
 from aligner.errors import DataError, EnvironmentCallError
 from aligner.serving.sessions import Session
 
@@ -130,21 +131,16 @@ def outcomes():
 
 def ended(actions, reward):
     turns = len(actions)
+    records = [TurnRecord("", 1, True) for _ in actions]
+    records[-1].reward = reward
     return Trajectory(
-        prompt="",
-        prompt_length=0,
+        TOKENIZER,
         ids=[1] * turns,
-        turn_ids=list(range(1, turns + 1)),
-        positions=list(range(turns)),
+        starts=[0],
         logprobs=[0.0] * turns,
-        rewards=[0.0] * (turns - 1) + [reward or 0.0],
-        is_scored=reward is not None,
-        parts={},
+        turn_ids=list(range(1, turns + 1)),
+        turns=records,
         end_reason="done" if reward is not None else "max_turns",
-        forks=0,
-        text="",
-        turns=[{"content": "", "reward": None}] * turns,
-        failures=[],
     )
 
 
@@ -266,9 +262,9 @@ class CountsClosed(HerePool):
         super().__init__(make)
         self.names = []
 
-    def call(self, calls):
+    def begin(self, calls):
         self.names += [call.name for call in calls]
-        return super().call(calls)
+        return super().begin(calls)
 
 
 @pytest.mark.parametrize("make", [SpeaksAsATool, BeginsTooLong, EarnsTooMuch])
@@ -316,6 +312,6 @@ def test_parts_of_an_answer_count_once():
     session.admit([[1, 2]], 4, 1)
     session.record([1, 2], [3, 4], [-1.0, -1.0], "stop", "x")
     session.set_reward({"reward": 1.0, "format": 1.0})
-    found = trajectory_of(session, TOKENIZER, "done", [], {})
+    found = trajectory_of(session, TOKENIZER, {})
     assert found.parts == {"format": 1.0}
     assert sum(found.rewards) == 1.0

@@ -1,8 +1,8 @@
 """An evaluation: prompts, a verifier or reward, and what a model's answers come to."""
 
-import json
 import shlex
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from aligner.algorithms.ask.model import AskedModel, open_asked_model
+from aligner.algorithms.ask.model import AskedModel, open_asked_model, write_answers
 from aligner.algorithms.rollout.inputs import longest_opening, open_environments
 from aligner.algorithms.rollout.reward_source import load_reward
 from aligner.algorithms.rollout.validation import Evaluation, Judge, ask
@@ -20,8 +20,6 @@ from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.config import EvaluateConfig
 from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
 from aligner.device import accelerator
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.observe.estimates import Estimate
 from aligner.observe.report.evaluation import EvaluatedSet, render_evaluation, shown_name
 from aligner.packages import describe_environment
 from aligner.parallel.collectives import is_rank_zero, on_rank_zero
@@ -80,7 +78,8 @@ def _numbers(config: EvaluateConfig, model: str, found: dict[str, Evaluation]) -
             name: {
                 "prompts": one.batch.size // one.samples_per_prompt,
                 "estimates": {
-                    shown_name(key): _estimate(value) for key, value in one.estimates.items()
+                    shown_name(key): {"value": estimate.value, "stderr": estimate.error}
+                    for key, estimate in one.estimates.items()
                 },
                 "metrics": {key: value for key, value in one.metrics.items() if value == value},
             }
@@ -91,18 +90,12 @@ def _numbers(config: EvaluateConfig, model: str, found: dict[str, Evaluation]) -
     }
 
 
-def _estimate(estimate: Estimate) -> dict[str, float | None]:
-    return {"value": estimate.value, "stderr": estimate.error}
-
-
 def _write(config: EvaluateConfig, numbers: dict[str, Any], found: dict[str, Evaluation]) -> None:
     folder = Path(config.output).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "evaluation.json", numbers)
-    with atomic_file(folder / "answers.jsonl") as file:
-        for name, one in found.items():
-            for line in _answers(name, one):
-                file.write((json.dumps(line, ensure_ascii=False, default=str) + "\n").encode())
+    lines = (line for name, one in found.items() for line in _answers(name, one))
+    write_answers(folder / "answers.jsonl", lines)
     page = render_evaluation(
         numbers["model"],
         {
@@ -122,11 +115,12 @@ def _write(config: EvaluateConfig, numbers: dict[str, Any], found: dict[str, Eva
         file.write(page.encode())
 
 
-def _answers(name: str, one: Evaluation) -> list[dict[str, Any]]:
+def _answers(name: str, one: Evaluation) -> Iterator[dict[str, Any]]:
+    """A line for each response; of a conversation with its turns, its end and its columns."""
     batch = one.batch
     lengths = (batch["input_lengths"] - batch["prompt_lengths"]).tolist()
-    return [
-        {
+    for row in range(batch.size):
+        line = {
             "set": name,
             "prompt": batch["prompts"][row],
             "ground_truth": batch["ground_truths"][row],
@@ -137,22 +131,12 @@ def _answers(name: str, one: Evaluation) -> list[dict[str, Any]]:
             **({"answer": batch["answers"][row]} if "answers" in batch else {}),
             "tokens": lengths[row],
             "is_end": bool(batch["is_end"][row]),
-            **_conversation(batch, row),
         }
-        for row in range(batch.size)
-    ]
-
-
-def _conversation(batch: BatchedDataDict, row: int) -> dict[str, Any]:
-    """Turns of a conversation, why it ended, and the columns of its row; of a response nothing."""
-    if "turns" not in batch:
-        return {}
-    return {
-        "is_scored": bool(batch["is_scored"][row]),
-        "end_reason": batch["end_reasons"][row],
-        "turns": batch["turns"][row],
-        "columns": batch["columns"][row],
-    }
+        if "turns" in batch:
+            line["is_scored"] = bool(batch["is_scored"][row])
+            line["end_reason"] = batch["end_reasons"][row]
+            line["turns"], line["columns"] = batch["turns"][row], batch["columns"][row]
+        yield line
 
 
 def _table(numbers: dict[str, Any]) -> Table:

@@ -1,6 +1,5 @@
 """Prompts in, answers out; and a conversation in the terminal."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,9 +8,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from aligner.algorithms.ask.model import AskedModel, open_asked_model
+from aligner.algorithms.ask.model import AskedModel, open_asked_model, write_answers
 from aligner.algorithms.rollout.validation import ask
-from aligner.checkpoint.durable import atomic_file
 from aligner.config import GenerateConfig
 from aligner.data.chat import Message, parse_messages, render, with_system
 from aligner.data.prompts import PromptDataset, make_prompt
@@ -96,9 +94,7 @@ def _write(output: str | None, lines: list[dict[str, Any]], console: Console) ->
             print(line["response"])
         return
     path = Path(output).expanduser()
-    with atomic_file(path) as file:
-        for line in lines:
-            file.write((json.dumps(line, ensure_ascii=False, default=str) + "\n").encode())
+    write_answers(path, lines)
     console.print(f"{len(lines)} answers: {path}", soft_wrap=True)
 
 

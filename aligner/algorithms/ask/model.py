@@ -1,6 +1,7 @@
 """A model that is only asked: a `.nemo`, a Hugging Face directory, or what a run has come to."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from aligner.algorithms.rollout.validation import Asking
 from aligner.algorithms.run.engine import Engine, Workers, open_engine
 from aligner.algorithms.run.startup import check_room, describe_model_of
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.durable import atomic_file
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import AskConfig, BackendConfig, PeftConfig, RSRunConfig, check_layout
 from aligner.config.commands.ask import as_run
@@ -48,28 +50,24 @@ def find_source(path: str) -> Source:
         CheckpointError: a run that trained no language model.
     """
     folder = Path(path).expanduser()
-    if not (folder / "run_state").is_dir():
-        trained = folder / "policy.nemo"
+    trained = folder / "policy.nemo"
+    if (folder / "run_state").is_dir():
+        store = RunStateStore(folder / "run_state", rank=this_rank(), exchange=gather_objects)
+        states, damaged = store.survey()
+        for number, state in reversed(list(enumerate(states, start=1))):
+            try:
+                config = store.load(state.path).state["config"]
+            except (CheckpointError, KeyError) as error:
+                damaged.append(f"{state.path}: {error}")
+                continue
+            return _of_run(path, config, [one.path for one in reversed(states[:number])])
         if not trained.exists():
-            return Source(path, path)
-        return Source(str(trained), str(trained))
-    store = RunStateStore(folder / "run_state", rank=this_rank(), exchange=gather_objects)
-    states, damaged = store.survey()
-    for state in reversed(states):
-        try:
-            config = store.load(state.path).state["config"]
-        except (CheckpointError, KeyError) as error:
-            damaged.append(f"{state.path}: {error}")
-            continue
-        return _of_run(
-            path, config, [one.path for one in reversed(states) if one.step <= state.step]
-        )
-    if (folder / "policy.nemo").exists():
-        return Source(str(folder / "policy.nemo"), str(folder / "policy.nemo"))
-    raise CheckpointNotFoundError(
-        f"model.restore_from_path={path} is the directory of a run, and no state in it can be read"
-        + (f": {'; '.join(damaged)}" if damaged else "; it has not saved one yet")
-    )
+            raise CheckpointNotFoundError(
+                f"model.restore_from_path={path} is the directory of a run, and no state in it can "
+                "be read" + (f": {'; '.join(damaged)}" if damaged else "; it has not saved one yet")
+            )
+    found = str(trained) if trained.exists() else path
+    return Source(found, found)
 
 
 def _of_run(path: str, config: Mapping[str, Any], states: list[Path]) -> Source:
@@ -152,3 +150,10 @@ def open_asked_model(config: AskConfig, closing: ExitStack) -> AskedModel:
     tokenizer, architecture = describe_model_of(run)
     check_layout(architecture, run.model.parallel, engine.worlds[0])
     return AskedModel(run, source, engine, tokenizer, architecture, closing)
+
+
+def write_answers(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write an object for each response as JSON lines."""
+    with atomic_file(path) as file:
+        for line in lines:
+            file.write((json.dumps(line, ensure_ascii=False, default=str) + "\n").encode())

@@ -11,14 +11,14 @@ from aligner.config import ServeConfig
 from aligner.config.commands.ask import as_run
 from aligner.data.tokenizers.loading import with_template_kwargs
 from aligner.errors import ConfigError, TokenizerError
+from aligner.generation.batching import EngineSettings, ServingEngine
+from aligner.generation.rows import Row
 from aligner.http.queue import JobQueue
 from aligner.http.tokens import new_token, read_token
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
-from aligner.serving.engine import EngineSettings, ServingEngine
-from aligner.serving.queue import Row
 from aligner.serving.served import Served
 from aligner.serving.sessions import Sessions
 

@@ -7,9 +7,8 @@ on-policy   prompts ─► student: a response each ─► teacher: top k of eac
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from aligner.algorithms.rollout.rollout import (
@@ -18,7 +17,6 @@ from aligner.algorithms.rollout.rollout import (
     prompts_batch,
 )
 from aligner.algorithms.run.engine import Workers, run_settings
-from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_room
 from aligner.algorithms.supervised.build import (
@@ -32,9 +30,8 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.nemo.archive import named_by
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import DistillRunConfig, PeftConfig, StudentConfig
-from aligner.config.rules.checks import check_model_shares
 from aligner.data.dataset import Dataset, Split
-from aligner.data.prompts import Prompt, PromptDataset, collate_prompts
+from aligner.data.prompts import PromptDataset, collate_prompts
 from aligner.data.supervised import ExampleDataset, collate_examples
 from aligner.data.tokenizers.tokenizer import Tokenizer, differing_token
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
@@ -89,7 +86,6 @@ def train_distill(config: DistillRunConfig) -> None:
     """Distil from start to end and print where everything is."""
     with Run.open(config) as run:
         config, loop, tokenizer = run.config, run.config.trainer.distill, run.tokenizer
-        check_model_shares(config, run.world_size)
         architecture = check_teacher(config, tokenizer)
         vocab_size = shared_vocabulary(config, run.architecture, architecture)
         kind: type[Dataset[Any]] = PromptDataset if loop.on_policy else ExampleDataset
@@ -101,8 +97,7 @@ def train_distill(config: DistillRunConfig) -> None:
         seed = config.seed if loop.on_policy else None
         for attempt in run.attempts():
             with attempt:
-                sampler = example_sampler(config, task)
-                steps = total_steps(config, sampler)
+                sampler, steps = example_sampler(config, task)
                 student = attempt.start_policy(steps)
                 teacher = start_teacher(config, attempt)
                 targets = TeacherTargets(teacher, loop.top_k, vocab_size, seed)
@@ -148,21 +143,19 @@ def distill_task(
 ) -> Task[Any]:
     """Task of learning what ``targets`` adds to a batch; None until the teacher is started."""
     loop = config.trainer.distill
-    collate: Callable[..., BatchedDataDict] = (
-        collate_for_student if loop.on_policy else collate_examples
-    )
+
+    def collate(items: Sequence[Any]) -> BatchedDataDict:
+        if loop.on_policy:  # prompts, to which the student responds
+            return prompts_batch(collate_prompts(items, pad_id), 0)
+        return collate_examples(items, pad_id)
+
     return Task(
         examples.train,
         examples.validation,
-        partial(collate, pad_id=pad_id),
+        collate,
         DistillationLoss(loop.kl, loop.mixed_weight, loop.zero_outside_topk),
         complete=targets,
     )
-
-
-def collate_for_student(prompts: Sequence[Prompt], pad_id: int) -> BatchedDataDict:
-    """Batch of prompts that the student responds to; see `rollout.prompts_batch`."""
-    return prompts_batch(collate_prompts(prompts, pad_id), 0)
 
 
 def check_teacher(config: DistillRunConfig, tokenizer: Tokenizer) -> GPTArchitecture:

@@ -1,45 +1,25 @@
 """Parts of a PPO run, made from its configuration: roles, losses, passes of a step, notes."""
 
-from collections.abc import Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
 from aligner.algorithms.ppo.user_estimator import UserEstimator
 from aligner.algorithms.run.engine import Clusters, Workers, run_settings
-from aligner.algorithms.run.startup import Summary, sampling_summary, trained_policy
-from aligner.architecture import GPTArchitecture
 from aligner.config import (
     CorrectionConfig,
     PolicyPPOConfig,
     RunConfig,
     TrainerPPOConfig,
-    check_layout,
 )
-from aligner.config.rules.checks import check_batch_layout
-from aligner.data.prompts import PromptDataset
 from aligner.errors import ConfigError
 from aligner.losses.kl import AdaptiveKLController, FixedKLController
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.user import user_policy_loss
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
-from aligner.observe.memory import RoleMemory
 from aligner.observe.startup import TrainedRole
 from aligner.types import LossFunction
-
-
-def check_roles(config: RunConfig, architecture: GPTArchitecture, worlds: tuple[int, int]) -> None:
-    """Refuse a layout of the critic, or batches of either role, that its workers cannot share.
-
-    ``worlds``: workers of the policy and of the critic (0: there is none).
-    """
-    policy_world, value_world = worlds
-    if value_world:
-        section = "model" if config.value_parallel == config.model.parallel else "critic"
-        check_layout(architecture, config.value_parallel, value_world, section)
-    policy_size = config.model.parallel.data_size(policy_world)
-    check_batch_layout(config, policy_size, config.value_parallel.data_size(value_world))
 
 
 def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy, Value | None]:
@@ -68,38 +48,17 @@ def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy
     return policy, workers.own(value)
 
 
-def summary_of(
-    config: RunConfig,
-    workers: Workers,
-    prompts: PromptDataset,
-    steps: int,
-    *,
-    frozen: Sequence[RoleMemory],
-    notes: Sequence[str],
-) -> Summary:
-    """Summary of a run of ``steps`` steps on ``prompts``, for its start-up report.
-
-    ``frozen``: models beside policy and critic. ``notes``: what else is to be said.
-    """
-    critic = [] if config.critic is None else ["critic"]
-    return sampling_summary(
-        config,
-        workers,
-        prompts,
-        steps=steps,
-        trained=[*_trained_critic(config, workers.clusters), trained_policy(config)],
-        passes=config.model.ppo.ppo_epochs,
-        with_reference=needs_reference(config),
-        frozen=frozen,
-        restores=[
-            "policy",
-            *critic,
-            "optimizers",
-            "schedules",
-            "data position",
-            "KL coefficient",
-        ],
-        notes=notes,
+def trained_critic(config: RunConfig, clusters: Clusters) -> TrainedRole | None:
+    """Batches of the critic, for the start-up report; None without one."""
+    critic, layout = config.critic, config.value_parallel
+    if critic is None:
+        return None
+    return TrainedRole(
+        "critic",
+        critic.global_batch_size,
+        critic.micro_batch_size,
+        layout.data_size(clusters.value.world_size()),
+        layout.model_parallel_size,
     )
 
 
@@ -117,21 +76,6 @@ def run_notes(config: RunConfig) -> list[str]:
             "and off while sampling: ratios and clipping show its noise; 0 has none"
         )
     return notes
-
-
-def _trained_critic(config: RunConfig, clusters: Clusters) -> list[TrainedRole]:
-    critic, layout = config.critic, config.value_parallel
-    if critic is None:
-        return []
-    return [
-        TrainedRole(
-            "critic",
-            critic.global_batch_size,
-            critic.micro_batch_size,
-            layout.data_size(clusters.value.world_size()),
-            layout.model_parallel_size,
-        )
-    ]
 
 
 # Passes of a step -----------------------------------------------------------------------------

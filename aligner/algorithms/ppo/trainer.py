@@ -11,11 +11,11 @@ Everything passes in one rollout batch whose columns are those of `aligner.types
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from aligner.algorithms.ppo.build import (
-    check_roles,
     kl_in_reward,
     make_estimator,
     make_kl_controller,
@@ -25,44 +25,28 @@ from aligner.algorithms.ppo.build import (
     run_notes,
     start_roles,
     starts_at_sampler,
-    summary_of,
+    trained_critic,
 )
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.ppo.user_estimator import UserEstimator
-from aligner.algorithms.rollout.inputs import (
-    generation_note,
-    load_environments,
-    load_prompts,
-    of_dry_run,
-    start_generation,
-)
-from aligner.algorithms.rollout.prefetch import Rollouts
-from aligner.algorithms.rollout.reward_source import load_reward
 from aligner.algorithms.rollout.rollout import (
-    RolloutSource,
     fill_with_varied_groups,
     prefixed,
     samples_of,
     score,
 )
-from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
+from aligner.algorithms.rollout.trainer import SamplingInputs, SamplingTrainer
 from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
 from aligner.config import RunConfig
-from aligner.data.dataset import PromptSampler
-from aligner.data.prompts import PromptDataset
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
 from aligner.losses.corrections import second_moment_masks
 from aligner.losses.value import PPOValueLoss
-from aligner.models.handle import TRAINED_COLUMNS, RoleHandle
-from aligner.models.interfaces import GenerationInterface
-from aligner.models.policy.lm_policy import Policy
-from aligner.models.value.lm_value import Value
+from aligner.models.handle import TRAINED_COLUMNS
 from aligner.observe.diagnostics import count_updates, gap_warnings, idle_roles, update_metrics
 from aligner.observe.metric_names import describe
 from aligner.observe.metrics import PhaseTimers
-from aligner.rewards.interface import RewardInterface
 from aligner.types import LossFunction
 
 CRITIC_COLUMNS = (*TRAINED_COLUMNS, "values", "returns")
@@ -75,84 +59,57 @@ def train_ppo(config: RunConfig) -> None:
     """Run PPO from start to end and print where everything is."""
     with Run.open(config) as run:
         config = run.config
-        check_roles(config, run.architecture, run.engine.worlds)
-        prompts = load_prompts(run)
-        columns = prompts.train.column_names
-        reward = load_reward(config, run.engine, run.tokenizer, columns, run.closing)
         policy_loss, estimator = make_policy_loss(config), make_estimator(config)
-        environments = load_environments(run, prompts)
-        prompts = of_dry_run(run, prompts)
+        inputs = SamplingInputs.load(run)
         for attempt in run.attempts():
             with attempt:
-                sampler = prompts.sampler(config)
+                sampler = inputs.prompts.sampler(config)
                 steps = total_steps(config, sampler)
                 policy, critic = start_roles(config, attempt, steps)
-                engines = start_generation(config, attempt, policy, prompts.max_length)
-                trainer = PPOTrainer(
-                    config,
+                trainer = inputs.start(
+                    PPOTrainer,
+                    attempt,
                     policy,
-                    critic,
-                    reward.start(attempt, critic),
-                    prompts.train,
-                    prompts.validation,
                     sampler,
-                    pad_id=run.tokenizer.pad_id,
-                    generation=engines,
-                    total_steps=steps,
-                    val_sets=prompts.sets,
-                    rollout_source=environments,
+                    steps,
+                    value=critic,
                     policy_loss=policy_loss,
                     estimator=estimator,
                 )
-                attempt.closing.callback(trainer.rollouts.close)
-                notes = [*prompts.notes(), *run_notes(config), *generation_note(engines)]
-                summary = summary_of(
-                    config, attempt, prompts.train, steps, frozen=reward.memory(), notes=notes
+                summary = inputs.summary(
+                    attempt,
+                    trainer,
+                    steps,
+                    critic=trained_critic(config, attempt.clusters),
+                    passes=config.model.ppo.ppo_epochs,
+                    with_reference=trainer.needs_reference,
+                    restores=["optimizers", "schedules", "data position", "KL coefficient"],
+                    notes=run_notes(config),
                 )
                 with attempt.loop(trainer, steps, summary) as run_loop:
                     run_loop.run()
 
 
-class PPOTrainer:
-    """The PPO algorithm over the handles; `RunLoop` drives it."""
+@dataclass(kw_only=True, eq=False)
+class PPOTrainer(SamplingTrainer):
+    """The PPO algorithm over the handles; `RunLoop` drives it.
 
-    def __init__(
-        self,
-        config: RunConfig,
-        policy: Policy,
-        value: Value | None,
-        reward: RewardInterface,
-        train_prompts: PromptDataset,
-        val_prompts: PromptDataset | None,
-        sampler: PromptSampler,
-        *,
-        pad_id: int,
-        generation: GenerationInterface | None = None,
-        total_steps: int | None = None,
-        val_sets: Mapping[str, PromptDataset] | None = None,
-        rollout_source: RolloutSource | None = None,
-        policy_loss: LossFunction,
-        estimator: UserEstimator | None,
-    ) -> None:
-        """Set up; nothing runs yet.
+    Args:
+        policy_loss: of `make_policy_loss`.
+        estimator: of `make_estimator`.
+    """
 
-        ``sampler`` draws ``num_rollout_samples / num_rollouts_per_prompt`` prompts a step.
-        ``value``: the critic, where ``trainer.ppo.advantage.estimator`` asks for one.
-        ``generation`` samples the responses; default ``policy`` itself. No rollout is begun for
-        a step beyond ``total_steps`` (None: not known). ``val_sets``: further validation prompts.
-        ``rollout_source``: of a run over conversations. ``policy_loss``, ``estimator``: of
-        `make_policy_loss` and `make_estimator`.
-        """
-        self.config = config
-        self.policy, self.value, self.reward = policy, value, reward
-        self.train_prompts = train_prompts
-        self.held_out = HeldOut(val_prompts, val_sets or {})
-        self.sampler, self.pad_id = sampler, pad_id
-        self.generation = generation or policy
-        self.total_steps = total_steps
-        self.rollouts = Rollouts(
-            config, self.generation, train_prompts, sampler, pad_id, rollout_source
-        )
+    config: RunConfig
+    policy_loss: LossFunction
+    estimator: UserEstimator | None
+    policy_updates: int = field(default=0, init=False)
+    critic_updates: int = field(default=0, init=False)
+
+    counters: ClassVar[tuple[str, ...]] = ("consumed_samples", "policy_updates", "critic_updates")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        config = self.config
         self.kl_controller = make_kl_controller(config.trainer.ppo)
         self.kl_in_reward = kl_in_reward(config)
         self.starts_at_sampler = starts_at_sampler(config)
@@ -164,14 +121,9 @@ class PPOTrainer:
             self.kl_in_reward,
             config.model.ppo.num_rollouts_per_prompt,
             config.model.ppo.length_params.max_length,
-            estimator,
+            self.estimator,
         )
-        self.policy_loss = policy_loss
-        critic = config.critic
-        self.value_loss = PPOValueLoss(None if critic is None else critic.value_clip)
-        self.consumed_samples = 0
-        self.policy_updates = 0
-        self.critic_updates = 0
+        self.value_loss = PPOValueLoss(None if config.critic is None else config.critic.value_clip)
 
     def step(self, step: int, timers: PhaseTimers) -> StepResult:
         """One PPO step: a rollout, then ``ppo_epochs`` passes of critic and policy over it."""
@@ -220,12 +172,6 @@ class PPOTrainer:
         idle = idle_roles(policy=policy_passes, critic=critic_passes)
         return StepResult(metrics, samples, idle, self._gap_warnings(metrics, is_untrained))
 
-    def validate(self, step: int, timers: PhaseTimers) -> StepResult:
-        """Sample responses to the validation prompts, as in ``validation``, and score them."""
-        return validate_on_prompts(
-            self.config, self.rollouts, self.generation, self.reward, self.held_out, step, timers
-        )
-
     @property
     def is_out_of_data(self) -> bool:
         """True if ``max_epochs`` is reached before the steps that were reckoned.
@@ -244,13 +190,12 @@ class PPOTrainer:
     ) -> tuple[BatchedDataDict, dict[str, float]]:
         """The step's rollout with its rewards; metrics of what the policy sampled first."""
         sampling = self.config.trainer.ppo.dynamic_sampling
-        more = self.total_steps is None or step < self.total_steps
         seen: list[dict[str, float]] = []
 
         def sample_rollout(prompts: int | None = None) -> BatchedDataDict:
             with timers("generate"):
                 # With dynamic sampling nobody knows yet how many rollouts a step takes.
-                ahead = more and not sampling.enabled
+                ahead = self.has_next(step) and not sampling.enabled
                 batch = self.rollouts.take(self.consumed_samples, more=ahead, prompts=prompts)
             self.consumed_samples += batch.size
             with timers("reward"):
@@ -342,42 +287,13 @@ class PPOTrainer:
             return ()
         return gap_warnings(metrics, self.config.trainer.precision)
 
-    @property
-    def trained_role(self) -> Policy:
-        """The role that the run is about."""
-        return self.policy
-
-    def save_model(self, path: str) -> None:
-        """Write the policy as a `.nemo` file."""
-        self.policy.save_checkpoint(path)
-
     # Run state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, the sampler's position, a prefetched rollout and the KL controller."""
-        return {
-            "consumed_samples": self.consumed_samples,
-            "policy_updates": self.policy_updates,
-            "critic_updates": self.critic_updates,
-            "rollouts": self.rollouts.state_dict(),
-            "sampler": self.sampler.state_dict(),
-            "kl_controller": self.kl_controller.state_dict(),
-        }
-
-    @property
-    def roles(self) -> Mapping[str, RoleHandle]:
-        """Roles whose weights and optimizer states a run state holds, by their folders there."""
-        critic = {} if self.value is None else {"value": self.value}
-        return {"policy": self.policy, **critic}
+        """State of the base, and the KL controller's."""
+        return {**super().state_dict(), "kl_controller": self.kl_controller.state_dict()}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Inverse of `state_dict`, and the roles from their folders."""
-        self.consumed_samples = state["consumed_samples"]
-        self.policy_updates = state["policy_updates"]
-        self.critic_updates = state["critic_updates"]
-        self.sampler.load_state_dict(state["sampler"])
-        self.rollouts.load_state_dict(state["rollouts"])
+        """Continue from a `state_dict` and from the folders of the roles in ``folder``."""
+        super().load(state, folder)
         self.kl_controller.load_state_dict(state["kl_controller"])
-        for name, role in self.roles.items():
-            role.load_state(folder / name)
-        self.generation.weights_changed()

@@ -6,7 +6,6 @@ from typing import Any
 
 from aligner.algorithms.preference.reference_logprobs import ReferenceLogprobs
 from aligner.algorithms.run.directory import log_dir
-from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.supervised.build import (
     check_sequences,
@@ -16,7 +15,6 @@ from aligner.algorithms.supervised.build import (
 )
 from aligner.algorithms.supervised.trainer import Examples, SupervisedTrainer, Task
 from aligner.config import LOSS_OPTIONS, DPORunConfig, TrainerDPOConfig
-from aligner.config.rules.checks import check_model_shares
 from aligner.data.dataset import Dataset
 from aligner.data.labelled import MISMATCHED, LabelledDataset, collate_labelled
 from aligner.data.preferences import PairDataset, collate_pairs
@@ -38,7 +36,6 @@ def train_dpo(config: DPORunConfig) -> None:
     """Optimise for preferences from start to end and print where everything is."""
     with Run.open(config) as run:
         config, loop, pad_id = run.config, run.config.trainer.dpo, run.tokenizer.pad_id
-        check_model_shares(config, run.world_size)
         kind: type[Dataset[Any]] = PairDataset if loop.is_paired else LabelledDataset
         examples, longest = load_split(run, kind)
         check_sequences(run, longest)
@@ -46,16 +43,14 @@ def train_dpo(config: DPORunConfig) -> None:
         task = preference_task(config, sets, pad_id)
         for attempt in run.attempts():
             with attempt:
-                sampler = example_sampler(config, task)
-                steps = total_steps(config, sampler)
+                sampler, steps = example_sampler(config, task)
                 policy = attempt.start_policy(steps)
                 if loop.has_reference:  # computed before the first update
                     path = log_dir(config) / "reference_logprobs.pt"
                     reference = ReferenceLogprobs(policy, path, pad_id, run.console)
                     task = preference_task(config, reference.of(sets, config), pad_id)
-                trainer = SupervisedTrainer(
-                    policy, task, sampler, limit_val_examples=loop.limit_val_examples
-                )
+                limit = loop.limit_val_examples
+                trainer = SupervisedTrainer(policy, task, sampler, limit_val_examples=limit)
                 summary = supervised_summary(config, attempt, examples, steps, longest)
                 with attempt.loop(trainer, steps, summary) as run_loop:
                     run_loop.run()

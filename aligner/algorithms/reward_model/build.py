@@ -1,12 +1,12 @@
 """A reward model: comparisons or ratings in, the model started, the trainer run to its end."""
 
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from aligner.algorithms.run.engine import run_settings
-from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.supervised.build import (
     check_sequences,
@@ -17,8 +17,7 @@ from aligner.algorithms.supervised.build import (
 from aligner.algorithms.supervised.trainer import Examples, SupervisedTrainer, Task
 from aligner.checkpoint.model_source import open_model
 from aligner.config import RewardRunConfig
-from aligner.config.rules.checks import check_model_shares
-from aligner.data.dataset import Dataset, PromptSampler, Split
+from aligner.data.dataset import Dataset, Split
 from aligner.data.preferences import OrderedPairDataset, Pair, PairDataset, collate_pairs
 from aligner.data.ratings import RatedDataset, collate_rated
 from aligner.errors import ConfigError
@@ -31,15 +30,13 @@ def train_reward_model(config: RewardRunConfig) -> None:
     """Train from start to end and print where everything is."""
     with Run.open(config) as run:
         config = run.config
-        check_model_shares(config, run.world_size)
         check_head(config)
         examples, longest = load_split(run, kind_of(config))
         check_sequences(run, longest)
         task = reward_task(config, examples, run.tokenizer.pad_id)
         for attempt in run.attempts():
             with attempt:
-                sampler = example_sampler(config, task)
-                steps = total_steps(config, sampler)
+                sampler, steps = example_sampler(config, task)
                 model = attempt.own(
                     RewardModel(
                         attempt.clusters.policy,
@@ -50,37 +47,36 @@ def train_reward_model(config: RewardRunConfig) -> None:
                         max_optimizer_steps=steps,
                     )
                 )
-                trainer = RewardModelTrainer(config, model, task, sampler, examples)
+                limit = config.loop.limit_val_examples
+                trainer = RewardModelTrainer(
+                    model, task, sampler, limit_val_examples=limit, config=config
+                )
                 summary = supervised_summary(config, attempt, examples, steps, longest)
                 with attempt.loop(trainer, steps, summary, saved_as="reward_model") as run_loop:
                     run_loop.run()
 
 
+@dataclass(eq=False)
 class RewardModelTrainer(SupervisedTrainer):
-    """Trains a reward model, and has its file say how its rewards are to be read."""
+    """Trains a reward model, and has its file say how its rewards are to be read.
 
-    def __init__(
-        self,
-        config: RewardRunConfig,
-        model: RewardModel,
-        task: Task[Any],
-        sampler: PromptSampler,
-        examples: Split[Any],
-    ) -> None:
-        """``examples``: those of ``task``."""
-        super().__init__(model, task, sampler, limit_val_examples=config.loop.limit_val_examples)
-        self.config, self.model, self.examples = config, model, examples
+    ``config``: of the run.
+    """
+
+    role: RewardModel
+    _: KW_ONLY
+    config: RewardRunConfig
 
     def save_model(self, path: str) -> None:
         """Write the model, its sequences' ends and its rewards' mean and deviation to ``path``."""
-        loop, examples = self.config.trainer.reward_model, self.examples
-        self.model.remember_sequences(self.config.data.add_bos, last_token(examples.train))
-        measured_on = {"train": examples.train, "validation": examples.validation, None: None}
+        loop, train = self.config.trainer.reward_model, self.task.train
+        self.role.remember_sequences(self.config.data.add_bos, last_token(train))
+        measured_on = {"train": train, "validation": self.task.validation, None: None}
         judged = measured_on[loop.standardize_on]
         if judged is not None:
-            found = measure(self.model, self.task, judged, loop.limit_standardize_examples)
-            self.model.standardize(found.mean, found.std)
-        self.model.save_checkpoint(path)
+            found = measure(self.role, self.task, judged, loop.limit_standardize_examples)
+            self.role.standardize(found.mean, found.std)
+        self.role.save_checkpoint(path)
 
 
 def kind_of(config: RewardRunConfig) -> type[Dataset[Any]]:
@@ -91,7 +87,7 @@ def kind_of(config: RewardRunConfig) -> type[Dataset[Any]]:
     return PairDataset if loop.variant == "plain" else OrderedPairDataset
 
 
-def last_token(examples: Dataset[Any]) -> int | None:
+def last_token(examples: Examples[Any]) -> int | None:
     """The token that ends every sequence; None where they end in several."""
     items: list[Any] = [examples[index] for index in range(len(examples))]
     sequences = [item.examples if isinstance(item, Pair) else (item.example,) for item in items]

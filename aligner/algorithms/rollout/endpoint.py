@@ -1,44 +1,40 @@
 """Rollouts of agents: programs that ask the policy over HTTP, and say what that was worth.
 
-rank 0, threads:   agents' processes ─► HTTP server ─► requests that wait
-all ranks:         sessions, then rows ◄─ batches of the engine ◄─┘
+An agent's process asks the HTTP server, a session records what it is answered, and its clock stops
+as long as the engine owes it an answer.
 
 The tokens of a trajectory depend on the run's seed, its sample id and what its agent asks only.
 """
 
 import dataclasses
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
-from aligner.algorithms.rollout.agents import Agents
-from aligner.algorithms.rollout.rollout import RolloutSource
-from aligner.algorithms.rollout.trajectories import engine_survives, rollout_batch
+from aligner.algorithms.rollout.driver import ConversationFailedError, Episode, Steps
+from aligner.algorithms.rollout.environments import ConversationRollouts
 from aligner.architecture import GPTArchitecture
 from aligner.config import SamplingOptions, SamplingRunConfig
 from aligner.config.fields import MOST_SECONDS
+from aligner.data.tokenizers.decoding import decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.environments.pool import EnvironmentPool
-from aligner.errors import ConfigError
-from aligner.http.queue import JobQueue
+from aligner.environments.pool import Call, EnvironmentPool, Failure
+from aligner.environments.protocol import Turn, check_total
+from aligner.environments.trajectory import Trajectory, TurnRecord
+from aligner.errors import ConfigError, DataError
+from aligner.generation.rows import sample_id
 from aligner.http.tokens import new_token
-from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
-from aligner.parallel.collectives import is_rank_zero, on_rank_zero
+from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
-from aligner.serving.engine import EngineSettings, ServingEngine
-from aligner.serving.queue import Row
 from aligner.serving.served import Request, Served
+from aligner.serving.sessions import Limits, Session
 
 log = logging.getLogger(__name__)
 
 _NAME = "policy"  # of the model
 _HOST = "127.0.0.1"
-_GATHER_S = 0.02  # agents whose answers came together ask again at about the same time
-_MOST_WAITING = 4096  # answers, and as many connections; 4 for each agent where these are more
 # What a request may say of sampling; the run has said it.
 _OF_THE_RUN = ("temperature", "top_p", "top_k", "repetition_penalty", "min_tokens", "seed")
 
@@ -74,12 +70,14 @@ class PolicyServed(Served):
         return cast(Request, request.model_copy(update=changes))
 
 
-class EndpointRollouts(RolloutSource):
+class EndpointRollouts(ConversationRollouts):
     """Agents' trajectories in place of single responses.
 
     Made on all ranks. Rank 0 has the agents' processes and the server, on loopback with keys that
     are the agents' own, until ``closing`` closes.
     """
+
+    gather_s = 0.02  # agents whose answers came together ask again at about the same time
 
     def __init__(
         self,
@@ -95,103 +93,132 @@ class EndpointRollouts(RolloutSource):
             ConfigError: there is no such function or program, or it cannot be called with the
                 data's ``columns``.
         """
-        self._config, self._tokenizer = config.environment, tokenizer
-        rollout = config.model.rollout
-        self._options = SamplingOptions(rollout.length_params, rollout.sampling_params)
-        most = max(_MOST_WAITING, 4 * self._config.concurrency)
-        self._waiting = JobQueue[Row](most, _GATHER_S)
+        environment, rollout = config.environment, config.model.rollout
+        super().__init__(environment, None, tokenizer)
         served = PolicyServed(
             _NAME,
             tokenizer,
-            self._config.max_tokens,
+            environment.max_tokens,
             architecture.vocab_size,
-            self._options,
+            SamplingOptions(rollout.length_params, rollout.sampling_params),
             add_bos=config.data.add_bos,
             special_tokens_in_text=config.data.special_tokens_in_text,
         )
-        self._service = Service(served, self._waiting, MOST_SECONDS, new_token(None))
-        self._pool: EnvironmentPool | None = None
+        self._options = served.defaults
+        self._service = Service(served, self._queue, MOST_SECONDS, new_token(None))
         self._base_url = ""
 
         def start() -> None:
-            self._pool = self._started(columns)
+            source = environment.words or environment.factory
+            assert source is not None, "checked with the configuration"
+            kwargs, memory_mb = environment.kwargs, environment.memory_mb
+            self._pool = EnvironmentPool(
+                source, kwargs, columns, memory_mb=memory_mb, runs_agents=True
+            )
             closing.callback(self._pool.close)
             try:
-                place = closing.enter_context(policy_server((_HOST, 0), self._service))
+                address = closing.enter_context(policy_server((_HOST, 0), self._service))
             except OSError as error:
                 raise ConfigError(
                     f"environment.kind=endpoint: cannot listen on {_HOST}: {error}"
                 ) from error
-            self._base_url = f"http://{place[0]}:{place[1]}/v1"
+            self._base_url = f"http://{address[0]}:{address[1]}/v1"
 
         on_rank_zero(start)
 
-    def collect(
-        self,
-        generation: GenerationInterface,
-        data: BatchedDataDict,
-        *,
-        seed: int,
-        per_prompt: int = 1,
-        sampling_options: SamplingOptions | None = None,
-    ) -> BatchedDataDict:
-        """A rollout batch of trajectories; see `EnvironmentRollouts.collect`.
+    def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
+        """Run an agent once, with a session that records its requests.
 
-        Raises:
-            EnvironmentCallError: more agents, or calls of the engine, failed than
-                ``environment.retries``, or none was scored.
-            Exception: what the engine raised, where `engine_survives` says no.
+        If the session has exceeded a limit, it does not matter how the agent ended, unless the
+        engine failed.
         """
-        defaults = sampling_options or self._options
-        self._service.served = dataclasses.replace(self._service.served, defaults=defaults)
-        survives = partial(engine_survives, generation)
-        engine = ServingEngine(generation, self._waiting, self._settings(seed), survives)
-        here = None
-        if is_rank_zero():
-            assert self._pool is not None, "rank 0 must hold the agents"
-            sessions, config = self._service.sessions, self._config
-            wake, url = self._waiting.wake, self._base_url
-            here = Agents(config, self._pool, sessions, url, self._tokenizer, wake)
-        generation.prepare_for_generation()
-        if here is not None:
-            here.start(data, seed, per_prompt)
+        defaults, sessions = options or self._options, self._service.sessions
+        if self._service.served.defaults is not defaults:
+            self._service.served = dataclasses.replace(self._service.served, defaults=defaults)
+        names = ("rollout", seed, episode.sample_id, episode.attempt)
+        limits = Limits(self._config.max_turns, self._config.max_tokens)
+        episode.session = session = sessions.begin(sample_id(*names), limits)
+        assert session is not None, "a server has room for a session of each slot"
+        argument = (self._base_url, session.key, episode.seed, episode.columns)
+        turn, failure = Turn(), None
         try:
-            engine.serve(lambda: here is not None and here.are_over)
+            turn = yield Call(episode.slot, "run", argument, self._config.timeout_s)
+        except ConversationFailedError as error:
+            failure = error.failure
         finally:
-            if here is not None:
-                here.stop()
-            self._waiting.fail_all(ConnectionAbortedError("the rollout is over"))
-        generation.finish_generation()
+            sessions.end(session)
+        if failure is None or failure.reason != "engine_error":
+            failure = self._rewarded(session, turn, failure)
+        if not session.order:
+            return None, failure
+        trajectory = trajectory_of(session, self._tokenizer, turn.info)
+        trajectory.end_reason = session.exceeded or "done"
+        return trajectory, failure
 
-        def rows() -> Any:
-            assert here is not None
-            return here.rows()
+    def _rewarded(self, session: Session, turn: Turn, failure: Failure | None) -> Failure | None:
+        """Take the reward that an agent returned; return why its trajectory is no sample."""
+        assert self._pool is not None
+        if not session.order and (failure is None or session.exceeded is not None):
+            text = f"{self._pool.name} ended without an answer of the policy"
+            if session.exceeded is not None:
+                limit = f"{session.exceeded}={getattr(self._config, session.exceeded)}"
+                text += f": what it asked first does not fit environment.{limit}"
+            if "output" in turn.info:
+                text += f"; what it wrote ends: {turn.info['output']}"
+            return Failure("env_error", text)
+        if turn.reward is not None:
+            session.set_reward(turn.reward)
+        try:
+            check_total(given.score for given in session.rewards.values())
+        except DataError as error:
+            return Failure("env_error", f"{self._pool.name}: {error}")
+        return None if session.exceeded is not None else failure
 
-        found = on_rank_zero(rows)
-        pad_id, unscored = self._tokenizer.pad_id, self._config.unscored
-        return rollout_batch(data, found, pad_id, with_positions=True, unscored=unscored)
 
-    def begin(
-        self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
-    ) -> PendingGeneration:
-        """Nothing: the configuration refuses it."""
-        raise NotImplementedError
+def trajectory_of(session: Session, tokenizer: Tokenizer, info: Mapping[str, Any]) -> Trajectory:
+    """Trajectory of a session: its sequences one after the other, as they were asked for.
 
-    def _started(self, columns: Collection[str]) -> EnvironmentPool:
-        config = self._config
-        source = config.words or config.factory
-        assert source is not None, "checked with the configuration"
-        return EnvironmentPool(
-            source, config.kwargs, columns, memory_mb=config.memory_mb, runs_agents=True
-        )
+    Turns are numbered in the order of their requests, not of answers or of places in the row. A
+    reward is of the last requested answer that came since the reward before it, or else of the same
+    as that; ``info`` goes with the last.
+    """
+    in_time = sorted(zip(session.requests, session.order, strict=True))
+    turn_of = {answer: turn for turn, (_, answer) in enumerate(in_time, start=1)}
+    trajectory = Trajectory(tokenizer)
+    read, turns = dict[int, str](), dict[int, TurnRecord]()
+    for number, sequence in sorted(
+        enumerate(session.sequences), key=lambda item: turn_of[item[0], 1]
+    ):
+        trajectory.starts.append(len(trajectory.ids))
+        for answer, (start, begin, end) in enumerate(_spans(sequence.turn_ids), start=1):
+            turn, before, ids = (
+                turn_of[number, answer],
+                sequence.ids[:begin],
+                sequence.ids[begin:end],
+            )
+            read[turn] = tokenizer.decode(before[start:])
+            is_end = sequence.ends[answer - 1] == "stop"
+            turns[turn] = TurnRecord(decode_response(tokenizer, before, ids), len(ids), is_end)
+            trajectory.read(before[start:])
+            trajectory.sampled(ids, sequence.logprobs[begin:end], turn)
+    trajectory.prompt, trajectory.turns = read[1], [turns[turn] for turn in sorted(turns)]
+    for turn, previous in enumerate(trajectory.turns[:-1], start=1):
+        previous.answer = [{"role": "agent", "content": read[turn + 1]}]
+    begin = 0
+    for answers, given in session.rewards.items():
+        turn = max((turn_of[answer] for answer in session.order[begin:answers]), default=1)
+        begin = answers
+        record = trajectory.turns[turn - 1]
+        record.reward, record.parts = given.score, given.parts
+    trajectory.turns[-1].info = dict(info)
+    return trajectory
 
-    def _settings(self, seed: int) -> EngineSettings:
-        return EngineSettings(
-            rows=self._config.concurrency,
-            positions=self._config.max_tokens,
-            pad_id=self._tokenizer.pad_id,
-            end_ids=frozenset(self._tokenizer.end_ids),
-            seed=seed,
-            listens=False,
-            has_peers=True,
-        )
+
+def _spans(turn_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield for each turn the begin of the tokens read before it, its begin and its end."""
+    start = 0
+    for turn in range(1, max(turn_ids) + 1):
+        begin = turn_ids.index(turn)
+        end = begin + turn_ids.count(turn)
+        yield start, begin, end
+        start = end

@@ -1,46 +1,39 @@
 """Rollouts of many turns: conversations of the policy with environments.
 
-Every round, the engine continues all conversations under way, and their environments answer. The
-tokens of a conversation depend on the run's seed, its sample id and what its environment says only:
-not on which others are under way, on ranks or on layouts. Nothing is under way between steps, so a
-run that is resumed begins a step's conversations again, from their seeds.
+rank 0, a thread:  environments' processes ─► rows that wait for the engine
+all ranks:         trajectories ◄─ batches of the engine ◄─┘
+
+The tokens of a conversation depend on the run's seed, its sample id and what its environment says
+only: not on which others are under way, on ranks or on layouts. Nothing is under way between steps,
+so a run that is resumed begins a step's conversations again, from their seeds.
 """
 
 import logging
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Generator
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
-
-import torch
+from typing import Any, ClassVar
 
 from aligner.algorithms.rollout.ahead import ConversationsAhead
+from aligner.algorithms.rollout.driver import ConversationFailedError, Driver, Episode, Steps
 from aligner.algorithms.rollout.rollout import RolloutSource
-from aligner.algorithms.rollout.trajectories import (
-    END_REASONS,
-    EndReason,
-    Failures,
-    KeptTokens,
-    Trajectory,
-    attempt,
-    check_scored,
-    engine_survives,
-    environment_seed,
-    rollout_batch,
-    total_parts,
-    transcript,
-)
-from aligner.config import EnvironmentConfig, SamplingOptions
+from aligner.algorithms.rollout.trajectories import END_REASONS, engine_survives, rollout_batch
+from aligner.architecture import GPTArchitecture
+from aligner.config import EnvironmentConfig, SamplingOptions, SamplingRunConfig
 from aligner.config.fields import SpecialTokensInText
-from aligner.data.prompts import pad_right
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.environments.calls import form_of
 from aligner.environments.conversation import ChatRenderer, Conversation, RewrittenHistoryError
-from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure, engine_failure
-from aligner.environments.protocol import Turn
+from aligner.environments.pool import Call, CallName, EnvironmentPool, Failure
+from aligner.environments.trajectory import KeptTokens
 from aligner.errors import DataError
+from aligner.generation.batching import EngineSettings, ServingEngine
+from aligner.generation.rows import Row
+from aligner.http.queue import JobQueue
 from aligner.importing import describe_exception
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.parallel.collectives import is_rank_zero, on_rank_zero
@@ -48,43 +41,32 @@ from aligner.rewards.interface import ScoredResponses
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 FAILURE_REASONS = ("env_timeout", "env_error", "engine_error")
 
 # Engines make random numbers of seed and sample id: turns and attempts have ids of their own.
 _TURN, _ATTEMPT = 1 << 40, 1 << 51
+_MAX_WAITING = 4096  # rows; 4 for each conversation if these are more
 
 
-class EnvironmentRollouts(RolloutSource):
-    """Conversations in place of single responses.
+class ConversationRollouts(RolloutSource):
+    """Conversations in place of single responses; each kind of environment has a subclass."""
 
-    Args:
-        config: ``environment`` of the run.
-        pool: the environments' processes; needed on rank 0 only.
-        tokenizer: the policy's.
-        response_length: most tokens of one message of the policy.
-        add_bos: begin with BOS unless the text does.
-        special_tokens_in_text: treatment of those that the environments' messages spell.
-    """
+    # Longest wait of a batch for conversations that have not asked yet, in seconds.
+    gather_s: ClassVar[float]
 
     def __init__(
-        self,
-        config: EnvironmentConfig,
-        pool: EnvironmentPool | None,
-        tokenizer: Tokenizer,
-        *,
-        response_length: int,
-        add_bos: bool = False,
-        special_tokens_in_text: SpecialTokensInText = "keep",
+        self, config: EnvironmentConfig, pool: EnvironmentPool | None, tokenizer: Tokenizer
     ) -> None:
+        """``pool``: the environments' processes; needed on rank 0 only."""
         self._config, self._pool, self._tokenizer = config, pool, tokenizer
-        self._response_length = response_length
-        self._renderer = ChatRenderer(
-            tokenizer,
-            add_bos=add_bos,
-            rewritten_history=config.rewritten_history,
-            special_tokens_in_text=special_tokens_in_text,
-        )
+        self._queue = JobQueue[Row](max(_MAX_WAITING, 4 * config.concurrency), self.gather_s)
+
+    @abstractmethod
+    def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
+        """Conduct a conversation; return its trajectory, and a failure if it has ended with one.
+
+        ``options``: of `collect`.
+        """
 
     def collect(
         self,
@@ -108,52 +90,196 @@ class EnvironmentRollouts(RolloutSource):
             EnvironmentCallError: more conversations, or calls of the engine, failed than
                 ``environment.retries``, or none was scored. Messages that cannot be rendered, or
                 leave no room for an answer, are failures.
-            Exception: what the engine raised, where `engine_survives` says no.
+            Exception: what the engine raised, if `engine_survives` returns False.
             RewrittenHistoryError: a template rewrites what was said, which is to be refused.
         """
-        options: dict[str, Any] = {}
-        length = self._response_length
-        if sampling_options is not None:
-            options["sampling_options"] = sampling_options
-            length = sampling_options.length.max_length
-        here = None
-        if is_rank_zero():
-            assert self._pool is not None, "rank 0 must hold the environments"
-            here = _Conversations(self._config, self._pool, self._renderer, length)
-            here.add(data, seed, per_prompt)
         generation.prepare_for_generation()
-        while (asked := _of(here, _Conversations.prompts)) is not None:
-            rows, sample_ids = asked
-            if not rows:  # all that began have failed
-                continue
-            ids, lengths = pad_right(rows, self._tokenizer.pad_id)
-            columns = {"input_ids": ids, "input_lengths": lengths}
-            columns["sample_ids"] = torch.tensor(sample_ids)
-            heard: Callable[[_Conversations], None]
-            try:
-                output = generation.generate(BatchedDataDict(columns), seed=seed, **options)
-                heard = partial(_Conversations.answered, output=output.to("cpu"))
-            except Exception as error:
-                if not engine_survives(generation, error):
-                    raise
-                heard = partial(_Conversations.unanswered, failure=engine_failure(error))
-            _of(here, heard)
-        generation.finish_generation()
-        return rollout_batch(
-            data,
-            _of(here, _Conversations.rows),
-            self._tokenizer.pad_id,
-            with_positions=self._config.rewritten_history == "fork",
-            unscored=self._config.unscored,
+        batch = self._collect(
+            generation, data, seed=seed, per_prompt=per_prompt, options=sampling_options
         )
+        generation.finish_generation()
+        return batch
 
     def begin(
         self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
     ) -> PendingGeneration:
         """See `RolloutSource.begin`."""
+        # The engine is not prepared: it has the weights that are to be sampled with.
         return ConversationsAhead(
-            partial(self.collect, data=data, seed=seed, per_prompt=per_prompt), generation
+            partial(self._collect, generation, data, seed=seed, per_prompt=per_prompt)
         )
+
+    def _collect(
+        self,
+        generation: GenerationInterface,
+        data: BatchedDataDict,
+        is_abandoned: Callable[[], bool] = lambda: False,
+        *,
+        seed: int,
+        per_prompt: int,
+        options: SamplingOptions | None = None,
+    ) -> BatchedDataDict:
+        config, driver = self._config, None
+        if is_rank_zero():
+            assert self._pool is not None, "rank 0 must hold the environments"
+            conduct = partial(self.conduct, seed=seed, options=options)
+            driver = Driver(config, self._pool, self._queue, conduct)
+        settings = EngineSettings(
+            rows=config.concurrency,
+            positions=config.max_tokens,
+            pad_id=self._tokenizer.pad_id,
+            end_ids=frozenset(self._tokenizer.end_ids),
+            seed=seed,
+            listens=False,
+            has_peers=True,
+        )
+        survives = partial(engine_survives, generation)
+        complete = {} if driver is None else {"is_complete": driver.is_complete}
+        engine = ServingEngine(generation, self._queue, settings, survives, **complete)
+        try:
+            if driver is not None:
+                driver.start(data, seed, per_prompt)
+            engine.serve(lambda: is_abandoned() or (driver is not None and driver.is_over))
+        finally:
+            if driver is not None:
+                driver.stop()
+            self._queue.fail_all(ConnectionAbortedError("the rollout is over"))
+
+        def batch() -> BatchedDataDict:
+            assert driver is not None
+            trajectories, pad_id = driver.trajectories(), self._tokenizer.pad_id
+            forks, unscored = config.rewritten_history == "fork", config.unscored
+            return rollout_batch(
+                data, trajectories, pad_id, with_positions=forks, unscored=unscored
+            )
+
+        return data if is_abandoned() else on_rank_zero(batch)
+
+
+class EnvironmentRollouts(ConversationRollouts):
+    """Conversations with environments that are called after each message of the policy.
+
+    Args:
+        config: ``environment`` of the run.
+        pool: the environments' processes; needed on rank 0 only.
+        tokenizer: the policy's.
+        response_length: most tokens of one message of the policy.
+        add_bos: begin with BOS unless the text does.
+        special_tokens_in_text: treatment of those that the environments' messages spell.
+    """
+
+    gather_s = 0.5
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        pool: EnvironmentPool | None,
+        tokenizer: Tokenizer,
+        *,
+        response_length: int,
+        add_bos: bool = False,
+        special_tokens_in_text: SpecialTokensInText = "keep",
+    ) -> None:
+        super().__init__(config, pool, tokenizer)
+        self._response_length = response_length
+        self._renderer = ChatRenderer(
+            tokenizer,
+            add_bos=add_bos,
+            rewritten_history=config.rewritten_history,
+            special_tokens_in_text=special_tokens_in_text,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        config: SamplingRunConfig,
+        tokenizer: Tokenizer,
+        architecture: GPTArchitecture,
+        columns: Collection[str],
+        closing: ExitStack,
+    ) -> "EnvironmentRollouts":
+        """Start the first environment's process on rank 0; ``closing`` ends all of them."""
+        del architecture
+        environment = config.environment
+        pools: list[EnvironmentPool] = []
+
+        def start() -> None:
+            assert environment.factory is not None, "checked with the configuration"
+            pool = EnvironmentPool(
+                environment.factory,
+                environment.kwargs,
+                columns,
+                form=form_of(tokenizer),
+                memory_mb=environment.memory_mb,
+            )
+            pools.append(pool)
+            closing.callback(pool.close)
+
+        on_rank_zero(start)
+        return cls(
+            environment,
+            pools[0] if pools else None,
+            tokenizer,
+            response_length=config.model.rollout.length_params.max_length,
+            add_bos=config.data.add_bos,
+            special_tokens_in_text=config.data.special_tokens_in_text,
+        )
+
+    def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
+        """Alternate messages of the policy and calls of the environment."""
+        del seed
+        assert self._pool is not None
+        conversation, failure, is_alive = None, None, True
+        try:
+            start = yield self._call(episode, "begin", (episode.seed, episode.columns))
+            conversation = Conversation(self._renderer, start)
+            yield from self._turns(episode, conversation, options)
+        except RewrittenHistoryError:
+            raise
+        except ConversationFailedError as error:
+            failure = error.failure
+            is_alive = failure.reason == "engine_error"
+        except Exception as error:  # whatever a tokenizer or a template raises
+            text = f"{self._pool.name}: {describe_exception(error)}"
+            failure = Failure("env_error", text, error)
+        if is_alive:
+            try:
+                yield self._call(episode, "close")
+            except ConversationFailedError as error:
+                log.warning("after a conversation: %s", error.failure.text)
+        return conversation, failure
+
+    def _turns(
+        self, episode: Episode, conversation: Conversation, options: SamplingOptions | None
+    ) -> Generator[Call | Row, Any, None]:
+        config, length = self._config, self._response_length
+        if options is not None:
+            length = options.length.max_length
+        if len(conversation.ids) + length > config.max_tokens:
+            raise DataError(
+                f"environment.max_tokens={config.max_tokens}: the first messages of a "
+                f"conversation have {len(conversation.ids)} tokens, and a response may have "
+                f"{length} more; raise it, or lower length_params.max_length (the messages begin "
+                f"{conversation.prompt[:60]!r})"
+            )
+        first_id, is_last = episode.sample_id + episode.attempt * _ATTEMPT, False
+        while not is_last:
+            sample_id = first_id + len(conversation.turns) * _TURN
+            response = yield Row(conversation.sequence, sample_id, options)
+            if response.kept is not None:
+                conversation.kept.append(KeptTokens(len(conversation.ids), response.kept))
+            is_end = response.end == "stop"
+            message = conversation.answered(response.ids, response.logprobs, is_end)
+            turn = yield self._call(episode, "step", message)
+            is_last = turn.done or len(conversation.turns) >= config.max_turns
+            conversation.follow(turn, goes_on=not is_last)
+            if is_last:
+                conversation.end_reason = "done" if turn.done else "max_turns"
+            elif len(conversation.ids) + length > config.max_tokens:
+                conversation.end_reason, is_last = "max_tokens", True
+
+    def _call(self, episode: Episode, name: CallName, argument: Any = None) -> Call:
+        return Call(episode.slot, name, argument, self._config.timeout_s)
 
 
 class EnvironmentReward:
@@ -182,232 +308,3 @@ class EnvironmentReward:
                 "unscored_samples": int((data["is_scored"] == 0).sum()),
             },
         )
-
-
-@dataclass
-class _Waiting:
-    """A row of the rollout, until its conversation has ended."""
-
-    row: int
-    sample_id: int
-    environment_seed: int
-    columns: dict[str, Any]
-    failures: list[str] = field(default_factory=list)
-    slot: int = -1
-    seconds: float = 0.0  # of the environment's calls
-    conversation: Conversation | None = None
-    kept: list[KeptTokens] = field(default_factory=list)
-
-    @property
-    def talk(self) -> Conversation:
-        """The conversation, which must be under way."""
-        assert self.conversation is not None
-        return self.conversation
-
-    @property
-    def engine_id(self) -> int:
-        """Sample id by which the engine makes random numbers for the next turn."""
-        return self.sample_id + len(self.talk.turns) * _TURN + attempt(self.failures) * _ATTEMPT
-
-
-class _Conversations:
-    """Rank 0's half of a rollout: who is under way, and what was said."""
-
-    def __init__(
-        self,
-        config: EnvironmentConfig,
-        pool: EnvironmentPool,
-        renderer: ChatRenderer,
-        response_length: int,
-    ) -> None:
-        self._config, self._pool, self._renderer = config, pool, renderer
-        self._response_length = response_length
-        self._waiting: deque[_Waiting] = deque()
-        self._active: list[_Waiting] = []
-        self._free = list(range(config.concurrency))
-        self._ended: dict[int, Trajectory] = {}
-        self._failures = Failures(config)
-
-    def add(self, data: BatchedDataDict, seed: int, per_prompt: int) -> None:
-        """Have a conversation for every row of ``data``."""
-        for row, sample_id in enumerate(data["sample_ids"].tolist()):
-            seeded = environment_seed(seed, sample_id, per_prompt)
-            self._waiting.append(_Waiting(row, sample_id, seeded, data["columns"][row]))
-
-    def prompts(self) -> tuple[list[list[int]], list[int]] | None:
-        """Tokens and sample ids of what the engine is to continue; None: all have ended.
-
-        Others wait for rank 0 meanwhile: those that failed to begin are left to the next call.
-        """
-        if not (self._waiting or self._active):
-            return None
-        self._begin()
-        return [one.talk.sequence for one in self._active], [one.engine_id for one in self._active]
-
-    def answered(self, output: BatchedDataDict) -> None:
-        """Take the responses to `prompts`, in the same order, and ask the environments."""
-        calls = []
-        for index, one in enumerate(self._active):
-            begin = len(one.talk.sequence)
-            end = int(output["unpadded_sequence_lengths"][index])
-            if "kept_ids" in output:  # a copy: a view is sent with all that it is a part of
-                kept = output["kept_ids"][index, begin:end].clone()
-                one.kept.append(KeptTokens(len(one.talk.ids), kept))
-            message = one.talk.answered(
-                output["output_ids"][index, begin:end].tolist(),
-                output["logprobs"][index, begin:end].tolist(),
-                bool(output["is_end"][index]),
-            )
-            calls.append(Call(one.slot, "step", message, self._limit(one)))
-        under_way, self._active, closing = self._active, [], []
-        for one, answer in zip(under_way, self._pool.call(calls), strict=True):
-            turn = self._value_of(one, answer)
-            if turn is None:
-                continue
-            reason = self._end_reason(one, turn)
-            if reason is None:
-                self._active.append(one)
-                continue
-            closing.append(one)
-            if isinstance(reason, Failure):
-                self._fail(one, reason)
-            else:
-                self._ended[one.row] = _trajectory(one, reason)
-        self._close(closing)
-
-    def unanswered(self, failure: Failure) -> None:
-        """Take the engine's failure in place of responses: none of `prompts` becomes a sample."""
-        under_way, self._active = self._active, []
-        self._close(under_way)
-        for one in under_way:
-            self._fail(one, failure)
-
-    def rows(self) -> list[Trajectory]:
-        """The conversations in the order of their rows.
-
-        Raises:
-            EnvironmentCallError: none was scored.
-        """
-        found = [self._ended[row] for row in sorted(self._ended)]
-        check_scored(found, self._pool.factory)
-        return found
-
-    def _begin(self) -> None:
-        """Begin as many as there are free slots."""
-        starting = []
-        while self._waiting and self._free:
-            one = self._waiting.popleft()
-            one.slot, one.seconds = self._free.pop(0), 0.0
-            starting.append(one)
-        calls = [
-            Call(one.slot, "begin", (one.environment_seed, one.columns), self._limit(one))
-            for one in starting
-        ]
-        for one, answer in zip(starting, self._pool.call(calls), strict=True):
-            start = self._value_of(one, answer)
-            if start is None:
-                continue
-            try:
-                one.conversation, one.kept = Conversation(self._renderer, start), []
-                self._check_room(one.talk)
-                self._active.append(one)
-            except Exception as error:  # whatever a tokenizer or a template raises
-                self._close([one])
-                self._fail(one, self._unusable(error))
-
-    def _value_of(self, one: _Waiting, answer: Answer | Failure) -> Any:
-        """Return value of a call; None: it failed."""
-        if isinstance(answer, Answer):
-            one.seconds += answer.seconds
-            return answer.value
-        self._free.append(one.slot)
-        self._fail(one, answer)
-        return None
-
-    def _unusable(self, error: Exception) -> Failure:
-        """Failure of an environment whose messages or rewards cannot be used."""
-        text = f"environment {self._pool.factory!r}: {describe_exception(error)}"
-        return Failure("env_error", text, error)
-
-    def _fail(self, one: _Waiting, failure: Failure) -> None:
-        """Take the end of a conversation as a sample of reward 0, or begin it again."""
-        turns = [] if one.conversation is None else one.talk.turns
-        one.failures.append(failure.reason)
-        if not self._failures.add(failure, len(turns)):
-            one.conversation = None
-            self._waiting.append(one)
-            return
-        for turn in turns:
-            turn.reward, turn.parts, turn.steps = None, {}, []
-        turns[-1].info = {"failure": failure.text}
-        self._ended[one.row] = _trajectory(one, "failed")
-
-    def _end_reason(self, one: _Waiting, turn: Turn) -> EndReason | Failure | None:
-        """Take the environment's answer; why the conversation ends, None: it goes on."""
-        last = len(one.talk.turns) >= self._config.max_turns
-        try:
-            one.talk.follow(turn, goes_on=not (turn.done or last))
-        except RewrittenHistoryError:
-            raise
-        except Exception as error:  # whatever a tokenizer or a template raises
-            return self._unusable(error)
-        if turn.done:
-            return "done"
-        if last:
-            return "max_turns"
-        return None if self._has_room(one.talk) else "max_tokens"
-
-    def _close(self, ended: Sequence[_Waiting]) -> None:
-        calls = [Call(one.slot, "close", None, self._config.timeout_s) for one in ended]
-        for one, answer in zip(ended, self._pool.call(calls), strict=True):
-            if isinstance(answer, Failure):
-                log.warning("after a conversation: %s", answer.text)
-            self._free.append(one.slot)
-
-    def _limit(self, one: _Waiting) -> float:
-        left = self._config.total_timeout_s - one.seconds
-        return min(self._config.timeout_s, max(0.0, left))
-
-    def _has_room(self, talk: Conversation) -> bool:
-        return len(talk.ids) + self._response_length <= self._config.max_tokens
-
-    def _check_room(self, talk: Conversation) -> None:
-        if not self._has_room(talk):
-            raise DataError(
-                f"environment.max_tokens={self._config.max_tokens}: the first messages of a "
-                f"conversation have {len(talk.ids)} tokens, and a response may have "
-                f"{self._response_length} more; raise it, or lower length_params.max_length (the "
-                f"messages begin {talk.prompt[:60]!r})"
-            )
-
-
-def _of(here: _Conversations | None, action: Callable[[_Conversations], T]) -> T:
-    """Result of ``action`` on rank 0's conversations, on every rank."""
-
-    def act() -> T:
-        assert here is not None
-        return action(here)
-
-    return on_rank_zero(act)
-
-
-def _trajectory(one: _Waiting, reason: EndReason) -> Trajectory:
-    talk = one.talk
-    length = talk.length
-    return Trajectory(
-        prompt=talk.prompt,
-        prompt_length=talk.prompt_length,
-        ids=talk.ids[:length],
-        turn_ids=talk.turn_ids[:length],
-        positions=talk.positions,
-        logprobs=talk.logprobs[:length],
-        rewards=talk.rewards,
-        is_scored=any(turn.reward is not None or turn.steps for turn in talk.turns),
-        parts=total_parts(talk.turns),
-        end_reason=reason,
-        forks=talk.forks,
-        text=transcript(talk.turns),
-        turns=[vars(turn).copy() for turn in talk.turns],
-        failures=one.failures,
-        kept=one.kept,
-    )

@@ -4,24 +4,20 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.run.dry_run import longest_set
 from aligner.algorithms.run.engine import Workers
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_lengths, check_room, dropped_note
 from aligner.architecture import GPTArchitecture
-from aligner.config import SamplingRunConfig
-from aligner.config.rules.checks import check_longest_sequence
+from aligner.config import EngineStart, SamplingRunConfig
+from aligner.config.parse import refuse
 from aligner.data.dataset import PromptSampler, Split
 from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.environments.calls import form_of
-from aligner.environments.pool import EnvironmentPool
 from aligner.errors import ConfigError
-from aligner.generation.vllm.generation import VllmGeneration
+from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
-from aligner.parallel.collectives import on_rank_zero
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,12 @@ class Prompts(Split[PromptDataset]):
     def max_length(self) -> int:
         """Length of the longest prompt of all sets, in tokens."""
         return max([super().max_length, *(each.max_length for each in self.sets.values())])
+
+    @property
+    def held_out(self) -> dict[str, PromptDataset]:
+        """Every set for validation by the prefix of its metrics."""
+        own = {} if self.validation is None else {"val_rollouts": self.validation}
+        return {**own, **{f"val_sets/{name}": prompts for name, prompts in self.sets.items()}}
 
     def sampler(self, config: SamplingRunConfig) -> PromptSampler:
         """Sampler of the training prompts of each step."""
@@ -79,7 +81,7 @@ def _load_episodes(run: Run[SamplingRunConfig]) -> Prompts:
     """Rows of a run over conversations; a prompt may be as long as leaves room for a response."""
     config = run.config
     longest = longest_opening(config, run.architecture)
-    check_longest_sequence(config, longest)
+    refuse(config.length_problems(longest))
     held_out, truth = config.data.validation, config.data.ground_truth_column
     return Prompts(
         EpisodeDataset.read(config.data.train, longest, truth),
@@ -129,34 +131,10 @@ def open_environments(
     environment = config.environment
     if not environment.is_set or config.dry_run:
         return None
-    if environment.kind == "endpoint":
-        # FastAPI, uvicorn: for this alone.
-        from aligner.algorithms.rollout.endpoint import EndpointRollouts
-
-        return EndpointRollouts(config, tokenizer, architecture, columns, closing)
-    assert environment.factory is not None, "checked with the configuration"
-    factory, pools = environment.factory, []
-
-    def start() -> None:
-        pool = EnvironmentPool(
-            factory,
-            environment.kwargs,
-            columns,
-            form=form_of(tokenizer),
-            memory_mb=environment.memory_mb,
-        )
-        pools.append(pool)
-        closing.callback(pool.close)
-
-    on_rank_zero(start)
-    return EnvironmentRollouts(
-        environment,
-        pools[0] if pools else None,
-        tokenizer,
-        response_length=config.model.rollout.length_params.max_length,
-        add_bos=config.data.add_bos,
-        special_tokens_in_text=config.data.special_tokens_in_text,
+    rollouts: RolloutSource = environment.kind_class.open(
+        config, tokenizer, architecture, columns, closing
     )
+    return rollouts
 
 
 def of_dry_run(run: Run[SamplingRunConfig], prompts: Prompts) -> Prompts:
@@ -182,23 +160,26 @@ def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[
 
 def start_generation(
     config: SamplingRunConfig, workers: Workers, policy: Policy, longest_prompt: int
-) -> VllmGeneration | None:
+) -> GenerationInterface | None:
     """The engines that sample for the policy; None where its own workers do."""
-    if config.generation.backend == "megatron":
+    engine = config.generation.engine
+    if engine is None:
         return None
     response = max(config.model.rollout.length_params.max_length, config.validation.max_length or 0)
     return workers.own(
-        VllmGeneration(
-            workers.clusters.generation,
-            config,
-            workers.tokenizer,
-            workers.architecture,
-            policy,
-            longest_prompt + response,
+        engine.start(
+            EngineStart(
+                workers.clusters.generation,
+                config,
+                workers.tokenizer,
+                workers.architecture,
+                policy,
+                longest_prompt + response,
+            )
         )
     )
 
 
-def generation_note(generation: VllmGeneration | None) -> list[str]:
+def generation_note(generation: GenerationInterface) -> list[str]:
     """Device settings of the engines, for the start-up report."""
-    return [] if generation is None else [generation.in_words()]
+    return [*filter(None, [generation.in_words()])]

@@ -26,7 +26,6 @@ from aligner.config import SamplingRunConfig
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset, collate_prompts
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.errors import ConfigError
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 
 # Columns that the indices of a rollout bring back, and whose values a run state may not take.
@@ -124,11 +123,7 @@ class Rollouts:
         self._pending = None
 
     def _begin(self, first_sample_id: int) -> None:
-        if not isinstance(self._generation, BackgroundGeneration):
-            raise ConfigError(
-                "generation.async_rollouts=true: this engine cannot draw while the policy trains; "
-                "set generation.backend=vllm"
-            )
+        assert isinstance(self._generation, BackgroundGeneration), "see `EngineConfig.draws_ahead`"
         self._indices = self._sampler.next_batch()
         self._generation.prepare_for_generation()
         data = self._data(self._indices, first_sample_id)

@@ -4,6 +4,8 @@ import dataclasses
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.run.dry_run import MadeUpRewards
 from aligner.algorithms.run.engine import Engine, Workers, run_settings
@@ -42,18 +44,30 @@ _NOT_OF_THE_BODY = {
 
 
 @dataclass(frozen=True)
+class RatingModel:
+    """A reward model whose file is read and checked, and which is not started yet.
+
+    ``weights``: of the attributes that it rates, [attributes]; None: it gives one number.
+    """
+
+    architecture: GPTArchitecture
+    encoder: SequenceEncoder
+    weights: Tensor | None
+
+
+@dataclass(frozen=True)
 class RewardSource:
     """Description of the reward before any model is built.
 
-    ``scorer``: a function or a server, ready to score; None where a reward model is to be started.
-    ``verifier``: the function beside a model or a server. ``architecture``: the reward model's.
+    ``scorer``: a function or a server, ready to score; None if a reward ``model`` is to be started.
+    ``verifier``: the function beside a model or a server.
     """
 
     config: SamplingRunConfig
     tokenizer: Tokenizer  # the policy's
     scorer: RewardInterface | None
     verifier: Reward | None
-    architecture: GPTArchitecture | None = None
+    model: RatingModel | None = None
 
     def start(self, workers: Workers, value: Value | None = None) -> RewardInterface:
         """The reward of the run; a reward model is started, and ends with ``workers``.
@@ -61,20 +75,49 @@ class RewardSource:
         ``value``: the run's critic, whose body it may share. Of a dry run, which has no responses
         worth a reward, functions and servers are not asked.
         """
+        model = None if self.model is None else self._started(self.model, workers, value)
         if self.config.dry_run:
-            model = None
-            if self.scorer is None:
-                model = start_reward_model(self.config, self.tokenizer, workers, value)
             return MadeUpRewards(model, self.config.seed)
-        scorer = self.scorer or start_reward_model(self.config, self.tokenizer, workers, value)
+        scorer = self.scorer or model
+        assert scorer is not None, "a source has one of them"
         return scorer if self.verifier is None else VerifiedReward(scorer, self.verifier)
 
     def memory(self) -> list[RoleMemory]:
         """Memory of a reward model per process, for the start-up report; empty without a body."""
         model = self.config.reward.model
-        if self.architecture is None or (model is not None and model.share_body_with_critic):
+        if self.model is None or (model is not None and model.share_body_with_critic):
             return []
-        return [role_memory(self.config, self.architecture, 1, "reward model", trainable=False)]
+        architecture = self.model.architecture
+        return [role_memory(self.config, architecture, 1, "reward model", trainable=False)]
+
+    def _started(self, rating: RatingModel, workers: Workers, value: Value | None) -> ModelReward:
+        """The reward model, frozen: on workers in the policy's layout, or in ``value``'s."""
+        config, model = self.config, self.config.reward.model
+        assert model is not None, "checked with the configuration"
+        frozen, run = frozen_beside(config.model, model), run_settings(config)
+        handle: RewardModel | SharedBackboneReward
+        if model.share_body_with_critic:
+            assert value is not None, "checked with the configuration"
+            handle = SharedBackboneReward(value, frozen, rating.encoder.tokenizer, run)
+        else:
+            handle = workers.own(
+                RewardModel(
+                    workers.clusters.reward,
+                    frozen,
+                    rating.encoder.tokenizer,
+                    run,
+                    init_optimizer=False,
+                    offload_weights=model.offload_weights,
+                )
+            )
+        return ModelReward(
+            handle,
+            rating.encoder,
+            self.tokenizer,
+            weights=rating.weights,
+            micro_batch_size=model.micro_batch_size,
+            end_strings=config.model.rollout.sampling_params.end_strings,
+        )
 
 
 def load_reward(
@@ -99,7 +142,7 @@ def load_reward(
     if reward.kind == "function":
         return RewardSource(config, tokenizer, function, None)
     if reward.server is not None:
-        from aligner.rewards.server.client import RemoteReward  # httpx, tenacity: for this alone
+        from aligner.rewards.server.client import RemoteReward  # httpx: for this alone
 
         remote = RemoteReward(
             reward.server,
@@ -109,26 +152,24 @@ def load_reward(
         )
         return RewardSource(config, tokenizer, remote, function)
     assert reward.model is not None, "checked with the configuration"
-    architecture = _check_model(config, reward.model, engine)
-    return RewardSource(config, tokenizer, None, function, architecture)
+    model = _rating_model(config, reward.model, engine)
+    return RewardSource(config, tokenizer, None, function, model)
 
 
-def _check_model(
+def _rating_model(
     config: SamplingRunConfig, model: RewardModelConfig, engine: Engine
-) -> GPTArchitecture:
-    """The reward model's architecture; it must have a head, and fit the layout."""
-    with (
-        named_by("reward.model.restore_from_path"),
-        open_nemo(model.restore_from_path) as checkpoint,
-    ):
-        attributes = rated_attributes(checkpoint, model.restore_from_path)
+) -> RatingModel:
+    """The reward model of a file; it must have a head, and fit the layout."""
+    path = model.restore_from_path
+    with named_by("reward.model.restore_from_path"), open_nemo(path) as checkpoint:
+        attributes = rated_attributes(checkpoint, path)
         architecture = checkpoint.architecture
-        SequenceEncoder.of_checkpoint(checkpoint, model.add_bos)
-    check_weights(config.reward.attribute_weights, attributes, model.restore_from_path)
+        encoder = SequenceEncoder.of_checkpoint(checkpoint, model.add_bos)
+    weights = check_weights(config.reward.attribute_weights, attributes, path)
     check_layout(architecture, config.model.parallel, model.workers or engine.worlds[0])
     if model.share_body_with_critic:
         check_one_body(config, architecture)
-    return architecture
+    return RatingModel(architecture, encoder, weights)
 
 
 def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> None:
@@ -153,45 +194,6 @@ def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> 
             f"{config.reward.model.restore_from_path} and {key}={path} differ in "
             f"{', '.join(differing)}; start both from one model, or set it to false"
         )
-
-
-def start_reward_model(
-    config: SamplingRunConfig, tokenizer: Tokenizer, workers: Workers, value: Value | None
-) -> ModelReward:
-    """Start the reward model, frozen: on workers in the policy's layout, or in ``value``'s."""
-    model = config.reward.model
-    assert model is not None, "checked with the configuration"
-    with (
-        named_by("reward.model.restore_from_path"),
-        open_nemo(model.restore_from_path) as checkpoint,
-    ):
-        encoder = SequenceEncoder.of_checkpoint(checkpoint, model.add_bos)
-        own_tokenizer = encoder.tokenizer
-    frozen, run = frozen_beside(config.model, model), run_settings(config)
-    handle: RewardModel | SharedBackboneReward
-    if model.share_body_with_critic:
-        assert value is not None, "checked with the configuration"
-        handle = SharedBackboneReward(value, frozen, own_tokenizer, run)
-    else:
-        handle = workers.own(
-            RewardModel(
-                workers.clusters.reward,
-                frozen,
-                own_tokenizer,
-                run,
-                init_optimizer=False,
-                offload_weights=model.offload_weights,
-            )
-        )
-    weights = config.reward.attribute_weights
-    return ModelReward(
-        handle,
-        encoder,
-        tokenizer,
-        weights=check_weights(weights, handle.attributes, model.restore_from_path),
-        micro_batch_size=model.micro_batch_size,
-        end_strings=config.model.rollout.sampling_params.end_strings,
-    )
 
 
 def frozen_beside(policy: TrainedModelConfig, model: RewardModelConfig) -> TrainedModelConfig:

@@ -3,9 +3,8 @@
 import logging
 import random
 import traceback
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,8 +12,8 @@ from torch import Tensor
 from aligner.config import EnvironmentConfig
 from aligner.data.prompts import pad_right
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.environments.conversation import TurnRecord
 from aligner.environments.pool import Failure
+from aligner.environments.trajectory import EndReason, KeptTokens, Trajectory
 from aligner.errors import AlignerError, EnvironmentCallError, WorkerError
 from aligner.models.interfaces import GenerationInterface
 from aligner.parallel.collectives import gather_objects
@@ -22,51 +21,13 @@ from aligner.types import PAD_VALUES
 
 log = logging.getLogger(__name__)
 
-EndReason = Literal["done", "max_turns", "max_tokens", "failed"]
-END_REASONS: tuple[EndReason, ...] = ("done", "max_turns", "max_tokens", "failed")
+END_REASONS: tuple[EndReason, ...] = get_args(EndReason)
 
 # They tell of what was asked, or of the code: the next call would raise them again.
 _NOT_OF_THE_ENGINE = (
     *(AttributeError, LookupError, NameError, TypeError, ValueError),
     *(AssertionError, NotImplementedError),
 )
-
-
-class KeptTokens(NamedTuple):
-    """Tokens that top-k and top-p kept, for each that a turn sampled."""
-
-    place: int  # of the first token in the row
-    ids: Tensor  # int32 [n, K]
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """A conversation that ended, in plain objects; lists are of one value a token."""
-
-    prompt: str
-    prompt_length: int
-    ids: list[int]
-    turn_ids: list[int]
-    positions: list[int]
-    logprobs: list[float]
-    rewards: list[float]
-    is_scored: bool
-    parts: dict[str, float]
-    end_reason: EndReason
-    forks: int
-    text: str
-    turns: list[dict[str, Any]]
-    failures: list[str]
-    kept: Sequence[KeptTokens] = ()
-
-
-def total_parts(turns: Iterable[TurnRecord]) -> dict[str, float]:
-    """Further numbers of ``turns``, in the order of time: their sums; of ``accuracy`` the last."""
-    total: dict[str, float] = {}
-    for turn in turns:
-        for name, value in turn.parts.items():
-            total[name] = value if name == "accuracy" else total.get(name, 0.0) + value
-    return total
 
 
 class Failures:
@@ -130,15 +91,6 @@ def engine_survives(generation: GenerationInterface, error: Exception) -> bool:
     return True
 
 
-def attempt(failures: Sequence[str]) -> int:
-    """Number of the attempt that follows ``failures``, of which random numbers are made.
-
-    An attempt that the engine ended is made again with the same ones: what comes of it is what
-    would have come without the failure.
-    """
-    return sum(reason != "engine_error" for reason in failures)
-
-
 def environment_seed(seed: int, sample_id: int, per_prompt: int) -> int:
     """Seed of a sample's environment, 0 <= seed < 2**63; one for all samples of a prompt."""
     return random.Random(f"{seed}/{sample_id // per_prompt}").getrandbits(63)
@@ -162,16 +114,6 @@ def check_scored(rows: Sequence[Trajectory], name: str) -> None:
     log.warning("%slimits or failures ended them (environment.max_turns, max_tokens, failed)", text)
 
 
-def transcript(turns: Sequence[TurnRecord]) -> str:
-    """A conversation behind its prompt, as people read it: roles and rewards in brackets."""
-    lines = []
-    for turn in turns:
-        earned = "not scored" if turn.reward is None else f"{turn.reward:+.3g}"
-        lines.append(f"{turn.content} [{earned}]")
-        lines += [f"[{message['role']}] {message['content']}" for message in turn.answer]
-    return "\n".join(lines)
-
-
 def rollout_batch(
     data: BatchedDataDict,
     rows: Sequence[Trajectory],
@@ -193,9 +135,10 @@ def rollout_batch(
     """
     counted = {"failed"} if unscored == "mask" else {"failed", "max_turns", "max_tokens"}
     counts = [float(row.is_scored or row.end_reason in counted) for row in rows]
-    ids, lengths = pad_right([row.ids for row in rows], pad_id)
+    ids, lengths = pad_right([row.ids[: row.length] for row in rows], pad_id)
     width = ids.shape[1]
-    turn_ids = _padded([row.turn_ids for row in rows], width, torch.int64)
+    turn_ids = _padded([row.turn_ids[: row.length] for row in rows], width, torch.int64)
+    logprobs = _padded([row.logprobs[: row.length] for row in rows], width, torch.float32)
     optional: dict[str, Tensor] = {}
     if with_positions:
         optional["position_ids"] = _padded([row.positions for row in rows], width, torch.int64)
@@ -211,13 +154,13 @@ def rollout_batch(
             "is_end": torch.tensor([row.end_reason == "done" for row in rows]),
             "token_mask": (turn_ids > 0).float(),
             "sample_mask": torch.tensor(counts),
-            "generation_logprobs": _padded([row.logprobs for row in rows], width, torch.float32),
+            "generation_logprobs": logprobs,
             "turn_ids": turn_ids,
             "turn_rewards": _padded([row.rewards for row in rows], width, torch.float32),
             "is_scored": torch.tensor([float(row.is_scored) for row in rows]),
             "prompts": [row.prompt for row in rows],
             "responses": [row.text for row in rows],
-            "turns": [row.turns for row in rows],
+            "turns": [[vars(turn).copy() for turn in row.turns] for row in rows],
             "reward_parts": [row.parts for row in rows],
             "end_reasons": [row.end_reason for row in rows],
             "forks": [row.forks for row in rows],

@@ -121,26 +121,12 @@ class Judge:
         return Evaluation(metrics, estimates, batch, samples_per_prompt)
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Held-out prompts that a run validates on: its own, if any, and further sets by name."""
-
-    prompts: PromptDataset | None = None
-    sets: Mapping[str, PromptDataset] = field(default_factory=dict)
-
-    @property
-    def named(self) -> dict[str, PromptDataset]:
-        """Every set by the prefix of its metrics."""
-        own = {} if self.prompts is None else {"val_rollouts": self.prompts}
-        return {**own, **{f"val_sets/{name}": found for name, found in self.sets.items()}}
-
-
 def validate_on_prompts(
     config: SamplingRunConfig,
     rollouts: Rollouts,
     generation: GenerationInterface,
     reward: RewardInterface,
-    held_out: HeldOut,
+    held_out: Mapping[str, PromptDataset],
     step: int,
     timers: PhaseTimers,
 ) -> StepResult:
@@ -148,10 +134,10 @@ def validate_on_prompts(
 
     Every validation of a run draws with the same random numbers, those of a set whatever other sets
     there are. ``rollouts``: those of training; one that is in flight is drained first, for it draws
-    with older weights.
+    with older weights. ``held_out``: sets by the prefix of their metrics.
     """
-    named, validation = held_out.named, config.validation
-    if not named:
+    validation = config.validation
+    if not held_out:
         return StepResult({})
     judge = Judge.of(reward, validation.final_answer, "validation.final_answer")
     asking = Asking(
@@ -167,7 +153,7 @@ def validate_on_prompts(
     samples: list[Sample] = []
     with timers("validate"):
         rollouts.drain()
-        for prefix, prompts in named.items():
+        for prefix, prompts in held_out.items():
             batch = ask(asking, prompts, config.loop.limit_val_prompts)
             found = judge.evaluate(batch, asking.samples_per_prompt)
             metrics |= prefixed(prefix, found.metrics | _at_k(found.estimates))

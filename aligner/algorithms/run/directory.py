@@ -17,7 +17,7 @@ from aligner.algorithms.run.identity import RunIdentity, flat
 from aligner.checkpoint.durable import atomic_file, storage_error, sync_path
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import BaseRunConfig
-from aligner.config.defaults import defaults_of
+from aligner.config.parse import defaults_of
 from aligner.errors import CheckpointError, ConfigError, DamagedStateError
 from aligner.observe.jsonl import read_lines
 

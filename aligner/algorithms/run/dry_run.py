@@ -22,20 +22,12 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from aligner.algorithms.ppo.build import needs_reference, rows_scored_by_training
+from aligner.algorithms.run.calls import Calls
 from aligner.algorithms.run.loop import Learner
 from aligner.architecture import GPTArchitecture
-from aligner.config import (
-    BaseRunConfig,
-    DistillRunConfig,
-    DPORunConfig,
-    RewardRunConfig,
-    RunConfig,
-    SamplingRunConfig,
-    SupervisedRunConfig,
-)
+from aligner.config import BaseRunConfig, RunConfig, SamplingRunConfig, SupervisedRunConfig
 from aligner.config.commands.changes import overrides_of, single_changes
-from aligner.config.rules.lengths import longest_lengths, samples_responses
+from aligner.config.commands.lengths import longest_lengths, samples_responses
 from aligner.data.dataset import Dataset
 from aligner.data.labelled import Labelled
 from aligner.data.preferences import Pair
@@ -281,9 +273,9 @@ def _place(there: Sequence[tuple[int, MemoryUse]]) -> Place:
 class MeasuredPhases(PhaseTimers):
     """Timers that also look at the memory of every phase, on all ranks."""
 
-    def __init__(self, handles: Sequence[RoleHandle]) -> None:
+    def __init__(self, handles: Sequence[RoleHandle], calls: Calls) -> None:
         super().__init__(synchronize=accelerator.synchronize)
-        self._handles = handles
+        self._handles, self._calls = handles, calls
         self.current = "between phases"
         self.peaks: dict[str, Place] = {}
 
@@ -292,7 +284,7 @@ class MeasuredPhases(PhaseTimers):
         """Measure the block, unless it raises."""
         for handle in self._handles:
             handle.reset_peak_memory()
-        self.current = phase
+        self.current = self._calls.phase = phase
         with super().__call__(phase):
             yield
         self.current = f"what follows {phase}"
@@ -310,12 +302,14 @@ class MeasuredPhases(PhaseTimers):
 class DryLoop:
     """The loop of a dry run: `STEPS` steps, in the place of `RunLoop`.
 
-    ``roles``: the models of the run; of those that share a process any one would do.
+    ``roles``: the models of the run; of those that share a process any one would do. ``calls``: of
+    their workers.
     """
 
     config: BaseRunConfig
     learner: Learner
     roles: Sequence[RoleHandle]
+    calls: Calls
     console: Console
 
     def run(self) -> None:
@@ -324,8 +318,8 @@ class DryLoop:
         Raises:
             DeviceMemoryError: a phase took more than there is.
         """
-        phases = MeasuredPhases(self.roles)
-        names = roles_of_phases(self.config)
+        phases, names = MeasuredPhases(self.roles, self.calls), self.calls.names
+        names.clear()  # of the set-up
 
         def doing() -> str:
             role, name = names.get(phases.current, ("run", phases.current))
@@ -341,34 +335,6 @@ class DryLoop:
                     idle += self.learner.step(step, phases).idle_roles
                 seconds = phases.flush()
         self.console.print(report(names, phases.peaks, seconds, idle, accelerator.description()))
-
-
-def roles_of_phases(config: BaseRunConfig) -> dict[str, tuple[str, str]]:
-    """Role and phase, as `plan` calls them, of every phase in which a model runs, in order."""
-    if not isinstance(config, SamplingRunConfig):
-        trained = "reward model" if isinstance(config, RewardRunConfig) else "policy"
-        found = {}
-        if isinstance(config, DistillRunConfig):
-            found["complete"] = ("teacher", "teacher")
-        elif isinstance(config, DPORunConfig) and not config.trainer.dpo.is_paired:
-            found["complete"] = (trained, "logprobs")
-        return {**found, "train": (trained, "train")}
-    found = {"generate": ("policy", "generate")}
-    if config.reward.model is not None:
-        found["reward"] = ("reward model", "rewards")
-    if isinstance(config, RunConfig):
-        if config.critic is not None:
-            found["values"] = ("critic", "values")
-            found["train_critic"] = ("critic", "train")
-        if rows_scored_by_training(config) < config.model.ppo.num_rollout_samples:
-            found["logprobs"] = ("policy", "logprobs")
-        if needs_reference(config):
-            found["reference_logprobs"] = ("policy", "reference_logprobs")
-    found["train_policy"] = ("policy", "train")
-    order = ("generate", "reward", "values", "logprobs", "reference_logprobs")
-    return {
-        phase: found[phase] for phase in (*order, "train_critic", "train_policy") if phase in found
-    }
 
 
 # What is said of it ----------------------------------------------------------------------------

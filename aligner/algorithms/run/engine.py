@@ -95,8 +95,9 @@ def _extras_of(config: BaseRunConfig) -> Iterator[tuple[str, str]]:
     if isinstance(config, SamplingRunConfig):
         if config.reward.kind == "server":
             yield "serve", "reward.kind=server"
-        if config.environment.kind == "endpoint":
-            yield "serve", "environment.kind=endpoint"
+        extra = config.environment.kind_class.extra
+        if extra is not None:
+            yield extra, f"environment.kind={config.environment.kind}"
 
 
 class LocalEngine:

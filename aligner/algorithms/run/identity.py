@@ -8,10 +8,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from aligner.catalog import ENGINES
 from aligner.checkpoint.fingerprint import fingerprint_of, model_fingerprint
 from aligner.compat.paths import current_path
 from aligner.config import BaseRunConfig
-from aligner.config.run import Algorithm, algorithm_of
+from aligner.config.algorithms.names import Algorithm, algorithm_of
 from aligner.data.readers import Source, source_files
 from aligner.errors import CheckpointError, DataError
 
@@ -19,7 +20,8 @@ from aligner.errors import CheckpointError, DataError
 MAY_CHANGE = (
     # processes, engines, outputs and waits
     *("dry_run", "exp_manager.*", "cluster.*", "policy.backend", "validation.*"),
-    *("generation.backend", "generation.cuda_graphs", "generation.in_flight", "generation.vllm.*"),
+    *("generation.backend", "generation.cuda_graphs", "generation.in_flight"),
+    *("generation.kwargs.*", *(f"generation.{engine}.*" for engine in ENGINES)),
     *("trainer.num_nodes", "trainer.devices", "trainer.deterministic", "trainer.max_time"),
     *("trainer.callbacks*", "data.validation*"),
     # the length of the run
@@ -166,11 +168,11 @@ class RunIdentity:
 
 def identity_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Leaves of a configuration, by dotted key, that are part of a run's identity."""
-    return {key: value for key, value in flat(config).items() if not _may_change(key)}
-
-
-def _may_change(key: str) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+    return {
+        key: value
+        for key, value in flat(config).items()
+        if not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+    }
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -15,11 +15,12 @@ computed again, to the bit.
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from rich.console import Console
 
@@ -28,8 +29,9 @@ from aligner.algorithms.run.directory import config_changes
 from aligner.algorithms.run.stopping import stop_signal
 from aligner.checkpoint.background import stop_all_tasks
 from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
-from aligner.checkpoint.run_state.store import RunStateStore, SavedRole
-from aligner.config.defaults import without_new_defaults
+from aligner.checkpoint.run_state.store import RunStateStore
+from aligner.config.parse import without_new_defaults
+from aligner.data.dataset import PromptSampler
 from aligner.data.tokenizers.clock import TEMPLATE_TIME
 from aligner.device import accelerator
 from aligner.distributed.step import training_step
@@ -55,43 +57,55 @@ class StepResult:
     warnings: tuple[str, ...] = ()
 
 
-class Learner(Protocol):
-    """An algorithm, as the loop sees it."""
+class Learner(ABC):
+    """Base of an algorithm's trainer: steps for the loop, and its part of a run state.
+
+    A subclass sets ``roles``, handles by the folder that each has in a run state, the trained one
+    first, and ``sampler``, which draws the data of a step. ``counters`` names the attributes that
+    count from the first step of the run on; run states hold them.
+    """
+
+    counters: ClassVar[tuple[str, ...]] = ("consumed_samples", "updates")
+    roles: Mapping[str, RoleHandle]
+    sampler: PromptSampler
 
     @property
     def is_out_of_data(self) -> bool:
-        """True if no step can follow, although the schedule has some left."""
-        ...
+        """True if no step can follow, although the schedule has some left.
 
-    def step(self, step: int, timers: PhaseTimers) -> StepResult:
-        """Make step ``step`` (counted from 1)."""
-        ...
-
-    def validate(self, step: int, timers: PhaseTimers) -> StepResult:
-        """Measure the policy as it stands after ``step``."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counters and positions, the same on every rank."""
-        ...
+        The schedule counts the steps right if each takes one batch.
+        """
+        return False
 
     @property
     def trained_role(self) -> RoleHandle:
-        """The role that the run is about."""
-        ...
+        """The role that the run trains and writes as a `.nemo` file."""
+        return next(iter(self.roles.values()))
+
+    @abstractmethod
+    def step(self, step: int, timers: PhaseTimers) -> StepResult:
+        """Make step ``step`` (counted from 1)."""
+
+    @abstractmethod
+    def validate(self, step: int, timers: PhaseTimers) -> StepResult:
+        """Measure the model as it is after ``step``."""
 
     def save_model(self, path: str) -> None:
-        """Write what `trained_role` has become as a `.nemo` file."""
-        ...
+        """Write the trained role as a `.nemo` file."""
+        self.trained_role.save_checkpoint(path)
 
-    @property
-    def roles(self) -> Mapping[str, SavedRole]:
-        """Roles whose workers write shares of a run state, each to the folder of its name."""
-        ...
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and the sampler's position, the same on every rank."""
+        counters = {name: getattr(self, name) for name in self.counters}
+        return {**counters, "sampler": self.sampler.state_dict()}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
         """Continue from a `state_dict` and from the folders of the roles in ``folder``."""
-        ...
+        for name in self.counters:
+            setattr(self, name, state[name])
+        self.sampler.load_state_dict(state["sampler"])
+        for name, role in self.roles.items():
+            role.load_state(folder / name)
 
 
 @dataclass(frozen=True)
@@ -190,15 +204,16 @@ class RunLoop:
                 self._record(0, self._validate(0, timers), timers, progress)
             for step in range(done + 1, total + 1):
                 if self.learner.is_out_of_data:
-                    self._say_out_of_data(step - 1)
                     self.ended_by = "max_epochs is reached"
+                    self._say(f"{self.ended_by} after step {step - 1} of at most {total}")
                     break
                 with training_step(step):
                     result = self.learner.step(step, timers)
                 self.step = step
                 self.callbacks.tell("on_step_end", step, result.metrics)
                 interrupted = any_rank(stopped.name is not None)
-                out_of_time = from_rank_zero(self._out_of_time())
+                seconds, limit = time.monotonic() - self._started, self.schedule.max_seconds
+                out_of_time = from_rank_zero(limit is not None and seconds >= limit)
                 is_last = step == total or self.learner.is_out_of_data
                 is_stopped = out_of_time or self.callbacks.stop_reason is not None
                 # Not after a signal: the resumed run must write what an uninterrupted one does.
@@ -211,9 +226,12 @@ class RunLoop:
                 is_end = is_last or interrupted or is_stopped
                 self._save_when_due(step, written, timers, is_end=is_end, done=done)
                 if (interrupted or is_stopped) and not is_last:
-                    self.ended_by = self._stopped_by(interrupted, stopped.name, out_of_time)
-                    self._say_stopped(step, self.ended_by)
                     self.interrupted = interrupted
+                    self.ended_by = self._stopped_by(interrupted, stopped.name, out_of_time)
+                    self._say(
+                        f"stopped by {self.ended_by} after step {step} of {total}; the run state "
+                        f"{self.store.path(step)} is saved and the same command continues"
+                    )
                     return
             self.store.finish()
             self._announce()
@@ -391,19 +409,6 @@ class RunLoop:
         )
         self._unannounced = step
         self._announce()
-
-    def _out_of_time(self) -> bool:
-        limit = self.schedule.max_seconds
-        return limit is not None and time.monotonic() - self._started >= limit
-
-    def _say_out_of_data(self, step: int) -> None:
-        self._say(f"max_epochs is reached after step {step} of at most {self.schedule.total_steps}")
-
-    def _say_stopped(self, step: int, reason: str) -> None:
-        self._say(
-            f"stopped by {reason} after step {step} of {self.schedule.total_steps}; the run state "
-            f"{self.store.path(step)} is saved and the same command continues"
-        )
 
     def _say(self, text: str, style: str | None = None) -> None:
         if is_rank_zero():

@@ -17,34 +17,38 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import yaml
 from rich.console import Console
 
 from aligner.algorithms.callbacks import Callbacks
 from aligner.algorithms.run import dry_run
+from aligner.algorithms.run.calls import Calls
 from aligner.algorithms.run.directory import RunDirectory, log_dir
 from aligner.algorithms.run.engine import Engine, Workers, open_engine
 from aligner.algorithms.run.identity import RunIdentity
 from aligner.algorithms.run.loop import Learner, Restoration, RunLoop, Schedule
-from aligner.algorithms.run.startup import Summary, describe_model_of, startup_summary
+from aligner.algorithms.run.startup import describe_model_of
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import BaseRunConfig, check_layout
-from aligner.config.defaults import defaults_of
+from aligner.config.parse import defaults_of, refuse
 from aligner.data.tokenizers.clock import fixed_time
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import NonFiniteError, WorkerDiedError
 from aligner.observe.metric_names import check_names
-from aligner.observe.metrics import Logger, MetricsWriter, make_loggers
-from aligner.observe.report.run import write_report
+from aligner.observe.metrics import MetricsWriter, make_loggers
+from aligner.observe.report.run import RunRecord, write_report
 from aligner.observe.run_lock import RunLock
 from aligner.observe.samples import SampleWriter
-from aligner.observe.startup import Restored, StartupSummary, startup_report
+from aligner.observe.startup import StartupSummary, startup_report
 from aligner.packages import describe_environment
 from aligner.parallel.collectives import gather_objects, is_rank_zero, on_rank_zero, this_rank
+
+if TYPE_CHECKING:
+    from lightning.fabric.loggers import Logger
 
 Config = TypeVar("Config", bound=BaseRunConfig)
 Config_co = TypeVar("Config_co", bound=BaseRunConfig, covariant=True)
@@ -80,7 +84,7 @@ class Run(Generic[Config_co]):
         A dry run (``config.dry_run``) leaves the directory alone and writes to another.
 
         Raises:
-            ConfigError: the directory is another run's.
+            ConfigError: the directory is another run's, or the processes cannot share a batch.
             LayoutError: the model cannot be laid out over the processes.
         """
         with ExitStack() as closing:
@@ -92,7 +96,7 @@ class Run(Generic[Config_co]):
             for note in [] if config.dry_run else prepare_log_dir(config, closing):
                 console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
             tokenizer, architecture = describe_model_of(config)
-            check_layout(architecture, config.model.parallel, engine.worlds[0])
+            check_roles(config, architecture, engine.worlds)
             yield Run(config, engine, console, callbacks, tokenizer, architecture, closing)
 
     @property
@@ -113,6 +117,21 @@ class Run(Generic[Config_co]):
                 return
 
 
+def check_roles(
+    config: BaseRunConfig, architecture: GPTArchitecture, worlds: tuple[int, int]
+) -> None:
+    """Refuse layouts, and batches, of the trained roles that their workers cannot share.
+
+    ``worlds``: workers of the policy and of the critic (0: there is none).
+    """
+    check_layout(architecture, config.model.parallel, worlds[0])
+    if worlds[1] and config.value_parallel != config.model.parallel:
+        check_layout(architecture, config.value_parallel, worlds[1], "critic")
+    elif worlds[1]:
+        check_layout(architecture, config.value_parallel, worlds[1])
+    refuse(config.share_problems(*worlds))
+
+
 class Attempt(Workers):
     """One start of the workers, as a context: they are shut down at its end.
 
@@ -123,11 +142,14 @@ class Attempt(Workers):
     def __init__(self, run: Run[BaseRunConfig], number: int, started: float) -> None:
         """``started``: when ``trainer.max_time`` began to run, on the monotonic clock."""
         self._run, self._number, self._started = run, number, started
+        self._calls = Calls()
         self.has_failed = False
 
     def __enter__(self) -> Self:
         with ExitStack() as closing:
             run, clusters = self._run, self._run.engine.clusters(closing)
+            if run.config.dry_run:
+                clusters = self._calls.watch(clusters)
             workers = closing.pop_all()
         super().__init__(run.config, run.tokenizer, run.architecture, clusters, workers)
         return self
@@ -160,7 +182,7 @@ class Attempt(Workers):
 
     @contextmanager
     def loop(
-        self, trainer: Learner, steps: int, summary: Summary, *, saved_as: str = "policy"
+        self, trainer: Learner, steps: int, summary: StartupSummary, *, saved_as: str = "policy"
     ) -> Iterator[RunLoop | dry_run.DryLoop]:
         """The loop of the trainer's steps, to be run in the block.
 
@@ -170,32 +192,25 @@ class Attempt(Workers):
         """
         config, console = self.config, self._run.console
         if config.dry_run:
-            startup = self._startup_summary(trainer, summary)
-            console.print(startup_report(replace(startup, is_dry=True)))
-            yield dry_run.DryLoop(config, trainer, self.roles, console)
+            console.print(startup_report(replace(summary, is_dry=True)))
+            yield dry_run.DryLoop(config, trainer, self.roles, self._calls, console)
             return
         loop = self._loop(trainer, steps)
         found = loop.restore()
-        startup = self._startup_summary(trainer, summary)
-        restored = None if found is None else _restored(found, summary.restores)
-        notes = [*_changes(found, loop.layout), *_left_to_do(config, steps, found), *startup.notes]
-        console.print(startup_report(replace(startup, restored=restored, notes=notes)))
+        notes = [*_changes(found, loop.layout), *_left_to_do(config, steps, found), *summary.notes]
+        if found is not None:
+            random = ["random states"] if found.saved_layout is None else []
+            restores = [*summary.restores, *random]
+            restored = (found.step, str(found.path))
+            summary = replace(summary, restored=restored, restores=restores)
+        console.print(startup_report(replace(summary, notes=notes)))
         try:
             yield loop
-            self._finish(loop, trainer, saved_as, startup.device.description)
+            self._finish(loop, trainer, saved_as, summary.device.description)
         except Exception as error:
             loop.callbacks.failed(loop.step, error)
             raise
         loop.callbacks.tell("on_run_end", loop.step, loop.ended_by)
-
-    def _startup_summary(self, trainer: Learner, summary: Summary) -> StartupSummary:
-        return startup_summary(
-            self.config,
-            self.architecture,
-            self.clusters.policy.world_size(),
-            trainer.trained_role.device_info(),
-            summary,
-        )
 
     def _loop(self, trainer: Learner, steps: int) -> RunLoop:
         """The run loop with its files below ``exp_manager.explicit_log_dir``."""
@@ -211,20 +226,10 @@ class Attempt(Workers):
             exchange=gather_objects,
         )
 
-        def loggers() -> Sequence[Logger]:
+        def loggers() -> "Sequence[Logger]":
             latest = store.states()
-            return make_loggers(
-                folder,
-                restored_step=latest[-1].step if latest else None,
-                tensorboard=exp.create_tensorboard_logger,
-                wandb=exp.create_wandb_logger,
-                wandb_options={
-                    "project": exp.wandb.project,
-                    "name": exp.wandb.name,
-                    **exp.wandb.kwargs,
-                },
-                config=config.as_dict(),
-            )
+            restored = latest[-1].step if latest else None
+            return make_loggers(folder, exp, restored_step=restored, config=config.as_dict())
 
         run.callbacks.begin(config.as_dict(), folder, steps)
         limit = config.trainer.max_seconds
@@ -282,17 +287,15 @@ class Attempt(Workers):
             f"{note[0].upper()}{note[1:]}."
             for note in _cut_short(config, loop.schedule.total_steps)
         ]
-        on_rank_zero(
-            lambda: write_report(
-                folder,
-                title=f"{config.algorithm} of {Path(config.model.restore_from_path).name}",
-                config=yaml.safe_dump(config.as_dict(), sort_keys=False),
-                environment=describe_environment(device),
-                artifacts={name: str(path) for name, path in places.items()},
-                status=" ".join(status),
-                precision=config.trainer.precision,
-            )
+        record = RunRecord(
+            title=f"{config.algorithm} of {Path(config.model.restore_from_path).name}",
+            config=yaml.safe_dump(config.as_dict(), sort_keys=False),
+            environment=describe_environment(device),
+            artifacts={name: str(path) for name, path in places.items()},
+            status=" ".join(status),
+            precision=config.trainer.precision,
         )
+        on_rank_zero(lambda: write_report(folder, record))
         width = max(len(name) for name in places)
         for place, path in places.items():
             self._run.console.print(f"{place:>{width}}  {path}", highlight=False, soft_wrap=True)
@@ -323,11 +326,6 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
     if began is not None:
         closing.enter_context(fixed_time(began))
     return notes
-
-
-def _restored(found: Restoration, items: Sequence[str]) -> Restored:
-    random = ["random states"] if found.saved_layout is None else []
-    return Restored(found.step, str(found.path), [*items, *random])
 
 
 def _changes(found: Restoration | None, layout: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from aligner.algorithms.run.engine import Workers
 from aligner.architecture import GPTArchitecture
@@ -15,25 +14,20 @@ from aligner.config import (
     SupervisedRunConfig,
     TrainedModelConfig,
 )
-from aligner.config.rules.checks import check_longest_sequence
-from aligner.data.prompts import PromptDataset
+from aligner.config.parse import refuse
 from aligner.data.tokenizers.loading import (
     named_tokenizer,
     with_chat_template,
     with_template_kwargs,
 )
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.device.accelerator import DeviceInfo
 from aligner.device.host_memory import available_bytes
 from aligner.errors import ConfigError
 from aligner.foreign_keys import IGNORED
 from aligner.logprobs.output_layer import tile_bytes
-from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
+from aligner.observe.memory import RoleMemory
 from aligner.observe.startup import (
-    BatchPlan,
     StartupSummary,
-    TrainedRole,
-    batch_arithmetic,
     saving_sentence,
 )
 from aligner.packages import find_packages, untried_versions
@@ -82,7 +76,7 @@ def check_lengths(
     config: SamplingRunConfig, architecture: GPTArchitecture, longest_prompt: int
 ) -> None:
     """Refuse prompts that leave no room for a response, in the model or in a token budget."""
-    check_longest_sequence(config, longest_prompt)
+    refuse(config.length_problems(longest_prompt))
     check_room(
         architecture,
         longest_prompt,
@@ -132,7 +126,8 @@ def repetition_in_words(config: SamplingRunConfig, *, on_gpus: bool) -> str:
     """Ways in which a GPU run that is repeated or resumed may differ; empty on a CPU."""
     if not on_gpus:
         return ""
-    drawn = " vLLM's samples may differ." if config.generation.backend == "vllm" else ""
+    engine = config.generation.engine
+    drawn = "" if engine is None else f" {engine.title}'s samples may differ."
     if config.trainer.deterministic:
         return f"trainer.deterministic: the same run twice is the same to the bit.{drawn}"
     return (
@@ -142,126 +137,55 @@ def repetition_in_words(config: SamplingRunConfig, *, on_gpus: bool) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Summary of a run, for its start-up report.
-
-    Args:
-        restores: what a run state brings back, in words.
-        batches: how many of what makes a step, one sentence each.
-        memory: models per process.
-        longest: tokens of the longest sequence that is trained.
-        notes: anything else to be read before the first step.
-    """
-
-    restores: Sequence[str]
-    batches: Sequence[str]
-    memory: Sequence[RoleMemory]
-    longest: int
-    notes: Sequence[str] = ()
-
-
-def sampling_summary(
-    config: SamplingRunConfig,
+def startup_summary(
     workers: Workers,
-    prompts: PromptDataset,
+    batches: Sequence[str],
+    roles: Sequence[RoleMemory],
+    longest: int,
     *,
-    steps: int,
-    trained: Sequence[TrainedRole],
-    passes: int = 1,
-    with_reference: bool = False,
-    frozen: Sequence[RoleMemory] = (),
     restores: Sequence[str],
     notes: Sequence[str],
-) -> Summary:
-    """Summary of a run that samples.
-
-    ``prompts``: those of training; ``trained``: roles that go ``passes`` times over every rollout;
-    ``with_reference``: the initial policy is kept; ``frozen``: further models.
-    """
-    architecture = workers.architecture
-    data_size = config.model.parallel.data_size(workers.clusters.policy.world_size())
-    rollout = config.model.rollout
-    plan = BatchPlan(
-        steps=steps,
-        train_prompts=len(prompts),
-        num_rollout_samples=rollout.num_rollout_samples,
-        num_rollouts_per_prompt=rollout.num_rollouts_per_prompt,
-        rollout_micro_batch_size=rollout.rollout_micro_batch_size,
-        data_parallel_size=data_size,
-        ppo_epochs=passes,
-        roles=trained,
-    )
-    # Memory of the roles of the run's own model, the last that is trained first.
-    roles = [
-        role_memory(
-            config,
-            architecture,
-            role.data_parallel_size or data_size,
-            role.name,
-            model_parallel_size=role.model_parallel_size,
-        )
-        for role in reversed(trained)
-    ]
-    if with_reference and config.model.peft.lora is None:  # else it is the policy without adapters
-        roles.append(role_memory(config, architecture, data_size, "reference", trainable=False))
-    return Summary(
-        restores,
-        batch_arithmetic(plan),
-        [*roles, *frozen],
-        prompts.max_length + rollout.length_params.max_length,
-        notes,
-    )
-
-
-def startup_summary(
-    config: BaseRunConfig,
-    architecture: GPTArchitecture,
-    processes: int,
-    device: DeviceInfo,
-    summary: Summary,
 ) -> StartupSummary:
-    """Everything the start-up report shows of a new run.
+    """Summary of a new run, whose first started role is the trained one.
 
-    ``processes``: workers of the policy; ``device``: what they compute on.
+    Args:
+        workers: of the run, started.
+        batches: how many of what makes a step, one sentence each.
+        roles: models per process.
+        longest: tokens of the longest sequence that is trained.
+        restores: what a run state brings back, in words.
+        notes: anything else to be read before the first step.
     """
-    cache: dict[str, int] = {}
+    config, architecture = workers.config, workers.architecture
+    processes, device = workers.clusters.policy.world_size(), workers.roles[0].device_info()
     repetition, ignored = "", ", ".join(IGNORED)
     if isinstance(config, SamplingRunConfig):
-        cache = {"KV cache": _cache_memory(config, architecture, summary.longest)}
         repetition = repetition_in_words(config, on_gpus=device.has_gpu)
     return StartupSummary(
         processes=processes,
+        device=device,
         algorithm=config.algorithm,
         model=config.model.restore_from_path,
         log_dir=config.exp_manager.explicit_log_dir,
-        batches=summary.batches,
-        roles=summary.memory,
-        working_bytes={
-            **cache,
-            **training_memory(config, architecture, summary.longest, on_gpus=device.has_gpu),
-        },
+        batches=batches,
+        roles=roles,
+        working_bytes=working_memory(config, architecture, longest, on_gpus=device.has_gpu),
         run_states=saving_sentence(
-            summary.memory,
+            roles,
             in_background=config.exp_manager.async_save,
             processes_here=max(1, processes // config.trainer.num_nodes),
             free_bytes=available_bytes(),
         ),
         packages=find_packages(),
+        restores=restores,
         dropout=dropout_in_words(config.model, architecture),
         repetition=repetition,
-        device=device,
         notes=[
-            *summary.notes,
+            *notes,
             *untried_versions(),
             *([f"ignored, since no result depends on it here: {ignored}"] if ignored else []),
         ],
     )
-
-
-def trained_policy(config: SamplingRunConfig) -> TrainedRole:
-    """Sentence on how the policy is trained."""
-    return TrainedRole("policy", config.model.global_batch_size, config.model.micro_batch_size)
 
 
 def role_memory(
@@ -292,49 +216,46 @@ def role_memory(
     )
 
 
-def _cache_memory(config: SamplingRunConfig, architecture: GPTArchitecture, length: int) -> int:
-    """Bytes per process of the keys and values of sequences of ``length`` tokens in flight."""
-    cache = kv_cache_bytes(
-        layers=architecture.num_layers // config.model.pipeline_model_parallel_size,
-        query_groups=architecture.num_query_groups,
-        kv_channels=architecture.kv_channels,
-        sequences=config.model.rollout.rollout_micro_batch_size,
-        length=length,
-        value_bytes=2 if config.trainer.precision == "bf16" else 4,
-    )
-    return cache // config.model.tensor_model_parallel_size
-
-
-def training_memory(
+def working_memory(
     config: BaseRunConfig, architecture: GPTArchitecture, length: int, *, on_gpus: bool
 ) -> dict[str, int]:
-    """Bytes per process of a training micro-batch, by what holds them.
+    """Bytes per process beside the models, by what holds them. Estimates, not measurements.
 
-    Of as many tokens as the budget of packed or dynamic micro-batches allows, else of sequences of
-    ``length`` tokens. Left out are the device's context, buffers of NCCL, fragmentation and what
-    `activation_bytes` and `head_bytes` leave out.
+    ``KV cache``, in runs that sample: keys and values of the sequences in flight, of ``length``
+    tokens each.
+
+    ``activations``: what layers keep for the backward pass of a training micro-batch, of as many
+    tokens as the budget of packed or dynamic micro-batches allows, else of sequences of ``length``
+    tokens. 17 values per token, layer and hidden unit (Korthikanti et al. 2022, their 34 bytes in
+    16 bit, attention scores not stored); with full recomputation each layer's input, and one
+    layer's worth while it is recomputed.
+
+    ``output layer``: float32 hidden states and their gradient, and the two tiles of logits that are
+    alive at once.
+
+    Left out: the device's context, buffers of NCCL, fragmentation, wider feed-forward layers than 4
+    times the hidden size, experts, and what is alive for a moment in the backward pass.
     """
-    model = config.model
+    model, memory = config.model, {}
+    layers = architecture.num_layers // model.pipeline_model_parallel_size
+    value_bytes = 2 if config.trainer.precision == "bf16" else 4
+    if isinstance(config, SamplingRunConfig):
+        values = 2 * layers * architecture.num_query_groups * architecture.kv_channels
+        rows = model.rollout.rollout_micro_batch_size
+        cache = values * rows * length * value_bytes
+        memory["KV cache"] = cache // model.tensor_model_parallel_size
     budgets = model.token_budgets
     tokens = model.micro_batch_size * length if budgets is None else budgets.train_mb_tokens
-    here = tokens // model.context_parallel_size
-    layers = activation_bytes(
-        layers=architecture.num_layers // model.pipeline_model_parallel_size,
-        hidden_size=architecture.hidden_size,
-        tokens=here,
-        value_bytes=2 if config.trainer.precision == "bf16" else 4,
-        recompute=model.activations_checkpoint_granularity == "full",
-    )
+    tokens //= model.context_parallel_size
+    hidden = tokens * architecture.hidden_size
+    recomputes = model.activations_checkpoint_granularity == "full"
+    kept = hidden * value_bytes * (layers + 17 if recomputes else 17 * layers)
+    memory["activations"] = kept // model.tensor_model_parallel_size
     columns = architecture.padded_vocab_size(model.tensor_model_parallel_size)
-    logits = here * columns // model.tensor_model_parallel_size * 4
-    return {
-        "activations": layers // model.tensor_model_parallel_size,
-        "output layer": head_bytes(
-            hidden_size=architecture.hidden_size,
-            tokens=here,
-            tile_bytes=min(logits, tile_bytes("accelerator" if on_gpus else "cpu")),
-        ),
-    }
+    logits = tokens * columns // model.tensor_model_parallel_size * 4
+    tile = min(logits, tile_bytes("accelerator" if on_gpus else "cpu"))
+    memory["output layer"] = 2 * hidden * 4 + 2 * tile
+    return memory
 
 
 def dropped_note(count: int, what: str, key: str) -> list[str]:

@@ -2,29 +2,29 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from aligner.algorithms.run.dry_run import longest_set
 from aligner.algorithms.run.engine import Workers
 from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.run import Run
-from aligner.algorithms.run.startup import Summary, dropped_note, role_memory
+from aligner.algorithms.run.startup import dropped_note, role_memory, startup_summary
 from aligner.algorithms.supervised.trainer import SupervisedTrainer, Task
 from aligner.architecture import GPTArchitecture
 from aligner.config import SFTRunConfig, SupervisedRunConfig, check_layout
-from aligner.config.rules.checks import check_longest_example, check_model_shares
+from aligner.config.parse import refuse
 from aligner.data.dataset import D, PromptSampler, Split
 from aligner.data.prompts import PromptDataset
 from aligner.data.supervised import ExampleDataset, collate_examples, response_note
 from aligner.errors import ConfigError
 from aligner.losses.language import NegativeLogLikelihoodLoss
-from aligner.observe.startup import supervised_arithmetic
+from aligner.observe.startup import StartupSummary, supervised_arithmetic
 
 
 def train_sft(config: SFTRunConfig) -> None:
     """Fine-tune from start to end and print where everything is."""
     with Run.open(config) as run:
         config = run.config
-        check_model_shares(config, run.world_size)
         examples, longest = load_split(run, ExampleDataset)
         check_sequences(run, longest)
         task = Task(
@@ -35,12 +35,10 @@ def train_sft(config: SFTRunConfig) -> None:
         )
         for attempt in run.attempts():
             with attempt:
-                sampler = example_sampler(config, task)
-                steps = total_steps(config, sampler)
+                sampler, steps = example_sampler(config, task)
                 policy = attempt.start_policy(steps)
-                trainer = SupervisedTrainer(
-                    policy, task, sampler, limit_val_examples=config.loop.limit_val_examples
-                )
+                limit = config.loop.limit_val_examples
+                trainer = SupervisedTrainer(policy, task, sampler, limit_val_examples=limit)
                 summary = supervised_summary(config, attempt, examples, steps, longest)
                 with attempt.loop(trainer, steps, summary) as run_loop:
                     run_loop.run()
@@ -67,7 +65,7 @@ def check_sequences(run: Run[SupervisedRunConfig], longest: int, *others: GPTArc
     ``others``: further models, which stand in the trained one's layout and read its sequences.
     """
     config = run.config
-    check_longest_example(config, longest)
+    refuse(config.length_problems(longest))
     for other in others:
         check_layout(other, config.model.parallel, run.world_size)
     for architecture in (run.architecture, *others):
@@ -79,15 +77,16 @@ def check_sequences(run: Run[SupervisedRunConfig], longest: int, *others: GPTArc
             )
 
 
-def example_sampler(config: SupervisedRunConfig, task: Task) -> PromptSampler:
-    """Sampler of the examples of each optimizer update."""
-    return PromptSampler(
+def example_sampler(config: SupervisedRunConfig, task: Task[Any]) -> tuple[PromptSampler, int]:
+    """Sampler of the examples of each optimizer update, and the number of updates of the run."""
+    sampler = PromptSampler(
         len(task.train),
         config.model.global_batch_size // config.rows_per_example,
         seed=config.seed,
         shuffle=config.data.shuffle,
         may_change=config.exp_manager.data_may_change,
     )
+    return sampler, total_steps(config, sampler)
 
 
 def supervised_summary(
@@ -97,7 +96,7 @@ def supervised_summary(
     steps: int,
     longest: int,
     frozen: Mapping[str, GPTArchitecture] | None = None,
-) -> Summary:
+) -> StartupSummary:
     """Summary of a run that learns from ``examples``; ``frozen``: further models, by name."""
     data_size = config.model.parallel.data_size(workers.clusters.policy.world_size())
     memory = [role_memory(config, workers.architecture, data_size, "model")]
@@ -117,4 +116,4 @@ def supervised_summary(
         train = examples.train
         rows = (example for n in range(len(train)) for example in train[n].examples)
         notes.append(response_note(rows, workers.tokenizer))
-    return Summary(restores, batches, memory, longest, notes)
+    return startup_summary(workers, batches, memory, longest, restores=restores, notes=notes)

@@ -6,13 +6,12 @@ Fine-tuning, reward models and preference optimisation differ in what an example
 make a batch, and the loss.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from aligner.algorithms.rollout.rollout import prefixed
-from aligner.algorithms.run.loop import StepResult
+from aligner.algorithms.run.loop import Learner, StepResult
 from aligner.data.dataset import PromptSampler
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.handle import RoleHandle
@@ -48,24 +47,27 @@ class Task(Generic[T_co]):
     complete: Callable[[Any, BatchedDataDict, int | None], None] | None = None
 
 
-class SupervisedTrainer:
-    """Trains one role on a `Task`; `RunLoop` drives it."""
+@dataclass(eq=False)
+class SupervisedTrainer(Learner):
+    """Trains one role on a `Task`; `RunLoop` drives it.
 
-    is_out_of_data = False  # every step takes one batch, so the schedule counts them right
+    Args:
+        role: the role.
+        task: what it learns.
+        sampler: draws a global batch.
+        limit_val_examples: number of examples to validate on; None: all.
+    """
 
-    def __init__(
-        self,
-        role: RoleHandle,
-        task: Task[Any],
-        sampler: PromptSampler,
-        *,
-        limit_val_examples: int | None = None,
-    ) -> None:
-        """``sampler`` draws a global batch; None as ``limit_val_examples``: validate on all."""
-        self.role, self.task, self.sampler = role, task, sampler
-        self.limit_val_examples = limit_val_examples
-        self.consumed_samples = 0
-        self.updates = 0
+    role: RoleHandle
+    task: Task[Any]
+    sampler: PromptSampler
+    _: KW_ONLY
+    limit_val_examples: int | None = None
+    consumed_samples: int = field(default=0, init=False)
+    updates: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.roles = {"role": self.role}
 
     def step(self, step: int, timers: PhaseTimers) -> StepResult:
         """One optimizer update on the next global batch."""
@@ -105,7 +107,9 @@ class SupervisedTrainer:
             batch = self.task.collate([examples[index] for index in range(count)])
             self.role.prepare_for_inference()
             self._complete(batch, None)
-            batch = _filled_up(batch, self._rows_that_divide())
+            # All data-parallel ranks take as many rows in a pass.
+            ranks = self.role.sharding_annotations.get_axis_size("data_parallel")
+            batch = _filled_up(batch, self.role.config.micro_batch_size * ranks)
             result = self.role.train(batch, self.task.loss, eval_mode=True, gbs=batch.size)
             self.role.finish_inference()
         metrics = {name: values[0] for name, values in result["all_mb_metrics"].items()}
@@ -114,43 +118,6 @@ class SupervisedTrainer:
     def _complete(self, batch: BatchedDataDict, consumed: int | None) -> None:
         if self.task.complete is not None:
             self.task.complete(self.role, batch, consumed)
-
-    def _rows_that_divide(self) -> int:
-        """Rows of any batch are a multiple of it: what all data-parallel ranks take in a pass."""
-        ranks = self.role.sharding_annotations.get_axis_size("data_parallel")
-        return self.role.config.micro_batch_size * ranks
-
-    @property
-    def trained_role(self) -> RoleHandle:
-        """The role that the run is about."""
-        return self.role
-
-    def save_model(self, path: str) -> None:
-        """Write the role as a `.nemo` file."""
-        self.role.save_checkpoint(path)
-
-    # Run state --------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counters and the sampler's position."""
-        return {
-            "consumed_samples": self.consumed_samples,
-            "updates": self.updates,
-            "sampler": self.sampler.state_dict(),
-        }
-
-    @property
-    def roles(self) -> Mapping[str, RoleHandle]:
-        """Roles whose weights and optimizer states a run state holds, by their folders there."""
-        return {"role": self.role}
-
-    def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Inverse of `state_dict`, and the roles from their folders."""
-        self.consumed_samples = state["consumed_samples"]
-        self.updates = state["updates"]
-        self.sampler.load_state_dict(state["sampler"])
-        for name, role in self.roles.items():
-            role.load_state(folder / name)
 
 
 def _filled_up(batch: BatchedDataDict, multiple: int) -> BatchedDataDict:

@@ -1,8 +1,8 @@
 """Hugging Face's ``config.json`` in and out of `GPTArchitecture`, a row per model family."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from aligner.architecture import Activation, GPTArchitecture, RopeScaling
@@ -13,7 +13,7 @@ from aligner.checkpoint.hf.tensors import (
     QWEN3_MOE_TABLE,
     Table,
 )
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, raised_as
 
 Config = dict[str, Any]
 
@@ -31,6 +31,19 @@ _LLAMA_KEYS = {
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
     "attention_dropout": "attention_dropout",
+}
+_MISTRAL_KEYS = {**_LLAMA_KEYS, "window_size": "sliding_window"}
+_MIXTRAL_KEYS = {
+    **_MISTRAL_KEYS,
+    "num_moe_experts": "num_local_experts",
+    "moe_router_topk": "num_experts_per_tok",
+}
+_QWEN3_MOE_KEYS = {
+    **_LLAMA_KEYS,
+    "num_moe_experts": "num_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "moe_router_pre_softmax": "norm_topk_prob",  # the opposite
 }
 _GPT2_KEYS = {
     "num_layers": "n_layer",
@@ -52,251 +65,205 @@ _GPT2_ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "silu": "silu",
 }
+# rope_type → its settings, which `RopeScaling` has under the same names.
+_ROPE_SETTINGS = {
+    "linear": ("factor",),
+    "llama3": (
+        *("factor", "low_freq_factor", "high_freq_factor"),
+        "original_max_position_embeddings",
+    ),
+}
 # Settings that config.json lacks, or that matter only in training.
 _NOT_CARRIED = {"make_vocab_size_divisible_by", "family", "hidden_dropout", "attention_dropout"}
+# Other values that transformers takes for the same.
+_SAME = (("hidden_act", "swish"), ("mlp_only_layers", None))
 
 
 @dataclass(frozen=True)
 class Family:
     """One ``model_type``.
 
-    ``defaults`` are transformers' values for keys that ``config.json`` leaves out; ``fixed`` are
-    keys that must have this value (absent counts as such), because others are not supported.
+    Args:
+        model_type: its name in ``config.json``.
+        model_class: the class of transformers.
+        table: names and layouts of its tensors.
+        keys: architecture field → key of ``config.json``.
+        defaults: transformers' values for keys that ``config.json`` leaves out.
+        fixed: keys that must have this value (absent counts as such), because others are not
+            supported.
+        implied: architecture fields that every model of the family has.
+        written: keys of ``config.json`` that are written with this value.
     """
 
     model_type: str
     model_class: str
     table: Table
-    read: Callable[[Config], GPTArchitecture]
-    write: Callable[[GPTArchitecture], Config]
+    keys: Mapping[str, str]
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any]
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def _is_gpt2(self) -> bool:
+        return self.model_type == "gpt2"
+
+    def read(self, config: Config) -> GPTArchitecture:
+        """Read an architecture off a ``config.json`` that has the defaults."""
+        fields: dict[str, Any] = {name: config.get(key) for name, key in self.keys.items()}
+        hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+        fields["num_query_groups"] = fields.get("num_query_groups") or heads
+        fields["kv_channels"] = fields.get("kv_channels") or hidden // heads
+        if self._is_gpt2:
+            fields["ffn_hidden_size"] = fields["ffn_hidden_size"] or 4 * hidden
+        kind = _read_gpt2(config) if self._is_gpt2 else _read_llama(config)
+        if "moe_router_pre_softmax" in fields:
+            fields["moe_router_pre_softmax"] = not fields["moe_router_pre_softmax"]
+            # ``num_experts`` became ``num_local_experts`` in transformers 5.
+            experts = fields["num_moe_experts"] or config.get("num_local_experts") or 128
+            fields["num_moe_experts"] = experts
+        return GPTArchitecture(**{**fields, **kind, **self.implied, "family": self.model_type})
+
+    def write(self, architecture: GPTArchitecture) -> Config:
+        """``config.json`` of an architecture."""
+        config = {key: getattr(architecture, name) for name, key in self.keys.items()}
+        config |= _write_gpt2(architecture) if self._is_gpt2 else _write_llama(architecture)
+        if "moe_router_pre_softmax" in self.keys:
+            config["moe_intermediate_size"] = architecture.expert_ffn_hidden_size
+            config["norm_topk_prob"] = not architecture.moe_router_pre_softmax
+        if self.model_type == "llama":
+            config |= dict.fromkeys(("attention_bias", "mlp_bias"), architecture.bias_linear)
+        names = {"model_type": self.model_type, "architectures": [self.model_class]}
+        return {**config, **self.written, **names}
 
 
-def _read_llama(config: Config) -> GPTArchitecture:
-    fields: dict[str, Any] = {field: config.get(key) for field, key in _LLAMA_KEYS.items()}
-    heads = fields["num_attention_heads"]
-    fields["num_query_groups"] = fields["num_query_groups"] or heads
-    fields["kv_channels"] = fields["kv_channels"] or fields["hidden_size"] // heads
-    base, scaling = _read_rope(config)
+def _read_llama(config: Config) -> dict[str, Any]:
+    """Fields that no single key of ``config.json`` gives.
+
+    The base and the scaling are in ``rope_parameters`` (transformers 5) or in the two older keys.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    scaling = None
+    if kind in _ROPE_SETTINGS:
+        settings: dict[str, Any] = {name: float(rope[name]) for name in _ROPE_SETTINGS[kind]}
+        if kind == "llama3":
+            positions = int(rope["original_max_position_embeddings"])
+            settings["original_max_position_embeddings"] = positions
+        scaling = RopeScaling(**{**settings, "kind": kind})
+    elif kind != "default":
+        raise CheckpointError(
+            f"rope type {kind!r} in config.json is not supported; known: default, linear, llama3"
+        )
     biases = {bool(config.get("attention_bias")), bool(config.get("mlp_bias"))}
     if len(biases) > 1:
         raise CheckpointError(
             "attention_bias and mlp_bias differ in config.json; supported are both or neither"
         )
-    return GPTArchitecture(
-        **fields,
-        activation="swiglu",
-        normalization="rmsnorm",
-        position_embedding="rope",
-        rotary_base=base,
-        rope_scaling=scaling,
-        bias_linear=biases.pop(),
-        bias_qkv=config["model_type"] == "qwen2",
-        qk_layernorm=config["model_type"] in ("qwen3", "qwen3_moe"),
-        window_size=config.get("sliding_window") if config["model_type"] in _WINDOWED else None,
-        family=config["model_type"],
-    )
-
-
-def _read_mixtral(config: Config) -> GPTArchitecture:
-    return dataclasses.replace(
-        _read_llama(config),
-        num_moe_experts=config["num_local_experts"],
-        moe_router_topk=config["num_experts_per_tok"],
-    )
-
-
-def _read_qwen3_moe(config: Config) -> GPTArchitecture:
-    """``num_experts`` became ``num_local_experts`` in transformers 5."""
-    experts = config.get("num_experts") or config.get("num_local_experts") or 128
-    return dataclasses.replace(
-        _read_llama(config),
-        num_moe_experts=experts,
-        moe_router_topk=config["num_experts_per_tok"],
-        moe_ffn_hidden_size=config["moe_intermediate_size"],
-        moe_router_pre_softmax=not config["norm_topk_prob"],
-    )
-
-
-def _read_rope(config: Config) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from ``rope_parameters`` (transformers 5) or the two older keys."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return base, None
-    if kind == "linear":
-        return base, RopeScaling(factor=float(rope["factor"]), kind="linear")
-    if kind == "llama3":
-        return base, RopeScaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
-        )
-    raise CheckpointError(
-        f"rope type {kind!r} in config.json is not supported; known: default, linear, llama3"
-    )
+    return {
+        "rotary_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+        "rope_scaling": scaling,
+        "bias_linear": biases.pop(),
+    }
 
 
 def _write_llama(architecture: GPTArchitecture) -> Config:
-    config = {key: getattr(architecture, field) for field, key in _LLAMA_KEYS.items()}
-    config |= {"hidden_act": "silu", "rope_theta": architecture.rotary_base}
-    config["rope_scaling"] = _write_rope_scaling(architecture.rope_scaling)
-    return config
+    scaling, rope = architecture.rope_scaling, None
+    if scaling is not None:
+        settings = {name: getattr(scaling, name) for name in _ROPE_SETTINGS[scaling.kind]}
+        rope = {"rope_type": scaling.kind, **settings}
+    return {"hidden_act": "silu", "rope_theta": architecture.rotary_base, "rope_scaling": rope}
 
 
-def _write_rope_scaling(scaling: RopeScaling | None) -> Config | None:
-    if scaling is None:
-        return None
-    if scaling.kind == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position_embeddings,
-    }
-
-
-def _write_biased_llama(architecture: GPTArchitecture) -> Config:
-    bias = architecture.bias_linear
-    return {**_write_llama(architecture), "attention_bias": bias, "mlp_bias": bias}
-
-
-def _write_mistral(architecture: GPTArchitecture) -> Config:
-    return {**_write_llama(architecture), "sliding_window": architecture.window_size}
-
-
-def _write_qwen(architecture: GPTArchitecture) -> Config:
-    return {**_write_llama(architecture), "use_sliding_window": False}
-
-
-def _write_mixtral(architecture: GPTArchitecture) -> Config:
-    return {
-        **_write_mistral(architecture),
-        "num_local_experts": architecture.num_moe_experts,
-        "num_experts_per_tok": architecture.moe_router_topk,
-    }
-
-
-def _write_qwen3_moe(architecture: GPTArchitecture) -> Config:
-    return {
-        **_write_qwen(architecture),
-        "num_experts": architecture.num_moe_experts,
-        "num_experts_per_tok": architecture.moe_router_topk,
-        "moe_intermediate_size": architecture.expert_ffn_hidden_size,
-        "norm_topk_prob": not architecture.moe_router_pre_softmax,
-    }
-
-
-def _read_gpt2(config: Config) -> GPTArchitecture:
-    fields: dict[str, Any] = {field: config.get(key) for field, key in _GPT2_KEYS.items()}
-    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-    fields["ffn_hidden_size"] = fields["ffn_hidden_size"] or 4 * hidden
+def _read_gpt2(config: Config) -> dict[str, Any]:
     activation = config["activation_function"]
     if activation not in _GPT2_ACTIVATIONS:
         raise CheckpointError(
             f"activation_function={activation!r} in config.json is not supported; "
             f"known: {', '.join(_GPT2_ACTIVATIONS)}"
         )
-    return GPTArchitecture(
-        **fields,
-        num_query_groups=heads,
-        kv_channels=hidden // heads,
-        activation=_GPT2_ACTIVATIONS[activation],
-        normalization="layernorm",
-        position_embedding="learned_absolute",
-        bias_linear=True,
-        family="gpt2",
-    )
+    layers = {"normalization": "layernorm", "position_embedding": "learned_absolute"}
+    return {**layers, "activation": _GPT2_ACTIVATIONS[activation], "bias_linear": True}
 
 
 def _write_gpt2(architecture: GPTArchitecture) -> Config:
-    config = {key: getattr(architecture, field) for field, key in _GPT2_KEYS.items()}
     names = {value: key for key, value in reversed(_GPT2_ACTIVATIONS.items())}
-    config["activation_function"] = names.get(architecture.activation, architecture.activation)
-    return {**config, "embd_pdrop": architecture.hidden_dropout}
+    activation = names.get(architecture.activation, architecture.activation)
+    return {"activation_function": activation, "embd_pdrop": architecture.hidden_dropout}
 
 
-_WINDOWED = ("mistral", "mixtral")
-_NO_WINDOW = {"use_sliding_window": False, "hidden_act": "silu"}
-# Other values that transformers takes for the same.
-_SAME = (("hidden_act", "swish"), ("mlp_only_layers", None))
-_FIXED_GPT2 = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+_SILU = {"hidden_act": "silu"}
+_NO_WINDOW = {"use_sliding_window": False}
 _COMMON = {"initializer_range": 0.02, "attention_dropout": 0.0, "tie_word_embeddings": False}
 _LLAMA_DEFAULTS = {**_COMMON, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
-_QWEN_DEFAULTS = {**_COMMON, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768}
+_MISTRAL_DEFAULTS = {
+    **_LLAMA_DEFAULTS,
+    **{"max_position_embeddings": 131_072, "num_key_value_heads": 8},
+}
+_QWEN_DEFAULTS = {
+    **_LLAMA_DEFAULTS,
+    **{"max_position_embeddings": 32_768, "num_key_value_heads": 32},
+}
+_QWEN3_FIXED = {**_NO_WINDOW, **_SILU, "attention_bias": False}
 _FAMILIES = (
-    Family(
-        "llama",
-        "LlamaForCausalLM",
-        LLAMA_TABLE,
-        _read_llama,
-        _write_biased_llama,
-        _LLAMA_DEFAULTS,
-        {"hidden_act": "silu"},
-    ),
+    Family("llama", "LlamaForCausalLM", LLAMA_TABLE, _LLAMA_KEYS, _LLAMA_DEFAULTS, _SILU),
     Family(
         "mistral",
         "MistralForCausalLM",
         LLAMA_TABLE,
-        _read_llama,
-        _write_mistral,
-        {**_COMMON, "rms_norm_eps": 1e-6, "max_position_embeddings": 131_072}
-        | {"num_key_value_heads": 8, "sliding_window": 4096},
-        {"hidden_act": "silu"},
+        _MISTRAL_KEYS,
+        {**_MISTRAL_DEFAULTS, "sliding_window": 4096},
+        _SILU,
     ),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
         LLAMA_TABLE,
-        _read_llama,
-        _write_qwen,
-        {**_QWEN_DEFAULTS, "num_key_value_heads": 32},
+        _LLAMA_KEYS,
+        _QWEN_DEFAULTS,
+        {**_NO_WINDOW, **_SILU},
+        {"bias_qkv": True},
         _NO_WINDOW,
     ),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
         LLAMA_TABLE,
-        _read_llama,
-        _write_qwen,
-        {**_QWEN_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128},
-        {**_NO_WINDOW, "attention_bias": False},
+        _LLAMA_KEYS,
+        {**_QWEN_DEFAULTS, "head_dim": 128},
+        _QWEN3_FIXED,
+        {"qk_layernorm": True},
+        _NO_WINDOW,
     ),
     Family(
         "mixtral",
         "MixtralForCausalLM",
         MIXTRAL_TABLE,
-        _read_mixtral,
-        _write_mixtral,
-        {**_COMMON, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "rope_theta": 1e6}
-        | {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
-        {"hidden_act": "silu", "router_jitter_noise": 0.0},
+        _MIXTRAL_KEYS,
+        {**_MISTRAL_DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        {**_SILU, "router_jitter_noise": 0.0},
     ),
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         QWEN3_MOE_TABLE,
-        _read_qwen3_moe,
-        _write_qwen3_moe,
+        _QWEN3_MOE_KEYS,
         {**_QWEN_DEFAULTS, "num_key_value_heads": 4, "num_experts_per_tok": 8}
         | {"moe_intermediate_size": 768, "norm_topk_prob": False},
-        {**_NO_WINDOW, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {**_QWEN3_FIXED, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {"qk_layernorm": True},
+        _NO_WINDOW,
     ),
     Family(
         "gpt2",
         "GPT2LMHeadModel",
         GPT2_TABLE,
-        _read_gpt2,
-        _write_gpt2,
+        _GPT2_KEYS,
         {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_positions": 1024}
         | {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "initializer_range": 0.02}
         | {"tie_word_embeddings": True},
-        _FIXED_GPT2,
+        {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
@@ -322,12 +289,9 @@ def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
                 f"{key}={config[key]!r} in config.json is not supported for {family.model_type}; "
                 f"supported: {value!r}"
             )
-    try:
+    damage = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
+    with raised_as(CheckpointError, "config.json is incomplete or damaged", *damage):
         return family.read({**family.defaults, **config})
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"config.json is incomplete or damaged: {error!r}") from error
 
 
 def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
@@ -337,7 +301,6 @@ def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
     """
     family = family_of(architecture.family or _guess(architecture))
     config = family.write(architecture)
-    config |= {"model_type": family.model_type, "architectures": [family.model_class]}
     lost = _differences(architecture, family.read(config))
     if lost:
         raise CheckpointError(

@@ -5,7 +5,7 @@ model's numbers are listed here.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aligner.checkpoint.canonical import LazyTensors
+from aligner.checkpoint.hf.families import family_of
 from aligner.data.tokenizers.gguf import gguf_tokenizer_files, gguf_values
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, raised_as
 
 # general.architecture → model_type; a llama with a window is a Mistral, with experts refused.
 _MODEL_TYPES = {
@@ -72,50 +74,6 @@ _NEUTRAL: dict[str, tuple[Any, ...] | None] = {
 }
 _ELSEWHERE = ("GGUF.", "general.", "tokenizer.", "quantize.")  # the tokenizer's reader has its own
 
-_LLAMA_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    **{
-        f"blk.{{n}}.{ours}": f"model.layers.{{n}}.{theirs}"
-        for ours, theirs in {
-            "attn_norm": "input_layernorm",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_output": "self_attn.o_proj",
-            "attn_q_norm": "self_attn.q_norm",
-            "attn_k_norm": "self_attn.k_norm",
-            "ffn_norm": "post_attention_layernorm",
-            "ffn_gate": "mlp.gate_proj",
-            "ffn_up": "mlp.up_proj",
-            "ffn_down": "mlp.down_proj",
-        }.items()
-    },
-}
-
-_NAMES: dict[str, dict[str, str]] = {
-    "qwen3_moe": {
-        **_LLAMA_NAMES,
-        "blk.{n}.ffn_gate_inp": "model.layers.{n}.mlp.gate",
-        **{
-            f"blk.{{n}}.ffn_{part}_exps": f"model.layers.{{n}}.mlp.experts.{{e}}.{part}_proj"
-            for part in ("gate", "up", "down")
-        },
-    },
-    "gpt2": {
-        "token_embd": "transformer.wte",
-        "position_embd": "transformer.wpe",
-        "output_norm": "transformer.ln_f",
-        "output": "lm_head",
-        "blk.{n}.attn_norm": "transformer.h.{n}.ln_1",
-        "blk.{n}.ffn_norm": "transformer.h.{n}.ln_2",
-        "blk.{n}.attn_qkv": "transformer.h.{n}.attn.c_attn",
-        "blk.{n}.attn_output": "transformer.h.{n}.attn.c_proj",
-        "blk.{n}.ffn_up": "transformer.h.{n}.mlp.c_fc",
-        "blk.{n}.ffn_down": "transformer.h.{n}.mlp.c_proj",
-    },
-}
 _BLOCK = re.compile(r"^blk\.(\d+)\.")
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -128,11 +86,25 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], dict[st
     """
     reader, values = gguf_values(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    try:
+    with raised_as(CheckpointError, repr(str(path)), CheckpointError):
         config = _config(values, tensors)
-    except CheckpointError as error:
-        raise CheckpointError(f"{str(path)!r}: {error}") from error
-    return config, GGUFTensors(tensors, config), gguf_tokenizer_files(path)
+    names = _names(values["general.architecture"], config["model_type"])
+    return config, GGUFTensors(tensors, config, names), gguf_tokenizer_files(path)
+
+
+def _names(architecture: str, model_type: str) -> dict[str, str]:
+    """Modules of a GGUF file → Hugging Face's; ``{n}``: the layer, ``{e}``: the expert."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    known = get_tensor_name_map(kind, n_blocks=1)
+    names = {}
+    for _, modules in family_of(model_type).table.values():
+        for module in modules:
+            name = known.get_name(module.replace("{n}", "0").replace(".{e}", ""))
+            if name is not None:
+                names[_BLOCK.sub("blk.{n}.", name)] = module
+    return names
 
 
 def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,8 +116,12 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
             f"{', '.join(_MODEL_TYPES)}"
         )
     prefix = f"{architecture}."
-    settings = {key.removeprefix(prefix): _shortest(value) for key, value in values.items()}
-    settings = {key: value for key, value in settings.items() if not key.startswith(_ELSEWHERE)}
+    settings = {
+        # Floats are in single precision: 9.99999974e-06 was written as 1e-05.
+        key.removeprefix(prefix): float(str(np.float32(v))) if isinstance(v, float) else v
+        for key, v in values.items()
+        if not key.startswith(_ELSEWHERE)
+    }
     if settings.get("split.count", 1) != 1:
         raise CheckpointError(
             f"it is one of split.count={settings['split.count']} parts; join them with "
@@ -156,7 +132,9 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
     lacking = [prefix + key for key in _SIZES if not isinstance(settings.get(key), int)]
     if lacking:
         raise CheckpointError(f"{', '.join(lacking)} must be there, one number each")
-    settings = {k: v for k, v in settings.items() if not _says_nothing(k, v)}
+    for key, neutral in _NEUTRAL.items():
+        if neutral is None or settings.get(key, []) in neutral:
+            settings.pop(key, None)
     config = {ours: settings.pop(key) for key, ours in _SIZES.items()}
     config |= {ours: settings.pop(key) for key, ours in _OPTIONAL.items() if key in settings}
     head = settings.pop("attention.key_length", None)
@@ -177,11 +155,6 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
             "supported; convert the model from its Hugging Face directory instead"
         )
     return config
-
-
-def _says_nothing(key: str, value: Any) -> bool:
-    values = _NEUTRAL.get(key, ())
-    return values is None or (not isinstance(value, list) and value in values)
 
 
 def _family(
@@ -237,43 +210,39 @@ def _rope(
     )
 
 
-def _shortest(value: Any) -> Any:
-    """GGUF keeps floats in single precision: 9.99999974e-06 was written as 1e-05."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
-
-
-class GGUFTensors(Mapping[str, Tensor]):
+class GGUFTensors(LazyTensors):
     """Tensors under Hugging Face's names, dequantised to float32 when they are indexed.
 
     A tensor that the family does not have keeps its own name.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Any], config: Mapping[str, Any], names: Mapping[str, str]
+    ) -> None:
         self._config = config
-        table = _NAMES.get(config["model_type"], _LLAMA_NAMES)
         self._places: dict[str, tuple[Any, int | None]] = {}
         for name, tensor in tensors.items():
             if name == _ROPE_FACTORS and "rope_scaling" in config:
                 continue
             module, _, leaf = _BLOCK.sub("blk.{n}.", name).rpartition(".")
             number = _BLOCK.match(name)
-            target = f"{table[module]}.{leaf}" if module in table else name
+            target = f"{names[module]}.{leaf}" if module in names else name
             target = target.replace("{n}", number[1] if number else "")
             if "{e}" not in target:
                 self._places[target] = tensor, None
                 continue
             for expert in range(int(tensor.shape[-1])):
                 self._places[target.replace("{e}", str(expert))] = tensor, expert
+        super().__init__(self._places)
 
     def __getitem__(self, name: str) -> Tensor:
         from gguf import dequantize
 
         tensor, expert = self._places[name]
         data = tensor.data if expert is None else tensor.data[expert]
-        try:
+        text = f"{tensor.name} of the GGUF file"
+        with raised_as(CheckpointError, text, NotImplementedError, ValueError):
             array = dequantize(data, tensor.tensor_type)
-        except (NotImplementedError, ValueError) as error:
-            raise CheckpointError(f"{tensor.name} of the GGUF file: {error}") from error
         value = torch.from_numpy(np.array(array, dtype=np.float32))
         if self._config["model_type"] in ("llama", "mistral"):
             heads = self._config["num_attention_heads"]
@@ -284,12 +253,3 @@ class GGUFTensors(Mapping[str, Tensor]):
                 value = turns.transpose(1, 2).reshape(value.shape)
         is_conv = self._config["model_type"] == "gpt2" and ".c_" in name and value.dim() == 2
         return value.T.contiguous() if is_conv else value
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.canonical import REWARD_HEAD, Weights, check_names
+from aligner.checkpoint.canonical import REWARD_HEAD, LazyTensors, Weights, check_names
 from aligner.checkpoint.durable import sync_path, sync_tree
 from aligner.checkpoint.hf.families import (
     Family,
@@ -36,7 +36,7 @@ from aligner.data.tokenizers.tokenizer import (
     Tokenizer,
     is_tokenizer_file,
 )
-from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError, raised_as
 
 _MAX_SHARD_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
@@ -70,26 +70,20 @@ def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
         )
     if path.is_dir():
         config = _read_json(path / "config.json")
-        return model_from_parts(config, SafetensorsFolder(path), _tokenizer_files(path, config))
-    if path.suffix != ".gguf":
+        state: Weights = SafetensorsFolder(path)
+        tokenizer_files = _tokenizer_files(path, config)
+    elif path.suffix == ".gguf":
+        from aligner.checkpoint.hf.gguf import read_gguf  # brings in transformers
+
+        config, state, tokenizer_files = read_gguf(path)
+    else:
         raise CheckpointError(f"{str(path)!r} is neither a Hugging Face directory nor a .gguf file")
-    from aligner.checkpoint.hf.gguf import read_gguf  # brings in transformers
-
-    return model_from_parts(*read_gguf(path))
-
-
-def model_from_parts(
-    config: Mapping[str, Any], state: Weights, tokenizer_files: dict[str, bytes]
-) -> HuggingFaceModel:
-    """Put ``config.json``, a state dict and tokenizer files together."""
     architecture = architecture_from_hf(config)
-    table = family_of(architecture.family).table
-    return HuggingFaceModel(
-        architecture, HuggingFaceWeights(state, table, architecture), tokenizer_files
-    )
+    weights = HuggingFaceWeights(state, family_of(architecture.family).table, architecture)
+    return HuggingFaceModel(architecture, weights, tokenizer_files)
 
 
-class SafetensorsFolder(Mapping[str, Tensor]):
+class SafetensorsFolder(LazyTensors):
     """All tensors of a directory's safetensors files, memory-mapped and read when indexed."""
 
     def __init__(self, folder: Path) -> None:
@@ -112,6 +106,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 f"{str(folder)!r} holds no model.safetensors; pickled weights are not read, "
                 "save the model with save_pretrained(..., safe_serialization=True)"
             )
+        super().__init__(self._files)
 
     def _keys(self, name: str) -> list[str]:
         with _damage_named(self._folder / name):
@@ -128,22 +123,10 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             tensor: Tensor = self._open(name).get_tensor(key)
         return tensor
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._files  # without reading it
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
-@contextlib.contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{str(path)!r} is missing or damaged: {error}") from error
+def _damage_named(path: Path) -> contextlib.AbstractContextManager[None]:
+    text = f"{str(path)!r} is missing or damaged"
+    return raised_as(CheckpointError, text, SafetensorError, OSError)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -228,18 +211,14 @@ def new_folder(folder: Path) -> Iterator[Path]:
         )
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+    text, remedy = f"cannot write {str(folder)!r}", "free space or choose a writable directory"
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        sync_tree(partial)
-        os.replace(partial, folder)
-        sync_path(folder.parent)
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise StorageError(
-            f"cannot write {str(folder)!r}: {error}; free space or choose a writable directory"
-        ) from error
+        with raised_as(StorageError, text, OSError, SafetensorError, remedy=remedy):
+            partial.mkdir(parents=True)
+            yield partial
+            sync_tree(partial)
+            os.replace(partial, folder)
+            sync_path(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -292,18 +271,13 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> str:
         size += tensor.nbytes
         total += tensor.nbytes
     flush()
-    _name_shards(folder, shards, total)
-    return dtype
-
-
-def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
-    if len(shards) == 1:
-        (folder / "shard-0").rename(folder / "model.safetensors")
-        return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        part = "" if len(shards) == 1 else f"-{number + 1:05d}-of-{len(shards):05d}"
+        file = f"model{part}.safetensors"
         (folder / f"shard-{number}").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return dtype

@@ -6,7 +6,6 @@ and up) get the same A and each its rows of B.
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -44,7 +43,14 @@ def save_peft(
             f"the adapters come with a reward head (rm_head), which a Hugging Face "
             f"{family.model_type} cannot carry in our form; merge them into a .nemo"
         )
-    linears = dict(_linears(adapters, family.table, architecture))
+    linears = {  # A and B of every linear that Hugging Face's model has
+        module: (a, rows)
+        for name, a in adapters.tensors.items()
+        if (linear := name.removesuffix(LORA_A)) != name
+        for module, rows in part_rows(
+            linear, adapters.tensors[f"{linear}{LORA_B}"], family.table, architecture
+        ).items()
+    }
     state: dict[str, Tensor] = {}
     for module, (a, b) in linears.items():
         state[f"{_PREFIX}{module}.lora_A.weight"] = a.clone()  # shared tensors cannot be written
@@ -67,19 +73,6 @@ def save_peft(
     with new_folder(Path(folder)) as partial:
         save_file(state, partial / "adapter_model.safetensors", metadata={"format": "pt"})
         (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _linears(
-    adapters: Adapters, table: Table, architecture: GPTArchitecture
-) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """A and B of every linear that Hugging Face's model has."""
-    for name, a in adapters.tensors.items():
-        if not name.endswith(LORA_A):
-            continue
-        linear = name.removesuffix(LORA_A)
-        b = adapters.tensors[f"{linear}{LORA_B}"]
-        for module, rows in part_rows(linear, b, table, architecture).items():
-            yield module, (a, rows)
 
 
 def _targets(modules: set[str], table: Table) -> list[str]:

@@ -5,7 +5,7 @@ the parts, writing takes them apart again; both walk the same table.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from aligner.checkpoint.canonical import (
     EMBEDDING,
     OUTPUT_LAYER,
     REWARD_HEAD,
+    LazyTensors,
     Weights,
     check_shape,
     expected_shapes,
@@ -170,7 +171,7 @@ def part_rows(
     }
 
 
-class HuggingFaceWeights(Mapping[str, Tensor]):
+class HuggingFaceWeights(LazyTensors):
     """Canonical view of a Hugging Face state dict; tensors are read when indexed.
 
     A classifier's ``score`` is the reward head, and there is no output layer then.
@@ -186,6 +187,7 @@ class HuggingFaceWeights(Mapping[str, Tensor]):
         self._rows = {name: _row(name, table) for name in self._shapes}
         self._rows |= {name: (_COPY, [target]) for name, target in heads.items()}
         self._actual = self._resolve(table)
+        super().__init__(self._rows)
 
     def _resolve(self, table: Table) -> dict[str, str]:
         """Expected name → name in the state dict, which may lack the ``model.`` level."""
@@ -231,17 +233,8 @@ class HuggingFaceWeights(Mapping[str, Tensor]):
             check_shape(name, tensor.shape, self._shapes[name])
         return tensor
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows  # without reading it
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-
-class HuggingFaceView(Mapping[str, Tensor]):
+class HuggingFaceView(LazyTensors):
     """Canonical weights under Hugging Face's names; each is read when it is indexed."""
 
     def __init__(self, weights: Weights, table: Table, architecture: GPTArchitecture) -> None:
@@ -256,6 +249,7 @@ class HuggingFaceView(Mapping[str, Tensor]):
             for place, target in enumerate(targets)
         }
         self._last: tuple[str, list[Tensor]] = "", []
+        super().__init__(self._sources)
 
     def __getitem__(self, target: str) -> Tensor:
         name, place = self._sources[target]
@@ -263,12 +257,3 @@ class HuggingFaceView(Mapping[str, Tensor]):
             layout, _ = self._rows[name]
             self._last = name, layout.part(self._weights[name], self._architecture)
         return self._last[1][place].contiguous()
-
-    def __contains__(self, target: object) -> bool:
-        return target in self._sources
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
-
-    def __len__(self) -> int:
-        return len(self._sources)

@@ -22,7 +22,7 @@ from typing import IO, Any, Self
 
 from aligner.checkpoint.nemo.inflated import open_inflated
 from aligner.config.fields import HUB_NAME
-from aligner.errors import CheckpointError, CheckpointNotFoundError
+from aligner.errors import CheckpointError, CheckpointNotFoundError, raised_as
 
 CHECKSUMS = "checksums.json"  # member → SHA-256 of those that have no CRC-32 of their own
 _KEY = "model.restore_from_path"
@@ -65,40 +65,34 @@ class ArchiveReader:
                 )
             raise CheckpointNotFoundError(text)
         if self.path.is_dir():
-            self.names = frozenset(_directory_names(self.path))
+            paths = list(self.path.rglob("*"))
+            for path in paths:
+                if path.is_symlink():
+                    raise CheckpointError(
+                        f"checkpoint directory {str(self.path)!r} holds a link, {path.name!r}"
+                    )
+            files = (path.relative_to(self.path) for path in paths if path.is_file())
+            self.names = frozenset(file.as_posix() for file in files)
             return
-        self._stream = self._plain_tar_stream()
+        self._stream: IO[bytes] = open(self.path, "rb")  # noqa: SIM115 - closed by close()
+        if self._stream.read(2) == _GZIP_MAGIC:
+            self._stream.close()
+            self._stream = open_inflated(self.path)
+        self._stream.seek(0)
+        foreign = f"{str(self.path)!r} is not a .nemo archive (a tar, plain or gzip)"
         try:
-            self._tar = self._open_tar()
+            with raised_as(CheckpointError, foreign, tarfile.TarError):
+                self._tar = tarfile.open(fileobj=self._stream, mode="r:")  # noqa: SIM115
             self._members = self._checked_members(self._tar)
         except BaseException:
             self._stream.close()
             raise
         self.names = frozenset(self._members)
 
-    def _plain_tar_stream(self) -> IO[bytes]:
-        stream = open(self.path, "rb")  # noqa: SIM115 - closed by close()
-        if stream.read(2) != _GZIP_MAGIC:
-            stream.seek(0)
-            return stream
-        stream.close()
-        return open_inflated(self.path)
-
-    def _open_tar(self) -> tarfile.TarFile:
-        try:
-            return tarfile.open(fileobj=self._stream, mode="r:")
-        except tarfile.TarError as error:
-            raise CheckpointError(
-                f"{str(self.path)!r} is not a .nemo archive (a tar, plain or gzip): {error}"
-            ) from error
-
     def _checked_members(self, tar: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
-        try:
+        text, damage = f"{str(self.path)!r} is truncated or damaged", (tarfile.TarError, ValueError)
+        with raised_as(CheckpointError, text, *damage, remedy="copy it anew"):
             infos = tar.getmembers()
-        except (tarfile.TarError, ValueError) as error:
-            raise CheckpointError(
-                f"{str(self.path)!r} is truncated or damaged ({error}); copy it anew"
-            ) from error
         members: dict[str, tarfile.TarInfo] = {}
         end = 0
         for info in infos:
@@ -157,17 +151,20 @@ class ArchiveReader:
             )
         return data
 
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Member ``name``, a JSON object."""
+        data = bytes(self.view(name)) if name == CHECKSUMS else self.read(name)
+        text, damage = f"{name} of {str(self.path)!r} is damaged", (ValueError, RecursionError)
+        with raised_as(CheckpointError, text, *damage, remedy="copy the file anew"):
+            value = json.loads(data)
+            if not isinstance(value, dict):
+                raise ValueError(f"a {type(value).__name__} instead of an object")
+        return value
+
     @functools.cached_property
     def _digests(self) -> dict[str, Any]:
         """SHA-256 of small members; {} for an archive without a list."""
-        if CHECKSUMS not in self.names:
-            return {}
-        try:
-            listed = dict(json.loads(bytes(self.view(CHECKSUMS))))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{CHECKSUMS} of {str(self.path)!r} is damaged ({error}); copy the file anew"
-            ) from error
+        listed = self.read_json(CHECKSUMS) if CHECKSUMS in self.names else {}
         absent = sorted(set(listed) - self.names)
         if absent:
             raise CheckpointError(
@@ -228,14 +225,6 @@ def _mapping(stream: IO[bytes]) -> memoryview:
     # Writable, because torch wants such memory; private, so that the file never changes.
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _NO_RESERVE
     return memoryview(mmap.mmap(stream.fileno(), 0, flags=flags, prot=protection))
-
-
-def _directory_names(root: Path) -> Iterator[str]:
-    for path in root.rglob("*"):
-        if path.is_symlink():
-            raise CheckpointError(f"checkpoint directory {str(root)!r} holds a link, {path.name!r}")
-        if path.is_file():
-            yield path.relative_to(root).as_posix()
 
 
 def _safe_name(archive: Path, info: tarfile.TarInfo) -> str:

@@ -23,15 +23,23 @@ def write_artifacts(
 ) -> None:
     """Package the files and point ``config`` (changed in place) at them, by dotted key."""
     for key, path in sorted(artifacts.items()):
-        content = path.read_bytes()
         name = _PREFIX.sub("", path.name)  # one that came out of a `.nemo` has a prefix already
-        member = f"{hashlib.sha256(content).hexdigest()[:32]}_{name}"
-        archive.add(member, content)
         *parents, leaf = key.split(".")
         level = config
-        for name in parents:
-            level = level.setdefault(name, {})
-        level[leaf] = f"{_REFERENCE}{member}"
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[leaf] = _add(archive, name, path.read_bytes())
+
+
+def _add(archive: ArchiveWriter, name: str, content: bytes) -> str:
+    """Package a file and return the reference to it.
+
+    The hexadecimal prefix, a random one in NeMo, is the content's digest: equal models give equal
+    bytes.
+    """
+    member = f"{hashlib.sha256(content).hexdigest()[:32]}_{name}"
+    archive.add(member, content)
+    return f"{_REFERENCE}{member}"
 
 
 def extract_artifacts(archive: ArchiveReader, config: Mapping[str, Any], folder: Path) -> bool:
@@ -92,33 +100,23 @@ def read_tokenizer_files(archive: ArchiveReader, config: Mapping[str, Any]) -> d
                 f"{str(name)!r}, which no tokenizer has; refused as malicious"
             )
     references = {**{name: value for name, value in roles.items() if value}, **listed}
-    return {
-        name: archive.read(_member(archive, value[len(_REFERENCE) :]))
+    members = {
+        name: value.removeprefix(_REFERENCE)
         for name, value in references.items()
         if isinstance(value, str) and value.startswith(_REFERENCE)
     }
-
-
-def _member(archive: ArchiveReader, reference: str) -> str:
-    if reference not in archive.names:
-        raise CheckpointError(
-            f"model_config.yaml names tokenizer file {reference!r}, which {str(archive.path)!r} "
-            "does not hold"
-        )
-    return reference
+    for member in members.values():
+        if member not in archive.names:
+            raise CheckpointError(
+                f"model_config.yaml names tokenizer file {member!r}, which {str(archive.path)!r} "
+                "does not hold"
+            )
+    return {name: archive.read(member) for name, member in members.items()}
 
 
 def write_tokenizer_files(archive: ArchiveWriter, files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Package tokenizer files; returns the ``tokenizer`` section that names them.
-
-    The hexadecimal prefix, a random one in NeMo, is the content's digest here: equal models give
-    equal bytes.
-    """
-    references: dict[str, str] = {}
-    for name, content in sorted(files.items()):
-        member = f"{hashlib.sha256(content).hexdigest()[:32]}_{name}"
-        archive.add(member, content)
-        references[name] = f"{_REFERENCE}{member}"
+    """Package tokenizer files; returns the ``tokenizer`` section that names them."""
+    references = {name: _add(archive, name, content) for name, content in sorted(files.items())}
     section: dict[str, Any] = {"type": None, "model": None, "vocab_file": None, "merge_file": None}
     beside = {name: references.pop(name) for name in [GENERATION_CONFIG] if name in references}
     if set(references) == {"tokenizer.model"}:

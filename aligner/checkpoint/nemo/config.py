@@ -12,7 +12,7 @@ from aligner.architecture import (
     PositionEmbedding,
     RopeScaling,
 )
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, raised_as
 
 Config = dict[str, Any]
 
@@ -44,7 +44,8 @@ _WRITTEN_ACTIVATIONS: dict[Activation, str] = {
     "swiglu": "fast-swiglu",
     "geglu": "fast-geglu",
 }
-# Kinds of experts other than Mixtral's and Qwen3-MoE's, by the value that means "not that".
+# Kinds of experts that megatron-core has and `GPTArchitecture` has not (Mixtral's and Qwen3-MoE's
+# only), by the value that means "not that".
 _PLAIN_EXPERTS: Config = {
     "moe_shared_expert_intermediate_size": None,
     "moe_layer_freq": 1,
@@ -60,10 +61,9 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 def parse_config(data: bytes) -> Config:
     """Parse the YAML; simple references such as ``${.encoder_seq_length}`` are followed."""
-    try:
+    damage = (yaml.YAMLError, UnicodeDecodeError, RecursionError)
+    with raised_as(CheckpointError, "model_config.yaml cannot be parsed", *damage):
         config = yaml.safe_load(data)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"model_config.yaml cannot be parsed: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError("model_config.yaml is not a mapping of keys to values")
     if isinstance(config.get("model"), dict):
@@ -102,8 +102,15 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
         value = config.get(key)
         return default if value is None else value
 
-    _check_experts(config)
-    try:
+    for key, plain in _PLAIN_EXPERTS.items():
+        if config.get("num_moe_experts") and config.get(key) not in (None, plain):
+            raise CheckpointError(
+                f"{key}={config[key]!r} in model_config.yaml is not supported; supported: {plain!r}"
+            )
+    wrong_kinds = (TypeError, ValueError, ArithmeticError)
+    with raised_as(
+        CheckpointError, "model_config.yaml holds a value of a wrong kind", *wrong_kinds
+    ):
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         return GPTArchitecture(
             num_layers=int(config["num_layers"]),
@@ -127,7 +134,8 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             bias_linear=bool(get("bias", True)),
             bias_qkv=bool(get("qkv_bias", False)) and not get("bias", True),
             qk_layernorm=bool(get("qk_layernorm", False)),
-            window_size=_window(config),
+            # NeMo's ``[left, 0]`` counts the tokens before the current one, ours counts it in.
+            window_size=int(config["window_size"][0]) + 1 if config.get("window_size") else None,
             attention_dropout=float(get("attention_dropout", 0.1)),
             hidden_dropout=float(get("hidden_dropout", 0.1)),
             init_std=float(get("init_method_std", 0.02)),
@@ -138,35 +146,16 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             moe_router_pre_softmax=bool(get("moe_router_pre_softmax", False)),
             family=config.get("hf_model_type"),
         )
-    except (TypeError, ValueError, ArithmeticError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"model_config.yaml holds a value of a wrong kind: {error}"
-        ) from error
-
-
-def _check_experts(config: Config) -> None:
-    """Refuse mixtures of experts that megatron-core has and `GPTArchitecture` has not."""
-    if not config.get("num_moe_experts"):
-        return
-    for key, plain in _PLAIN_EXPERTS.items():
-        if config.get(key) not in (None, plain):
-            raise CheckpointError(
-                f"{key}={config[key]!r} in model_config.yaml is not supported; supported: {plain!r}"
-            )
 
 
 def _choice(config: Config, key: str, default: str, known: dict[str, Any]) -> Any:
     given = default if config.get(key) is None else config[key]
-    if not isinstance(given, str):
-        raise CheckpointError(
-            f"{key} in model_config.yaml is a {type(given).__name__}; known: {', '.join(known)}"
-        )
-    value = given.lower()
+    value = str(given).lower()
     if value not in known:
+        kind = "" if isinstance(given, str) else f", a {type(given).__name__},"
         raise CheckpointError(
-            f"{key}={value!r} in model_config.yaml is not supported; known: {', '.join(known)}"
+            f"{key}={value!r}{kind} in model_config.yaml is not supported; known: "
+            f"{', '.join(known)}"
         )
     return known[value]
 
@@ -199,23 +188,14 @@ def _positions(config: Config) -> int:
 
 def _rope_scaling(config: Config) -> RopeScaling | None:
     if config.get("rope_scaling"):
-        try:
+        text = "rope_scaling in model_config.yaml is no mapping of its settings"
+        with raised_as(CheckpointError, text, TypeError):
             return RopeScaling(**config["rope_scaling"])
-        except TypeError as error:
-            raise CheckpointError(
-                f"rope_scaling in model_config.yaml is no mapping of its settings: {error}"
-            ) from error
     if config.get("scale_positional_embedding"):  # NeMo's switch for Llama 3.1, constants built in
         return RopeScaling(factor=float(config.get("scale_factor") or 8.0))
     if config.get("seq_len_interpolation_factor"):
         return RopeScaling(factor=float(config["seq_len_interpolation_factor"]), kind="linear")
     return None
-
-
-def _window(config: Config) -> int | None:
-    """NeMo's ``[left, 0]`` counts the tokens before the current one, ours counts it in."""
-    window = config.get("window_size")
-    return int(window[0]) + 1 if window else None
 
 
 def config_from_architecture(architecture: GPTArchitecture) -> Config:

@@ -21,7 +21,7 @@ import zlib
 from pathlib import Path
 from typing import IO
 
-from aligner.errors import CheckpointError, StorageError
+from aligner.errors import CheckpointError, StorageError, raised_as
 
 _PREFIX = "aligner-inflated"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -159,16 +159,13 @@ def _private(path: Path) -> IO[bytes]:
 
 
 def _inflate(path: Path, target: IO[bytes]) -> None:
-    try:
+    no_room = f"no room to inflate {str(path)!r} under {tempfile.gettempdir()!r}"
+    text = f"{str(path)!r} is a truncated or damaged gzip archive"
+    damage = (EOFError, gzip.BadGzipFile, zlib.error)
+    with (
+        raised_as(StorageError, no_room, OSError, remedy="free space or set TMPDIR"),
+        raised_as(CheckpointError, text, *damage, remedy="copy it anew"),
+    ):
         with gzip.open(path) as packed:
             shutil.copyfileobj(packed, target, 1 << 20)
         target.flush()
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise CheckpointError(
-            f"{str(path)!r} is a truncated or damaged gzip archive ({error}); copy it anew"
-        ) from error
-    except OSError as error:
-        raise StorageError(
-            f"no room to inflate {str(path)!r} under {tempfile.gettempdir()!r}: {error}; "
-            "free space or set TMPDIR"
-        ) from error

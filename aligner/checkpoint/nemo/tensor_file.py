@@ -84,6 +84,11 @@ class StoredTensor:
     view: Tensor
     record: Record | None = None  # None: its bytes have been read and compared already
 
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        return self.view.shape
+
     def begin(self) -> None:
         """Check its record in a thread, so that `read` waits less."""
         if self.record is not None:

@@ -21,7 +21,7 @@ from torch.serialization import _get_layout
 
 from aligner.checkpoint.nemo.archive import ArchiveReader, ArchiveWriter
 from aligner.checkpoint.nemo.tensor_file import StoredTensor, load_tensors
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, raised_as
 
 DATA_FILE = "__0_0.distcp"
 _FORMAT = {
@@ -89,12 +89,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def read_metadata(data: bytes) -> dcp.Metadata:
     """Unpickle ``.metadata`` safely."""
-    try:
+    # A damaged pickle raises nearly anything.
+    with raised_as(CheckpointError, ".metadata of the checkpoint is damaged"):
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle raises nearly anything
-        raise CheckpointError(f".metadata of the checkpoint is damaged: {error!r}") from error
     if not isinstance(metadata, dcp.Metadata):
         raise CheckpointError(f".metadata holds a {type(metadata).__name__}, not metadata")
     return metadata

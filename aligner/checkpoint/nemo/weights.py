@@ -1,11 +1,10 @@
 """All weight layouts found in `.nemo` files, read lazily into canonical form."""
 
 import itertools
-import json
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,20 +13,21 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import (
     OUTPUT_LAYER,
     REWARD_HEAD,
+    LazyTensors,
     canonical_name,
     check_names,
     check_shape,
     expected_shapes,
     merge,
+    origin_of_rows,
+    runs_of_rows,
     split,
     split_axis,
-    unpad_vocabulary,
 )
 from aligner.checkpoint.nemo.archive import ArchiveReader
 from aligner.checkpoint.nemo.tensor_file import StoredTensor, load_tensors
 from aligner.checkpoint.nemo.torch_dist import TorchDistSource
 from aligner.checkpoint.nemo.zarr_v2 import ZarrSource
-from aligner.checkpoint.resplit import origin_of_rows, runs_of_rows
 from aligner.errors import CheckpointError
 
 WEIGHTS_FOLDER = "model_weights"
@@ -41,178 +41,136 @@ _STACKED_EXPERTS = ".experts.experts."
 _LEGACY_UP = re.compile(r"(.*\.mlp\.)dense_h_to_4h_2\.(weight|bias)$")
 
 
-class Reader(Protocol):
-    """Reader of one whole tensor."""
-
-    def __call__(self) -> Tensor:
-        """The tensor, its bytes checked."""
-        ...
-
-    def begin(self, tp_rank: int = 0, tp_size: int = 1) -> None:
-        """Check the bytes of a tensor-parallel rank's share in threads, before they are read."""
-        ...
-
-
 @dataclass(frozen=True)
-class JoinedParts:
-    """Reader of a tensor that tensor parallelism split: ``parts`` in the order of their ranks.
+class StackedPart:
+    """A tensor of a distributed checkpoint, or one layer or expert of it."""
 
-    Shapes of the parts: see `merge`.
-    """
-
-    name: str
-    parts: list[StoredTensor]
-    architecture: GPTArchitecture
-
-    def __call__(self) -> Tensor:
-        """The whole tensor."""
-        return merge(self.name, [part.read() for part in self.parts], self.architecture)
-
-    def begin(self, tp_rank: int = 0, tp_size: int = 1) -> None:
-        """See `Reader`."""
-        count = len(self.parts)
-        for part in self.parts[tp_rank * count // tp_size : -(-(tp_rank + 1) * count // tp_size)]:
-            part.begin()
+    source: TorchDistSource | ZarrSource
+    key: str
+    index: tuple[int, ...]
 
     @property
-    def whole_shape(self) -> torch.Size:
-        """Its shape, for which nothing is read."""
-        parts = [torch.empty_like(part.view, device="meta") for part in self.parts]
-        return merge(self.name, parts, self.architecture).shape
+    def shape(self) -> tuple[int, ...]:
+        """Shape without the axes of layers and experts."""
+        return self.source.shapes[self.key][len(self.index) :]
 
-    def share(self, tp_rank: int, tp_size: int) -> Tensor:
-        """`split` of the whole tensor, for which only the parts that it needs are read.
-
-        Returns a view of one part where the rows were together.
-        """
-        axis, shape = split_axis(self.name), self.parts[0].view.shape
-        are_equal = all(part.view.shape == shape for part in self.parts)
-        if axis is None or not are_equal or len(shape) <= axis:
-            return split(self.name, self(), self.architecture, tp_rank, tp_size)
-        origin = origin_of_rows(
-            self.name, shape, len(self.parts), self.architecture, tp_rank=tp_rank, tp_size=tp_size
-        )
-        runs = list(runs_of_rows(origin, shape[axis]))
-        if len(runs) == 1 and runs[0][3] == len(origin):
-            _, index, start, length = runs[0]
-            return self.parts[index].read().narrow(axis, start, length)
-        wanted = [len(origin) if dim == axis else size for dim, size in enumerate(shape)]
-        result = self.parts[0].view.new_zeros(wanted)
-        for first, index, start, length in runs:
-            rows = self.parts[index].read().narrow(axis, start, length)
-            result.narrow(axis, first, length).copy_(rows)
-        return result
-
-
-@dataclass(frozen=True)
-class StackedTensor:
-    """Reader of a tensor of a distributed checkpoint, or of one layer or expert of it."""
-
-    source: "TensorSource"
-    key: str
-    index: tuple[int, ...] = ()
-
-    def __call__(self) -> Tensor:
-        """The tensor."""
-        return self.source.read(self.key, self.index)
-
-    def begin(self, tp_rank: int = 0, tp_size: int = 1) -> None:
-        """See `Reader`."""
+    def begin(self) -> None:
+        """Check its bytes in threads, if they are checked at all, before they are read."""
         self.source.begin(self.key, self.index)
 
+    def read(self) -> Tensor:
+        """The tensor, its bytes checked."""
+        return self.source.read(self.key, self.index)
 
-class LazyWeights(Mapping[str, Tensor]):
+
+Part = StoredTensor | StackedPart
+
+
+class LazyWeights(LazyTensors):
     """Canonical weights that are read when indexed; names and shapes are checked.
 
-    While the caller copies a tensor, a thread checks the bytes of the next one in the order of
-    ``readers``, which maps each canonical name to what reads its tensor.
+    While the caller copies a tensor, a thread checks the bytes of the next one.
+
+    Args:
+        parts: canonical name → parts of the tensor in the order of the tensor-parallel ranks that
+            wrote them, as `merge` joins them. The order of the names is that of the threads.
+        architecture: shape of the model.
+        source: name of the file, for errors.
     """
 
     def __init__(
-        self,
-        readers: Mapping[str, Reader],
-        architecture: GPTArchitecture,
-        source: str,
+        self, parts: Mapping[str, Sequence[Part]], architecture: GPTArchitecture, source: str
     ) -> None:
-        check_names(readers, architecture, source)
+        check_names(parts, architecture, source)
         self._architecture = architecture
         self._shapes = expected_shapes(architecture)
         # A copy of the tied embedding on the last pipeline stage is not a weight of its own.
-        tied = architecture.tie_embeddings
-        self._readers = {n: read for n, read in readers.items() if not (tied and n == OUTPUT_LAYER)}
-        self._next = dict(itertools.pairwise(self._readers))
+        tied_copy = OUTPUT_LAYER if architecture.tie_embeddings else None
+        self._parts = {name: each for name, each in parts.items() if name != tied_copy}
+        self._next = dict(itertools.pairwise(self._parts))
+        super().__init__(self._parts)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = unpad_vocabulary(name, self._readers[name](), self._architecture)
-        if name in self._next:
-            self._readers[self._next[name]].begin()
-        if name not in REWARD_HEAD:
-            check_shape(name, tensor.shape, self._shapes[name])
+        tensor = self._whole(name)
+        self._begin_next(name)
         return tensor
 
     def share(self, name: str, tp_rank: int, tp_size: int) -> Tensor:
-        """This rank's part of a tensor (`split`), of which no more is read where it is mapped."""
-        reader = self._readers[name]
-        if not isinstance(reader, JoinedParts):
+        """`split` of a tensor; of several parts only those that it needs are read.
+
+        Returns a view of one part if the rows were together.
+        """
+        parts = self._parts[name]
+        if isinstance(parts[0], StackedPart):
             return split(name, self[name], self._architecture, tp_rank, tp_size)
-        check_shape(name, reader.whole_shape, self._shapes[name])
-        share = reader.share(tp_rank, tp_size)
-        if name in self._next:
-            self._readers[self._next[name]].begin(tp_rank, tp_size)
+        axis, shape = split_axis(name), parts[0].shape
+        if axis is None or len(shape) <= axis or any(part.shape != shape for part in parts):
+            share = split(name, self._whole(name), self._architecture, tp_rank, tp_size)
+        else:
+            share = self._resplit(name, axis, parts[0].view, tp_rank, tp_size)
+        self._begin_next(name, tp_rank, tp_size)
         return share
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._readers  # without reading it
+    def _whole(self, name: str) -> Tensor:
+        self._check_shape(name)
+        return merge(name, [part.read() for part in self._parts[name]], self._architecture)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
+    def _resplit(self, name: str, axis: int, like: Tensor, tp_rank: int, tp_size: int) -> Tensor:
+        """Rows (or columns) of a share out of parts that are of the shape and dtype of ``like``."""
+        self._check_shape(name)
+        parts, shape = self._parts[name], like.shape
+        ranks = {"tp_rank": tp_rank, "tp_size": tp_size}
+        origin = origin_of_rows(name, shape, len(parts), self._architecture, **ranks)
+        runs = list(runs_of_rows(origin, shape[axis]))
+        rows = [parts[part].read().narrow(axis, start, length) for _, part, start, length in runs]
+        if len(rows) == 1 and runs[0][3] == len(origin):
+            return rows[0]
+        wanted = [len(origin) if dim == axis else size for dim, size in enumerate(shape)]
+        result = like.new_zeros(wanted)
+        for (first, _, _, length), part in zip(runs, rows, strict=True):
+            result.narrow(axis, first, length).copy_(part)
+        return result
 
-    def __len__(self) -> int:
-        return len(self._readers)
+    def _check_shape(self, name: str) -> None:
+        """Check the shape of the whole tensor, of which nothing is read."""
+        if name not in REWARD_HEAD:  # for a head that does not fit, the role's error is clearer
+            forms = [torch.empty(part.shape, device="meta") for part in self._parts[name]]
+            whole = merge(name, forms, self._architecture)
+            check_shape(name, whole.shape, self._shapes[name])
 
-
-class TensorSource(Protocol):
-    """A distributed checkpoint: global tensors, readable in part."""
-
-    shapes: dict[str, tuple[int, ...]]
-
-    def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Tensor ``key`` with its leading axes fixed at ``index``."""
-        ...
-
-    def begin(self, key: str, index: tuple[int, ...] = ()) -> None:
-        """Check what `read` is going to read in threads, if it is checked at all."""
-        ...
+    def _begin_next(self, name: str, tp_rank: int = 0, tp_size: int = 1) -> None:
+        """Check the bytes of the next tensor that a tensor-parallel rank is going to read."""
+        if name in self._next:
+            parts = self._parts[self._next[name]]
+            first, end = (rank * len(parts) / tp_size for rank in (tp_rank, tp_rank + 1))
+            for part in parts[math.floor(first) : math.ceil(end)]:
+                part.begin()
 
 
 def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyWeights:
     """Find out how the archive lays out its weights and open them."""
     names = archive.names
     if f"{WEIGHTS_FOLDER}/metadata.json" in names:
-        readers = _stacked_readers(_distributed_source(archive), architecture)
+        parts = _stacked_parts(_distributed_source(archive), architecture)
     elif WEIGHTS_FILE in names:
-        readers = _rank_readers([[_load_rank(archive, WEIGHTS_FILE)]], architecture)
+        parts = _rank_parts([[_load_rank(archive, WEIGHTS_FILE)]])
     elif any(map(_RANK_FILE.match, names)):
-        readers = _rank_readers(_load_ranks(archive), architecture)
+        parts = _rank_parts(_load_ranks(archive))
     else:
         raise CheckpointError(
             f"{str(archive.path)!r} holds no weights: expected {WEIGHTS_FILE}, "
             f"{WEIGHTS_FOLDER}/metadata.json, mp_rank_XX/ or tp_rank_XX_pp_rank_XXX/"
         )
-    return LazyWeights(readers, architecture, repr(str(archive.path)))
+    return LazyWeights(parts, architecture, repr(str(archive.path)))
 
 
-def _distributed_source(archive: ArchiveReader) -> TensorSource:
-    try:
-        metadata = json.loads(archive.read(f"{WEIGHTS_FOLDER}/metadata.json"))
-        backend = metadata["sharded_backend"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{WEIGHTS_FOLDER}/metadata.json is damaged: {error!r}") from error
-    sources: dict[str, Callable[[ArchiveReader, str], TensorSource]] = {
+def _distributed_source(archive: ArchiveReader) -> TorchDistSource | ZarrSource:
+    backend = archive.read_json(f"{WEIGHTS_FOLDER}/metadata.json").get("sharded_backend")
+    sources: dict[str, type[TorchDistSource] | type[ZarrSource]] = {
         "torch_dist": TorchDistSource,
         "zarr": ZarrSource,
     }
-    if backend not in sources:
+    if not isinstance(backend, str) or backend not in sources:
         raise CheckpointError(
             f"{WEIGHTS_FOLDER}/metadata.json names sharded_backend={backend!r}; "
             f"known: {', '.join(sources)}"
@@ -220,34 +178,32 @@ def _distributed_source(archive: ArchiveReader) -> TensorSource:
     return sources[backend](archive, WEIGHTS_FOLDER)
 
 
-def _stacked_readers(source: TensorSource, architecture: GPTArchitecture) -> dict[str, Reader]:
-    """Undo the stacking: one reader for each layer (and expert) of each stacked tensor.
+def _stacked_parts(
+    source: TorchDistSource | ZarrSource, architecture: GPTArchitecture
+) -> dict[str, Sequence[Part]]:
+    """Undo the stacking: one part for each layer (and expert) of each stacked tensor.
 
     Of more layers than the model has only the first surplus one is named, which is refused.
     """
-    most_layers = architecture.num_layers + 1
-    most_experts = (architecture.num_moe_experts or 0) + 1
-    readers: dict[str, Reader] = {}
-
+    most = (architecture.num_layers + 1, (architecture.num_moe_experts or 0) + 1)
+    parts: dict[str, Sequence[Part]] = {}
     for key, shape in source.shapes.items():
         name = canonical_name(key)
         if name is None:
             continue
         stacked = _STACKED.match(name)
-        if stacked is None:
-            readers[name] = StackedTensor(source, key)
-            continue
-        if len(shape) < 1 + (_STACKED_EXPERTS in f".{stacked[1]}"):
+        has_experts = stacked is not None and _STACKED_EXPERTS in f".{stacked[1]}"
+        axes = 0 if stacked is None else 1 + has_experts
+        if len(shape) < axes:
             raise CheckpointError(f"{key} is no stack of layers: its shape is {list(shape)}")
-        for layer in range(min(shape[0], most_layers)):
-            suffix = f"decoder.layers.{layer}.{stacked[1]}"
-            if _STACKED_EXPERTS not in suffix:
-                readers[suffix] = StackedTensor(source, key, (layer,))
-                continue
-            for expert in range(min(shape[1], most_experts)):
-                local = suffix.replace(_STACKED_EXPERTS, f".experts.local_experts.{expert}.")
-                readers[local] = StackedTensor(source, key, (layer, expert))
-    return readers
+        sizes = zip(shape[:axes], most, strict=False)
+        for index in itertools.product(*(range(min(size, limit)) for size, limit in sizes)):
+            unique = name if stacked is None else f"decoder.layers.{index[0]}.{stacked[1]}"
+            if has_experts:
+                local = f".experts.local_experts.{index[1]}."
+                unique = unique.replace(_STACKED_EXPERTS, local)
+            parts[unique] = [StackedPart(source, key, index)]
+    return parts
 
 
 RankState = dict[str, StoredTensor]
@@ -296,11 +252,9 @@ def _load_ranks(archive: ArchiveReader) -> list[list[RankState]]:
     return [[_load_rank(archive, files[pp, tp]) for tp in range(ranks)] for pp in range(stages)]
 
 
-def _rank_readers(
-    stages: list[list[RankState]], architecture: GPTArchitecture
-) -> dict[str, Reader]:
-    """One reader for each tensor, merging its tensor-parallel parts; layers renumbered globally."""
-    readers: dict[str, Reader] = {}
+def _rank_parts(stages: list[list[RankState]]) -> dict[str, Sequence[Part]]:
+    """Tensor-parallel parts of each tensor; layers renumbered globally."""
+    parts: dict[str, Sequence[Part]] = {}
     first_layer = 0
     for stage, ranks in enumerate(stages):
         layers = 0
@@ -310,7 +264,6 @@ def _rank_readers(
             match = _LAYER.match(name)
             layers = max(layers, int(match[1]) + 1 if match else 0)
             unique = f"decoder.layers.{int(match[1]) + first_layer}.{match[2]}" if match else name
-            parts = [rank[name] for rank in ranks]
-            readers[unique] = JoinedParts(unique, parts, architecture)
+            parts[unique] = [rank[name] for rank in ranks]
         first_layer += layers
-    return readers
+    return parts

@@ -5,7 +5,6 @@ Extra state lies beside the tensors as ``shard_l_L.pt`` without ``.zarray`` and 
 """
 
 import itertools
-import json
 import math
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aligner.checkpoint.nemo.archive import ArchiveReader
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, raised_as
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -37,7 +36,7 @@ class ZarrSource:
         self._folder = folder
         prefix = f"{folder}/"
         self._headers = {
-            name[len(prefix) : -len(_HEADER)]: _header(name, archive.read(name))
+            name[len(prefix) : -len(_HEADER)]: _header(archive, name)
             for name in archive.names
             if name.startswith(prefix) and name.endswith(_HEADER)
         }
@@ -83,15 +82,14 @@ class ZarrSource:
         return torch.frombuffer(bytearray(data), dtype=dtype).view(chunk)
 
 
-def _header(name: str, data: bytes) -> dict[str, Any]:
-    try:
-        header = json.loads(data)
+def _header(archive: ArchiveReader, name: str) -> dict[str, Any]:
+    header = archive.read_json(name)
+    text = f"{name} is not a zarr version 2 header"
+    with raised_as(CheckpointError, text, KeyError, TypeError):
         shape, chunks = header["shape"], header["chunks"]
         known = len(shape) == len(chunks) and header["dtype"] in _DTYPES
         plain = header.get("compressor") is None and not header.get("filters")
         supported = known and plain and header.get("order", "C") == "C"
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{name} is not a zarr version 2 header: {error!r}") from error
     if not supported:
         raise CheckpointError(
             f"{name}: only uncompressed zarr version 2 of dtype {', '.join(_DTYPES)} is read; got "

@@ -1,19 +1,31 @@
-"""The directories of a run state on the disk: reading their manifests, removing, recovering."""
+"""The directories of a run state: manifest, checksums, replacing, removing, recovering.
 
+Checksums are CRC-32, computed while the bytes are written. They protect against accidents (a
+flipped bit, a block of zeros after a power cut), not against people. Those of a role's files are in
+`CHECKSUMS` in the role's folder, all others in the manifest.
+"""
+
+import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aligner.checkpoint.durable import sync_path
-from aligner.errors import CheckpointError, DamagedStateError
+from aligner.checkpoint.durable import sync_path, sync_tree, write_json
+from aligner.errors import CheckpointError, DamagedStateError, StorageError, raised_as
 
 FORMAT = 3
+CHECKSUMS = "checksums.json"  # in a folder: the checksum of each of its files by name
 _STEP_NAME = re.compile(r"step_(\d{6,})")
+_BLOCK = 1 << 22
+
+# All-gathers one small object over the ranks: `exchange(mine)[r]` is what rank r gave.
+Exchange = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,77 @@ class SavedState:
     monitor: str | None
     metric: float | None  # value of ``monitor`` at that step; None: not measured
     checksums: Mapping[str, str]  # of files by name; empty in states of earlier versions
+
+
+@contextlib.contextmanager
+def raised_on_all(exchange: Exchange, prefix: str = "") -> Iterator[None]:
+    """Run the block on every rank; if it fails on any, raise on all.
+
+    A rank that did not fail raises a `StorageError`, or a `DamagedStateError` if all failures are
+    of that kind. ``prefix`` begins its message.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    is_damage = isinstance(error, DamagedStateError)
+    reports = exchange(None if error is None else (str(error), is_damage))
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {report[0]}" for rank, report in enumerate(reports) if report]
+    if failed:
+        kind = DamagedStateError if all(each[1] for each in reports if each) else StorageError
+        raise kind(prefix + "; ".join(failed))
+
+
+def checksum_text(checksum: int) -> str:
+    """The checksum as written in JSON: eight hexadecimal digits."""
+    return f"{checksum:08x}"
+
+
+def file_checksum(path: Path) -> str:
+    """CRC-32 of a file's bytes."""
+    checksum = 0
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while block := file.read(_BLOCK):
+            checksum = zlib.crc32(block, checksum)
+    return checksum_text(checksum)
+
+
+def write_checksums(folder: Path, checksums: Mapping[str, int]) -> None:
+    """Write the checksums of files of ``folder`` beside them."""
+    write_json(folder / CHECKSUMS, {name: checksum_text(c) for name, c in checksums.items()})
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """Read the checksums that `write_checksums` wrote; empty if the folder has none."""
+    path = folder / CHECKSUMS
+    if not path.exists():
+        return {}
+    damage = (OSError, ValueError, AttributeError, RecursionError)
+    with raised_as(DamagedStateError, f"{path} cannot be read", *damage):
+        return {str(name): str(value) for name, value in json.loads(path.read_bytes()).items()}
+
+
+def check_files(folder: Path, checksums: Mapping[str, str]) -> None:
+    """Refuse files of ``folder``, with their checksums by name, that are not what was written.
+
+    Raises:
+        DamagedStateError: describes the first such file.
+    """
+    for name, written in checksums.items():
+        path = folder / name
+        try:
+            present = file_checksum(path)
+        except OSError as error:
+            raise DamagedStateError(f"{path} cannot be read: {error.strerror or error}") from error
+        if present != written:
+            raise DamagedStateError(
+                f"{path} is damaged: its checksum is {present} and was {written} when it was saved"
+            )
 
 
 def is_step(path: Path) -> bool:
@@ -40,7 +123,9 @@ def read_manifest(path: Path) -> SavedState:
         CheckpointError: a complete state of another version of this format, which is refused, never
             passed over.
     """
-    try:
+    text = f"the run state {path} is damaged or incomplete"
+    damage = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+    with raised_as(DamagedStateError, text, *damage):
         manifest = json.loads((path / "manifest.json").read_bytes())
         if isinstance(manifest["format"], int) and manifest["format"] != FORMAT:
             raise CheckpointError(
@@ -52,26 +137,28 @@ def read_manifest(path: Path) -> SavedState:
             if (path / name).stat().st_size != size:
                 raise ValueError(f"{name} does not have {size} bytes")
         checksums = {str(n): str(c) for n, c in manifest.get("checksums", {}).items()}
-        return SavedState(
-            path, _step_of(path, manifest), manifest["monitor"], manifest["metric"], checksums
-        )
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else error
-        raise DamagedStateError(
-            f"the run state {path} is damaged or incomplete: {reason}"
-        ) from error
+        step, metric = manifest["step"], manifest["metric"]
+        named = _STEP_NAME.fullmatch(path.name)
+        if type(step) is not int or (named is not None and step != int(named[1])):
+            raise ValueError(f"manifest.json is of step {step!r}")
+        if metric is not None and not isinstance(metric, (int, float)):
+            raise ValueError(f"manifest.json has the metric {metric!r}")
+        return SavedState(path, step, manifest["monitor"], metric, checksums)
 
 
-def _step_of(path: Path, manifest: Mapping[str, Any]) -> int:
-    step, metric = manifest["step"], manifest["metric"]
-    named = _STEP_NAME.fullmatch(path.name)
-    if type(step) is not int or (named is not None and step != int(named[1])):
-        raise ValueError(f"manifest.json is of step {step!r}")
-    if metric is not None and not isinstance(metric, (int, float)):
-        raise ValueError(f"manifest.json has the metric {metric!r}")
-    return step
+def replace_folder(partial: Path, final: Path) -> None:
+    """Flush ``partial`` and give it the name ``final``.
+
+    An earlier directory of that name is kept as ``.old-<name>`` until then.
+    """
+    sync_tree(partial)
+    old = final.with_name(f".old-{final.name}")
+    if final.exists():
+        discard(old)
+        os.rename(final, old)
+    os.rename(partial, final)
+    sync_path(final.parent)
+    discard(old)
 
 
 def discard(path: Path) -> None:

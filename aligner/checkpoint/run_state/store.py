@@ -24,10 +24,9 @@ While training goes on, a state is written by threads::
 import contextlib
 import json
 import logging
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -40,18 +39,22 @@ from aligner.checkpoint.background import BackgroundTask
 from aligner.checkpoint.durable import (
     require_free_space,
     storage_error,
-    sync_path,
-    sync_tree,
     write_json,
 )
-from aligner.checkpoint.run_state.checksums import CHECKSUMS, damage, file_checksum, read_checksums
 from aligner.checkpoint.run_state.files import (
+    CHECKSUMS,
     FORMAT,
+    Exchange,
     SavedState,
+    check_files,
     discard,
+    file_checksum,
     is_step,
+    raised_on_all,
+    read_checksums,
     read_manifest,
     recover,
+    replace_folder,
 )
 from aligner.checkpoint.run_state.tree import (
     estimate_bytes,
@@ -68,6 +71,7 @@ from aligner.errors import (
     ConfigError,
     DamagedStateError,
     StorageError,
+    raised_as,
 )
 
 logger = logging.getLogger(__name__)
@@ -75,9 +79,6 @@ logger = logging.getLogger(__name__)
 _ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _RESERVED = ("state", "manifest")
 _OTHERS_S = 30.0  # after an error, for shares of other processes that may not come any more
-
-# All-gathers one small object over the ranks: `exchange(mine)[r]` is what rank r gave.
-Exchange = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -147,12 +148,6 @@ class RunStateStore:
         rank: int = 0,
         exchange: Exchange = lambda mine: [mine],
     ) -> None:
-        if mode not in ("max", "min"):
-            raise ConfigError(f"mode is {mode!r}; it must be 'max' or 'min'")
-        if save_top_k < 0:
-            raise ConfigError(f"save_top_k is {save_top_k}; it must be 0 or more")
-        if save_last_k < 1:
-            raise ConfigError(f"save_last_k is {save_last_k}; it must be 1 or more")
         self.root = Path(root)
         self.save_top_k, self.monitor, self.mode = save_top_k, monitor, mode
         self.save_last_k = save_last_k
@@ -188,12 +183,15 @@ class RunStateStore:
         self.finish()
         roles = roles or {}
         with self._together():
-            entries = self._entries(state, in_background) if self.rank == 0 else {}
+            entries = _entries(state, in_background) if self.rank == 0 else {}
         needed = sum(estimate_bytes(tree) for tree in entries.values())
         temporary = self.root / f".tmp-{self.path(step).name}"
 
         def commit(stop: Event | None = None) -> None:
-            self._write_entries(temporary, entries, stop)
+            plain = {name: tree for name, tree in entries.items() if is_json(tree)}
+            write_json(temporary / "state.json", plain)
+            for name in entries.keys() - plain.keys():
+                write_tree(temporary / f"{name}.pt", entries[name], stop)
             for name, role in roles.items():
                 seal(temporary / name, role.num_shares, stop)
             self._commit(temporary, step, metric)
@@ -282,44 +280,27 @@ class RunStateStore:
         """Path of the state of ``step``, present or not."""
         return self.root / f"step_{step:06d}"
 
-    def _entries(self, state: Mapping[str, Any], is_to_change: bool) -> dict[str, Any]:
-        for name in state:
-            if not _ENTRY_NAME.fullmatch(name) or name in _RESERVED:
-                raise CheckpointError(
-                    f"{name!r} cannot name an entry of a run state; use lower-case letters, digits "
-                    f"and underscores, and none of {', '.join(_RESERVED)}"
-                )
-        trees = {name: normalise(tree, name) for name, tree in state.items()}
-        return map_tensors(trees, Tensor.clone) if is_to_change else trees
-
-    def _write_entries(self, folder: Path, entries: Mapping[str, Any], stop: Event | None) -> None:
-        plain = {name: tree for name, tree in entries.items() if is_json(tree)}
-        write_json(folder / "state.json", plain)
-        for name in entries.keys() - plain.keys():
-            write_tree(folder / f"{name}.pt", entries[name], stop)
-
     def _commit(self, temporary: Path, step: int, metric: float | None) -> None:
         files = {
             str(path.relative_to(temporary)): path.stat().st_size
             for path in sorted(temporary.rglob("*"))
             if path.is_file()
         }
+        # Those of a role's files are beside them.
+        roles = {Path(name).parent for name in files if name.endswith(f"/{CHECKSUMS}")}
+        known = {str(role / name) for role in roles for name in read_checksums(temporary / role)}
         manifest = {
             "format": FORMAT,
             "step": step,
             "monitor": self.monitor,
             "metric": metric if metric is not None and isfinite(metric) else None,
             "files": files,
-            "checksums": _small_checksums(temporary, files),
+            "checksums": {
+                name: file_checksum(temporary / name) for name in files if name not in known
+            },
         }
         write_json(temporary / "manifest.json", manifest)
-        sync_tree(temporary)
-        final = self.path(step)
-        if final.exists():  # saved again: the old one is kept until the new one has its name
-            os.rename(final, self.root / f".old-{final.name}")
-        os.rename(temporary, final)
-        sync_path(self.root)
-        discard(self.root / f".old-{final.name}")
+        replace_folder(temporary, self.path(step))
         self._thin_out()
 
     def _thin_out(self) -> None:
@@ -384,49 +365,31 @@ class RunStateStore:
             DamagedStateError: a file is not what was written; on every rank where it is on one.
         """
         with self._together():
-            return self._read(path)
+            if not path.is_dir():
+                raise CheckpointNotFoundError(f"there is no run state at {path}")
+            saved = read_manifest(path)
+            check_files(path, saved.checksums)
+            plain = path / "state.json"
+            damage = (OSError, ValueError, RecursionError)
+            with raised_as(DamagedStateError, f"{plain} cannot be read", *damage):
+                state = json.loads(plain.read_bytes()) if plain.exists() else {}
+            trees = {file.stem: read_tree(file) for file in path.glob("*.pt")}
+        return LoadedState(**vars(saved), state={**state, **trees})
 
-    def _read(self, path: Path) -> LoadedState:
-        if not path.is_dir():
-            raise CheckpointNotFoundError(f"there is no run state at {path}")
-        saved = read_manifest(path)
-        reason = damage(path, saved.checksums)
-        if reason is not None:
-            raise DamagedStateError(reason)
-        plain = path / "state.json"
-        try:
-            state = json.loads(plain.read_bytes()) if plain.exists() else {}
-        except (OSError, ValueError, RecursionError) as error:
-            raise DamagedStateError(f"{plain} cannot be read: {error}") from error
-        for file in path.glob("*.pt"):
-            state[file.stem] = read_tree(file)
-        return LoadedState(**vars(saved), state=state)
-
-    # Several ranks
-
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """Run the block on every rank; if it fails on any, raise on all."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            error = caught
-        is_damage = isinstance(error, DamagedStateError)
-        reports = self._exchange(None if error is None else (str(error), is_damage))
-        if error is not None:
-            raise error
-        failed = [f"rank {rank}: {report[0]}" for rank, report in enumerate(reports) if report]
-        if failed:
-            kind = DamagedStateError if all(each[1] for each in reports if each) else StorageError
-            raise kind("; ".join(failed))
+    def _together(self) -> contextlib.AbstractContextManager[None]:
+        return raised_on_all(self._exchange)
 
 
-def _small_checksums(folder: Path, files: Iterable[str]) -> dict[str, str]:
-    """Checksums of all ``files`` except those that a role's workers wrote with theirs."""
-    roles = {Path(name).parent for name in files if name.endswith(f"/{CHECKSUMS}")}
-    known = {str(role / name) for role in roles for name in read_checksums(folder / role)}
-    return {name: file_checksum(folder / name) for name in files if name not in known}
+def _entries(state: Mapping[str, Any], is_to_change: bool) -> dict[str, Any]:
+    """Trees to write; copies if what they are made of changes meanwhile."""
+    for name in state:
+        if not _ENTRY_NAME.fullmatch(name) or name in _RESERVED:
+            raise CheckpointError(
+                f"{name!r} cannot name an entry of a run state; use lower-case letters, digits "
+                f"and underscores, and none of {', '.join(_RESERVED)}"
+            )
+    trees = {name: normalise(tree, name) for name, tree in state.items()}
+    return map_tensors(trees, Tensor.clone) if is_to_change else trees
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from aligner.checkpoint.background import CopyMemory, aligned
 from aligner.checkpoint.durable import durable_file
 from aligner.device import accelerator
-from aligner.errors import CheckpointError, DamagedStateError
+from aligner.errors import CheckpointError, DamagedStateError, raised_as
 
 _TENSOR_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 _FILE_OVERHEAD = 64 * 1024  # the archive's own directory; with a generous share per tensor below
@@ -33,13 +33,21 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], where: str = "sta
     become int or float. Anything that is not a tree is refused, with its place.
     """
     if isinstance(tree, Tensor):
-        _check_tensor(tree, where)
+        kind = type(tree)
+        if kind not in _TENSOR_TYPES:
+            raise CheckpointError(
+                f"{where} is a {kind.__qualname__}; save each rank's local tensor"
+            )
+        if tree.is_meta or tree.layout is not torch.strided:
+            raise CheckpointError(f"{where} is a {tree.layout} tensor on {tree.device}: no data")
         return change(tree.detach())
     if isinstance(tree, Mapping):
-        return {
-            _plain_key(key, where): map_tensors(value, change, f"{where}.{key}")
-            for key, value in tree.items()
-        }
+        for key in tree:
+            if not isinstance(key, (str, int)):
+                raise CheckpointError(
+                    f"{where} has the key {key!r}; keys must be strings or integers"
+                )
+        return {key: map_tensors(each, change, f"{where}.{key}") for key, each in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(map_tensors(v, change, f"{where}[{i}]") for i, v in enumerate(tree))
     return _plain(tree, where)
@@ -57,20 +65,6 @@ def _plain(value: Any, where: str) -> Any:
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be part "
         "of a run state; convert it to tensors, numbers, strings, lists and mappings"
     )
-
-
-def _plain_key(key: Any, where: str) -> Any:
-    if not isinstance(key, (str, int)):
-        raise CheckpointError(f"{where} has the key {key!r}; keys must be strings or integers")
-    return key
-
-
-def _check_tensor(tensor: Tensor, where: str) -> None:
-    kind = type(tensor)
-    if kind not in _TENSOR_TYPES:
-        raise CheckpointError(f"{where} is a {kind.__qualname__}; save each rank's local tensor")
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        raise CheckpointError(f"{where} is a {tensor.layout} tensor on {tensor.device}: no data")
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
@@ -213,38 +207,31 @@ def write_tree(path: Path, tree: Any, stop: threading.Event | None = None) -> in
     return file.checksum
 
 
-class _NoArchiveChecksums:
+_crc_lock = threading.Lock()
+_crc_options: list[bool] = []  # as each of the threads that write has found it
+
+
+@contextlib.contextmanager
+def _no_archive_checksums() -> Iterator[None]:
     """Turn off the archive's own checksums: they cost as much time as the disk and are never read.
 
     torch has this option once for all threads: the first that comes sets it, the last that goes
     sets it back.
     """
-
-    def __init__(self) -> None:
-        self._lock, self._users, self._before = threading.Lock(), 0, True
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self._lock:
-            if self._users == 0:
-                self._before = torch.serialization.get_crc32_options()
-                torch.serialization.set_crc32_options(False)
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    torch.serialization.set_crc32_options(self._before)
-
-
-_no_archive_checksums = _NoArchiveChecksums()
+    with _crc_lock:
+        _crc_options.append(torch.serialization.get_crc32_options())
+        torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        with _crc_lock:
+            before = _crc_options[0]
+            _crc_options.pop()
+            if not _crc_options:
+                torch.serialization.set_crc32_options(before)
 
 
 def read_tree(path: Path) -> Any:
     """Read what `write_tree` wrote, on the CPU, memory-mapped, executing nothing."""
-    try:
+    with raised_as(DamagedStateError, f"{path} cannot be read as tensors"):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise DamagedStateError(f"{path} cannot be read as tensors: {error}") from error

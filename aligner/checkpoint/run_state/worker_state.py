@@ -13,25 +13,29 @@ files show that a share is written: no collective is needed, and none runs durin
 Reading is memory-mapped and begins with a worker's own file: on the layout that was saved that is
 all it opens, and else it touches of the others' what its own share needs.
 Before any is used, the workers check them, each its share, and agree on the result.
+The optimizer state that `save_checkpoint` writes beside a role's weights is such a folder, too.
 """
 
 import json
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 from aligner.checkpoint.background import AbandonedError, BackgroundTask, CopyMemory
-from aligner.checkpoint.durable import (
-    durable_file,
-    readable_bytes,
-    require_free_space,
+from aligner.checkpoint.durable import atomic_file, durable_file, readable_bytes, require_free_space
+from aligner.checkpoint.run_state.files import (
+    check_files,
+    raised_on_all,
+    read_checksums,
+    replace_folder,
+    write_checksums,
 )
-from aligner.checkpoint.run_state.checksums import damage, read_checksums, write_checksums
 from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state.tree import (
     bytes_to_copy,
@@ -42,10 +46,16 @@ from aligner.checkpoint.run_state.tree import (
     read_tree,
     write_tree,
 )
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.device.host_memory import available_bytes
-from aligner.errors import CheckpointError, DamagedStateError, StorageError
-from aligner.parallel.collectives import gather_objects
+from aligner.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedStateError,
+    StorageError,
+)
+from aligner.parallel.collectives import gather_objects, on_rank_zero
 from aligner.parallel.groups import ParallelState
 
 _LOOK_S = 0.02  # between two looks for another worker's mark
@@ -126,17 +136,12 @@ class ShareWriter:
         ``wait``: until it is written.
         """
         task = self._task
-        if task is None:
-            return None
-        if wait:
-            task.wait()
-        if not task.done:
+        if task is None or not (task.wait() if wait else task.done):
             return None
         self._task = None
-        error = task.error
-        if error is None or isinstance(error, StorageError):
-            return None if error is None else str(error)
-        return f"{type(error).__name__}: {error}"
+        if task.error is None or isinstance(task.error, StorageError):
+            return None if task.error is None else str(task.error)
+        return f"{type(task.error).__name__}: {task.error}"
 
     @property
     def _rank(self) -> int:
@@ -192,7 +197,13 @@ def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> 
     """
     checksums = {}
     for rank in range(num_shares):
-        mark, share = _wait_for_mark(folder / _mark(rank), stop), folder / _name(rank)
+        share, marked = folder / _name(rank), folder / _mark(rank)
+        while not marked.exists():
+            if stop is None:
+                time.sleep(_LOOK_S)
+            elif stop.wait(_LOOK_S):
+                raise AbandonedError(f"{marked} was not written")
+        mark = json.loads(marked.read_bytes())
         if share.stat().st_size != mark["size"]:
             raise DamagedStateError(
                 f"{share} has {share.stat().st_size} bytes, and {mark['size']} were written; is "
@@ -204,32 +215,15 @@ def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> 
         (folder / _mark(rank)).unlink()
 
 
-def _wait_for_mark(path: Path, stop: threading.Event | None) -> dict[str, int]:
-    while True:
-        try:
-            return json.loads(path.read_bytes())
-        except FileNotFoundError:
-            if stop is None:
-                time.sleep(_LOOK_S)
-            elif stop.wait(_LOOK_S):
-                raise AbandonedError(f"{path} was not written") from None
-
-
-def save_worker_state(worker: StatefulWorker, folder: str) -> None:
+def save_worker_state(worker: StatefulWorker, folder: str, prefix: str = "") -> None:
     """Write this worker's share and its random states to ``folder``, which all workers share.
 
-    Collective over the role's workers. An error is raised where it happened; the others return, so
-    so the caller of all workers must not take the folder for complete.
+    Collective over the role's workers; an error on one is raised on all. ``prefix``: see
+    `raised_on_all`.
     """
-    failure: Exception | None = None
-    try:
+    with raised_on_all(gather_objects, prefix):
         ShareWriter(worker).begin(folder, in_background=False)
-    except Exception as error:
-        failure = error
-    have_failed = gather_objects(failure is not None)
-    if failure is not None:
-        raise failure
-    if worker.parallel.rank == 0 and not any(have_failed):
+    if worker.parallel.rank == 0:
         seal(Path(folder), worker.parallel.world_size)
 
 
@@ -249,18 +243,52 @@ def load_worker_state(worker: StatefulWorker, folder: str) -> None:
 
 
 def check_worker_states(parallel: ParallelState, folder: Path) -> None:
-    """Refuse ``folder`` where a file is not what was written; every worker reads its share.
+    """Refuse ``folder`` if a file is not what was written; every worker reads its share.
 
     A folder of a version that wrote no checksums is not looked at.
     """
-    try:
+    with raised_on_all(gather_objects):
         written = sorted(read_checksums(folder).items())
-        found = damage(folder, dict(written[parallel.rank :: parallel.world_size]))
-    except DamagedStateError as error:
-        found = str(error)
-    reports = [report for report in gather_objects(found) if report is not None]
-    if reports:
-        raise DamagedStateError("; ".join(dict.fromkeys(reports)))
+        check_files(folder, dict(written[parallel.rank :: parallel.world_size]))
+
+
+def save_optimizer_state(worker: StatefulWorker, folder: str) -> None:
+    """Write ``folder``, complete or not at all; every worker calls it, and all share the disk.
+
+    It holds what a role's folder of a run state holds, and any parallel layout reads it.
+    """
+    target = Path(folder)
+    partial = target.with_name(f".{target.name}.partial")
+
+    def begin() -> None:
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+        partial.mkdir(parents=True)
+
+    on_rank_zero(begin)
+    save_worker_state(worker, str(partial), f"optimizer_path={folder} was not written: ")
+    on_rank_zero(lambda: replace_folder(partial, target))
+
+
+def load_optimizer_state(worker: StatefulWorker, folder: str) -> None:
+    """Restore weights, moments and step from what `save_optimizer_state` wrote."""
+    if not Path(folder).is_dir():
+        raise CheckpointNotFoundError(
+            f"optimizer_path={folder} does not exist; give a directory that save_checkpoint wrote, "
+            "or none to begin with fresh optimizer state"
+        )
+    check_worker_states(worker.parallel, Path(folder))
+    worker.load_state_dict(SavedShares(Path(folder), worker.parallel.rank))
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
+    """Write the tokenizer's files into ``folder``; rank 0 does, and if it cannot, all raise."""
+
+    def write() -> None:
+        for name, content in tokenizer.files().items():
+            with atomic_file(Path(folder) / name, len(content)) as file:
+                file.write(content)
+
+    on_rank_zero(write)
 
 
 class SavedShares(Sequence[Mapping[str, Any]]):
@@ -294,16 +322,11 @@ class SavedShares(Sequence[Mapping[str, Any]]):
     def __len__(self) -> int:
         return self._size
 
-    @overload
-    def __getitem__(self, rank: int) -> Mapping[str, Any]: ...
-    @overload
-    def __getitem__(self, rank: slice) -> Sequence[Mapping[str, Any]]: ...
-    def __getitem__(self, rank: int | slice) -> Any:
-        if isinstance(rank, slice):
-            return [self[each] for each in range(*rank.indices(len(self)))]
+    def __getitem__(self, rank: int) -> Mapping[str, Any]:  # type: ignore[override]
         if not 0 <= rank < len(self):
             raise IndexError(rank)
-        return self.share(rank)["state"]
+        state: Mapping[str, Any] = self.share(rank)["state"]
+        return state
 
 
 def _name(rank: int) -> str:

@@ -1,13 +1,15 @@
-"""Preferences: pairs of responses, or responses that are good or bad; and a loop over them."""
+"""Preferences and ratings, and loops over them: preference optimisation and reward models."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import StrictBool, StrictFloat, StrictStr
 
-from aligner.config.algorithms.trainer import SupervisedLoopConfig, TrainingConfig
+from aligner.config.algorithms.process import TrainingConfig
+from aligner.config.algorithms.trainer import SupervisedLoopConfig
 from aligner.config.data import PromptColumns, TrainingSets
-from aligner.config.fields import Count, NonNegative, Positive
+from aligner.config.fields import Count, MinorShare, NonNegative, Positive
 
 PreferenceLossName = Literal["dpo", "ipo", "rpo", "simpo", "kto"]
 
@@ -47,6 +49,15 @@ class PairDataConfig(PromptColumns, TrainingSets):
     Never cut.
     """
 
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse the reward of one response without that of the other."""
+        chosen, rejected = self.chosen_reward_column, self.rejected_reward_column
+        if (chosen is None) != (rejected is None):
+            yield (
+                f"{key}.chosen_reward_column={chosen} and {key}.rejected_reward_column={rejected}: "
+                "give both or none"
+            )
+
 
 @dataclass(frozen=True)
 class PreferenceDataConfig(PairDataConfig):
@@ -72,8 +83,11 @@ class TrainerDPOConfig(SupervisedLoopConfig):
     beta: Positive | None = None
     """Weight of the implicit reward, the cost of leaving the reference; null: 0.1, SimPO 2."""
 
-    label_smoothing: NonNegative = 0.0
-    """DPO: share of pairs labelled the wrong way round (cDPO); below 0.5."""
+    label_smoothing: MinorShare = 0.0
+    """DPO: share of pairs labelled the wrong way round (cDPO); below 0.5.
+
+    From there on the rejected responses would be preferred.
+    """
 
     average_logprobs: StrictBool = False
     """DPO, IPO, RPO: mean over a response's tokens, not their sum."""
@@ -106,9 +120,106 @@ class TrainerDPOConfig(SupervisedLoopConfig):
         """True if the loss reads the log-probs of the initial weights."""
         return self.loss != "simpo"
 
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse options of another loss."""
+        options = sorted({name for names in LOSS_OPTIONS.values() for name in names})
+        for name in options:
+            value, default = getattr(self, name), getattr(TrainerDPOConfig, name)
+            if name not in LOSS_OPTIONS[self.loss] and value != default:
+                owners = [loss for loss, names in LOSS_OPTIONS.items() if name in names]
+                yield (
+                    f"{key}.{name}={value} is an option of {', '.join(owners)}, and {key}.loss="
+                    f"{self.loss}; leave it at {default}, or change the loss"
+                )
+
 
 @dataclass(frozen=True)
 class DPOTrainerConfig(TrainingConfig):
     """The trainer of a preference run."""
 
     dpo: TrainerDPOConfig = field(default_factory=TrainerDPOConfig)
+
+
+@dataclass(frozen=True)
+class RewardDataConfig(PairDataConfig):
+    """Comparisons, or for regression rows that hold one response and its ratings."""
+
+    response_column: StrictStr = "response"
+    """`regression`: column of the response that is rated."""
+
+    attribute_columns: tuple[StrictStr, ...] = ()
+    """`regression`: columns of ratings, a number or null each.
+
+    The head has an output for each, in this order.
+    """
+
+
+@dataclass(frozen=True)
+class TrainerRewardModelConfig(SupervisedLoopConfig):
+    """The loop; a step is one optimizer update."""
+
+    loss: Literal["bradley_terry", "regression"] = "bradley_terry"
+    """From comparisons, `bradley_terry`, or from ratings, `regression`."""
+
+    variant: Literal["plain", "margin", "scaled"] = "plain"
+    """Use of the strength s of a preference, by `bradley_terry`.
+
+    With the difference d of the rewards: `plain`: -log sigmoid(d); `margin`: -log sigmoid(d - s);
+    `scaled`: -s log sigmoid(d).
+    """
+
+    standardize_on: Literal["train", "validation"] | None = None
+    """Data on which the trained model's rewards are measured.
+
+    `bradley_terry`: mean and deviation on `train` or `validation`, and the model then standardises
+    by them; null: it does not.
+    """
+
+    limit_standardize_examples: Count = 1024
+    """Pairs there that are measured, the first so many."""
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse a loss without its data, and options and data of the other loss."""
+        data, rates = run.data, self.loss == "regression"
+        if run.policy.backend != "megatron":
+            yield (
+                f"policy.backend={run.policy.backend}: reward models are trained on megatron-core; "
+                "set policy.backend=megatron"
+            )
+        if rates and not data.attribute_columns:
+            yield (
+                f"{key}.loss=regression rates attributes, and data.attribute_columns is empty; "
+                "name the columns of ratings, for example data.attribute_columns=[helpfulness]"
+            )
+        if rates and self.variant != "plain":
+            yield (
+                f"{key}.variant={self.variant} is one of bradley_terry, and {key}.loss=regression; "
+                "leave it at plain"
+            )
+        if rates and self.standardize_on is not None:
+            yield (
+                f"{key}.standardize_on={self.standardize_on}: ratings have a scale of their own, "
+                "which regression keeps; set it to null"
+            )
+        if not rates and data.attribute_columns:
+            yield (
+                f"data.attribute_columns={list(data.attribute_columns)} are for {key}.loss="
+                "regression; set that, or leave them empty"
+            )
+        if not rates and self.variant != "plain" and data.chosen_reward_column is None:
+            yield (
+                f"{key}.variant={self.variant} reads how strong a preference is; give "
+                "data.chosen_reward_column and data.rejected_reward_column, or set variant=plain"
+            )
+        if self.standardize_on == "validation" and data.validation is None:
+            yield (
+                f"{key}.standardize_on=validation, and data.validation is null; give it, or use "
+                "train"
+            )
+
+
+@dataclass(frozen=True)
+class RewardTrainerConfig(TrainingConfig):
+    """The trainer of a reward model."""
+
+    reward_model: TrainerRewardModelConfig = field(default_factory=TrainerRewardModelConfig)

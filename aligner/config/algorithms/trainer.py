@@ -1,14 +1,14 @@
 """The run: how long, on what, and the settings of the algorithm that belong to no one role."""
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
-from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictStr
-from pydantic_core import PydanticCustomError
+from pydantic import StrictBool, StrictFloat, StrictStr
 
+from aligner.config.algorithms.process import TrainingConfig
+from aligner.config.combinations import ReadIf
 from aligner.config.fields import (
     Count,
     Fraction,
@@ -16,7 +16,6 @@ from aligner.config.fields import (
     Natural,
     NonNegative,
     Positive,
-    UserClass,
     one_of,
 )
 from aligner.config.roles.sampling import KLEstimator
@@ -41,6 +40,15 @@ class KLControllerConfig:
     A factor of e takes five times as many; see the formula in docs/ppo.md#the-mathematics.
     """
 
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse a controller that moves a weight of 0."""
+        if self.mode == "adaptive" and run.trainer.ppo.initial_policy_kl_penalty == 0:
+            yield (
+                f"{key}.mode=adaptive multiplies the weight of the KL penalty, and "
+                "trainer.ppo.initial_policy_kl_penalty=0 stays 0; give the weight to begin with "
+                "(0.01), or set the mode to fixed"
+            )
+
 
 ESTIMATORS = (
     "gae",
@@ -51,7 +59,8 @@ ESTIMATORS = (
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
 )
-Estimator = Annotated[StrictStr, one_of(ESTIMATORS, or_path=True)]
+GROUP_ESTIMATORS = ("rloo", "grpo", "dr_grpo", "reinforce_plus_plus_baseline")
+Estimator = Annotated[StrictStr, one_of(ESTIMATORS, or_path="package.module:function")]
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,64 @@ class AdvantageConfig:
         """True if the estimator is a function of the user's own."""
         return self.estimator not in ESTIMATORS
 
+    @property
+    def reads_gae_lambda(self) -> bool:
+        """True if the estimator may take γ and λ."""
+        return self.estimator == "gae" or self.is_own
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse an estimator without what it needs, and options of another."""
+        estimator = f"{key}.estimator={self.estimator}"
+        if self.estimator == "gae" and run.critic is None:
+            yield (f"{estimator} needs a critic, and critic is null; give the section, or use rloo")
+        if self.estimator != "gae" and not self.is_own and run.critic is not None:
+            yield (
+                f"{estimator} has no critic, and the section critic is given; run aligner "
+                "train-reinforce (examples/train_gpt_reinforce.py), where critic is null, or set "
+                "critic=null"
+            )
+        if self.kwargs and not self.is_own:
+            yield (
+                f"{key}.kwargs={dict(self.kwargs)} are of a function of your own, and {estimator}; "
+                f"leave them out, or give its path as {key}.estimator"
+            )
+        per_prompt = run.model.ppo.num_rollouts_per_prompt
+        if self.estimator in GROUP_ESTIMATORS and per_prompt < 2:
+            yield (
+                f"{estimator} compares responses to one prompt, and "
+                f"model.ppo.num_rollouts_per_prompt={per_prompt}; set it to 2 or more (4 to 16 are "
+                "usual)"
+            )
+        if self.batch_baseline and self.estimator != "reinforce":
+            yield (
+                f"{key}.batch_baseline=true is an option of reinforce, and {estimator}; set it to "
+                "false"
+            )
+        if self.credit == "turn":
+            yield from self._credit_problems(key, run)
+
+    def _credit_problems(self, key: str, run: Any) -> Iterator[str]:
+        if not run.has_environment:
+            yield _without_turns(f"{key}.credit")
+        if self.reads_gae_lambda:
+            yield (
+                f"{key}.credit=turn says what is compared inside a group, and {key}.estimator="
+                f"{self.estimator}; leave it out (with gae, rewards stand at their turns in any "
+                "case)"
+            )
+        if self.batch_baseline:
+            yield (
+                f"{key}.batch_baseline=true is one number for all responses, and {key}.credit="
+                "turn; set one of them to false or trajectory"
+            )
+
+
+def _without_turns(key: str) -> str:
+    return (
+        f"{key}=turn is for conversations of several turns, and environment.factory is null; leave "
+        "it out"
+    )
+
 
 @dataclass(frozen=True)
 class DynamicSamplingConfig:
@@ -102,6 +169,26 @@ class DynamicSamplingConfig:
     After the first rollout only for those that are missing; what is missing in the end is filled
     with such prompts.
     """
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse groups in which nothing can differ, and schedules without an end."""
+        if not self.enabled:
+            return
+        key, per_prompt = f"{key}.enabled=true", run.model.ppo.num_rollouts_per_prompt
+        if per_prompt < 2:
+            yield (
+                f"{key} looks for prompts whose responses differ in reward, and "
+                f"model.ppo.num_rollouts_per_prompt={per_prompt}; set it to 2 or more"
+            )
+        for role in ("model", "critic") if run.trainer.ppo.max_steps < 0 else ():
+            section = getattr(run, role)
+            sched = None if section is None else section.optim.sched
+            if sched is not None and sched.name != "constant" and sched.max_steps is None:
+                yield (
+                    f"{role}.optim.sched.name={sched.name} decays over the updates of the run, and "
+                    f"with {key} nobody knows how many trainer.ppo.max_epochs makes; set "
+                    f"{role}.optim.sched.max_steps or trainer.ppo.max_steps"
+                )
 
 
 @dataclass(frozen=True)
@@ -123,6 +210,25 @@ class RewardShapingConfig:
     There a response pays up to 1, and one that did not end pays 1.
     """
 
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse a punishment of all lengths, and what conversations do not have."""
+        cache, longest = self.overlong_cache, run.model.ppo.length_params.max_length
+        if cache is not None and cache > longest:
+            yield (
+                f"{key}.overlong_cache={cache} is more than model.ppo.length_params.max_length="
+                f"{longest}; lower it"
+            )
+        if cache is not None and run.has_environment:
+            yield (
+                f"{key}.overlong_cache={cache} speaks of the length of a single response, and "
+                "environment.factory is set; set it to null"
+            )
+        if self.shift != 0 and run.has_environment:
+            yield (
+                f"{key}.shift={self.shift:g} would be paid for every turn, so that more of them "
+                "pay more; set it to 0"
+            )
+
 
 @dataclass(frozen=True)
 class ImproperEndConfig:
@@ -134,7 +240,13 @@ class ImproperEndConfig:
     `keep`, `mask` (they do not count) or `penalize`.
     """
 
-    penalty: NonNegative = 1.0
+    penalty: Annotated[
+        NonNegative,
+        ReadIf(
+            lambda run: run.trainer.ppo.improper_end.mode == "penalize",
+            "needs trainer.ppo.improper_end.mode=penalize",
+        ),
+    ] = 1.0
     """`penalize`: subtracted from the reward, after scale, shift and clip."""
 
 
@@ -206,7 +318,13 @@ class TrainerPPOConfig(SamplingLoopConfig):
     discount_factor: Fraction = 1.0
     """γ of `gae` and of `reinforce_plus_plus`."""
 
-    gae_lambda: Fraction = 0.95
+    gae_lambda: Annotated[
+        Fraction,
+        ReadIf(
+            lambda run: run.trainer.ppo.advantage.reads_gae_lambda,
+            "needs trainer.ppo.advantage.estimator=gae",
+        ),
+    ] = 0.95
     """λ of `gae`."""
 
     timestep: Literal["token", "turn"] = "token"
@@ -230,91 +348,34 @@ class TrainerPPOConfig(SamplingLoopConfig):
     reward: RewardShapingConfig = field(default_factory=RewardShapingConfig)
     improper_end: ImproperEndConfig = field(default_factory=ImproperEndConfig)
 
-
-def _precision(value: Any) -> Any:
-    """A number as YAML reads it, and Lightning's spellings."""
-    if str(value) in ("16", "16-mixed", "16-true", "fp16"):
-        raise PydanticCustomError(
-            "float16",
-            "{key}={value}: float16 needs a loss scale, which no role here keeps; use bf16, or 32 "
-            "where there is none",
-            {"value": value},
-        )
-    known = {"32": "32", "32-true": "32", "bf16-mixed": "bf16", "bf16-true": "bf16"}
-    return known.get(str(value), value)
-
-
-# bf16 is megatron-core's: bfloat16 weights in the passes, float32 ones in the optimizer.
-Precision = Annotated[Literal["32", "bf16"], BeforeValidator(_precision)]
-
-
-@dataclass(frozen=True)
-class ProcessConfig:
-    """Processes, precision and limits."""
-
-    num_nodes: Count = 1
-    """Machines."""
-
-    devices: Count = 1
-    """Processes per machine.
-
-    The script starts them itself, unless torchrun has; with `cluster.engine=ray`, Ray does.
-    """
-
-    precision: Precision = "32"
-    """Format of the weights in forward and backward passes.
-
-    `32` or `bf16` (Lightning's `32-true`, `bf16-true`, `bf16-mixed` are these). Value heads,
-    losses, gradients and optimizer states are float32 in both.
-    """
-
-    deterministic: StrictBool = False
-    """On GPUs too the same run twice is the same to the bit, resumed or not; slower.
-
-    Operations are chosen whose sums are always made in one order (PyTorch's deterministic
-    algorithms, flash attention's backward among them, one cuBLAS workspace, NCCL's ring). vLLM's
-    samples are left out. CPUs repeat in any case.
-    """
-
-    max_time: StrictStr | None = None
-    """`DD:HH:MM:SS`, after which the run saves and ends; null: no limit.
-
-    After the step during which it passes, the run validates, saves and ends. The same command
-    continues.
-    """
-
-    @property
-    def max_seconds(self) -> float | None:
-        """``max_time`` in seconds."""
-        return None if self.max_time is None else parse_duration(self.max_time)
-
-    @property
-    def world_size(self) -> int:
-        """Processes that the run asks for."""
-        return self.num_nodes * self.devices
-
-
-@dataclass(frozen=True)
-class CallbackConfig:
-    """A callback with arguments."""
-
-    callback: UserClass
-    """`package.module:Class` or `path/to/file.py:Class`."""
-
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of its constructor."""
-
-
-@dataclass(frozen=True)
-class TrainingConfig(ProcessConfig):
-    """Processes of a run that trains, and its callbacks."""
-
-    callbacks: tuple[UserClass | CallbackConfig, ...] = ()
-    """Classes of your own that are called after steps, validations and saved states.
-
-    `package.module:Class` or `path/to/file.py:Class`, or `{callback: CLASS, kwargs: {NAME: VALUE}}`
-    (docs/howto.md#a-callback).
-    """
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse options that the estimator of advantages does not have."""
+        advantage = self.advantage
+        estimator = f"{key}.advantage.estimator={advantage.estimator}"
+        if self.critic_warmup_steps and run.critic is None:
+            yield (
+                f"{key}.critic_warmup_steps={self.critic_warmup_steps}, and {estimator} has no "
+                "critic; set it to 0"
+            )
+        if self.normalize_advantages and not advantage.reads_gae_lambda:
+            yield (
+                f"{key}.normalize_advantages=true takes the mean over all tokens off, also where "
+                f"{estimator} has set the advantage to 0; set it to false, or use "
+                "reinforce_plus_plus_baseline, which whitens by definition"
+            )
+        discounts = advantage.reads_gae_lambda or advantage.estimator == "reinforce_plus_plus"
+        if self.discount_factor != 1 and not discounts:
+            yield (
+                f"{key}.discount_factor={self.discount_factor} needs rewards per token, and "
+                f"{estimator} has one per response; set it to 1"
+            )
+        if self.timestep == "turn" and not run.has_environment:
+            yield _without_turns(f"{key}.timestep")
+        if self.timestep == "turn" and advantage.estimator != "gae":
+            yield (
+                f"{key}.timestep=turn is the unit of gae's γ and λ, and {estimator}; set it to "
+                "token" + ("" if advantage.is_own else f", and {key}.advantage.credit=turn")
+            )
 
 
 @dataclass(frozen=True)
@@ -329,12 +390,3 @@ class RSTrainerConfig(TrainingConfig):
     """The trainer of a rejection-sampling run."""
 
     rs: SamplingLoopConfig = field(default_factory=SamplingLoopConfig)
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of ``DD:HH:MM:SS``; ``ValueError`` where it is not that."""
-    match = re.fullmatch(r"(\d{1,6}):(\d\d):([0-5]\d):([0-5]\d)", text)
-    if match is None:
-        raise ValueError(f"{text!r} is not DD:HH:MM:SS")
-    days, hours, minutes, seconds = (int(part) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -2,15 +2,18 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 from pydantic import StrictBool, StrictStr
 
-from aligner.config.algorithms.trainer import ProcessConfig, RSTrainerConfig
+from aligner.config.algorithms.process import ProcessConfig
+from aligner.config.algorithms.trainer import RSTrainerConfig
 from aligner.config.cluster import ClusterConfig
+from aligner.config.combinations import broken_rules
 from aligner.config.data import AnsweredColumns, DataConfig, PromptSourceConfig
 from aligner.config.environment import EnvironmentConfig
 from aligner.config.experiment import ExpManagerConfig
@@ -25,23 +28,19 @@ from aligner.config.fields import (
     not_empty,
 )
 from aligner.config.generation import GenerationConfig
+from aligner.config.parse import refuse
 from aligner.config.reward import RewardConfig
 from aligner.config.roles.model import RSModelConfig
 from aligner.config.roles.peft import PeftConfig
-from aligner.config.roles.policy import BackendConfig, check_policy_backend
+from aligner.config.roles.policy import BackendConfig
 from aligner.config.roles.sampling import PolicyRSConfig
-from aligner.config.rules.cluster import check_cluster
-from aligner.config.rules.environment import check_environment
-from aligner.config.rules.generation import check_generation
-from aligner.config.rules.reward import check_reward
 from aligner.config.run import RSRunConfig
 from aligner.config.validation import (
     FINAL_ANSWER,
     AnswerSamplingConfig,
-    check_samples_differ,
-    check_sets,
+    answer_problems,
 )
-from aligner.errors import ConfigError
+from aligner.foreign_keys import shown
 
 
 @dataclass(frozen=True)
@@ -159,12 +158,32 @@ class AskConfig:
         """The whole tree as JSON has it: mappings, lists and plain values."""
         return json.loads(json.dumps(asdict(self)))
 
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse lengths that no response can have, and settings of training runs."""
+        yield from self.sampling.problems("sampling", run)
+        for option, value, default in (
+            ("trainer.max_time", self.trainer.max_time, None),
+            ("generation.async_rollouts", self.generation.async_rollouts, False),
+            ("generation.in_flight", self.generation.in_flight, "finish"),
+        ):
+            if value != default:
+                yield (
+                    f"{option}={shown(value)} is of training runs, and nothing is trained here; "
+                    f"set it to {shown(default)}"
+                )
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptedConfig(AskConfig):
     """Options of commands that read prompts."""
 
     data: AskedDataConfig = field(default_factory=AskedDataConfig)
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse also samples that would all be equal."""
+        yield from super().problems(key, run)
+        samples, greedy = self.sampling.samples_per_prompt, self.sampling.use_greedy
+        yield from answer_problems("sampling", samples, greedy, "data.sets", self.data.sets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +192,15 @@ class ServeConfig(AskConfig):
 
     data: ServedDataConfig = field(default_factory=ServedDataConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse also a number of answers, which each request gives."""
+        yield from super().problems(key, run)
+        if self.sampling.samples_per_prompt != 1:
+            yield (
+                f"sampling.samples_per_prompt={self.sampling.samples_per_prompt}: a request says "
+                "how many answers it wants (n); set it to 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +215,23 @@ class GenerateConfig(PromptedConfig):
 
     output: FilePath | None = None
     """A `.jsonl` file to write: `--output FILE`; null: answers are printed."""
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse also nothing to answer, and a chat that has no terminal."""
+        yield from super().problems(key, run)
+        has_prompts = bool(self.prompt or self.data.prompts or self.data.sets)
+        if self.chat and (has_prompts or self.output is not None):
+            yield (
+                "chat=true is a conversation in the terminal; leave out prompt, data.prompts, "
+                "data.sets and output"
+            )
+        if self.chat and self.cluster.engine == "local" and self.trainer.world_size > 1:
+            yield (
+                f"chat=true with {self.trainer.world_size} processes: each would wait for the "
+                "terminal; set trainer.devices=1, or cluster.engine=ray"
+            )
+        if not self.chat and not has_prompts:
+            yield "nothing is asked: give --prompt TEXT, data.prompts.source=FILE, or --chat"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,79 +252,21 @@ class EvaluateConfig(PromptedConfig):
     samples_shown: Count = 12
     """Answers of each set on the page."""
 
-
-def check_ask(config: AskConfig) -> None:
-    """Refuse combinations that cannot work, before anything is loaded."""
-    sampling = config.sampling
-    if sampling.min_length > sampling.max_length:
-        raise ConfigError(
-            f"sampling.min_length={sampling.min_length} is more than "
-            f"sampling.max_length={sampling.max_length}; lower the one or raise the other"
-        )
-    _check_unread(config)
-    if isinstance(config, PromptedConfig):
-        _check_prompted(config)
-    elif sampling.samples_per_prompt != 1:
-        raise ConfigError(
-            f"sampling.samples_per_prompt={sampling.samples_per_prompt}: a request says how many "
-            "answers it wants (n); set it to 1"
-        )
-
-
-def _check_prompted(config: PromptedConfig) -> None:
-    sampling = config.sampling
-    check_samples_differ("sampling", sampling.samples_per_prompt, sampling.use_greedy)
-    check_sets("data.sets", config.data.sets)
-    if isinstance(config, EvaluateConfig):
-        _check_room(config)
-    if isinstance(config, GenerateConfig):
-        _check_generate(config)
-    elif config.data.prompts is None and not config.data.sets:
-        raise ConfigError(
-            "data.prompts.source: not given, and no data.sets; name a .jsonl or .parquet file or a "
-            "generator function (package.module:function)"
-        )
-
-
-def _check_room(config: EvaluateConfig) -> None:
-    environment, response = config.environment, config.sampling.max_length
-    if environment.is_set and environment.max_tokens <= response:
-        raise ConfigError(
-            f"environment.max_tokens={environment.max_tokens} leaves no room for a prompt before a "
-            f"response of sampling.max_length={response}; raise the one, or lower the other"
-        )
-
-
-def _check_unread(config: AskConfig) -> None:
-    """Refuse settings of training runs, which nothing here reads."""
-    for key, given, default in (
-        ("trainer.max_time", config.trainer.max_time, None),
-        ("generation.async_rollouts", config.generation.async_rollouts, False),
-        ("generation.in_flight", config.generation.in_flight, "finish"),
-    ):
-        if given != default:
-            shown, kept = (json.dumps(one).strip('"') for one in (given, default))
-            raise ConfigError(
-                f"{key}={shown} is of training runs, and nothing is trained here; set it to {kept}"
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse also no prompts, and conversations without room for one."""
+        yield from super().problems(key, run)
+        environment, response = self.environment, self.sampling.max_length
+        if environment.is_set and environment.max_tokens <= response:
+            yield (
+                f"environment.max_tokens={environment.max_tokens} leaves no room for a prompt "
+                f"before a response of sampling.max_length={response}; raise the one, or lower the "
+                "other"
             )
-
-
-def _check_generate(config: GenerateConfig) -> None:
-    asked = bool(config.prompt) or config.data.prompts is not None or bool(config.data.sets)
-    if config.chat and (asked or config.output is not None):
-        raise ConfigError(
-            "chat=true is a conversation in the terminal; leave out prompt, data.prompts, "
-            "data.sets and output"
-        )
-    if config.chat and config.cluster.engine == "local" and config.trainer.world_size > 1:
-        raise ConfigError(
-            f"chat=true with {config.trainer.world_size} processes: each would wait for the "
-            "terminal; set trainer.devices=1, or cluster.engine=ray"
-        )
-    if not config.chat and not asked:
-        raise ConfigError(
-            "nothing is asked: give --prompt TEXT, data.prompts.source=FILE, or --chat"
-        )
+        if self.data.prompts is None and not self.data.sets:
+            yield (
+                "data.prompts.source: not given, and no data.sets; name a .jsonl or .parquet file "
+                "or a generator function (package.module:function)"
+            )
 
 
 def as_run(
@@ -325,10 +312,8 @@ def as_run(
         data=DataConfig(train=source or PromptSourceConfig(source=""), **data),
         exp_manager=ExpManagerConfig(explicit_log_dir=folder),
     )
-    check_policy_backend(run.policy.backend, run.model)
-    check_cluster(run)
-    check_generation(run)
+    sections = ["policy", "cluster", "generation"]
     if isinstance(config, EvaluateConfig):
-        check_reward(run)
-        check_environment(run)
+        sections += ["reward", "environment"]
+    refuse(chain.from_iterable(broken_rules(getattr(run, key), key, run) for key in sections))
     return run

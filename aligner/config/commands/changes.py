@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from aligner.config.run import BaseRunConfig, RunConfig, SamplingRunConfig
+from aligner.foreign_keys import shown
 
 RECOMPUTE = "model.activations_checkpoint_granularity"
 TENSOR = "model.tensor_model_parallel_size"
@@ -12,11 +13,7 @@ _GRANULARITIES = (None, "selective", "full")  # the more is recomputed, the less
 
 def overrides_of(changes: Mapping[str, Any]) -> list[str]:
     """``key=value`` as on the command line."""
-    words = {None: "null", True: "true", False: "false"}
-    return [
-        f"{key}={words[value] if value is None or isinstance(value, bool) else value}"
-        for key, value in changes.items()
-    ]
+    return [f"{key}={shown(value)}" for key, value in changes.items()]
 
 
 def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[dict[str, Any]]:

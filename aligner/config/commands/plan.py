@@ -14,10 +14,10 @@ from hydra.errors import HydraException
 from pydantic import StrictBool, StrictFloat, StrictStr
 
 from aligner.catalog import BY_SCRIPT
+from aligner.config.commands.lengths import longest_lengths
 from aligner.config.fields import Count, FilePath
 from aligner.config.load import parse_config
 from aligner.config.parse import build
-from aligner.config.rules.lengths import longest_lengths
 from aligner.config.run import BaseRunConfig
 from aligner.errors import ConfigError
 

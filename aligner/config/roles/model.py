@@ -51,23 +51,34 @@ PackingAlgorithmName = Literal[
 
 
 @dataclass(frozen=True)
-class SequencePackingConfig:
-    """Micro-batches of several sequences in one row, without padding between them.
+class MegatronOnly:
+    """Mark in a field's type: with ``policy.backend=dtensor`` only its default can be used."""
 
-    The critic follows. ``micro_batch_size`` then says nothing.
-    """
+    instead: str
+    """What dtensor has in its place, as the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class TokenBudgets:
+    """Micro-batches of a number of tokens, not of sequences; the critic has the policy's."""
+
+    enabled: StrictBool = False
+    train_mb_tokens: Count = 4096
+    """Tokens of a micro-batch in training, with padding, per rank; no sequence may be longer."""
+
+    logprob_mb_tokens: Count | None = None
+    """Tokens of a micro-batch in log-probs and values; null: as in training."""
+
+
+@dataclass(frozen=True)
+class SequencePackingConfig(TokenBudgets):
+    """Micro-batches of several sequences in one row."""
 
     enabled: StrictBool = False
     """Micro-batches of several sequences in one row, without padding between them.
 
     Policy and critic; `micro_batch_size` then says nothing.
     """
-
-    train_mb_tokens: Count = 4096
-    """Tokens of a row in training, per rank; no sequence may be longer."""
-
-    logprob_mb_tokens: Count | None = None
-    """Tokens of a row in log-probs and values; null: as in training."""
 
     algorithm: PackingAlgorithmName = "modified_first_fit_decreasing"
     """Choice of the sequences that share a row.
@@ -78,24 +89,14 @@ class SequencePackingConfig:
 
 
 @dataclass(frozen=True)
-class DynamicBatchingConfig:
-    """Padded micro-batches of a token budget instead of a number of sequences.
-
-    Sequences of similar length go together. The critic follows. ``micro_batch_size`` then says
-    nothing.
-    """
+class DynamicBatchingConfig(TokenBudgets):
+    """Padded micro-batches of sequences of similar length."""
 
     enabled: StrictBool = False
     """Padded micro-batches of a token budget, of sequences of similar length.
 
     Policy and critic. Not together with packing; `micro_batch_size` then says nothing.
     """
-
-    train_mb_tokens: Count = 4096
-    """Tokens of a micro-batch in training, padding included, per rank."""
-
-    logprob_mb_tokens: Count | None = None
-    """Tokens of a micro-batch in log-probs and values; null: as in training."""
 
     sequence_length_round: Count = 8
     """Padded lengths are rounded up to a multiple of it."""
@@ -135,37 +136,49 @@ class TrainedModelConfig:
     with sequence parallelism.
     """
 
-    pipeline_model_parallel_size: Count = 1
+    pipeline_model_parallel_size: Annotated[
+        Count, MegatronOnly("fits more layers by model.tensor_model_parallel_size")
+    ] = 1
     """Processes that hold a run of layers each.
 
     Divides the layers, unless stages are given their numbers. `parallel@model=pipeline2` sets 2.
     """
 
-    num_layers_in_first_pipeline_stage: Count | None = None
+    num_layers_in_first_pipeline_stage: Annotated[Count | None, MegatronOnly("has one stage")] = (
+        None
+    )
     """Layers of the first pipeline stage; null: as many as stages in between have."""
 
-    num_layers_in_last_pipeline_stage: Count | None = None
+    num_layers_in_last_pipeline_stage: Annotated[Count | None, MegatronOnly("has one stage")] = None
     """Layers of the last pipeline stage; null: as many as stages in between have."""
 
-    context_parallel_size: Count = 1
+    context_parallel_size: Annotated[
+        Count,
+        MegatronOnly(
+            "fits longer sequences by model.tensor_model_parallel_size and "
+            "model.activations_checkpoint_granularity=full"
+        ),
+    ] = 1
     """Processes that share every sequence, in chunks.
 
     `parallel@model=context2` sets 2. See docs/layouts.md.
     """
 
-    expert_model_parallel_size: Count = 1
+    expert_model_parallel_size: Annotated[
+        Count, MegatronOnly("holds every expert on every rank")
+    ] = 1
     """Processes that share the experts of a mixture of experts.
 
     Divides the experts and the processes of a pipeline stage.
     """
 
-    freeze_moe_router: StrictBool = False
+    freeze_moe_router: Annotated[StrictBool, MegatronOnly("has no experts")] = False
     """Train all but the routers of a mixture of experts.
 
     Policy and critic. A dense model has none.
     """
 
-    sequence_parallel: StrictBool = False
+    sequence_parallel: Annotated[StrictBool, MegatronOnly("splits layers alone")] = False
     """Shard norms and dropouts over the tensor-parallel processes.
 
     Needs `tensor_model_parallel_size` above 1.
@@ -195,14 +208,14 @@ class TrainedModelConfig:
     has no dropout of hidden states, and other values than 0 of it are refused.
     """
 
-    fp8: Literal["e4m3", "hybrid"] | None = None
+    fp8: Annotated[Literal["e4m3", "hybrid"] | None, MegatronOnly("has no 8-bit products")] = None
     """Format of 8-bit matrix products.
 
     `e4m3`, `hybrid` with e5m2 in the backward pass, or null (none). Policy and critic; sampling
     stays in bf16. Needs Transformer Engine, a GPU with such products and `trainer.precision=bf16`.
     """
 
-    layer_spec: LayerSpec = "auto"
+    layer_spec: Annotated[LayerSpec, MegatronOnly("has transformers' layers")] = "auto"
     """Library of the layers; the weights are the same.
 
     `transformer_engine`'s, `local` (megatron-core's and this library's), or by `auto` the former on
@@ -216,13 +229,13 @@ class TrainedModelConfig:
     and a C compiler with Python's headers; without them, and on CPUs, operations run one by one.
     """
 
-    overlap_grad_reduce: StrictBool = False
+    overlap_grad_reduce: Annotated[StrictBool, MegatronOnly("has FSDP2's overlap")] = False
     """Sum gradients over data-parallel ranks during the backward pass.
 
     For training over nodes; on NVLink there is little to hide.
     """
 
-    overlap_param_gather: StrictBool = False
+    overlap_param_gather: Annotated[StrictBool, MegatronOnly("has FSDP2's overlap")] = False
     """Collect updated weights from data-parallel ranks during the next forward pass.
 
     Needs `overlap_grad_reduce`; not with adapters.
@@ -270,6 +283,28 @@ class TrainedModelConfig:
         if self.sequence_packing.enabled:
             return self.sequence_packing
         return self.dynamic_batching if self.dynamic_batching.enabled else None
+
+    @property
+    def token_limits(self) -> dict[str, int]:
+        """Token budgets in force, by their keys below the section."""
+        name = "sequence_packing" if self.sequence_packing.enabled else "dynamic_batching"
+        budgets = self.token_budgets
+        if budgets is None:
+            return {}
+        limits = {
+            "train_mb_tokens": budgets.train_mb_tokens,
+            "logprob_mb_tokens": budgets.logprob_mb_tokens,
+        }
+        return {f"{name}.{key}": tokens for key, tokens in limits.items() if tokens is not None}
+
+    @property
+    def length_multiple(self) -> int:
+        """Multiple that lengths are rounded up to before a token budget counts them."""
+        if self.sequence_packing.enabled:
+            return self.parallel.sequence_multiple
+        if self.dynamic_batching.enabled:
+            return self.parallel.row_multiple(self.sequence_length_round)
+        return 1
 
     @property
     def plans_shared_prefixes(self) -> bool:

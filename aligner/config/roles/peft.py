@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 from pydantic import StrictFloat
 
+from aligner.config.combinations import ReadIf
 from aligner.config.fields import Count, FilePath, Positive, aliases
 
 AdapterTarget = Literal[
@@ -69,7 +70,10 @@ class PeftConfig:
     restore_from_path: FilePath | None = None
     """Adapters to begin with: the `*.lora.safetensors` of another run; null: fresh ones."""
 
-    lora_tuning: LoraConfig = field(default_factory=LoraConfig)
+    lora_tuning: Annotated[
+        LoraConfig,
+        ReadIf(lambda run: run.model.peft.lora is not None, "needs model.peft.peft_scheme=lora"),
+    ] = field(default_factory=LoraConfig)
 
     @property
     def lora(self) -> LoraConfig | None:

@@ -1,49 +1,14 @@
-"""Models of policy and critic."""
+"""Models of policy and critic, and what the two backends do not have."""
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
-from aligner.config.roles.model import STAGE_KEYS, TrainedModelConfig
-from aligner.errors import ConfigError
-
-
-def check_peft(backend: str, model: TrainedModelConfig) -> None:
-    """Refuse adapters where there are none, and settings of adapters without them."""
-    peft = model.peft
-    if peft.lora is None:
-        if peft.restore_from_path is not None:
-            raise ConfigError(
-                f"model.peft.restore_from_path={peft.restore_from_path} names adapters, and "
-                "model.peft.peft_scheme is null; set it to lora"
-            )
-        return
-    if backend != "megatron":
-        raise ConfigError(
-            f"policy.backend={backend} trains all weights, and model.peft.peft_scheme=lora; set "
-            "policy.backend=megatron, or model.peft.peft_scheme=null"
-        )
-    if not peft.lora.target_modules:
-        raise ConfigError(
-            "model.peft.lora_tuning.target_modules is empty, so nothing would be trained; give "
-            "all, or some of attention_qkv, attention_dense, mlp_fc1 and mlp_fc2"
-        )
-    if peft.lora.adapter_dropout and model.activations_checkpoint_granularity == "full":
-        raise ConfigError(
-            f"model.peft.lora_tuning.adapter_dropout={peft.lora.adapter_dropout:g}: layers that "
-            "are computed again (model.activations_checkpoint_granularity=full) no longer know "
-            "their tokens; set it to 0, or activations_checkpoint_granularity to selective or null"
-        )
-    if model.fp8 is not None:
-        raise ConfigError(
-            f"model.fp8={model.fp8}: adapters sit on megatron-core's own linears, and 8-bit "
-            "products are Transformer Engine's; set model.fp8=null, or "
-            "model.peft.peft_scheme=null"
-        )
-    if model.layer_spec == "transformer_engine":
-        raise ConfigError(
-            "model.layer_spec=transformer_engine: adapters sit on megatron-core's own linears; set "
-            "model.layer_spec=auto, or model.peft.peft_scheme=null"
-        )
+from aligner.config.combinations import multiples_near
+from aligner.config.parse import field_types, refuse
+from aligner.config.roles.model import LAYOUT_KEYS, MegatronOnly, TrainedModelConfig
+from aligner.foreign_keys import shown
 
 
 @dataclass(frozen=True)
@@ -57,60 +22,111 @@ class BackendConfig:
     tensor-parallel DTensors (docs/value_parity.md).
     """
 
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse layouts, adapters and token budgets that the backend does not have."""
+        yield from model_problems(self.backend, run.model)
+        critic = getattr(run, "critic", None)
+        if critic is not None and critic.own_layout:
+            of_critic = critic.laid_out(run.model)
+            yield from _budget_problems(of_critic, "critic")
+            if self.backend == "dtensor":
+                yield from _dtensor_problems(of_critic, "critic", LAYOUT_KEYS)
 
-def check_policy_backend(backend: str, model: TrainedModelConfig, section: str = "model") -> None:
-    """Refuse layouts and adapters that a backend does not have, before anything is loaded.
 
-    ``section``: where the layout stands.
-    """
-    check_peft(backend, model)
-    _check_overlap(model, section)
-    if backend != "dtensor":
-        return
-    whole: dict[str, tuple[object, str]] = {
-        "pipeline_model_parallel_size": (1, "fits more layers by model.tensor_model_parallel_size"),
-        **dict.fromkeys(STAGE_KEYS, (None, "has one stage")),
-        "freeze_moe_router": (False, "has no experts"),
-        "context_parallel_size": (
-            1,
-            "fits longer sequences by model.tensor_model_parallel_size and "
-            "model.activations_checkpoint_granularity=full",
-        ),
-        "expert_model_parallel_size": (1, "holds every expert on every rank"),
-        "sequence_parallel": (False, "splits layers alone"),
-        "fp8": (None, "has no 8-bit products"),
-        "layer_spec": ("auto", "has transformers' layers"),
-        "overlap_grad_reduce": (False, "has FSDP2's overlap"),
-        "overlap_param_gather": (False, "has FSDP2's overlap"),
-    }
-    if model.rollout.offload_gradients:
-        raise ConfigError(
-            f"{model.rollout_key}.offload_gradients=true: policy.backend=dtensor keeps no gradient "
-            "buffers; set it to false"
+def check_policy_backend(backend: str, model: TrainedModelConfig) -> None:
+    """Refuse a model's layout, adapters or token budgets that a backend does not have."""
+    refuse(model_problems(backend, model))
+
+
+def model_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
+    """Yield a message for each rule that the section ``model`` breaks with a backend."""
+    if model.sequence_packing.enabled and model.dynamic_batching.enabled:
+        yield (
+            "model.sequence_packing.enabled=true and model.dynamic_batching.enabled=true exclude "
+            "each other; set one of them to false (packing wastes less)"
         )
-    for key, (supported, instead) in whole.items():
-        value = getattr(model, key)
-        if value != supported:
-            raise ConfigError(
-                f"{section}.{key}={_yaml(value)}: policy.backend=dtensor has data and tensor "
-                f"parallelism alone, and {instead}; set {section}.{key}={_yaml(supported)}, or "
-                "policy.backend=megatron, which has it"
+    yield from _budget_problems(model, "model")
+    if model.overlap_param_gather and not model.overlap_grad_reduce:
+        yield (
+            "model.overlap_param_gather=true collects weights by the buckets that gradients are "
+            "summed in; set model.overlap_grad_reduce=true too, or model.overlap_param_gather=false"
+        )
+    if model.peft.lora is not None:
+        yield from _adapter_problems(backend, model)
+    elif model.peft.restore_from_path is not None:
+        yield (
+            f"model.peft.restore_from_path={model.peft.restore_from_path} names adapters, and "
+            "model.peft.peft_scheme is null; set it to lora"
+        )
+    if backend == "dtensor":
+        yield from _dtensor_problems(model, "model", [each.name for each in fields(model)])
+
+
+def _budget_problems(model: TrainedModelConfig, key: str) -> Iterator[str]:
+    parallel, rounded = model.parallel, model.sequence_length_round
+    multiple = math.lcm(
+        parallel.sequence_multiple, parallel.context * parallel.row_multiple(rounded)
+    )
+    for name, tokens in model.token_limits.items():
+        if tokens % multiple:
+            yield (
+                f"model.{name}={tokens} does not divide by {multiple}, which "
+                f"{key}.context_parallel_size={parallel.context}, "
+                f"{key}.tensor_model_parallel_size={parallel.tensor} with "
+                f"{key}.sequence_parallel={shown(parallel.sequence_parallel)} and lengths in "
+                f"multiples of {rounded} need; nearest that work: "
+                f"{multiples_near(tokens, multiple)}"
             )
 
 
-def _check_overlap(model: TrainedModelConfig, section: str) -> None:
-    key = f"{section}.overlap_param_gather"
-    if model.overlap_param_gather and not model.overlap_grad_reduce:
-        raise ConfigError(
-            f"{key}=true collects weights by the buckets that gradients are summed in; set "
-            f"{section}.overlap_grad_reduce=true too, or {key}=false"
+def _adapter_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
+    lora, whole = model.peft.lora_tuning, "model.peft.peft_scheme=null"
+    if backend != "megatron":
+        yield (
+            f"policy.backend={backend} trains all weights, and model.peft.peft_scheme=lora; set "
+            f"policy.backend=megatron, or {whole}"
         )
-    if model.overlap_param_gather and model.peft.lora is not None:
-        raise ConfigError(
-            f"{key}=true, and model.peft.peft_scheme=lora: adapters are too small to be worth it; "
-            f"set {key}=false"
+    if not lora.target_modules:
+        yield (
+            "model.peft.lora_tuning.target_modules is empty, so nothing would be trained; give "
+            "all, or some of attention_qkv, attention_dense, mlp_fc1 and mlp_fc2"
+        )
+    if lora.adapter_dropout and model.activations_checkpoint_granularity == "full":
+        yield (
+            f"model.peft.lora_tuning.adapter_dropout={lora.adapter_dropout:g}: layers that are "
+            "computed again (model.activations_checkpoint_granularity=full) no longer know their "
+            "tokens; set it to 0, or activations_checkpoint_granularity to selective or null"
+        )
+    if model.fp8 is not None:
+        yield (
+            f"model.fp8={model.fp8}: adapters sit on megatron-core's own linears, and 8-bit "
+            f"products are Transformer Engine's; set model.fp8=null, or {whole}"
+        )
+    if model.layer_spec == "transformer_engine":
+        yield (
+            "model.layer_spec=transformer_engine: adapters sit on megatron-core's own linears; set "
+            f"model.layer_spec=auto, or {whole}"
+        )
+    if model.overlap_param_gather:
+        yield (
+            "model.overlap_param_gather=true, and model.peft.peft_scheme=lora: adapters are too "
+            "small to be worth it; set model.overlap_param_gather=false"
         )
 
 
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value).lower()
+def _dtensor_problems(model: TrainedModelConfig, key: str, names: Sequence[str]) -> Iterator[str]:
+    """Options among ``names`` that megatron-core alone has."""
+    if model.rollout.offload_gradients:
+        yield (
+            f"{model.rollout_key}.offload_gradients=true: policy.backend=dtensor keeps no gradient "
+            "buffers; set it to false"
+        )
+    for name in names:
+        value, default = getattr(model, name), getattr(TrainedModelConfig, name, None)
+        for mark in get_args(field_types(type(model))[name]):
+            if isinstance(mark, MegatronOnly) and value != default:
+                yield (
+                    f"{key}.{name}={shown(value)}: policy.backend=dtensor has data and tensor "
+                    f"parallelism alone, and {mark.instead}; set {key}.{name}={shown(default)}, or "
+                    "policy.backend=megatron, which has it"
+                )

@@ -1,13 +1,15 @@
 """Rollouts of a policy: how many, how long and how drawn; and what PPO makes of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 from pydantic import StrictBool, StrictFloat, StrictStr
 
+from aligner.config.combinations import ReadIf, multiples_near
 from aligner.config.fields import (
+    AboveOne,
     BatchSize,
     Count,
     Fraction,
@@ -16,6 +18,7 @@ from aligner.config.fields import (
     Positive,
     UserClass,
 )
+from aligner.foreign_keys import shown
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
@@ -29,6 +32,14 @@ class LengthParams:
 
     min_length: Natural = 1
     """A response cannot end before so many tokens."""
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse limits that no response can meet."""
+        if self.min_length > self.max_length:
+            yield (
+                f"{key}.min_length={self.min_length} is more than {key}.max_length="
+                f"{self.max_length}; lower the one or raise the other"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,12 +98,24 @@ class KLLossConfig:
     coef: NonNegative = 0.0
     """Weight of the KL to the initial policy in the loss; 0: off."""
 
-    estimator: KLEstimator = "k3"
+    estimator: Annotated[
+        KLEstimator,
+        ReadIf(lambda run: run.model.ppo.kl_loss.coef > 0, "needs model.ppo.kl_loss.coef above 0"),
+    ] = "k3"
     """Estimator of that KL: `k2`, `k3` or `abs`, not `k1`.
 
     `k2` has the gradient of the KL itself, `k3` that of KL(reference ‖ policy). `k1` is refused: in
     a loss its mean gradient is 0.
     """
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse an estimator without gradient."""
+        if self.coef > 0 and self.estimator == "k1":
+            yield (
+                f"{key}.estimator=k1: its gradient has mean 0 whatever the KL, so as a term of the "
+                "loss it holds the policy to nothing; use k2 (the gradient of the reverse KL) or "
+                "k3 (of the forward KL)"
+            )
 
 
 @dataclass(frozen=True)
@@ -137,6 +160,48 @@ class CorrectionConfig:
     def is_on(self) -> bool:
         """True if anything is corrected."""
         return self != CorrectionConfig()
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse bounds that nothing can meet, and options that cancel one another."""
+        for name in ("bounds", "geometric_bounds"):
+            bounds = getattr(self, name)
+            if bounds is not None and not (bounds[0] <= 1 <= bounds[1] and bounds[0] < bounds[1]):
+                yield (
+                    f"{key}.{name}={shown(bounds)}: where sampler and trainer agree the ratio is "
+                    "1, which must lie between them; give low <= 1 <= high, such as [0.5,2.0]"
+                )
+        ppo, weights = run.model.ppo, f"{key}.weights={self.weights}"
+        cap = ppo.truncated_importance_sampling
+        capped = f"model.ppo.truncated_importance_sampling={shown(cap)}"
+        if self.weights == "none":
+            for name in ("bounds", "outside"):
+                if (value := getattr(self, name)) != getattr(CorrectionConfig, name):
+                    yield (
+                        f"{key}.{name}={shown(value)} is of the weights, and {weights}; set it to "
+                        "token or sequence, or leave the key out"
+                    )
+        elif cap is not None:
+            yield (
+                f"{capped} is {key}.weights={ppo.ratio_level} with {key}.bounds=[0,{cap:g}], and "
+                f"{weights} is given, too; leave one of them out"
+            )
+        if self.weights == "token" and ppo.ratio_level == "sequence":
+            yield (
+                f"{weights} with model.ppo.ratio_level=sequence: a response has one ratio there, "
+                f"and one weight goes with it; set {key}.weights=sequence"
+            )
+        sampler = f"{key}.old_logprobs=sampler"
+        if self.old_logprobs == "sampler" and (self.weights != "none" or cap is not None):
+            yield (
+                f"{sampler} has the loss's ratio begin at the sampler, so nothing is left for "
+                f"{weights if cap is None else capped} to weigh; leave one of them out"
+            )
+        if self.old_logprobs == "sampler" and self.second_moment is not None:
+            yield (
+                f"{key}.second_moment={self.second_moment:g} compares the sampler with the "
+                f"trainer's log-probs before training, which {sampler} leaves out; set "
+                f"{key}.old_logprobs=trainer"
+            )
 
 
 @dataclass(frozen=True)
@@ -187,6 +252,16 @@ class RolloutConfig:
     length_params: LengthParams = field(default_factory=LengthParams)
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse responses that the prompts of a step cannot share evenly."""
+        samples, per_prompt = self.num_rollout_samples, self.num_rollouts_per_prompt
+        if samples % per_prompt:
+            yield (
+                f"{key}.num_rollout_samples={samples} is not a multiple of "
+                f"{key}.num_rollouts_per_prompt={per_prompt}; nearest that work: "
+                f"{multiples_near(samples, per_prompt)}"
+            )
+
 
 @dataclass(frozen=True)
 class PolicyRSConfig(RolloutConfig):
@@ -195,6 +270,15 @@ class PolicyRSConfig(RolloutConfig):
     num_rollouts_per_prompt: Count = 4
     top_n_rollouts: Count = 1
     """Of them the best so many are learned; of equals the earlier."""
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse also to keep more responses than there are."""
+        yield from super().problems(key, run)
+        if self.top_n_rollouts > self.num_rollouts_per_prompt:
+            yield (
+                f"{key}.top_n_rollouts={self.top_n_rollouts} is more than "
+                f"{key}.num_rollouts_per_prompt={self.num_rollouts_per_prompt}; lower it"
+            )
 
 
 @dataclass(frozen=True)
@@ -232,7 +316,7 @@ class PolicyPPOConfig(RolloutConfig):
     `environment.max_tokens` and `environment.max_turns` times it.
     """
 
-    dual_clip: Annotated[StrictFloat, Interval(gt=1)] | None = None
+    dual_clip: AboveOne | None = None
     """Bound c > 1 of the ratio where the advantage is negative; null: off.
 
     Dual clip (Ye et al. 2020).
@@ -273,3 +357,32 @@ class PolicyPPOConfig(RolloutConfig):
         if isinstance(self.ratio_eps, tuple):
             return self.ratio_eps
         return self.ratio_eps, self.ratio_eps
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Refuse also arguments of no loss, and to record tokens that no engine records."""
+        yield from super().problems(key, run)
+        if self.loss_kwargs and self.loss is None:
+            yield (
+                f"{key}.loss_kwargs={dict(self.loss_kwargs)} are of a loss of your own, and "
+                f"{key}.loss is null; leave them out, or give its path as {key}.loss"
+            )
+        if self.record_kept_tokens:
+            yield from self._recording_problems(key, run)
+
+    def _recording_problems(self, key: str, run: Any) -> Iterator[str]:
+        """Sets of kept tokens that are all tokens, or that an engine does not have."""
+        sampling, most = self.sampling_params, self.record_kept_tokens
+        record = f"{key}.record_kept_tokens={most}"
+        if sampling.top_k == 0 and sampling.top_p == 1:
+            yield (
+                f"{record}: top_k=0 and top_p=1 keep all tokens; set it to 0, or one of "
+                f"{key}.sampling_params.top_k and top_p"
+            )
+        if sampling.top_k > most:
+            yield (
+                f"{record} is below {key}.sampling_params.top_k={sampling.top_k}, so that nothing "
+                f"would be recorded; set it to {sampling.top_k}"
+            )
+        if run.generation.backend != "megatron":
+            record = f"{record} with generation.backend={run.generation.backend}"
+            yield from run.generation.engine.recording_problems(record, key, run)

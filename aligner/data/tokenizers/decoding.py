@@ -64,10 +64,12 @@ def common_prefix(one: str, other: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _context_of(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> tuple[list[int], str]:
-    """The last tokens of the prompt and their text; nothing if it ends within a character."""
-    context = list(prompt_ids[-_CONTEXT:])
-    text = tokenizer.decode(context)
+def _context_of(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], limit: int = _CONTEXT
+) -> tuple[list[int], str]:
+    """Last tokens of the prompt and their text; none if the prompt ends within a character."""
+    context = list(prompt_ids[max(0, len(prompt_ids) - limit) :])
+    text = tokenizer.decode(context) if context else ""
     return ([], "") if text.endswith(_INCOMPLETE) else (context, text)
 
 
@@ -95,11 +97,8 @@ class StopStrings:
         if not self._candidate(response[-1]):
             return False
         response = response[-self._tail :]
-        # Where the tail reaches back into the prompt its text is separated by its length.
-        context = list(prompt[len(prompt) - min(len(prompt), self._tail - len(response)) :])
-        context_text = self._tokenizer.decode(context) if context else ""
-        if context_text.endswith(_INCOMPLETE):
-            context, context_text = [], ""
+        # If the tail reaches back into the prompt its text is separated by its length.
+        context, context_text = _context_of(self._tokenizer, prompt, self._tail - len(response))
         before = self._tokenizer.decode([*context, *response[:-1]])
         text = self._tokenizer.decode([*context, *response])
         # What the last token changed; it may have turned U+FFFD into the character it completes.

@@ -9,7 +9,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, is_tokenizer_file
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, raised_as
 from aligner.packages import require_extra
 
 _ARRAYS = ("tokens", "scores", "token_type", "merges")  # of the tokenizer; long
@@ -61,13 +61,12 @@ def gguf_values(path: Path) -> tuple[Any, dict[str, Any]]:
     from gguf import GGUFReader
 
     long = {f"tokenizer.ggml.{name}" for name in _ARRAYS}
-    try:
+    # gguf and numpy raise many kinds on a bad file.
+    with raised_as(CheckpointError, f"{str(path)!r} cannot be read as a GGUF model"):
         reader = GGUFReader(path)
         values = {
             key: None if key in long else field.contents() for key, field in reader.fields.items()
         }
-    except Exception as error:  # gguf and numpy raise many kinds on a bad file
-        raise CheckpointError(f"{str(path)!r} cannot be read as a GGUF model: {error}") from error
     return reader, values
 
 
@@ -83,7 +82,8 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
     prefix = "tokenizer.ggml."
     keys = {key.removeprefix(prefix): v for key, v in values.items() if key.startswith(prefix)}
     _check(path, keys)
-    try:
+    # transformers raises many kinds on what it does not know.
+    with raised_as(CheckpointError, f"{str(path)!r}: transformers builds no tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             str(path.parent), gguf_file=path.name, local_files_only=True
         )
@@ -94,10 +94,6 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
                 for file in Path(folder).iterdir()
                 if is_tokenizer_file(file.name)
             }
-    except Exception as error:  # transformers raises many kinds on what it does not know
-        raise CheckpointError(
-            f"{str(path)!r}: transformers builds no tokenizer: {error}"
-        ) from error
     content = json.loads(files["tokenizer.json"])
     size = len(reader.fields["tokenizer.ggml.tokens"].data)
     known = [token for token in content["added_tokens"] if token["id"] < size]

@@ -12,8 +12,13 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from aligner.data.tokenizers.clock import RunClock
-from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, generation_ends, known_ids
-from aligner.errors import DataError, TokenizerError
+from aligner.data.tokenizers.tokenizer import (
+    GENERATION_CONFIG,
+    generation_ends,
+    json_object,
+    known_ids,
+)
+from aligner.errors import DataError, TokenizerError, raised_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -56,17 +61,15 @@ class HuggingFaceTokenizer:
         self._origin = origin
         self._renderer: PreTrainedTokenizerFast | None = None
         self._template_kwargs: dict[str, Any] = {}
-        self._vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
-        eos_id = self._special_id("eos_token")
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        eos_id, self.bos_id, pad_id = map(self._special_id, ("eos_token", "bos_token", "pad_token"))
         if eos_id is None:
             raise TokenizerError(
                 f"{origin} names no end-of-sequence token; add eos_token to the "
                 "tokenizer_config.json beside it"
             )
-        self._eos_id = eos_id
-        self._bos_id = self._special_id("bos_token")
-        pad_id = self._special_id("pad_token")
-        self._pad_id = eos_id if pad_id is None else pad_id
+        self.eos_id = eos_id
+        self.pad_id = eos_id if pad_id is None else pad_id
 
     @classmethod
     def from_files(
@@ -74,52 +77,35 @@ class HuggingFaceTokenizer:
     ) -> "HuggingFaceTokenizer":
         """Build from ``tokenizer.json`` and its neighbours."""
         config = _read_config(files, origin)
-        try:
+        with raised_as(TokenizerError, f"{origin} is not a readable tokenizer"):
             backend = RustTokenizer.from_buffer(files["tokenizer.json"].removeprefix(BOM_UTF8))
-        except Exception as error:  # the package raises a bare Exception
-            raise TokenizerError(f"{origin} is not a readable tokenizer: {error}") from error
         _add_missing_tokens(backend, config)
         generation_ends(files, origin)  # refuses what cannot be used
-        generation = json.loads(files.get(GENERATION_CONFIG, b"{}"))
+        generation = json_object(files, GENERATION_CONFIG, origin)
         return cls(backend, config, generation_config=generation, origin=origin)
-
-    @property
-    def vocab_size(self) -> int:
-        """Largest token id plus one."""
-        return self._vocab_size
-
-    @property
-    def eos_id(self) -> int:
-        """End-of-sequence token."""
-        return self._eos_id
 
     @property
     def end_ids(self) -> tuple[int, ...]:
         """Every token that ends a response; see `aligner.data.tokenizers.tokenizer.Tokenizer`."""
         if self._ends is None:
             named = generation_ends(self._generation_file(), self._origin)
-            self._ends = tuple(dict.fromkeys((self._eos_id, *named, self.turn_end_id)))
+            self._ends = tuple(dict.fromkeys((self.eos_id, *named, self.turn_end_id)))
         return self._ends
 
     @property
     def turn_end_id(self) -> int:
         """The token that ends an assistant's message in the chat template; else EOS."""
         if not self._config.get("chat_template"):
-            return self._eos_id
+            return self.eos_id
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
         try:
             text = self.apply_chat_template(chat, add_generation_prompt=False)
         except DataError:  # a template for other chats
-            return self._eos_id
+            return self.eos_id
         behind = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
         added = self._backend.get_added_tokens_decoder()
         fitting = [end for end, token in added.items() if behind.startswith(token.content)]
-        return max(fitting, key=lambda end: len(added[end].content), default=self._eos_id)
-
-    @property
-    def bos_id(self) -> int | None:
-        """Beginning-of-sequence token, if declared."""
-        return self._bos_id
+        return max(fitting, key=lambda end: len(added[end].content), default=self.eos_id)
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -133,11 +119,6 @@ class HuggingFaceTokenizer:
         added = self._backend.get_added_tokens_decoder()
         return {number: token.content for number, token in added.items()}
 
-    @property
-    def pad_id(self) -> int:
-        """Padding token; the end-of-sequence token where none is declared."""
-        return self._pad_id
-
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``; the post-processor adds nothing."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
@@ -145,9 +126,7 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, special tokens spelt out."""
-        text: str = self._backend.decode(
-            known_ids(ids, self._vocab_size), skip_special_tokens=False
-        )
+        text: str = self._backend.decode(known_ids(ids, self.vocab_size), skip_special_tokens=False)
         return text
 
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "HuggingFaceTokenizer":
@@ -155,7 +134,7 @@ class HuggingFaceTokenizer:
         ids = []
         for token in tokens:
             found = token if isinstance(token, int) else self._backend.token_to_id(token)
-            if found is None or not 0 <= found < self._vocab_size:
+            if found is None or not 0 <= found < self.vocab_size:
                 raise TokenizerError(
                     f"end_tokens: {token!r} is no token of {self._origin}; text of several tokens "
                     "goes into end_strings"
@@ -206,7 +185,8 @@ class HuggingFaceTokenizer:
             )
         if self._renderer is None:
             self._renderer = self._make_renderer()
-        try:
+        # Jinja's errors, and what templates raise themselves.
+        with raised_as(DataError, "the chat template refuses the messages"):
             text = self._renderer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
@@ -215,8 +195,6 @@ class HuggingFaceTokenizer:
                 **self._template_kwargs,
             )
             str(text).encode()  # half a character, which JSON text can hold, is no text
-        except Exception as error:  # Jinja's errors, and what templates raise themselves
-            raise DataError(f"the chat template refuses the messages: {error}") from error
         return str(text)
 
     def files(self) -> dict[str, bytes]:
@@ -272,14 +250,7 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
     """``tokenizer_config.json`` with plain-text special tokens and one chat template."""
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if name in files:
-            try:
-                content = json.loads(files[name])
-            except (ValueError, RecursionError) as error:
-                raise TokenizerError(f"{origin}: {name} is not JSON: {error}") from error
-            if not isinstance(content, dict):
-                raise TokenizerError(f"{origin}: {name} does not hold a JSON object")
-            merged.update(content)
+        merged |= json_object(files, name, origin)
     for name in _SPECIAL_NAMES:
         token = merged.get(name)
         text = token.get("content") if isinstance(token, dict) else token  # one spelt out
@@ -290,35 +261,30 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
     if "chat_template.jinja" in files:
         merged["chat_template"] = files["chat_template.jinja"].decode("utf-8-sig")
     template = merged.get("chat_template")
-    if isinstance(template, list):  # several named ones, of which transformers takes one each time
-        try:
-            named = {entry["name"]: entry["template"] for entry in template}
-        except (KeyError, TypeError) as error:
-            raise TokenizerError(
-                f"{origin}: chat_template is a list, but not of names and templates: {error!r}"
-            ) from error
-        if not all(isinstance(part, str) for item in named.items() for part in item):
-            raise TokenizerError(f"{origin}: a name or template of chat_template is not a text")
-        if "default" not in named and len(named) == 1:
-            merged["chat_template"] = next(iter(named.values()))
-        return merged
-    if not isinstance(merged.get("chat_template"), str | None):
-        raise TokenizerError(f"{origin}: chat_template is not a text")
+    if isinstance(template, list) and all(
+        isinstance(entry, Mapping)
+        and all(isinstance(entry.get(key), str) for key in ("name", "template"))
+        for entry in template
+    ):  # several named ones, of which transformers takes one each time
+        names = {entry["name"] for entry in template}
+        if len(names) == 1 and "default" not in names:
+            merged["chat_template"] = template[-1]["template"]
+    elif not isinstance(template, str | None):
+        raise TokenizerError(
+            f"{origin}: chat_template is neither a text nor a list of names and templates"
+        )
     return merged
 
 
 def _add_missing_tokens(backend: RustTokenizer, config: Mapping[str, Any]) -> None:
     """Add tokens that ``tokenizer_config.json`` declares and ``tokenizer.json`` forgot."""
     declared = config.get("added_tokens_decoder") or {}
-    try:
+    text = "added_tokens_decoder of tokenizer_config.json is not numbers and tokens"
+    with raised_as(TokenizerError, text, AttributeError, KeyError, TypeError, ValueError):
         tokens = sorted(
             (int(number), str(token["content"]), bool(token.get("special")))
             for number, token in declared.items()
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise TokenizerError(
-            f"added_tokens_decoder of tokenizer_config.json is not numbers and tokens: {error!r}"
-        ) from error
     for number, content, special in tokens:
         if backend.token_to_id(content) is None:
             backend.add_tokens([AddedToken(content, special=special)])

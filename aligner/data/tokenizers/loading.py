@@ -12,8 +12,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, Tokenizer, generation_ends
-from aligner.errors import CheckpointNotFoundError, ConfigError, DataError, TokenizerError
+from aligner.data.tokenizers.tokenizer import (
+    GENERATION_CONFIG,
+    Tokenizer,
+    generation_ends,
+    json_object,
+)
+from aligner.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    DataError,
+    TokenizerError,
+    raised_as,
+)
 from aligner.importing import check_call, load_function
 
 # Text that a tokenizer and the one its files make must encode alike.
@@ -86,10 +97,8 @@ def named_tokenizer(name: str, *, key: str) -> Tokenizer:
             f"{key}={name}: returned a {type(made).__name__}; return a tokenizer of transformers, "
             "or one of aligner.data.tokenizers.tokenizer"
         )
-    try:
+    with raised_as(ConfigError, f"{key}={name}: its files make no tokenizer", TokenizerError):
         rebuilt = tokenizer_from_files(made.files(), origin=f"{key}={name}")
-    except TokenizerError as error:
-        raise ConfigError(f"{key}={name}: its files make no tokenizer: {error}") from error
     if rebuilt.encode(_PROBE) != made.encode(_PROBE) or rebuilt.end_ids != made.end_ids:
         raise ConfigError(
             f"{key}={name}: what its files() rebuild encodes text or ends responses otherwise, "
@@ -123,8 +132,10 @@ def tokenizer_from_files(
         with TemporaryDirectory() as folder:
             for name, content in files.items():
                 (Path(folder) / Path(name).name).write_bytes(content)
-            path = Path(folder) / "tokenizer_config.json"
-            _name_class(path, "GPT2Tokenizer" if is_pair else "LlamaTokenizer", origin)
+            config = json_object(files, "tokenizer_config.json", origin)
+            if not config.get("tokenizer_class"):  # else ``config.json`` names it
+                config["tokenizer_class"] = "GPT2Tokenizer" if is_pair else "LlamaTokenizer"
+                (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
             return _convert_with_transformers(Path(folder), origin=origin)
     if len(models) == 1:
         return SentencePieceTokenizer(
@@ -144,10 +155,8 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
             render what a user and the assistant say; the message begins with ``key``.
     """
     what = f"{key}={path}"
-    try:
+    with raised_as(ConfigError, f"{what}: it cannot be read as text", OSError, UnicodeDecodeError):
         template = Path(path).expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{what}: it cannot be read as text: {error}") from error
     files = tokenizer.files()
     if "tokenizer.json" not in files:
         raise ConfigError(
@@ -155,17 +164,15 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
             "tokenizer in model.tokenizer"
         )
     files.pop("chat_template.jinja", None)
-    config = {**json.loads(files.get("tokenizer_config.json", b"{}")), "chat_template": template}
+    config = json_object(files, "tokenizer_config.json", what) | {"chat_template": template}
     files["tokenizer_config.json"] = json.dumps(config).encode()
     found = tokenizer_from_files(files, origin=what)
     said = {"user": "a question", "assistant": "an answer"}
-    try:
+    with raised_as(ConfigError, what, DataError, TokenizerError, remedy="mend the template"):
         shown = found.apply_chat_template(
             [{"role": role, "content": text} for role, text in said.items()],
             add_generation_prompt=False,
         )
-    except (DataError, TokenizerError) as error:
-        raise ConfigError(f"{what}: {error}; mend the template") from error
     lost = [role for role, text in said.items() if text not in shown]
     if lost:
         raise ConfigError(
@@ -213,12 +220,9 @@ def fold_named_templates(directory: Path, files: dict[str, bytes]) -> dict[str, 
     if not paths:
         return files
     named = {path.stem: path.read_text(encoding="utf-8-sig") for path in paths}
-    try:
-        config = json.loads(files.get("tokenizer_config.json", b"{}"))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{directory}: tokenizer_config.json is not JSON: {error}") from error
-    default = files.pop("chat_template.jinja", b"").decode("utf-8-sig")
-    default = default or config.get("chat_template")
+    config = json_object(files, "tokenizer_config.json", str(directory))
+    text = files.pop("chat_template.jinja", b"").decode("utf-8-sig")
+    default = text or config.get("chat_template")
     if isinstance(default, str):
         named = {"default": default, **named}
     config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
@@ -240,16 +244,6 @@ def is_slow(directory: Path) -> bool:
     return has_class and "tokenizer.json" not in names
 
 
-def _name_class(path: Path, name: str, origin: str) -> None:
-    """Name the class for transformers: files by themselves have no ``config.json`` that does."""
-    try:
-        config = json.loads(path.read_bytes()) if path.exists() else {}
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{origin}: {path.name} is not JSON: {error}") from error
-    if isinstance(config, dict) and not config.get("tokenizer_class"):
-        path.write_text(json.dumps({**config, "tokenizer_class": name}))
-
-
 def _convert_with_transformers(directory: Path, origin: str | None = None) -> Tokenizer:
     """Let transformers turn a slow tokenizer into a ``tokenizer.json``."""
     from transformers import AutoTokenizer
@@ -257,7 +251,7 @@ def _convert_with_transformers(directory: Path, origin: str | None = None) -> To
     from aligner.data.tokenizers.hf import HuggingFaceTokenizer
 
     origin = origin or str(directory)
-    try:
+    with raised_as(TokenizerError, f"{origin}: transformers cannot load a tokenizer"):
         converted = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
@@ -267,8 +261,6 @@ def _convert_with_transformers(directory: Path, origin: str | None = None) -> To
         expected = converted.encode(_PROBE, add_special_tokens=False)
         if "tokenizer.json" not in files:
             raise TypeError(f"{type(converted).__name__} makes no tokenizer.json")
-    except Exception as error:
-        raise TokenizerError(f"{origin}: transformers cannot load a tokenizer: {error}") from error
     found = HuggingFaceTokenizer.from_files(files, origin=origin)
     if found.encode(_PROBE) != expected:
         raise TokenizerError(

@@ -7,7 +7,7 @@ from typing import Any
 from sentencepiece import SentencePieceProcessor
 
 from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, known_ids
-from aligner.errors import DataError, TokenizerError
+from aligner.errors import DataError, TokenizerError, raised_as
 
 
 class SentencePieceTokenizer:
@@ -24,41 +24,19 @@ class SentencePieceTokenizer:
         self._further_ends = tuple(further_ends)
         self._origin = origin
         self._processor = SentencePieceProcessor()
-        try:
+        with raised_as(TokenizerError, f"{origin} is not a SentencePiece model"):
             # Not the constructor: it ignores an empty or damaged serialized model.
             self._processor.LoadFromSerializedProto(model)
-        except Exception as error:
-            raise TokenizerError(f"{origin} is not a SentencePiece model: {error}") from error
-        if self._processor.eos_id() < 0:
+        self.vocab_size = int(self._processor.get_piece_size())
+        self.eos_id = self.turn_end_id = int(self._processor.eos_id())
+        if self.eos_id < 0:
             raise TokenizerError(
                 f"{origin} has no end-of-sequence piece; train it with eos_id >= 0"
             )
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of pieces."""
-        return int(self._processor.get_piece_size())
-
-    @property
-    def eos_id(self) -> int:
-        """End-of-sequence piece."""
-        return int(self._processor.eos_id())
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """Every piece that ends a response, EOS first."""
-        return tuple(dict.fromkeys((self.eos_id, *self._further_ends)))
-
-    @property
-    def turn_end_id(self) -> int:
-        """EOS: there is no chat template."""
-        return self.eos_id
-
-    @property
-    def bos_id(self) -> int | None:
-        """Beginning-of-sequence piece, if the model has one."""
-        bos = int(self._processor.bos_id())
-        return None if bos < 0 else bos
+        bos_id, pad_id = int(self._processor.bos_id()), int(self._processor.pad_id())
+        self.bos_id = None if bos_id < 0 else bos_id
+        self.pad_id = self.eos_id if pad_id < 0 else pad_id
+        self.end_ids = tuple(dict.fromkeys((self.eos_id, *self._further_ends)))
 
     @property
     def added_tokens(self) -> dict[int, str]:
@@ -67,12 +45,6 @@ class SentencePieceTokenizer:
 
         pieces = ModelProto.FromString(self._model).pieces
         return {n: each.piece for n, each in enumerate(pieces) if each.type == each.USER_DEFINED}
-
-    @property
-    def pad_id(self) -> int:
-        """Padding piece; the end-of-sequence piece where there is none."""
-        pad = int(self._processor.pad_id())
-        return self.eos_id if pad < 0 else pad
 
     def encode(self, text: str) -> list[int]:
         """Piece ids of ``text``."""

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from aligner.errors import TokenizerError
+from aligner.errors import TokenizerError, raised_as
 
 GENERATION_CONFIG = "generation_config.json"
 # What a tokenizer is made of, beside SentencePiece models (`is_tokenizer_file`).
@@ -32,15 +32,10 @@ def is_tokenizer_file(name: object) -> bool:
 class Tokenizer(Protocol):
     """Text to token ids and back. Picklable, so that it can travel to workers."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Largest token id plus one: the rows an embedding needs before padding."""
-        ...
-
-    @property
-    def eos_id(self) -> int:
-        """The token that ends a response."""
-        ...
+    vocab_size: int  # largest token id plus one: the rows an embedding needs before padding
+    eos_id: int  # the token that ends a response
+    bos_id: int | None  # the token that begins a text, if there is one
+    pad_id: int  # the token to fill with; the end-of-sequence token if there is no other
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -54,16 +49,6 @@ class Tokenizer(Protocol):
     @property
     def turn_end_id(self) -> int:
         """The token that ends an assistant's message in the chat template; else ``eos_id``."""
-        ...
-
-    @property
-    def bos_id(self) -> int | None:
-        """The token that begins a text, if there is one."""
-        ...
-
-    @property
-    def pad_id(self) -> int:
-        """The token to fill with; the end-of-sequence token where there is no other."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -157,19 +142,26 @@ def encode_fragment(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text)
 
 
+def json_object(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
+    """Content of one of a tokenizer's files; empty if there is no such file.
+
+    Raises:
+        TokenizerError: it is not a JSON object.
+    """
+    with raised_as(TokenizerError, f"{origin}: {name} is not JSON", ValueError, RecursionError):
+        content = json.loads(files.get(name, b"{}"))
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{origin}: {name} does not hold a JSON object")
+    return content
+
+
 def generation_ends(files: Mapping[str, bytes], origin: str) -> tuple[int, ...]:
     """``eos_token_id`` of ``generation_config.json``, one number or a list; () where it is silent.
 
     Raises:
         TokenizerError: the file is not JSON, or has no valid token id.
     """
-    if GENERATION_CONFIG not in files:
-        return ()
-    try:
-        found = json.loads(files[GENERATION_CONFIG])
-        ends = found.get("eos_token_id")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise TokenizerError(f"{origin}: {GENERATION_CONFIG} is no JSON object: {error}") from error
+    ends = json_object(files, GENERATION_CONFIG, origin).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(isinstance(end, int) and end >= 0 for end in ends):
         raise TokenizerError(

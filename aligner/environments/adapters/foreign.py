@@ -48,6 +48,11 @@ def prompt_messages(prompt: str | Sequence[Message] | None) -> list[Message]:
     return [dict(message) for message in prompt]
 
 
+def user_message(*texts: str | None) -> list[Message]:
+    """The user's one message, of the texts that are not empty, each on a line."""
+    return [{"role": "user", "content": "\n".join(filter(None, texts))}]
+
+
 def check_names(kwargs: Mapping[str, Any], *keys: str) -> None:
     """Refuse values of ``keys`` that name nothing that can be imported."""
     for key in keys:

@@ -9,7 +9,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from aligner.environments.adapters.foreign import as_text, check_names, imported, loaded
+from aligner.environments.adapters.foreign import (
+    as_text,
+    check_names,
+    imported,
+    loaded,
+    user_message,
+)
 from aligner.environments.protocol import Start, Turn
 from aligner.errors import ConfigError
 
@@ -89,20 +95,17 @@ class GymnasiumEnv:
         """Reset the environment and show the first observation."""
         observation, info = self._env.reset(seed=self._seed, options=self._options)
         head = self._help if self._instructions is None else self._instructions
-        text = self._text(observation, info)
-        return Start([{"role": "user", "content": "\n".join(filter(None, [head, text]))}])
+        return Start(user_message(head, self._text(observation, info)))
 
     def step(self, message: Mapping[str, Any]) -> Turn:
         """Take the action of a message."""
         action = self._parse(message["content"])
         if action is None:
-            said = self._help or "There is no action in this message."
-            return Turn(
-                [{"role": "user", "content": said}], self._invalid_reward, info={"invalid": True}
-            )
+            remedy = self._help or "There is no action in this message."
+            return Turn(user_message(remedy), self._invalid_reward, info={"invalid": True})
         observation, reward, terminated, truncated, info = self._env.step(action)
         return Turn(
-            [{"role": "user", "content": self._text(observation, info)}],
+            user_message(self._text(observation, info)),
             float(reward),
             done=bool(terminated or truncated),
             info={**info, "truncated": bool(truncated)},
@@ -144,15 +147,21 @@ def action_parser(
         )
     first, count = int(space.start), int(space.n)
     if names is None:
-        return _last_number(range(first, first + count)), (
-            f"Answer with a number from {first} to {first + count - 1}."
+        last = first + count - 1
+        return (
+            _last_match(_INTEGER, lambda digits: _number_in(range(first, last + 1), digits)),
+            f"Answer with a number from {first} to {last}.",
         )
     if len(names) != count:
         raise ConfigError(
             f"environment.kwargs.actions={list(names)} has {len(names)} names, and the "
             f"environment {count} actions"
         )
-    return _last_name(names, first), f"Answer with one of: {', '.join(names)}."
+    numbers = {name.lower(): first + at for at, name in enumerate(names)}
+    longest_first = sorted(numbers, key=len, reverse=True)
+    pattern = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, longest_first))})(?!\w)", re.I)
+    parse_name = _last_match(pattern, lambda name: numbers[name.lower()])
+    return parse_name, f"Answer with one of: {', '.join(names)}."
 
 
 def without_colours(drawn: str) -> str:
@@ -160,23 +169,13 @@ def without_colours(drawn: str) -> str:
     return _ESCAPE.sub("", _HIGHLIGHT.sub(r"[\1]", drawn)).strip("\n")
 
 
-def _last_number(allowed: range) -> Parser:
+def _last_match(pattern: re.Pattern[str], action_of: Callable[[str], int | None]) -> Parser:
     def parse(text: str) -> int | None:
-        found = _INTEGER.findall(text)
-        if not found or len(found[-1]) > 18 or int(found[-1]) not in allowed:
-            return None
-        return int(found[-1])
+        matches = pattern.findall(text)
+        return action_of(matches[-1]) if matches else None
 
     return parse
 
 
-def _last_name(names: Sequence[str], first: int) -> Parser:
-    numbers = {name.lower(): first + at for at, name in enumerate(names)}
-    longest_first = sorted(numbers, key=len, reverse=True)
-    pattern = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, longest_first))})(?!\w)", re.I)
-
-    def parse(text: str) -> int | None:
-        found = pattern.findall(text)
-        return numbers[found[-1].lower()] if found else None
-
-    return parse
+def _number_in(allowed: range, digits: str) -> int | None:
+    return int(digits) if len(digits) <= 18 and int(digits) in allowed else None

@@ -3,7 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from aligner.environments.adapters.foreign import LoopThread, as_text, imported, loaded
+from aligner.environments.adapters.foreign import (
+    LoopThread,
+    as_text,
+    imported,
+    loaded,
+    user_message,
+)
 from aligner.environments.protocol import Start, Turn
 from aligner.errors import ConfigError
 
@@ -60,17 +66,15 @@ class OpenEnvEnv:
         """Connect, reset and show the first observation."""
         self._loop.enter(self._client)
         result = self._loop.run(self._ask("reset", **self._reset))
-        text = self._show(result.observation)
-        return Start(
-            [{"role": "user", "content": "\n".join(filter(None, [self._instructions, text]))}]
-        )
+        return Start(user_message(self._instructions, self._show(result.observation)))
 
     def step(self, message: Mapping[str, Any]) -> Turn:
         """Take the action of a message."""
         result = self._loop.run(self._ask("step", self._act(message["content"])))
         reward = None if result.reward is None else float(result.reward)
-        said = [{"role": "user", "content": self._show(result.observation)}]
-        return Turn(said, reward, bool(result.done), dict(getattr(result, "metadata", None) or {}))
+        messages = user_message(self._show(result.observation))
+        info = dict(getattr(result, "metadata", None) or {})
+        return Turn(messages, reward, bool(result.done), info)
 
     def close(self) -> None:
         """End the session."""

@@ -71,16 +71,16 @@ class SkyRLGymEnv:
             info["postprocessed_action"] = output["postprocessed_action"]
         done = bool(output["done"])
         earned = float(output["reward"])
-        reward: Reward = {**self._metrics(), "reward": earned} if done else earned
+        reward: Reward = earned
+        if done:
+            metrics = self._env.get_metrics() if hasattr(self._env, "get_metrics") else {}
+            numbers = {name: each for name, each in metrics.items() if isinstance(each, Real)}
+            reward = {str(name): float(each) for name, each in numbers.items()} | {"reward": earned}
         return Turn([dict(each) for each in output["observations"]], reward, done, info)
 
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
-
-    def _metrics(self) -> dict[str, float]:
-        found = self._env.get_metrics() if hasattr(self._env, "get_metrics") else {}
-        return {str(name): float(value) for name, value in found.items() if isinstance(value, Real)}
 
 
 def _registered(name: str) -> Any:

@@ -157,12 +157,10 @@ def tool_methods(environment: Any) -> list[Callable[..., Any]]:
 
 def _synchronous(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method that waits for its coroutine; signature and docstring stay."""
-    if not inspect.iscoroutinefunction(method):
-        return method
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return asyncio.run(method(*args, **kwargs))
+        return _waited(method(*args, **kwargs))
 
     return call
 

@@ -159,7 +159,9 @@ def _client_class() -> Any:
         async def get_response(
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **more: Any
         ) -> Any:
-            schemas = [_schema(tool) for tool in tools or ()] or None
+            names = ("name", "description", "parameters")
+            functions = [{name: getattr(tool, name) for name in names} for tool in tools or ()]
+            schemas = [{"type": "function", "function": each} for each in functions] or None
             self._events.put(("asks", ([_message(each) for each in prompt], schemas)))
             text = await self._answers.get()
             calls = parse_calls(text, self._form) if schemas else []
@@ -179,11 +181,6 @@ def _client_class() -> Any:
 
     Policy.__abstractmethods__ = frozenset()  # only get_response is called
     return Policy
-
-
-def _schema(tool: Any) -> dict[str, Any]:
-    function = {name: getattr(tool, name) for name in ("name", "description", "parameters")}
-    return {"type": "function", "function": function}
 
 
 def _message(message: Any) -> Message:

@@ -136,9 +136,7 @@ def _environment(settings: str) -> Any:
     return made
 
 
-@functools.cache
-def _all_tasks(taskset: Any) -> list[Any]:
-    return list(taskset)
+_all_tasks = functools.cache(list[Any])
 
 
 def _task(taskset: Any, idx: int | None, seed: int) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf.families import config_to_hf
-from aligner.config import LengthParams, SamplingOptions, SamplingParams, VllmConfig
+from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.device import accelerator
 from aligner.errors import ConfigError
@@ -31,6 +31,7 @@ from aligner.generation.vllm.sampling import (
     request_seed,
     sampling_arguments,
 )
+from aligner.generation.vllm.settings import VllmConfig
 
 _ASK_EVERY = 8  # steps, where processes have to agree on whether a batch is abandoned
 # Lengths and sampling of responses, and what finds their stop strings; None: there are none.

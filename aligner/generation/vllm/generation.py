@@ -7,13 +7,14 @@ from typing import Any
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf.families import config_to_hf
-from aligner.config import SamplingOptions, SamplingRunConfig, VllmConfig
+from aligner.config import SamplingOptions, SamplingRunConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
-from aligner.distributed.interfaces import Cluster, WorkerFuture
+from aligner.distributed.interfaces import Cluster
 from aligner.distributed.named_sharding import layout_of
-from aligner.distributed.workers import run_on_all, run_sharded, scored_rows, start_on_all
+from aligner.distributed.workers import run_on_all, run_sharded, scored_rows
 from aligner.errors import ConfigError
+from aligner.generation.vllm.settings import VllmConfig
 from aligner.generation.vllm.worker import VllmWorker
 from aligner.kernels.counter_hash import CallSeeds
 from aligner.models.interfaces import BackgroundGeneration
@@ -49,7 +50,9 @@ class VllmGeneration(BackgroundGeneration):
         """
         config_to_hf(architecture)
         self.tokenizer = tokenizer
-        self._settings = config.generation.vllm.on_device(
+        settings = config.generation.engine
+        assert isinstance(settings, VllmConfig)
+        self._settings = settings.on_device(
             has_gpu=cluster.use_gpus, ahead=config.generation.async_rollouts
         )
         _check_allocator(self._settings, cluster.use_gpus, config.cluster.env_vars)
@@ -80,7 +83,7 @@ class VllmGeneration(BackgroundGeneration):
         self._seeds = CallSeeds(config.seed)
         self._refit = Refit(
             policy,
-            self,
+            self.worker_group,
             separate=self._settings.refit == "separate",
             buffer_bytes=int(self._settings.refit_buffer_mb * 2**20),
             world_size=1 + self._settings.workers,
@@ -158,36 +161,6 @@ class VllmGeneration(BackgroundGeneration):
         return BatchedDataDict.from_batches(
             results, pad_value_dict={"output_ids": self.tokenizer.pad_id}
         )
-
-    # Refit (`RefitTarget`) --------------------------------------------------------------------
-
-    def begin_refit(self) -> None:
-        """Expect weights."""
-        run_on_all(self.worker_group, VllmWorker.begin_refit)
-
-    def sharing_keys(self) -> list[str]:
-        """The engines' machines or devices."""
-        return run_on_all(self.worker_group, VllmWorker.sharing_key)
-
-    def load_weights_from_ipc(self, handles: dict[str, Any]) -> None:
-        """Load a group that policy workers offer on the engines' machines or devices."""
-        run_on_all(self.worker_group, VllmWorker.load_weights_from_ipc, handles)
-
-    def init_collective(
-        self, ip: str, port: int, world_size: int, timeout_s: float
-    ) -> WorkerFuture:
-        """Begin to meet the policy."""
-        return start_on_all(
-            self.worker_group, VllmWorker.init_collective, ip, port, world_size, timeout_s
-        )
-
-    def receive_weights(self, infos: list[tuple[str, Any]]) -> WorkerFuture:
-        """Begin to receive a group."""
-        return start_on_all(self.worker_group, VllmWorker.receive_weights, infos)
-
-    def finish_refit(self) -> None:
-        """The weights are complete."""
-        run_on_all(self.worker_group, VllmWorker.finish_refit)
 
 
 def _check_allocator(settings: VllmConfig, on_gpus: bool, env_vars: Mapping[str, Any]) -> None:

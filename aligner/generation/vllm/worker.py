@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.config import LengthParams, SamplingOptions, SamplingParams, VllmConfig
+from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.device import accelerator
@@ -28,13 +28,22 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import WorkerError
 from aligner.generation.vllm.engine import Response, VllmEngine
 from aligner.generation.vllm.kept import kept_rows
-from aligner.refit.broadcast import WeightBroadcast
-from aligner.refit.ends import RefitEnd, check_ends
-from aligner.refit.segments import accept
+from aligner.generation.vllm.settings import VllmConfig
+from aligner.refit.ends import RefitEnd, RefitKeys, check_ends
+from aligner.refit.receiver import RefitReceiver
+
+REFIT_KEYS = RefitKeys(
+    python="generation.vllm.python",
+    refit="generation.vllm.refit",
+    versions="install in generation.vllm.python a vLLM that wants the trainer's torch "
+    "(requirements-vllm-cuda.txt names a pair that agrees)",
+)
 
 
-class VllmWorker:
+class VllmWorker(RefitReceiver):
     """Serves `aligner.generation.vllm.generation.VllmGeneration`."""
+
+    refit_keys = REFIT_KEYS
 
     def __init__(
         self,
@@ -66,6 +75,7 @@ class VllmWorker:
             weights_from,
             RefitEnd.here(f"engine {number}" + (f", device {rank}" if rank else "")),
             separate=settings.refit == "separate",
+            keys=REFIT_KEYS,
         )
         peers = None
         if meeting_place is not None:
@@ -76,7 +86,6 @@ class VllmWorker:
         self._abandoned = threading.Event()
         self._pending: Future[list[Response] | None] | None = None
         self._prompts: list[list[int]] = []
-        self._broadcast: WeightBroadcast | None = None
         self._tokenizer_files = tokenizer_files
         self._engine: VllmEngine = self._thread.submit(
             VllmEngine,
@@ -170,37 +179,13 @@ class VllmWorker:
             )
         self._in_order(self._engine.begin_refit)
 
-    def sharing_key(self) -> str:
-        """The machine or device on which this engine opens weights."""
-        return accelerator.sharing_key()
-
-    def load_weights_from_ipc(self, handles: dict[str, Any]) -> None:
-        """Load the weights that a policy worker on this machine or device offers."""
-        self._load(list(accept(handles)))
-
-    def init_collective(self, ip: str, port: int, world_size: int, timeout_s: float) -> None:
-        """Join the group in which the policy broadcasts its weights."""
-        self._broadcast = WeightBroadcast.join(ip, port, world_size, timeout_s)
-
-    def receive_weights(
-        self, infos: Sequence[tuple[str, tuple[tuple[int, ...], torch.dtype]]]
-    ) -> None:
-        """Load the weights that the policy sends now: names, each with shape and dtype."""
-        if self._broadcast is None:
-            raise WorkerError("init_collective must be called before weights are received")
-        weights: list[tuple[str, Tensor]] = []
-        for name, (shape, dtype) in infos:
-            tensor = torch.empty(shape, dtype=dtype, device=accelerator.device())
-            self._broadcast.send(tensor)
-            weights.append((name, tensor))
-        self._load(weights)
+    def load_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Load whole tensors under Hugging Face's names."""
+        self._in_order(self._engine.load_weights, weights)
 
     def finish_refit(self) -> None:
         """The weights are complete."""
         self._in_order(self._engine.finish_refit)
-
-    def _load(self, weights: list[tuple[str, Tensor]]) -> None:
-        self._in_order(self._engine.load_weights, weights)
 
     def _in_order(self, step: Callable[..., None], *arguments: Any) -> None:
         """A step of a refit in the engine's thread, which has a stream of its own on a GPU.

@@ -45,7 +45,7 @@ from aligner.checkpoint.adapters import (
     save_adapters,
 )
 from aligner.checkpoint.canonical import LORA_A, LORA_B, REWARD_HEAD, Shape, check_shape, split
-from aligner.checkpoint.gpt_weights import canonical_parameters, gather_tensors
+from aligner.checkpoint.gpt_weights import GatheredTensors, canonical_parameters
 from aligner.config import LoraConfig
 from aligner.errors import CheckpointError
 from aligner.kernels.counter_hash import UNIFORM_BITS, combine, counter_hash, uniform_bits
@@ -272,18 +272,18 @@ class RoleAdapters:
 
     def whole(self) -> dict[str, Tensor]:
         """Trained weights, joined on rank 0, none elsewhere; call it on every rank."""
-        trained = (
-            (name, parameter.detach())
+        trained = {
+            name: parameter
             for name, parameter in canonical_parameters(self._gpt, self._architecture)
             if parameter.requires_grad
-        )
-        return gather_tensors(
+        }
+        return GatheredTensors(
             trained,
             [*adapter_shapes(self._architecture, self.lora), *REWARD_HEAD],
             self._architecture,
             tp_group=self._parallel.tp_group,
             pp_group=self._parallel.pp_group,
-        )
+        ).on_rank_zero()
 
     @torch.no_grad()
     def _fill(self, whole: Callable[[str], Tensor | None]) -> None:

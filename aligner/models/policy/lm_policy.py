@@ -12,7 +12,6 @@ import torch
 from aligner.compat.nemo_rl import PublishedRole
 from aligner.config import SamplingOptions, TrainedModelConfig
 from aligner.config.roles.policy import check_policy_backend
-from aligner.config.rules.batches import check_token_budgets
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
@@ -91,7 +90,6 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
             config, backend = published.model, published.backend
             run = run or RunSettings.of(published)
         run = run or RunSettings()
-        check_token_budgets(config)
         check_policy_backend(backend, config)
         tokenizer = as_tokenizer(tokenizer)
         self._published = published

@@ -6,7 +6,6 @@ from typing import Any
 
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.config.roles.policy import check_policy_backend
-from aligner.config.rules.batches import check_token_budgets
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.interfaces import Cluster
@@ -82,7 +81,6 @@ class Value(RoleHandle, ValueInterface):
             )
         model = config.laid_out(model)
         run = run or RunSettings()
-        check_token_budgets(model)
         check_policy_backend(backend, model)
         tokenizer = as_tokenizer(tokenizer)
         workers = cluster.start_workers(

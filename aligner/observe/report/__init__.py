@@ -1,1 +1,1 @@
-"""HTML reports of runs, evaluations and comparisons."""
+"""HTML reports of runs and evaluations."""

@@ -1,6 +1,7 @@
 """HTML documents that need nothing but themselves, from the Jinja2 templates of ``templates/``."""
 
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aligner.observe.report.chart import short_number
@@ -11,14 +12,15 @@ if TYPE_CHECKING:
 
 
 @cache
-def templates() -> "Environment":
-    """Templates that escape every value and raise where a value is missing."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # only runs that end with a page
+def templates(folder: Path | None = None) -> "Environment":
+    """Templates that escape every value and raise where a value is missing; also of ``folder``."""
+    import jinja2  # only runs that end with a page
 
-    found = Environment(
-        loader=PackageLoader("aligner.observe.report"),
+    further = [] if folder is None else [jinja2.FileSystemLoader(folder)]
+    found = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader("aligner.observe.report"), *further]),
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -27,6 +29,9 @@ def templates() -> "Environment":
     return found
 
 
-def render(template: str, **values: Any) -> str:
-    """A whole document; ``values`` hold at least ``title``, ``lead`` and ``environment``."""
-    return templates().get_template(template).render(**values)
+def render(template: str, *, folder: Path | None = None, **values: Any) -> str:
+    """A whole document; ``values`` hold at least ``title``, ``lead`` and ``environment``.
+
+    ``folder``: where ``template`` is, if it is not one of the library's.
+    """
+    return templates(folder).get_template(template).render(**values)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,10 +30,10 @@ class RunRecord:
     """Input of the report."""
 
     title: str
-    metrics: Sequence[Mapping[str, float]]  # lines of metrics.jsonl, each with ``step``
-    samples: Sequence[Sample]
     config: str  # the resolved configuration as YAML
     environment: Mapping[str, str]  # versions, machine, command
+    metrics: Sequence[Mapping[str, float]] = ()  # lines of metrics.jsonl, each with ``step``
+    samples: Sequence[Sample] = ()
     artifacts: Mapping[str, str] = field(default_factory=dict)  # what the run left: name → path
     status: str = ""  # one sentence: how the run ended
     precision: str = ""  # of `trainer.precision`; empty: not known
@@ -100,27 +100,13 @@ _GROUPS = {
 }
 
 
-def write_report(
-    folder: Path,
-    *,
-    title: str,
-    config: str,
-    environment: Mapping[str, str],
-    artifacts: Mapping[str, str] | None = None,
-    status: str = "",
-    precision: str = "",
-) -> Path:
-    """Make ``<folder>/report.html`` from the ``metrics.jsonl`` and ``samples.jsonl`` there."""
-    record = RunRecord(
-        title=title,
-        metrics=read_metrics(folder / "metrics.jsonl"),
-        samples=read_samples(folder / "samples.jsonl"),
-        config=config,
-        environment=environment,
-        artifacts=artifacts or {},
-        status=status,
-        precision=precision,
-    )
+def write_report(folder: Path, run: RunRecord) -> Path:
+    """Make ``<folder>/report.html`` from the ``metrics.jsonl`` and ``samples.jsonl`` there.
+
+    ``run``: everything else.
+    """
+    metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
+    record = replace(run, metrics=read_metrics(metrics), samples=read_samples(samples))
     path = folder / "report.html"
     with atomic_file(path) as file:
         file.write(render_report(record).encode(errors="replace"))

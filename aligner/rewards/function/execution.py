@@ -1,4 +1,9 @@
-"""Call a reward function on some samples and find the sample it fails on."""
+"""Call a reward function on some samples and find the sample it fails on.
+
+In a process of `aligner.child_process`, messages are ``samples``; their answers are ``scores,
+[{"reward": number, further numbers}, ...]``, or ``raised, text`` followed by ``culprit, index |
+None``. This module imports neither torch nor numpy: every reward process loads it.
+"""
 
 import asyncio
 import functools
@@ -8,7 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from aligner.importing import load_function
+from aligner.child_process import Answers
+from aligner.errors import AlignerError
+from aligner.importing import describe_exception, load_function
 from aligner.rewards.protocol import Samples, Signature, parse_scores
 
 Scored = tuple[list[float], dict[str, list[float]]]
@@ -16,6 +23,15 @@ Scored = tuple[list[float], dict[str, list[float]]]
 # A function that failed on a batch is tried on this many single samples to find the culprit.
 _MOST_TRIED = 256
 _STARTING = threading.Lock()
+
+
+def load(name: str, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[..., Answers]]:
+    """Fields of the `Signature` of the function ``name``, and the function that answers messages.
+
+    `aligner.child_process.serve` calls it in the reward process.
+    """
+    function = LoadedFunction(load_function(name, key="reward.function"), name, kwargs)
+    return vars(function.signature), function.answers
 
 
 class LoadedFunction:
@@ -28,11 +44,6 @@ class LoadedFunction:
         self._kwargs = frozenset(kwargs)
         self._runner = asyncio.Runner()
         self._loop: asyncio.AbstractEventLoop | None = None  # of calls from other threads
-
-    @classmethod
-    def load(cls, name: str, kwargs: Mapping[str, Any]) -> "LoadedFunction":
-        """Import the function that ``reward.function`` names."""
-        return cls(load_function(name, key="reward.function"), name, kwargs)
 
     def score(self, samples: Samples, *, limit_s: float | None = None) -> Scored:
         """Call the function, wait if it is async, and check what it returned.
@@ -48,6 +59,20 @@ class LoadedFunction:
         if inspect.isawaitable(result):
             result = self._result_of(result, limit_s)
         return parse_scores(result, samples, self.signature.name)
+
+    def answers(self, samples: Samples) -> Answers:
+        """Scores of ``samples``, or what the function raised and for which sample."""
+        try:
+            rewards, metrics = self.score(samples)
+        except (SystemExit, AlignerError):
+            raise
+        except BaseException as error:
+            yield "raised", describe_exception(error)
+            # After the answer: the search may take long, or hang.
+            yield "culprit", self.find_failing(samples, error)
+        else:
+            rows = zip(rewards, *metrics.values(), strict=True)
+            yield "scores", [dict(zip(["reward", *metrics], row, strict=True)) for row in rows]
 
     def _result_of(self, awaitable: Awaitable[Any], limit_s: float | None) -> Any:
         """Wait for it in one event loop for all calls: what the function holds may belong to it."""

@@ -12,10 +12,10 @@ Where it runs:
 
 import logging
 import math
-import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aligner.child_process import ChildProcess, Wording
+from aligner.child_process import ChildProcess, ProcessPool, Program
 from aligner.config.fields import MOST_SECONDS
 from aligner.errors import AlignerError, ConfigError, RewardError, RewardTimeoutError
 from aligner.importing import describe_exception
@@ -33,7 +33,6 @@ from aligner.rewards.function.execution import LoadedFunction, Scored, failure_m
 from aligner.rewards.protocol import Samples, Signature, parse_scores
 
 log = logging.getLogger(__name__)
-_WORKER = "aligner.rewards.function.worker"
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,16 @@ class RewardOutput:
 
 
 class _Runner(Protocol):
+    """Calls of one function for several parts of a batch."""
+
     signature: Signature
 
-    def score(
-        self, parts: list[Samples], time_limit_s: float
-    ) -> list[Scored | RewardTimeoutError]: ...
+    def begin(self, parts: Sequence[Samples], time_limit_s: float) -> list[Callable[[], Scored]]:
+        """Begin to score all parts at the same time; they share one time limit.
+
+        Returns the functions that wait for the scores of each part.
+        """
+        ...
 
     def close(self) -> None: ...
 
@@ -104,9 +108,8 @@ class RewardFunction:
         Raises:
             ConfigError: it cannot be imported, or its signature does not fit.
         """
-        runner = ProcessRunner(name, kwargs or {})
         return cls(
-            runner,
+            ProcessRunner(name, kwargs or {}),
             time_limit_s=time_limit_s,
             max_concurrency=max_concurrency,
             timeout_reward=timeout_reward,
@@ -200,9 +203,10 @@ class RewardFunction:
         while waiting:
             began = time.monotonic()
             if began >= end:
-                return _in_order([*answers, *((part, None) for part in waiting)])
+                answers += [(part, None) for part in waiting]
+                break
             asked, waiting = waiting[:at_once], waiting[at_once:]
-            scores = self._runner.score(asked, min(limit, end - began))
+            scores = self._score(asked, min(limit, end - began))
             now = time.monotonic()
             for part, scored in zip(asked, scores, strict=True):
                 if not isinstance(scored, RewardTimeoutError):
@@ -217,7 +221,23 @@ class RewardFunction:
                     waiting += _split(part, 2)
             if waiting:
                 at_once, end = 1, min(end, now + 2 * self._timeout_s)
-        return _in_order(answers)
+        return sorted(answers, key=lambda answer: answer[0].offset)
+
+    def _score(
+        self, parts: list[Samples], time_limit_s: float
+    ) -> list[Scored | RewardTimeoutError]:
+        """Scores of each part, or the error if they did not come in time."""
+        answers: list[Scored | RewardTimeoutError] = []
+        try:
+            for scores in self._runner.begin(parts, time_limit_s):
+                try:
+                    answers.append(scores())
+                except RewardTimeoutError as error:
+                    answers.append(error)
+        except BaseException:  # an interrupt too: no answer may be left for the next batch
+            self.close()
+            raise
+        return answers
 
 
 def _split(samples: Samples, count: int) -> list[Samples]:
@@ -227,25 +247,15 @@ def _split(samples: Samples, count: int) -> list[Samples]:
     return [samples.slice(*pair) for pair in pairwise(bounds)]
 
 
-def _in_order(
-    answers: list[tuple[Samples, Scored | None]],
-) -> list[tuple[Samples, Scored | None]]:
-    return sorted(answers, key=lambda answer: answer[0].offset)
-
-
 def _join(
     answers: list[tuple[Samples, Scored | None]], name: str, timeout_reward: float
 ) -> RewardOutput:
-    known = [scored for _, scored in answers if scored is not None]
-    keys = known[0][1].keys() if known else []
+    keys: Iterable[str] = next((scored[1] for _, scored in answers if scored is not None), {})
     rewards: list[float] = []
     metrics: dict[str, list[float]] = {key: [] for key in keys}
-    timeouts = 0
     for part, scored in answers:
-        if scored is None:
-            timeouts += len(part)
-            scored = [timeout_reward] * len(part), {key: [0.0] * len(part) for key in metrics}
-        part_rewards, part_metrics = scored
+        missing = [timeout_reward] * len(part), {key: [0.0] * len(part) for key in metrics}
+        part_rewards, part_metrics = missing if scored is None else scored
         if part_metrics.keys() != metrics.keys():
             raise RewardError(
                 f"reward function {name!r} returned the keys {sorted(part_metrics)} for some "
@@ -254,78 +264,54 @@ def _join(
         rewards.extend(part_rewards)
         for key, values in part_metrics.items():
             metrics[key].extend(values)
+    timeouts = sum(len(part) for part, scored in answers if scored is None)
     return RewardOutput(torch.tensor(rewards, dtype=torch.float32), metrics, timeouts)
 
 
-class ProcessRunner:
-    """Children, one for each part of a batch, started when first needed and then kept."""
+class ProcessRunner(ProcessPool):
+    """Processes, one for each part of a batch, which have imported the function."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]) -> None:
-        """Start the first child, so that a function that cannot be imported is refused now."""
-        self._name = name
-        self._kwargs = dict(kwargs)
-        self._children = [RewardProcess(name, kwargs)]
-        self.signature: Signature = self._children[0].signature
-
-    def score(self, parts: list[Samples], time_limit_s: float) -> list[Scored | RewardTimeoutError]:
-        """Score all parts at the same time; they share one time limit.
-
-        A part that does not answer in time gets an error in place of scores.
-        """
-        self._children = [child for child in self._children if child.alive]
-        while len(self._children) < len(parts):
-            self._children.append(RewardProcess(self._name, self._kwargs))
-        pairs = list(zip(self._children, parts, strict=False))
-        deadline = time.monotonic() + time_limit_s
-        try:
-            for child, part in pairs:
-                columns = self.signature.select(part.columns, self._kwargs)
-                child.ask(replace(part, columns=columns), time_limit_s=time_limit_s)
-            return [
-                in_time(partial(child.scores, part, deadline, time_limit_s))
-                for child, part in pairs
-            ]
-        except BaseException:  # an interrupt too: no answer may be left for the next batch
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Kill all children."""
-        for child in self._children:
-            child.close()
-
-
-class RewardProcess(ChildProcess):
-    """One child process that has imported one reward function."""
-
-    def __init__(self, name: str, kwargs: Mapping[str, Any]) -> None:
-        """Start the child and wait until it has imported the function ``name``."""
-        self._name = name
-        wording = Wording(
-            f"reward function {name!r}",
-            "raise reward.time_limit_s or make it faster",
-            RewardError,
-            RewardTimeoutError,
+        """Start the first process, so that a function that cannot be imported is refused now."""
+        super().__init__(
+            Program(
+                "aligner.rewards.function.execution",
+                (name, dict(kwargs)),
+                f"reward function {name!r}",
+                "raise reward.time_limit_s or make it faster",
+                RewardError,
+                RewardTimeoutError,
+            )
         )
-        super().__init__(_WORKER, (name, dict(kwargs)), wording)
-        self.signature = self.parse(Signature.of_plain, self.wait_until_ready())
+        self.signature = self._processes[0].parse(Signature.of_plain, self.loaded)
+        self._kwargs = frozenset(kwargs)
 
-    def scores(self, samples: Samples, deadline: float, time_limit_s: float) -> Scored:
-        """Wait for the scores of the batch that was sent.
+    def begin(self, parts: Sequence[Samples], time_limit_s: float) -> list[Callable[[], Scored]]:
+        """Send each part to a process of its own."""
+        for error in self.start(range(len(parts))).values():
+            raise error
+        deadline = time.monotonic() + time_limit_s
+        for slot, part in enumerate(parts):
+            columns = self.signature.select(part.columns, self._kwargs)
+            message = replace(part, columns=columns)
+            self._processes[slot].ask(message, time_limit_s=time_limit_s)
+        return [
+            partial(self._scores, self._processes[slot], part, deadline, time_limit_s)
+            for slot, part in enumerate(parts)
+        ]
 
-        Args:
-            samples: that batch, to name a sample in it.
-            deadline: ``time.monotonic()`` at which the wait ends.
-            time_limit_s: the time limit that ``deadline`` came from, for the message.
-        """
-        kind, payload = self.receive(deadline, time_limit_s)
+    def _scores(
+        self, process: ChildProcess, samples: Samples, deadline: float, time_limit_s: float
+    ) -> Scored:
+        name = self.signature.name
+        kind, payload = process.receive(deadline, time_limit_s)
         if kind == "scores":
-            return self.parse(partial(parse_scores, samples=samples, name=self._name), payload)
+            return process.parse(partial(parse_scores, samples=samples, name=name), payload)
         culprit = None  # in the child's second message, unless the search takes too long
         with suppress(RewardError):
-            culprit = self.receive(deadline, 0.0)[1]
+            culprit = process.receive(deadline, 0.0)[1]
         known = culprit if culprit in range(len(samples)) else None
-        raise RewardError(failure_message(self._name, str(payload), samples, known))
+        raise RewardError(failure_message(name, str(payload), samples, known))
 
 
 class ThreadRunner:
@@ -334,59 +320,41 @@ class ThreadRunner:
     def __init__(self, function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> None:
         """Bind ``kwargs``; refuses a signature that does not fit."""
         self._function = LoadedFunction(function, name, kwargs)
-        self.signature: Signature = self._function.signature
-
-    def score(self, parts: list[Samples], time_limit_s: float) -> list[Scored | RewardTimeoutError]:
-        """Score all parts at the same time; see `ProcessRunner.score`."""
-        deadline = time.monotonic() + time_limit_s
-        replies = [self._start(part, time_limit_s) for part in parts]
-        return [in_time(partial(self._result, reply, deadline, time_limit_s)) for reply in replies]
+        self.signature = self._function.signature
 
     def close(self) -> None:
         """Nothing is kept between batches."""
 
-    def _start(
-        self, part: Samples, time_limit_s: float
-    ) -> "queue.SimpleQueue[Scored | AlignerError]":
-        reply: queue.SimpleQueue[Scored | AlignerError] = queue.SimpleQueue()
+    def begin(self, parts: Sequence[Samples], time_limit_s: float) -> list[Callable[[], Scored]]:
+        """Start a thread for each part."""
+        deadline = time.monotonic() + time_limit_s
+        waits: list[Callable[[], Scored]] = []
+        for part in parts:
+            future: Future[Scored] = Future()
+            name = f"reward {self.signature.name}"
+            arguments = (future, part, time_limit_s)
+            threading.Thread(target=self._score, args=arguments, daemon=True, name=name).start()
+            waits.append(partial(self._result, future, deadline, time_limit_s))
+        return waits
 
-        def run() -> None:
-            try:
-                # A second more, so that the caller's own message comes first.
-                reply.put(self._function.score(part, limit_s=time_limit_s + 1))
-            except AlignerError as error:
-                reply.put(error)
-            except BaseException as error:
-                culprit = self._function.find_failing(part, error)
-                raised = describe_exception(error)
-                message = failure_message(self.signature.name, raised, part, culprit)
-                reply.put(RewardError(message))
-
-        threading.Thread(target=run, daemon=True, name=f"reward {self.signature.name}").start()
-        return reply
-
-    def _result(
-        self,
-        reply: "queue.SimpleQueue[Scored | AlignerError]",
-        deadline: float,
-        time_limit_s: float,
-    ) -> Scored:
+    def _score(self, future: "Future[Scored]", part: Samples, time_limit_s: float) -> None:
         try:
-            result = reply.get(timeout=max(0.001, deadline - time.monotonic()))
-        except queue.Empty:
+            # A second more, so that the caller's own message comes first.
+            future.set_result(self._function.score(part, limit_s=time_limit_s + 1))
+        except AlignerError as error:
+            future.set_exception(error)
+        except BaseException as error:
+            culprit = self._function.find_failing(part, error)
+            raised = describe_exception(error)
+            message = failure_message(self.signature.name, raised, part, culprit)
+            future.set_exception(RewardError(message))
+
+    def _result(self, future: "Future[Scored]", deadline: float, time_limit_s: float) -> Scored:
+        wait([future], max(0.001, deadline - time.monotonic()))
+        if not future.done():
             raise RewardTimeoutError(
                 f"reward function {self.signature.name!r} did not answer within {time_limit_s:g} "
                 "seconds and was left behind in its thread; raise reward.time_limit_s or make it "
                 "faster"
-            ) from None
-        if isinstance(result, AlignerError):
-            raise result
-        return result
-
-
-def in_time(answer: Callable[[], Scored]) -> Scored | RewardTimeoutError:
-    """The result, or the error if it did not come in time."""
-    try:
-        return answer()
-    except RewardTimeoutError as error:
-        return error
+            )
+        return future.result()

@@ -7,10 +7,12 @@ server and the cause, and reaches every rank.
 """
 
 import asyncio
+import itertools
 import json
 import logging
 import os
 import ssl
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,13 +21,6 @@ from typing import Any
 import httpx
 import torch
 from anyio.from_thread import start_blocking_portal
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    stop_after_delay,
-    wait_exponential,
-)
 
 from aligner.config import RewardServerConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -35,8 +30,8 @@ from aligner.http import JSON_TYPE, MAX_BYTES
 from aligner.http.messages import parse_json, validated
 from aligner.http.tokens import read_token
 from aligner.parallel.collectives import on_rank_zero
-from aligner.rewards.attributes import attribute_parts, check_weights, weighted
-from aligner.rewards.interface import ScoredResponses, check_finite
+from aligner.rewards.attributes import check_weights
+from aligner.rewards.interface import ScoredResponses, rated_responses
 from aligner.rewards.sequences import response_texts, scored_texts
 from aligner.rewards.server.wire import (
     HEALTH,
@@ -52,7 +47,7 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request
 
 # Timeouts, too many requests, and statuses of servers and proxies that restart.
 _PASSING = (408, 429, 500, 502, 503, 504)
-_BACK_OFF = wait_exponential(multiplier=0.5, max=15.0)
+_LONGEST_PAUSE_S = 15.0  # between two tries, of which the first is half a second
 
 
 class _TryAgainError(Exception):
@@ -133,14 +128,26 @@ class RewardClient:
 
     async def _ask(self, session: httpx.AsyncClient, request: _Request) -> Any:
         """Answer as it was read, however many tries it takes."""
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type((_TryAgainError, httpx.TransportError)),
-            stop=stop_after_delay(self.config.retry_for_s),
-            wait=self._pause,
-            before_sleep=self._warn,
-            retry_error_callback=self._give_up,
-        )
-        answer: Any = await retrying(self._exchange, session, request)
+        started, pause = time.monotonic(), 0.5
+        for tries in itertools.count(1):
+            try:
+                answer = await self._exchange(session, request)
+                break
+            except (_TryAgainError, httpx.TransportError) as error:
+                left = self.config.retry_for_s - (time.monotonic() - started)
+                if left <= 0:
+                    raise self._error(
+                        f"{_cause(error)}; gave up after {tries} tries "
+                        f"(reward.server.retry_for_s={self.config.retry_for_s:g}). The run state "
+                        "is as of the last save; start the server again and repeat the command"
+                    ) from error
+                wait = min(pause, max(left, 0.01))  # the last try is made as the time ends
+                log.warning(
+                    "reward server %s: %s; next try in %.1f s, for %.0f s at most",
+                    *(self.config.url, _cause(error), wait, left),
+                )
+                await asyncio.sleep(wait)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
         try:
             return request.read(answer)
         except DataError as error:
@@ -180,42 +187,12 @@ class RewardClient:
             said += " (the token comes from reward.server.token_env or reward.server.token_file)"
         raise self._error(said)
 
-    def _left(self, state: RetryCallState) -> float:
-        return self.config.retry_for_s - (state.seconds_since_start or 0.0)
-
-    def _pause(self, state: RetryCallState) -> float:
-        """Seconds until the next try; the last one is made as the time ends."""
-        return min(_BACK_OFF(state), max(self._left(state), 0.01))
-
-    def _warn(self, state: RetryCallState) -> None:
-        log.warning(
-            "reward server %s: %s; next try in %.1f s, for %.0f s at most",
-            self.config.url,
-            _cause(state),
-            state.upcoming_sleep,
-            self._left(state),
-        )
-
-    def _give_up(self, state: RetryCallState) -> None:
-        raise self._error(
-            f"{_cause(state)}; gave up after {state.attempt_number} tries "
-            f"(reward.server.retry_for_s={self.config.retry_for_s:g}). The run state is as of the "
-            "last save; start the server again and repeat the command"
-        ) from _failure(state)
-
     def _error(self, cause: str) -> RewardServerError:
         return RewardServerError(f"reward server {self.config.url}: {cause}")
 
 
-def _failure(state: RetryCallState) -> BaseException:
-    failure = None if state.outcome is None else state.outcome.exception()
-    assert failure is not None, "asked only after a failed try"
-    return failure
-
-
-def _cause(state: RetryCallState) -> str:
+def _cause(error: BaseException) -> str:
     """The innermost cause of a failed try: httpx itself only says that no connection was made."""
-    error = _failure(state)
     if isinstance(error, _TryAgainError):
         return str(error)
     while inner := getattr(error, "exceptions", [error.__cause__ or error.__context__])[0]:
@@ -257,10 +234,14 @@ class RemoteReward:
 
         responses, rows = on_rank_zero(ask)
         scores = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)
-        scored = ScoredResponses(
-            responses, weighted(scores, self.weights), attribute_parts(scores, self.attributes)
+        return rated_responses(
+            responses,
+            scores,
+            self.attributes,
+            self.weights,
+            prompts=data["prompts"],
+            source=f"the reward server {self._client.config.url}",
         )
-        return check_finite(scored, data["prompts"], f"the reward server {self._client.config.url}")
 
 
 def _checked_url(url: str) -> httpx.URL:

@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from aligner.checkpoint.gathered_weights import GatheredWeights
+from aligner.checkpoint.gpt_weights import GatheredWeights
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView
 from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig

@@ -42,10 +42,11 @@ from aligner.checkpoint.canonical import (
     check_shape,
     expected_shapes,
     misfits,
+    origin_of_rows,
+    runs_of_rows,
     split_axis,
 )
 from aligner.checkpoint.gpt_weights import canonical_parameters, gather_weights, load_weights
-from aligner.checkpoint.resplit import origin_of_rows, runs_of_rows
 from aligner.config import LoraConfig
 from aligner.errors import CheckpointError
 from aligner.models.gpt.lora import RoleAdapters

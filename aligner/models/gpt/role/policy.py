@@ -135,7 +135,7 @@ class SamplingPolicy(RoleModel):
         raise NotImplementedError
 
     def projection(self, model: Any, hidden: Tensor) -> Projection:
-        """Factors as in `output_layer`, with the vocabulary and the sampling temperature."""
+        """`output_layer` of ``hidden`` [n, L, H], with the vocabulary and the temperature."""
         factors = self.output_layer(model, hidden)
         size, temperature = self.architecture.vocab_size, self.sampling_params.temperature
         return Projection(*factors, size, self.vocab_group, temperature)

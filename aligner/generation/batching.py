@@ -9,17 +9,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from aligner.config import SamplingOptions
 from aligner.data.prompts import pad_right
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.pool import engine_failure
 from aligner.errors import WorkerError
-from aligner.http.queue import JobQueue, Slot
-from aligner.http.results import ENDING
+from aligner.generation.rows import EndKind, Progress, Row, RowJob, batch_options, fit_together
+from aligner.http.queue import ENDING, JobQueue, Slot
 from aligner.models.interfaces import GenerationInterface
 from aligner.parallel.collectives import from_rank_zero, is_rank_zero
-from aligner.serving.queue import EndKind, Progress, Row, RowJob, batch_options, fit_together
 
 # The other ranks wait for rank 0 in a collective; it ends an idle wait this often.
 _HEARTBEAT_S = 0.5
@@ -32,13 +32,13 @@ class _Batch(NamedTuple):
 
     prompts: list[list[int]]
     sample_ids: list[int]
-    options: SamplingOptions | None  # None: of no rows
+    options: SamplingOptions | None  # None: the engine's own
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "_Batch":
         """The rows of a batch."""
         prompts, sample_ids = [row.prompt for row in rows], [row.sample_id for row in rows]
-        return cls(prompts, sample_ids, batch_options(rows) if rows else None)
+        return cls(prompts, sample_ids, batch_options(rows))
 
 
 class _NobodyWaitsError(Exception):
@@ -73,14 +73,18 @@ class ServingEngine:
         queue: JobQueue[Row],
         settings: EngineSettings,
         survives: Callable[[Exception], bool] | None = None,
+        is_complete: Callable[[int], bool] = lambda waiting: False,
     ) -> None:
         """Nothing is asked yet.
+
+        ``is_complete``: whether a batch waits for no more rows than so many.
 
         ``survives``: whether the engine may be asked again after what it raised, on every rank; by
         default it may unless there are other ranks, whose state is then unknown, or a worker
         failed.
         """
         self._generation, self._queue, self._settings = generation, queue, settings
+        self._is_complete = is_complete
         self._survives = survives or (
             lambda error: not (settings.has_peers or isinstance(error, WorkerError))
         )
@@ -96,7 +100,8 @@ class ServingEngine:
             slots: list[_RowSlot] = []
             stops = is_stopping()
             if is_rank_zero() and not stops:
-                slots = self._queue.take(self._settings.rows, _HEARTBEAT_S, fit)
+                rows = self._settings.rows
+                slots = self._queue.take(rows, _HEARTBEAT_S, fit, self._is_complete)
             batch = from_rank_zero(None if stops else _Batch.of([slot.item for slot in slots]))
             if batch is None:
                 return
@@ -115,7 +120,7 @@ class ServingEngine:
             survives = self._survives(error)
             failure = engine_failure(error)
             for slot in slots:
-                if slot.is_wanted and isinstance(slot.job, RowJob):
+                if survives and slot.is_wanted and isinstance(slot.job, RowJob):
                     slot.job.failure = failure
                 slot.fail(error)
             if not survives:
@@ -131,13 +136,12 @@ class ServingEngine:
         columns = {"input_ids": ids, "input_lengths": lengths}
         columns["sample_ids"] = torch.tensor(batch.sample_ids)
         further: dict[str, Any] = {}
+        if batch.options is not None:
+            further["sampling_options"] = batch.options
         if self._settings.listens:
             further["listener"] = self._listener(slots, is_stopping)
         output = self._generation.generate(
-            BatchedDataDict(columns),
-            seed=self._settings.seed,
-            sampling_options=batch.options,
-            **further,
+            BatchedDataDict(columns), seed=self._settings.seed, **further
         )
         return output.to("cpu")
 
@@ -160,10 +164,16 @@ class ServingEngine:
         return listen
 
 
-def _report(slot: _RowSlot, ids: list[int], logprobs: list[float], end: EndKind | None) -> None:
+def _report(
+    slot: _RowSlot,
+    ids: list[int],
+    logprobs: list[float],
+    end: EndKind | None,
+    kept: Tensor | None = None,
+) -> None:
     """Report further tokens of a row; tokens after its end are ignored."""
     if not slot.is_ended and (ids or end):
-        progress = Progress(slot.index, ids, logprobs, end)
+        progress = Progress(slot.index, ids, logprobs, end, kept)
         slot.report(progress, parts=len(ids), is_last=end is not None)
 
 
@@ -172,10 +182,13 @@ def _finish(slot: _RowSlot, output: BatchedDataDict, number: int) -> None:
     begin, longest = len(slot.item.prompt), slot.item.longest
     whole = int(output["unpadded_sequence_lengths"][number]) - begin
     new = slice(begin + slot.reported, begin + min(whole, longest))
+    # A copy: a view is sent with all that it is a part of.
+    kept = output["kept_ids"][number, new].clone() if "kept_ids" in output else None
     stopped = whole <= longest and bool(output["is_end"][number])
     _report(
         slot,
         output["output_ids"][number, new].tolist(),
         output["logprobs"][number, new].tolist(),
         "stop" if stopped else "length",
+        kept,
     )

@@ -5,9 +5,12 @@ whatever requests they are of.
 """
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from torch import Tensor
 
 from aligner.config import LengthParams, SamplingOptions
 from aligner.environments.pool import Failure
@@ -17,30 +20,34 @@ EndKind = Literal["stop", "length"]
 
 
 class Progress(NamedTuple):
-    """Next tokens of a row, with one log-prob each. ``end``: None: more will come."""
+    """Next tokens of a row, with one log-prob each. ``end``: None: more will come.
+
+    ``kept``: int32 [n, K], ids that the sampler kept for each token, where they are recorded.
+    """
 
     row: int
     ids: list[int]
     logprobs: list[float]
     end: EndKind | None = None
+    kept: Tensor | None = None
 
 
 @dataclass
 class Row:
     """One answer that is asked for, by a session as its number ``request``.
 
-    ``sample_id``: of which the engine makes random numbers.
+    ``sample_id``: of which the engine makes random numbers. ``options``: None: the engine's own.
     """
 
     prompt: list[int]
     sample_id: int
-    options: SamplingOptions
+    options: SamplingOptions | None
     request: int | None = None
 
     @property
     def longest(self) -> int:
         """Most new tokens."""
-        return self.options.length.max_length
+        return sys.maxsize if self.options is None else self.options.length.max_length
 
 
 @dataclass
@@ -61,15 +68,18 @@ def fit_together(rows: Sequence[Row], positions: int) -> bool:
     The longest prompt and the longest answer together fit into ``positions``, those of the model.
     """
     first, last = rows[0].options, rows[-1].options
+    if first is None or last is None:
+        return first is last
     if (last.sampling, last.length.min_length) != (first.sampling, first.length.min_length):
         return False
-    longest = max(len(row.prompt) for row in rows)
-    return longest + batch_options(rows).length.max_length <= positions
+    return max(len(row.prompt) for row in rows) + max(row.longest for row in rows) <= positions
 
 
-def batch_options(rows: Sequence[Row]) -> SamplingOptions:
-    """Sampling of a batch: that of its rows, with the length of the longest."""
-    first = rows[0].options
+def batch_options(rows: Sequence[Row]) -> SamplingOptions | None:
+    """Sampling of a batch: that of its rows, with the length of the longest; None: the engine's."""
+    first = rows[0].options if rows else None
+    if first is None:
+        return None
     longest = max(row.longest for row in rows)
     return SamplingOptions(LengthParams(longest, first.length.min_length), first.sampling)
 

@@ -1,1 +1,0 @@
-"""Several runs: pipelines of stages, comparisons."""

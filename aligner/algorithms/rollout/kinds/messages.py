@@ -1,0 +1,21 @@
+"""The kind ``messages``: an environment is called after each message of the policy."""
+
+from collections.abc import Iterator
+
+from aligner.algorithms.rollout.kinds import EnvironmentKind
+from aligner.config import SamplingRunConfig
+
+
+class Messages(EnvironmentKind):
+    """A class with the methods of `aligner.environments.MessageEnv`."""
+
+    rollouts = "aligner.algorithms.rollout.environments:EnvironmentRollouts.open"
+
+    @classmethod
+    def problems(cls, key: str, run: SamplingRunConfig) -> Iterator[str]:
+        """Refuse a command."""
+        if run.environment.command is not None:
+            yield (
+                f"{run.environment.named} is an agent that asks the policy, and {key}.kind="
+                f"messages; set {key}.kind=endpoint"
+            )

@@ -1,0 +1,73 @@
+"""Names of the algorithms, by the configuration of a run."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Algorithm(NamedTuple):
+    """An algorithm by its name, and what its run state is made of."""
+
+    name: str
+    section: str  # of ``trainer``
+    has_critic: bool
+
+    @property
+    def directory(self) -> str:
+        """The name as part of a directory's, such as ``dr_grpo``."""
+        plain = self.name.lower().replace("reinforce++", "reinforce_plus_plus")
+        return re.sub(r"[^a-z0-9]+", "_", plain.replace(" with a baseline", "_baseline")).strip("_")
+
+
+_ESTIMATORS = {
+    "gae": "PPO",
+    "reinforce": "REINFORCE",
+    "rloo": "RLOO",
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "reinforce_plus_plus": "REINFORCE++",
+    "reinforce_plus_plus_baseline": "REINFORCE++ with a baseline",
+}
+
+
+def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
+    """The algorithm of a run whose configuration is ``config`` (`BaseRunConfig.as_dict`).
+
+    Also of a saved run's, which may be of an earlier version.
+    """
+    sections = ("ppo", "rs", "sft", "dpo", "reward_model", "distill")
+    trainer = config["trainer"]
+    section = next(name for name in sections if name in trainer)
+    loop = trainer[section]
+    names = {
+        "rs": "Rejection sampling",
+        "sft": "Fine-tuning",
+        "dpo": f"Preference optimisation ({loop.get('loss', 'dpo').upper()})",
+        "reward_model": f"Reward model ({loop.get('loss', '').replace('_', ' ')})",
+    }
+    if section == "ppo":
+        estimator = loop.get("advantage", {}).get("estimator", "gae")
+        name = _ESTIMATORS.get(estimator, f"Policy gradients ({estimator})")
+        variants = _variants(loop, config.get("model", {}).get("ppo", {}))
+        if estimator == "grpo" and variants:
+            name = ", ".join(variants)
+        elif variants:
+            name += f" ({', '.join(variants)})"
+    elif section == "distill":
+        where = "on-policy" if loop.get("on_policy") else "offline"
+        name = f"Distillation ({where}, {loop.get('kl')} KL)"
+    else:
+        name = names[section]
+    return Algorithm(name, section, config.get("critic") is not None)
+
+
+def _variants(loop: Mapping[str, Any], policy: Mapping[str, Any]) -> list[str]:
+    """Names of the published variants of GRPO whose options are set, as in docs/reinforce.md."""
+    eps = policy.get("ratio_eps")
+    clips_higher = isinstance(eps, Sequence) and len(set(eps)) > 1
+    is_set = {
+        "DAPO": loop.get("dynamic_sampling", {}).get("enabled") and clips_higher,
+        "GSPO": policy.get("ratio_level") == "sequence",
+        "CISPO": policy.get("surrogate") == "cispo",
+    }
+    return [name for name, value in is_set.items() if value]

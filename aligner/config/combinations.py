@@ -1,0 +1,72 @@
+"""Rules that involve more than one value of a configuration.
+
+A rule is written in the section whose field it concerns: the section's ``problems(key, run)``
+yields a message for each rule that is broken, and `ReadIf` in a field's type states which runs read
+the field. ``key`` is the section's dotted key, ``run`` the whole configuration.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_args
+
+from aligner.config.parse import defaults_of, field_types, join, section_in
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadIf:
+    """Condition under which a run reads a field: part of the field's type.
+
+    In a run that does not meet it, another value than the field's default is refused.
+    """
+
+    condition: Callable[[Any], bool]
+    """Function of the whole configuration."""
+
+    reason: str
+    """Rest of the sentence that begins with the key and its value."""
+
+
+def broken_rules(section: Any, key: str, run: Any) -> Iterator[str]:
+    """Yield a message for each rule that a section, or a section below it, breaks."""
+    if hasattr(section, "problems"):
+        yield from section.problems(key, run)
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from broken_rules(value, join(key, field.name), run)
+
+
+def unread_options(run: Any) -> Iterator[str]:
+    """Yield a message for each option that is not at its default and that the run does not read."""
+    yield from _unread(type(run), "", run.as_dict(), defaults_of(run), run)
+
+
+def _unread(
+    cls: type, key: str, values: Mapping[str, Any], defaults: Mapping[str, Any], run: Any
+) -> Iterator[str]:
+    for name, hint in field_types(cls).items():
+        below, value, default = join(key, name), values[name], defaults.get(name)
+        for rule in get_args(hint):
+            if isinstance(rule, ReadIf) and not rule.condition(run):
+                for option, given in _changed(below, value, default):
+                    yield (
+                        f"{option}={given!r} {rule.reason}. Nothing reads it in this run; leave it "
+                        "out"
+                    )
+        if isinstance(value, Mapping) and (section := section_in(hint)) is not None:
+            yield from _unread(section, below, value, default or {}, run)
+
+
+def _changed(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the keys at and below ``key`` whose values are not the defaults."""
+    if isinstance(value, Mapping) and isinstance(default, Mapping) and default:
+        for name in value:
+            yield from _changed(join(key, name), value[name], default.get(name))
+    elif value != default:
+        yield key, value
+
+
+def multiples_near(number: int, step: int) -> str:
+    """Return the multiples of ``step`` around ``number`` as text: ``48 or 96``."""
+    below, above = number // step * step, -(-number // step) * step
+    return f"{below} or {above}" if below else str(above)

@@ -1,1 +1,0 @@
-"""Checks and values that involve more than one key."""
