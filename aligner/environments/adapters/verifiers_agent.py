@@ -136,7 +136,9 @@ def _environment(settings: str) -> Any:
     return made
 
 
-_all_tasks = functools.cache(list[Any])
+@functools.cache
+def _all_tasks(taskset: Any) -> list[Any]:
+    return list(taskset)
 
 
 def _task(taskset: Any, idx: int | None, seed: int) -> Any:
