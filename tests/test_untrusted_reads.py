@@ -9,6 +9,7 @@ _MODULES = {"pickle", "cloudpickle", "_pickle", "dill", "marshal", "torch", "job
 
 # function → why what it reads was written by this process, its parent or its own run
 KNOWN = {
+    "algorithms/rollout/driver.py Driver._poll": "bytes of this process, which wake its thread",
     "checkpoint/nemo/tensor_file.py _load_zip": "torch's weights-only unpickler",
     "checkpoint/nemo/torch_dist.py read_metadata": "classes of a fixed list alone",
     "child_process.py Channel.receive": "the parent's message",

@@ -117,13 +117,15 @@ class EnvironmentPool(ProcessPool):
                 began[call.slot] = _failure(error)
         return [began[call.slot] for call in calls]
 
-    def answered(self, slots: Sequence[int], timeout_s: float, wake: Connection) -> set[int]:
+    def answered(
+        self, slots: Sequence[int], timeout_s: float, wake: Connection | None = None
+    ) -> set[int]:
         """Those ``slots`` with a whole answer or a dead process, within so many seconds.
 
         A message on ``wake`` ends the wait.
         """
         slot_of = {self._processes[slot].fileno(): slot for slot in slots}
-        ready = wait([*slot_of, wake], timeout_s)
+        ready = wait([*slot_of, *([] if wake is None else [wake])], timeout_s)
         return {
             slot
             for number, slot in slot_of.items()

@@ -84,7 +84,7 @@ def test_a_template_that_changes_the_assistants_messages_is_refused_at_the_start
 
 def test_the_key_is_for_conversations():
     assert loaded(f"{KEY}=own.jinja").environment.chat_template == "own.jinja"
-    with pytest.raises(ConfigError, match=r"is for conversations, and environment.factory is null"):
+    with pytest.raises(ConfigError, match=r"needs an environment: set reward=environment"):
         loaded(
             f"{KEY}=own.jinja",
             "environment.factory=null",

@@ -8,6 +8,7 @@
 
 import dataclasses
 import itertools
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -21,7 +22,6 @@ from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import Prompt, PromptDataset, collate_prompts
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
-from aligner.errors import ConfigError
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.interfaces import BackgroundGeneration
 from aligner.models.policy.lm_policy import Policy
@@ -191,12 +191,9 @@ def test_rollouts_are_one_step_old_and_survive_a_restart(tiny_nemo, tmp_path, in
 
 
 def test_an_engine_that_cannot_is_refused(tiny_nemo):
-    run = Run(tiny_nemo, "finish", steps=2)
-    run.rollouts = Rollouts(
-        configuration(tiny_nemo, async_rollouts=True), run.policy, PROMPTS, run.sampler, 0
-    )
-    with pytest.raises(ConfigError, match=r"async_rollouts=true.*vllm"):
-        run.rollouts.take(0, more=True)
+    config = configuration(tiny_nemo, async_rollouts=True)
+    problems = "\n".join(config.generation.problems("generation", config))
+    assert re.search(r"generation.async_rollouts=true needs an engine .*vllm", problems)
 
 
 def test_a_run_state_with_an_engines_own_columns_goes_on(tiny_nemo):
