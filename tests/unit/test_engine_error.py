@@ -14,7 +14,7 @@ from test_environment_rollout import HerePool, rollouts_with, same
 from test_evaluate_environments import evaluated
 from test_overlap import ThreadedEngine, configuration
 
-from aligner.algorithms.rollout.environments import EnvironmentReward
+from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
 from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config.environment import EnvironmentConfig
@@ -37,6 +37,12 @@ class Breaking:
     def __call__(self, at, error=None):
         self.calls, self.at = 0, frozenset(at) if at != "all" else range(1, 10**9)
         self.error = error or RuntimeError("CUDA error: uncorrectable ECC error")
+
+
+@pytest.fixture(autouse=True)
+def _whole_batches(monkeypatch):
+    """Batches have all conversations that can ask, also on a busy machine."""
+    monkeypatch.setattr(EnvironmentRollouts, "gather_s", 30.0)
 
 
 @pytest.fixture

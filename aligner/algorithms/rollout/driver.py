@@ -183,11 +183,13 @@ class Driver:
     def _fill_slots(self) -> None:
         starting = []
         while self._waiting and self._free_slots:
-            episode = self._waiting.popleft()
+            episode = self._waiting[0]
             episode.slot, episode.used_s = self._free_slots.popleft(), 0.0
             episode.steps = self._conduct(episode)
             starting.append(episode)
-        self._active += starting
+            # In this order, so that `is_complete` in the engine's thread never misses an episode.
+            self._active.append(episode)
+            self._waiting.popleft()
         self._resume([(episode, None) for episode in starting])
 
     def _poll(self) -> None:
@@ -300,19 +302,20 @@ class Driver:
         self, episode: Episode, trajectory: Trajectory | None, failure: Failure | None
     ) -> None:
         """Keep the trajectory, or begin the conversation again."""
-        self._active.remove(episode)
         self._free_slots.append(episode.slot)
         if failure is not None:
             episode.failures.append(failure.reason)
             turns = 0 if trajectory is None else len(trajectory.turns)
             if not self._becomes_sample(failure, turns):
                 self._waiting.append(episode)
+                self._active.remove(episode)
                 return
             assert trajectory is not None
             trajectory.fail(failure.text)
         assert trajectory is not None
         trajectory.failures = episode.failures
         self._ended[episode.row] = trajectory
+        self._active.remove(episode)
         self._queue.wake()  # a batch waits for one conversation less
 
     def _becomes_sample(self, failure: Failure, turns: int) -> bool:
