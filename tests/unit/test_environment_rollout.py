@@ -133,7 +133,7 @@ def rollouts_with(config, pool, tokenizer=TOKENIZER, longest=MOST, **data):
 
 def collected(make, rows, per_prompt=1, first=0, engine=None, pool=None, **settings):
     config = EnvironmentConfig(factory="here", **{"max_tokens": 400, **settings})
-    rollouts = rollouts_with(config, pool or HerePool(make))
+    rollouts = rollouts_with(config, pool or HerePool(make), TOKENIZER)
     items = [Prompt(index, "", [], None, columns) for index, columns in enumerate(rows)]
     data = prompts_batch(collate_prompts(items, 0), first, per_prompt)
     return rollouts.collect(engine or Babble(), data, seed=3, per_prompt=per_prompt)
