@@ -9,17 +9,17 @@ from pathlib import Path
 from aligner.config import BaseRunConfig
 from aligner.config.cli import launch, reported_errors
 from aligner.config.commands.plan import plan_request
+from aligner.dry.guard import load_guard
 
 
 def main() -> None:
     """Take the command line apart, compose the configuration, plan."""
     conf = Path(__file__).parents[1] / "conf"
     request = plan_request(sys.argv[1:], conf)
+    if not {"-h", "--help", "-c", "--cfg"} & {*request.arguments}:
+        load_guard()  # before torch is imported: a user's file in the configuration may do so
 
     def run(config: BaseRunConfig) -> None:
-        from aligner.dry.guard import load_guard
-
-        load_guard()  # before torch is imported
         from aligner.plan.command import run_plan
 
         run_plan(config, request.plan)

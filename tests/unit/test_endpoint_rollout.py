@@ -17,13 +17,16 @@ import user_agents
 from documented import ROOT
 from test_environment_rollout import MOST, TOKENIZER, Babble, same
 
+from aligner.algorithms.rollout.driver import Driver, Episode
 from aligner.algorithms.rollout.endpoint import EndpointRollouts
 from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.config import LengthParams, SamplingParams
 from aligner.config.environment import EnvironmentConfig
 from aligner.data.prompts import Prompt, collate_prompts
+from aligner.environments.pool import Call
 from aligner.errors import ConfigError, EnvironmentCallError
+from aligner.http.queue import JobQueue
 
 FILE = user_agents.__file__
 RUN = {"factory": f"{FILE}:run"}
@@ -258,6 +261,21 @@ def test_half_an_answer_costs_its_own_conversation_only(tmp_path):
     assert batch["end_reasons"] == ["failed", "done"]
     said = batch["turns"][0][-1]["info"]["failure"]
     assert "neither asked the policy nor ended within environment.timeout_s=5 seconds" in said
+
+
+def test_an_agent_s_silence_begins_with_its_last_answer():
+    """Also if the policy owed it nothing whenever the driver looked."""
+    killed = []
+    pool = SimpleNamespace(name="agent 'x'", kill=killed.append)
+    driver = Driver(EnvironmentConfig(factory="x", timeout_s=1.0), pool, JobQueue(1), None)
+    session = SimpleNamespace(is_waiting=False, engine_failure=None, answers=[])
+    episode = Episode(0, 0, 0, {}, slot=3, call=Call(3, "run", None, 1.0), session=session)
+    for now in (0.9, 1.8, 2.7):
+        session.answers.append(now)
+        assert driver._reply_of_process(episode, False, now) is None
+    assert driver._reply_of_process(episode, False, 3.5) is None
+    assert driver._reply_of_process(episode, False, 3.8).reason == "env_timeout"
+    assert killed == [3]
 
 
 @pytest.mark.extended

@@ -5,6 +5,8 @@ Without it the library names no other engine than those of the table `ENGINES`.
 
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,24 @@ def test_each_engine_of_the_library_is_named_in_its_own_folder_only():
             "aligner/compat/nemo_aligner.py",
             "aligner/compat/nemo_rl_values.py",
         }
+
+
+def test_an_engine_without_resources_is_not_planned(tiny_nemo):
+    """Its file, which the configuration imports, imports torch before the dry device is there."""
+    done = subprocess.run(
+        [
+            *(
+                sys.executable,
+                ROOT / "examples" / "plan.py",
+                "--config-name",
+                "recipes/grpo_tiny_cpu",
+            ),
+            *(ENGINE, "generation.kwargs.answer=[50]", f"model.restore_from_path={tiny_nemo}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode != 0
+    assert "FixedAnswers: this engine does not state its resources" in done.stderr
+    assert "override EngineConfig.resources" in done.stderr
