@@ -16,10 +16,12 @@ def main() -> None:
     """Take the command line apart, compose the configuration, plan."""
     conf = Path(__file__).parents[1] / "conf"
     request = plan_request(sys.argv[1:], conf)
-    if not {"-h", "--help", "-c", "--cfg"} & {*request.arguments}:
-        load_guard()  # before torch is imported: a user's file in the configuration may do so
+    shows_only = {"-h", "--help", "-c", "--cfg"} & {*request.arguments}
+    if not shows_only and "torch" not in sys.modules:
+        load_guard()  # now, because a user's file in the configuration may import torch
 
     def run(config: BaseRunConfig) -> None:
+        load_guard()
         from aligner.plan.command import run_plan
 
         run_plan(config, request.plan)

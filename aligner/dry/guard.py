@@ -4,6 +4,7 @@ Imports nothing of PyTorch: the guard must be known before PyTorch looks for one
 """
 
 import ctypes
+import functools
 import sys
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from aligner.errors import DryDeviceError, NativeCodeError
 _SOURCE = Path(__file__).with_name("guard.cpp")
 
 
+@functools.cache
 def load_guard() -> None:
     """Make ``device="cuda"`` known to PyTorch in this process; call before torch is imported.
+
+    Further calls do nothing.
 
     Raises `DryDeviceError` where torch is imported already, where it is a build for GPUs (which has
     a guard of its own), or where there is no C++ compiler.
