@@ -215,7 +215,7 @@ def test_an_agent_that_a_limit_ended_counts_as_configured(unscored, counts):
         ("crashes", "exit code 3; what it wrote ends: the cause of it"),
         (
             "asks_nothing",
-            "ended without an answer of the policy; what it wrote ends: nothing to do",
+            "ended without an answer of the policy. The end of the agent's output: nothing to do",
         ),
     ],
 )
@@ -260,7 +260,7 @@ def test_half_an_answer_costs_its_own_conversation_only(tmp_path):
     assert batch["failures"] == [["env_timeout"], []]
     assert batch["end_reasons"] == ["failed", "done"]
     said = batch["turns"][0][-1]["info"]["failure"]
-    assert "neither asked the policy nor ended within environment.timeout_s=5 seconds" in said
+    assert "neither called the policy nor ended within environment.timeout_s=5 seconds" in said
 
 
 def test_an_agent_s_silence_begins_with_its_last_answer():
@@ -343,7 +343,7 @@ def test_an_agent_whose_engine_failed_is_begun_again(what):
 
 def test_an_engine_that_always_fails_ends_the_rollout(functions):
     engine = Broken()
-    with pytest.raises(EnvironmentCallError, match=r"retries=0; the last: .* of the eng") as caught:
+    with pytest.raises(EnvironmentCallError, match=r"retries=0.*failure: .* of the eng") as caught:
         functions.collect([task("two_turns")], engine=engine)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert engine.tries == 1
