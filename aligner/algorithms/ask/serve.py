@@ -33,7 +33,7 @@ def serve(config: ServeConfig) -> None:
     """
     with ExitStack() as closing:
         engine = start_server(config, closing, lambda text: print(text, flush=True))
-        with stop_signal(speaks=False) as request:
+        with stop_signal(announce=False) as request:
             engine.serve(lambda: request.name is not None)
 
 
