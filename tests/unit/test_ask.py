@@ -290,7 +290,7 @@ def test_a_model_without_a_template_completes_text(tiny_nemo, tmp_path):
         del settings["chat_template"]
         files["tokenizer_config.json"] = json.dumps(settings).encode()
         save_nemo(tmp_path / "base.nemo", nemo.weights, nemo.architecture, files)
-    with pytest.raises(TokenizerError, match="give --prompt TEXT"):
+    with pytest.raises(TokenizerError, match="use --prompt TEXT"):
         conversation(str(tmp_path / "base.nemo"), ["hello"])
 
 

@@ -166,7 +166,7 @@ def test_the_run_s_sampling_is_used(functions, caplog):
     assert max(lengths[0::2]) <= 2
     assert max(lengths[1::2]) <= MOST
     assert not torch.equal(batch["input_ids"][0], batch["input_ids"][1])  # its seed is not
-    [said] = [one.message for one in caplog.records if "the run's own" in one.message]
+    [said] = [one.message for one in caplog.records if "settings of the run" in one.message]
     assert "seed, temperature, top_p" in said
 
 
@@ -220,7 +220,7 @@ def test_an_agent_that_a_limit_ended_counts_as_configured(unscored, counts):
     ],
 )
 def test_a_failure_stops_the_run_with_its_cause(what, cause):
-    with pytest.raises(EnvironmentCallError, match=f"more than environment.retries=1; .*{cause}"):
+    with pytest.raises(EnvironmentCallError, match=f"more than environment.retries=1. .*{cause}"):
         collected([task(what)], retries=1, **COMMAND)
 
 

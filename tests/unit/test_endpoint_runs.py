@@ -78,8 +78,8 @@ def test_an_evaluation(tiny_nemo, tmp_path):
         ),
         (["environment.command=''"], "is empty. Set a program"),
         (['environment.command="a \'b"'], "No closing quotation; write it as a list of words"),
-        (["environment.kind=messages", "environment.command=a"], "set environment.kind=endpoint"),
-        (["environment.command=a", "environment.rewritten_history=keep"], "set it to fork"),
+        (["environment.kind=messages", "environment.command=a"], "Set environment.kind=endpoint"),
+        (["environment.command=a", "environment.rewritten_history=keep"], "Set it to fork"),
         (
             [
                 *("environment.command=a", "generation.async_rollouts=true"),

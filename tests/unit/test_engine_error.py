@@ -116,7 +116,7 @@ def test_a_call_counts_once_in_the_budget(game, breaking):
     batch = game.collect(retries=2)
     assert sum(map(len, batch["failures"])) > 8
     breaking({1, 3})
-    with pytest.raises(EnvironmentCallError, match=r"2 conversations or calls .*retries=1"):
+    with pytest.raises(EnvironmentCallError, match=r"2 conversations or engine calls .*retries=1"):
         game.collect(retries=1)
 
 

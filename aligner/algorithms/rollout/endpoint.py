@@ -142,7 +142,7 @@ class EndpointRollouts(ConversationRollouts):
             text = f"{self._pool.name} ended without an answer of the policy"
             if session.exceeded is not None:
                 limit = f"{session.exceeded}={getattr(self._config, session.exceeded)}"
-                text += f": the first request exceeds environment.{limit}"
+                text += f": the first request does not fit environment.{limit}"
             if "output" in turn.info:
                 text += f". The end of the agent's output: {turn.info['output']}"
             return Failure("env_error", text)
