@@ -131,7 +131,7 @@ def engine_worker(device, process, loads):
             max_sequence_length=8,
             settings=VllmConfig(),
             record_kept=0,
-            weights_from=[RefitEnd.here("policy rank 0")],
+            weights_from=[RefitEnd.of_this_process("policy rank 0")],
         )
 
 

@@ -233,8 +233,8 @@ class EnvironmentRollouts(ConversationRollouts):
         while not is_last:
             sample_id = first_id + len(conversation.turns) * _TURN
             response = yield Row(conversation.sequence, sample_id, options)
-            if response.kept is not None:
-                conversation.kept.append(KeptTokens(len(conversation.ids), response.kept))
+            if response.kept_ids is not None:
+                conversation.kept.append(KeptTokens(len(conversation.ids), response.kept_ids))
             is_end = response.end == "stop"
             message = conversation.answered(response.ids, response.logprobs, is_end)
             turn = yield self._call(episode, "step", message)
