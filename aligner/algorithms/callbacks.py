@@ -80,7 +80,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`; called before `on_run_start`."""
+        """Restore the result of `state_dict`, before `on_run_start`."""
 
 
 # Methods of `Callback` that a run calls, with the names of their arguments.
@@ -133,7 +133,7 @@ class Callbacks:
         self._run = CallbackRun(config, folder, total_steps, stop)
 
     def notify(self, hook: str, *arguments: Any) -> None:
-        """Call ``hook`` of every callback; an exception is raised on every rank.
+        """Call ``hook`` of every callback. An exception is raised on every rank.
 
         Raises:
             CallbackError: a callback raised an exception.

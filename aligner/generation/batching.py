@@ -93,7 +93,7 @@ class ServingEngine:
         )
 
     def serve(self, is_stopping: Callable[[], bool]) -> None:
-        """Answer until ``is_stopping()`` on rank 0; collective.
+        """Answer until ``is_stopping()`` on rank 0, on all ranks.
 
         If a batch fails, its jobs get the exception. Exceptions that the engine does not survive
         are raised.

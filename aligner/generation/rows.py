@@ -76,7 +76,7 @@ def fit_together(rows: Sequence[Row], positions: int) -> bool:
 
 
 def batch_options(rows: Sequence[Row]) -> SamplingOptions | None:
-    """Return the sampling of a batch of ``rows``, with the maximum length; None: the engine's."""
+    """Return the sampling options of a batch of ``rows``, or None for the engine's."""
     first = rows[0].options if rows else None
     if first is None:
         return None

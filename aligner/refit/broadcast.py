@@ -20,7 +20,7 @@ from aligner.errors import WorkerError
 
 
 def open_rendezvous(ip: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """Open the rendezvous without waiting; port 0 chooses a free port, see ``store.port``."""
+    """Open the rendezvous without waiting. Port 0 chooses a free port, see ``store.port``."""
     return dist.TCPStore(
         ip,
         port,

@@ -49,14 +49,14 @@ class RefitSource:
     def get_weights_ipc_handles(
         self, keys: Sequence[str], readers: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Offer some weights; return handles by machine or device. See `RefitWorker`."""
+        """Offer some weights, and return handles by machine or device. See `RefitWorker`."""
         offers = run_on_all(
             self.worker_group, RefitWorker.get_weights_ipc_handles, list(keys), readers
         )
         return {key: handle for offer in offers for key, handle in offer.items()}
 
     def open_meeting_place(self, timeout_s: float) -> tuple[str, int]:
-        """Open a rendezvous on rank 0; return its address and port."""
+        """Open a rendezvous on rank 0, and return its address and port."""
         addresses = run_on_all(self.worker_group, RefitWorker.open_meeting_place, timeout_s)
         return next(address for address in addresses if address is not None)
 
@@ -121,7 +121,7 @@ class Refit:
         self._policy.offload_after_refit()
 
     def _prepare(self) -> list[list[str]]:
-        """Prepare constant parts in the first refit; return the groups of weights."""
+        """Prepare constant parts in the first refit, and return the groups of weights."""
         if self._groups is None:
             self._groups = self._policy.prepare_weights_for_ipc(self._buffer_gb)
             if self._separate:

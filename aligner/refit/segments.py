@@ -80,7 +80,7 @@ class Offer:
             raise
 
     def _write(self, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> SegmentHandle:
-        """Copy the tensors into the segment; return its handle."""
+        """Copy the tensors into the segment, and return its handle."""
         size, end = max(1, max_bytes), 0
         entries: list[TensorEntry] = []
         os.ftruncate(self._fd, size)

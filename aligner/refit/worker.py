@@ -61,7 +61,7 @@ class RefitWorker(ABC):
     def get_weights_ipc_handles(
         self, keys: Sequence[str], readers: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Offer the weights ``keys`` until the next offer; return handles by sharing key.
+        """Offer the weights ``keys`` until the next offer, and return handles by sharing key.
 
         On CPU the first worker of a machine offers weights, on GPUs every worker on its device.
         ``readers`` are the sharing keys (`accelerator.sharing_key`) of all readers, by default
@@ -82,7 +82,7 @@ class RefitWorker(ABC):
     # Broadcast --------------------------------------------------------------------------------
 
     def open_meeting_place(self, timeout_s: float) -> tuple[str, int] | None:
-        """Open a rendezvous on rank 0; return its address and port."""
+        """Open a rendezvous on rank 0, and return its address and port."""
         if self.parallel.rank != 0:
             return None
         store = open_rendezvous("0.0.0.0", 0, 1, timeout_s)

@@ -43,13 +43,13 @@ from aligner.models.policy.lm_policy import Policy
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """Function that completes the batches of a distillation run; see `Task.complete`.
+    """Function that completes the batches of a distillation run (see `Task.complete`).
 
     Args:
         teacher: a frozen model.
         top_k: number of the teacher's tokens that the loss reads.
         vocab_size: number of token ids that student and teacher share.
-        seed: seed of the student's responses; None: the batch contains responses.
+        seed: seed of the student's responses, or None if the batch contains responses.
     """
 
     teacher: Policy
@@ -123,7 +123,7 @@ def shared_vocabulary(
 
 
 def check_responses(config: DistillRunConfig, longest: int, *models: GPTArchitecture) -> int:
-    """Return the maximum length of prompt and response; raise if a model has no room for it."""
+    """Return the maximum length of prompt and response, for which every model must have room."""
     key = "model.distill.length_params.max_length"
     response = config.model.distill.length_params.max_length
     for architecture in models:
@@ -155,7 +155,7 @@ def distill_task(
 
 
 def check_teacher(config: DistillRunConfig, tokenizer: Tokenizer) -> GPTArchitecture:
-    """Return the teacher's architecture; raise if its tokens differ from the student's."""
+    """Return the teacher's architecture, and raise if its tokens differ from the student's."""
     path = config.teacher.restore_from_path
     with named_by("teacher.restore_from_path"), open_nemo(path) as checkpoint:
         architecture, teacher_tokenizer = checkpoint.architecture, checkpoint.tokenizer

@@ -55,7 +55,7 @@ class PolicyServed(Served):
         return True
 
     def taken(self, request: Request) -> Request:
-        """Return the request without sampling fields of the run; log each dropped field once."""
+        """Return the request without sampling fields of the run. Log each dropped field once."""
         dropped = {name for name in _RUN_FIELDS if getattr(request, name) is not None}
         if dropped - self._logged_fields:
             log.warning(
@@ -136,7 +136,7 @@ class EndpointRollouts(ConversationRollouts):
         return trajectory, failure
 
     def _rewarded(self, session: Session, turn: Turn, failure: Failure | None) -> Failure | None:
-        """Record the agent's reward; return the failure that rejects the trajectory, or None."""
+        """Record the agent's reward. Return the failure that rejects the trajectory, or None."""
         assert self._pool is not None
         if not session.answers and (failure is None or session.exceeded is not None):
             text = f"{self._pool.name} ended without an answer of the policy"

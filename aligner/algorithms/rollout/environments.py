@@ -60,7 +60,7 @@ class ConversationRollouts(RolloutSource):
         columns: Mapping[str, str | None],
         closing: ExitStack,
     ) -> None:
-        """Start the first process of the environments on rank 0; see `EnvironmentKind.open`."""
+        """Start the first process of the environments on rank 0 (see `EnvironmentKind.open`)."""
         rollout = config.model.rollout
         self._run_config, self._config, self._tokenizer = config, config.environment, tokenizer
         self._options = SamplingOptions(rollout.length_params, rollout.sampling_params)
@@ -76,7 +76,7 @@ class ConversationRollouts(RolloutSource):
         self._prepare(architecture, closing)
 
     def _prepare(self, architecture: GPTArchitecture, closing: ExitStack) -> None:
-        """Prepare state of a subclass; collective, called once after the process has started."""
+        """Prepare state of a subclass, once on all ranks after the process has started."""
 
     def _started_pool(self, columns: Mapping[str, str | None]) -> EnvironmentPool:
         config = self._config
@@ -93,7 +93,7 @@ class ConversationRollouts(RolloutSource):
 
     @abstractmethod
     def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
-        """Conduct one attempt of a conversation; see `Steps`. ``options``: see `collect`."""
+        """Conduct one attempt of a conversation (see `Steps`), with ``options`` of `collect`."""
 
     def collect(
         self,

@@ -105,7 +105,7 @@ def longest_opening(config: SamplingRunConfig, architecture: GPTArchitecture) ->
 
 
 def load_environments(run: Run[SamplingRunConfig], prompts: Prompts) -> RolloutSource | None:
-    """Start the environments of a run until the run ends; see `open_environments`."""
+    """Start the environments of a run until the run ends (see `open_environments`)."""
     sets = {"data.train": prompts.train, "data.validation": prompts.validation}
     sets |= {f"validation.sets.{name}": prompts for name, prompts in prompts.sets.items()}
     columns = columns_of_rows(sets)
@@ -119,7 +119,7 @@ def open_environments(
     columns: Mapping[str, str | None],
     closing: ExitStack,
 ) -> RolloutSource | None:
-    """Start environments, their processes on rank 0; None without environments and in a dry run.
+    """Start environments, with processes on rank 0. None without environments or in a dry run.
 
     ``columns``: see `columns_of_rows`. ``closing`` ends the environments. A dry run samples single
     responses of the maximum length of a conversation instead.
@@ -161,7 +161,7 @@ def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[
 def start_generation(
     config: SamplingRunConfig, workers: Workers, policy: Policy, longest_prompt: int
 ) -> GenerationInterface | None:
-    """Start the engines that sample for the policy; None if the policy's workers sample."""
+    """Start the engines that sample for the policy, or return None if its workers sample."""
     engine = config.generation.engine
     if engine is None:
         return None

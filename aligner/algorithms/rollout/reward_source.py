@@ -83,7 +83,7 @@ class RewardSource:
         return scorer if self.verifier is None else VerifiedReward(scorer, self.verifier)
 
     def memory(self) -> list[RoleMemory]:
-        """Return the memory of a reward model per process; empty without a separate body."""
+        """Return the memory of a reward model per process, empty without a separate body."""
         model = self.config.reward.model
         if self.model is None or (model is not None and model.share_body_with_critic):
             return []

@@ -1,6 +1,6 @@
 """Collection of rollouts: prompts → responses → rewards, for every algorithm that samples.
 
-Groups without a learning signal may be replaced (DAPO's dynamic sampling; Yu et al., 2025). If all
+Groups without a learning signal may be replaced (DAPO's dynamic sampling, Yu et al., 2025). If all
 responses to a prompt earn the same reward, their advantages are 0. Other groups replace them, so
 that every update learns from the same number of samples.
 """
@@ -120,7 +120,7 @@ class _ResponsesAhead:
         self._pending, self._data = pending, data
 
     def result(self) -> BatchedDataDict:
-        """Wait for the responses; return them as a rollout batch."""
+        """Wait for the responses, and return them as a rollout batch."""
         return rollout_of(self._data, self._pending.result().to("cpu"))
 
     def abandon(self) -> None:
@@ -147,7 +147,7 @@ class ConversationsAhead:
         thread.shutdown(wait=False)
 
     def result(self) -> BatchedDataDict:
-        """Wait for the rollout batch; raise the exception of ``collect`` if it failed."""
+        """Wait for the rollout batch, and raise the exception of ``collect`` if it failed."""
         return self._future.result()
 
     def abandon(self) -> None:
@@ -189,7 +189,7 @@ def response_mask(prompt_lengths: Tensor, lengths: Tensor, width: int) -> Tensor
 
 
 def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
-    """Add ``rewards``, ``responses`` and ``is_right`` to a rollout batch; return its metrics.
+    """Add ``rewards``, ``responses`` and ``is_right`` to a rollout batch, and return its metrics.
 
     ``is_right``: float32 [B], the reward's part ``accuracy``, or without this part whether the
     reward is at least 1. Metric names have no prefix. Means of rewards and parts exclude

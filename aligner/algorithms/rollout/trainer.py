@@ -62,7 +62,7 @@ class Rollouts:
         prompts: the training prompts.
         sampler: draws the prompts of one rollout at a time, shared with the caller.
         pad_id: pads prompts on the right.
-        source: source of rollouts; default `SingleTurn`.
+        source: source of rollouts, by default `SingleTurn`.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class SamplingTrainer(Learner):
         sampler: draws the prompts of a step.
         generation: samples the responses: the policy itself, or its engines.
         pad_id: pads prompts on the right.
-        total_steps: last step that a rollout may begin for; None: unknown.
-        rollout_source: source of conversations; default single responses.
+        total_steps: last step that a rollout may begin for, or None if unknown.
+        rollout_source: source of conversations, by default single responses.
     """
 
     config: SamplingRunConfig
@@ -264,7 +264,7 @@ class SamplingInputs:
         value: Value | None = None,
         **options: Any,
     ) -> Trainer:
-        """Start the sampling engines and the reward; return a trainer of the class ``kind``.
+        """Start the sampling engines and the reward, and return a trainer of the class ``kind``.
 
         A reward model may share the body of the critic ``value``. ``options`` are additional
         arguments of ``kind``.

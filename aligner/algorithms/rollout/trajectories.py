@@ -28,7 +28,7 @@ _CALLER_ERRORS = (
 
 
 def engine_survives(generation: GenerationInterface, error: Exception) -> bool:
-    """Return whether conversations may restart after ``generate`` raised; collective.
+    """Return whether conversations may restart after ``generate`` raised on all ranks.
 
     False if the error on any rank comes from the request instead of the engine, or if ``generate``
     cannot be called again. Call this function on all ranks after ``generate`` has raised on all

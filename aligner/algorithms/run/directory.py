@@ -43,7 +43,7 @@ class RunDirectory:
     store: RunStateStore
 
     def prepare(self, identity: RunIdentity, config: BaseRunConfig) -> list[str]:
-        """Check that the directory is empty or contains this run; return notes for the user.
+        """Check that the directory is empty or contains this run, and return notes.
 
         The caller must hold the directory's `RunLock` until the run has ended.
 
@@ -78,7 +78,7 @@ class RunDirectory:
 
     @property
     def start_time(self) -> str | None:
-        """Local time at which the run started, in ISO format; None if unknown."""
+        """Local time at which the run started, in ISO format, or None if unknown."""
         return self._record().get("began")
 
     def mark_saved(self) -> None:
@@ -158,7 +158,7 @@ class RunDirectory:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move the files of a run in ``folder`` to a new directory there; None without such files.
+    """Move the files of a run in ``folder`` to a new directory there, if there are any.
 
     If the process is killed in between, the next start moves the remaining files.
     """

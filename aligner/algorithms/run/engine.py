@@ -239,7 +239,7 @@ class Workers:
         self.roles: list[RoleHandle] = []  # in the order of starting
 
     def own(self, resource: Resource) -> Resource:
-        """Shut down ``resource`` with these workers; return it."""
+        """Shut down ``resource`` with these workers, and return it."""
         self.closing.callback(resource.shutdown)
         if isinstance(resource, RoleHandle):
             self.roles.append(resource)
@@ -252,7 +252,7 @@ class Workers:
         with_reference: bool = False,
         init_optimizer: bool = True,
     ) -> Policy:
-        """Start the run's policy; ``with_reference`` keeps a copy of its initial weights."""
+        """Start the run's policy, with ``with_reference`` also a copy of its initial weights."""
         return self.own(
             Policy(
                 self.clusters.policy,

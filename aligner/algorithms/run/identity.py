@@ -105,7 +105,7 @@ class RunIdentity:
         changed: Sequence[str] = (),
         defaults: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Return reasons why this run does not continue ``saved``; empty if it does.
+        """Return reasons why this run does not continue ``saved``, or an empty list.
 
         Args:
             saved: identity in the run state.
@@ -242,7 +242,7 @@ def _code_content(key: str, value: Any) -> str | None:
 
 
 def _module_file(module: str) -> list[Path]:
-    """Return the file of a user's module, without importing it; empty for this library."""
+    """Return the file of a user's module, without importing it, or nothing for this library."""
     names = module.split(".")
     if names[0] == "aligner" or not all(name.isidentifier() for name in names):
         return []
@@ -251,7 +251,7 @@ def _module_file(module: str) -> list[Path]:
 
 
 def _data_content(source: Source) -> str | None:
-    """Return a fingerprint of a source's files and names of its generators; None if unreadable."""
+    """Return a fingerprint of a source's files and generator names, or None if unreadable."""
     contents = []
     for part in [source] if isinstance(source, (str, Path)) else source:
         try:

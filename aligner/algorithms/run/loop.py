@@ -106,7 +106,7 @@ class Learner(ABC):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Schedule of a run, in steps; 0 as an interval means only at the ends."""
+    """Schedule of a run, in steps. An interval of 0 means only at the ends."""
 
     total_steps: int
     val_check_interval: int
@@ -286,7 +286,7 @@ class RunLoop:
             self.callbacks.notify("on_save", step, self.store.path(step))
 
     def restore(self) -> Restoration | None:
-        """Restore the newest readable run state; None without run states.
+        """Restore the newest readable run state, if there are any.
 
         Lines after that state are removed, or all lines without a state (`run.directory` decides
         before whether that is allowed). Random states belong to processes: workers restore their
@@ -353,7 +353,7 @@ class RunLoop:
         return metrics
 
     def _check_learning(self, step: int, idle: tuple[str, ...], finished: int | None) -> None:
-        """Warn of a step without an update; raise after many in a row, or if no step had one.
+        """Warn of a step without an update, and raise after many in a row or if no step had one.
 
         ``finished``: after the last step, the number of steps of this process.
         """

@@ -56,7 +56,7 @@ Config_co = TypeVar("Config_co", bound=BaseRunConfig, covariant=True)
 
 @dataclass(frozen=True)
 class Run(Generic[Config_co]):
-    """Objects that a run owns until it ends; created by `open`.
+    """Objects that a run owns until it ends, created by `open`.
 
     Args:
         config: configuration of the run. A dry run changes the given configuration.
@@ -261,7 +261,7 @@ class Attempt(Workers):
         return loop
 
     def _finish(self, loop: RunLoop, trainer: Learner, saved_as: str, device: str) -> None:
-        """Write the report and, if the run was not interrupted, the trained model; print paths.
+        """Write the report and, if the run was not interrupted, the trained model.
 
         ``device`` describes the workers' devices.
         """
@@ -314,7 +314,7 @@ class Attempt(Workers):
 def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
     """Check names, lock the run's directory until ``closing`` closes, and prepare it.
 
-    Returns notes on the directory; see `RunDirectory.prepare`.
+    Returns notes on the directory (see `RunDirectory.prepare`).
     """
     check_names([config.monitor])
     folder = log_dir(config)

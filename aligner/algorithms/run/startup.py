@@ -123,7 +123,7 @@ def dropout_in_words(model: TrainedModelConfig, architecture: GPTArchitecture) -
 
 
 def repetition_in_words(config: SamplingRunConfig, *, on_gpus: bool) -> str:
-    """Describe how a repeated or resumed GPU run may differ; empty on a CPU."""
+    """Describe how a repeated or resumed GPU run may differ (not at all on a CPU)."""
     if not on_gpus:
         return ""
     engine = config.generation.engine

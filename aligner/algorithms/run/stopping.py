@@ -21,7 +21,7 @@ class StopRequest:
 
 @contextmanager
 def stop_signal(announce: bool = True) -> Iterator[StopRequest]:
-    """Turn the first SIGTERM or SIGINT (Ctrl-C) into a request; the second has its default effect.
+    """Turn the first SIGTERM or SIGINT (Ctrl-C) into a request. The second has its default effect.
 
     ``announce``: print the effect of the first Ctrl-C on standard error.
     """

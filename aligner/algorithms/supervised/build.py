@@ -47,7 +47,7 @@ def train_sft(config: SFTRunConfig) -> None:
 def load_split(
     run: Run[SupervisedRunConfig], kind: type[D], *other_models: GPTArchitecture
 ) -> tuple[Split[D], int]:
-    """Read and tokenize the examples of a run; return them with the maximum number of tokens.
+    """Read and tokenize the examples of a run, and return the maximum number of tokens, too.
 
     A dry run's examples have the maximum length. ``other_models`` also read the examples.
     """

@@ -54,7 +54,7 @@ class SupervisedTrainer(Learner):
         role: the trained role.
         task: its learning task.
         sampler: draws a global batch.
-        limit_val_examples: number of validation examples; None: all.
+        limit_val_examples: number of validation examples, or None for all.
     """
 
     role: RoleHandle

@@ -85,9 +85,9 @@ class VllmEngine:
             max_batch_size: maximum number of sequences in flight.
             max_sequence_length: maximum length of prompt and response together.
             settings: settings that `VllmConfig.on_device` returned.
-            record_kept: maximum number of kept tokens to record per sampled token; 0: none.
+            record_kept: maximum number of kept tokens to record per sampled token, 0 for none.
             peers: processes of an engine with several devices, each of which constructs this engine
-                and makes the same calls; None: a single process.
+                and makes the same calls, or None for a single process.
         """
         self._peers = peers
         self._sleeps = False
@@ -128,7 +128,7 @@ class VllmEngine:
         abandoned: threading.Event | None = None,
         rules: Rules | None = None,
     ) -> list[Response] | None:
-        """Continue ``prompts``; return None if ``abandoned`` was set before all had ended.
+        """Continue ``prompts``, or return None if ``abandoned`` was set before all had ended.
 
         ``rules`` replaces the engine's lengths, sampling and stop strings.
 
@@ -248,7 +248,7 @@ class VllmEngine:
     # Ends of responses ------------------------------------------------------------------------
 
     def _take(self, rules: Rules, prompt: Sequence[int], response: Response, new: Any) -> bool:
-        """Add the tokens of one step until the response ends; return whether it has ended."""
+        """Add the tokens of one step until the response ends, and return whether it has."""
         if self._record_kept:
             add_sets(response.kept_ids, new, len(response.tokens) + len(new.token_ids))
         for token, chosen in zip(new.token_ids, new.logprobs, strict=True):

@@ -117,7 +117,7 @@ class VllmGeneration(BackgroundGeneration):
         seed: int | None = None,
         sampling_options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
-        """Continue the right-padded prompts in ``input_ids``; see ``GenerationOutputSpec``.
+        """Continue the right-padded prompts in ``input_ids`` (see ``GenerationOutputSpec``).
 
         Every response has a separate seed, derived from ``seed`` and its ``sample_ids``. Columns
         and seed have the defaults of `Policy.generate`. ``sampling_options`` replaces the
@@ -190,7 +190,7 @@ class VllmPending:
         self._generation = generation
 
     def result(self) -> BatchedDataDict:
-        """Wait for the batch; see ``GenerationOutputSpec``."""
+        """Wait for the batch (see ``GenerationOutputSpec``)."""
         generation = self._generation
         results = run_on_all(generation.worker_group, VllmWorker.collect_generation)
         # All processes of an engine return the same batch.

@@ -1,6 +1,6 @@
 """Sets of tokens that vLLM's top-k and top-p kept, as ``kept_ids``.
 
-vLLM calls them sampling masks (``return_sampling_mask``; its page docs/training/sampling_mask.md):
+vLLM calls them sampling masks (``return_sampling_mask``, its page docs/training/sampling_mask.md):
 ``sampling_mask`` of a ``vllm.outputs.CompletionOutput`` is None, or its ``token_ids`` contain for
 each generated token the list of ids that it was sampled from.
 """

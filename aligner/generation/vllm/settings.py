@@ -137,7 +137,7 @@ class VllmConfig(EngineConfig):
         if run.cluster.engine != "ray":
             yield (
                 "generation.backend=vllm needs cluster.engine=ray, which starts vLLM's workers in "
-                f"their own interpreter; it is {run.cluster.engine}. Set cluster.engine=ray, or "
+                f"their own interpreter, and is {run.cluster.engine}. Set cluster.engine=ray, or "
                 "generation.backend=megatron"
             )
         policy_workers = run.trainer.world_size

@@ -64,13 +64,13 @@ class VllmWorker(RefitReceiver):
         weights_from: Sequence[RefitEnd],
         meeting_place: tuple[str, int] | None = None,
     ) -> None:
-        """Start the engine; see `VllmEngine`. The tokenizer is used for stop strings only.
+        """Start the engine (see `VllmEngine`). The tokenizer is used for stop strings only.
 
         ``weights_from`` are the policy's workers by rank. ``meeting_place`` is the address of the
         rendezvous if an engine has several processes, which have consecutive RANKs.
 
         Raises:
-            ConfigError: the policy's weights cannot be sent to this process; see `check_ends`.
+            ConfigError: the policy's weights cannot be sent to this process (see `check_ends`).
         """
         # Check the refit, and meet the engine's other processes.
         index, rank = divmod(int(os.environ.get("RANK", "0")), settings.tensor_parallel_size)
@@ -144,7 +144,7 @@ class VllmWorker(RefitReceiver):
         )
 
     def collect_generation(self) -> BatchedDataDict:
-        """Wait for the batch in flight; see `GenerationOutputSpec`."""
+        """Wait for the batch in flight (see `GenerationOutputSpec`)."""
         if self._pending is None:
             raise WorkerError("no batch is in flight")
         pending, self._pending = self._pending, None

@@ -46,7 +46,7 @@ class EnvironmentKind:
         columns: Mapping[str, str | None],
         closing: ExitStack,
     ) -> "RolloutSource":
-        """Start the environments; collective.
+        """Start the environments on all ranks.
 
         Args:
             config: configuration of the run, settings of the kind in ``environment.kwargs``.
