@@ -7,7 +7,7 @@ attend to each other.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -113,8 +113,8 @@ class CoreAttention(MegatronModule):
         length, batch = query.shape[:2]
         dropout = self.dropout if self.training else 0.0
         if packed_seq_params is None:
-            heads_first = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-            out = attend_rows(*heads_first, self.window, scale=self.scale, dropout=dropout)
+            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            out = attend_rows(query, key, value, self.window, scale=self.scale, dropout=dropout)
             return Origin(_join_heads, (out.detach(),)).note(_join_heads(out))
         # Packed: one long row. The output keeps the origin that `attend_segments` noted.
         assert batch == 1
@@ -201,12 +201,15 @@ def _keys_of_buckets(
 ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
     """Return keys, values and ``key_rows`` of every bucket, as arguments of `attend`."""
     slots = [bucket.sequences * bucket.keys for bucket in segments.buckets]
-    copies = isinstance(segments.keys, Tensor)
-    if copies and key.device.type == "cpu":
+    to_slots: Callable[[Tensor], Tensor]
+    if not isinstance(segments.keys, Tensor):
+        to_slots = segments.keys.to_slots
+    elif key.device.type == "cpu":
         # The copies of a prefix are made again in the backward pass, so that none is saved.
         key, value = _compact(key), _compact(value)
         return [key] * len(slots), [value] * len(slots), segments.keys.split(slots)
-    to_slots = partial(take_rows, rows=segments.keys) if copies else segments.keys.to_slots
+    else:
+        to_slots = partial(take_rows, rows=segments.keys)
     keys, values = (
         [
             _by_sequence(part, bucket.sequences)
