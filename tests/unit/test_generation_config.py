@@ -47,7 +47,7 @@ def test_vllm_on_ray_is_accepted():
 @pytest.mark.parametrize(
     ("generation", "sections", "message"),
     [
-        (vllm(), {}, r"generation.backend=vllm needs cluster.engine=ray.*it is local"),
+        (vllm(), {}, r"generation.backend=vllm needs cluster.engine=ray.*and is local"),
         (vllm(python="no/such/python"), RAY, r"generation.vllm.python=no/such/python.*vllm-env"),
         (vllm(python="/"), RAY, r"generation.vllm.python=/ is not an interpreter"),
         (vllm(engines=2), RAY, r"generation.vllm.engines=2 with refit=colocated.*there are 1"),
@@ -59,7 +59,7 @@ def test_vllm_on_ray_is_accepted():
         (
             vllm(kwargs={"tensor_parallel_size": 2}),
             RAY,
-            r"generation.vllm.kwargs.tensor_parallel_size=2.*set generation.vllm.tensor_parallel",
+            r"generation.vllm.kwargs.tensor_parallel_size=2.*Set generation.vllm.tensor_parallel",
         ),
         (
             {**vllm(sleep=True), "async_rollouts": True},
