@@ -75,7 +75,7 @@ class WeightBroadcast:
         return cls(store, rank, world_size, timeout_s)
 
     def send(self, tensor: Tensor) -> None:
-        """Broadcast rank 0's ``tensor`` into all members' tensors of the same shape and dtype.
+        """Broadcast rank 0's ``tensor``, of any shape and dtype, into all members' equal tensors.
 
         Raises:
             WorkerError: the connection failed, or a rank has died.
