@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from aligner.algorithms.ask.model import InferenceModel, open_model, write_answers
-from aligner.algorithms.rollout.inputs import longest_opening, open_environments
+from aligner.algorithms.rollout.inputs import open_environments, prompt_loader
 from aligner.algorithms.rollout.reward_source import load_reward
 from aligner.algorithms.rollout.validation import Evaluation, Judge, sample_responses
 from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.config import EvaluateConfig
-from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
+from aligner.data.prompts import PromptDataset, columns_of_rows
 from aligner.device import accelerator
 from aligner.observe.report.evaluation import EvaluatedSet, render_evaluation, shown_name
 from aligner.packages import describe_environment
@@ -68,14 +68,8 @@ def _sets(config: EvaluateConfig, model: InferenceModel) -> dict[str, PromptData
     data = config.data
     sources = {} if data.prompts is None else {DEFAULT_SET: data.prompts}
     sources |= data.sets
-    if not config.environment.is_set:
-        return {
-            name: PromptDataset.load(source, model.tokenizer, data)
-            for name, source in sources.items()
-        }
-    longest = longest_opening(model.run, model.architecture)
-    truth = data.ground_truth_column
-    return {name: EpisodeDataset.read(source, longest, truth) for name, source in sources.items()}
+    load = prompt_loader(model.run, data, model.tokenizer, model.architecture)
+    return {name: load(source) for name, source in sources.items()}
 
 
 def _results(

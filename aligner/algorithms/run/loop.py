@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -139,38 +139,31 @@ class Restoration:
     saved_layout: str | None  # description of the saved layout if it differs, else None
 
 
+@dataclass(eq=False)
 class RunLoop:
-    """Loop that runs a learner to its end, or until a signal or a limit."""
+    """Loop that runs a learner to its end, or until a signal or a limit.
 
-    def __init__(
-        self,
-        learner: Learner,
-        schedule: Schedule,
-        *,
-        store: RunStateStore,
-        metrics: MetricsWriter,
-        samples: SampleWriter,
-        console: Console,
-        config: Mapping[str, Any],
-        monitor: str,
-        layout: str = "1 process",
-        identity: Mapping[str, Any] | None = None,
-        on_saved: Callable[[], None] = lambda: None,
-        callbacks: Callbacks | None = None,
-        defaults: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Assemble a run.
+    ``config`` and ``identity`` become part of run states. ``monitor`` is the metric that ranks
+    states. ``layout`` describes the number of processes and sizes of all parallel axes.
+    ``on_saved`` is called on rank 0 after every run state. ``defaults``: see `defaults_of`.
+    """
 
-        ``config`` and ``identity`` become part of run states. ``monitor`` is the metric that ranks
-        states. ``layout`` describes the number of processes and sizes of all parallel axes.
-        ``on_saved`` is called on rank 0 after every run state. ``defaults``: see `defaults_of`.
-        """
-        self.learner, self.schedule, self.store = learner, schedule, store
-        self.metrics, self.samples, self.console = metrics, samples, console
-        self.config, self.monitor, self.layout = config, monitor, layout
-        self.identity, self._on_saved = identity or {}, on_saved
-        self._defaults = defaults or {}
-        self.callbacks = callbacks or Callbacks()
+    learner: Learner
+    schedule: Schedule
+    _: KW_ONLY
+    store: RunStateStore
+    metrics: MetricsWriter
+    samples: SampleWriter
+    console: Console
+    config: Mapping[str, Any]
+    monitor: str
+    layout: str = "1 process"
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    on_saved: Callable[[], None] = lambda: None
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.step = 0  # the last finished step
         self.resumed_step: int | None = None  # step of the restored run state
         self.interrupted = False  # by a signal, before the end
@@ -327,7 +320,7 @@ class RunLoop:
             if layout == self.layout and is_rank_zero():
                 restore_rng(saved.state["rng"], accelerator.set_rng_state)
             saved_config = saved.state["config"]
-            config = without_new_defaults(self.config, saved_config, self._defaults)
+            config = without_new_defaults(self.config, saved_config, self.defaults)
             changes = config_changes(saved_config, config)
             self.callbacks.load_state_dict(saved.state.get("callbacks", {}))
         except KeyError as error:
@@ -397,7 +390,7 @@ class RunLoop:
             metric=metrics.get(self.monitor),
             roles=self.learner.roles,
             in_background=in_background,
-            on_saved=self._on_saved,
+            on_saved=self.on_saved,
         )
         self._unannounced = step
         self._announce()

@@ -197,8 +197,7 @@ class Attempt(Workers):
             return
         loop = self._loop(trainer, steps)
         restoration = loop.restore()
-        notes = [*_changes(restoration, loop.layout), *_limit_notes(config, steps, restoration)]
-        notes += summary.notes
+        notes = [*_notes(config, steps, restoration, loop.layout), *summary.notes]
         if restoration is not None:
             random = ["random states"] if restoration.saved_layout is None else []
             restores = [*summary.restores, *random]
@@ -251,7 +250,7 @@ class Attempt(Workers):
             config=config.as_dict(),
             monitor=config.monitor,
             layout=self.clusters.describe(config),
-            identity=RunIdentity.of(config).as_dict() if is_rank_zero() else None,
+            identity=RunIdentity.of(config).as_dict() if is_rank_zero() else {},
             on_saved=RunDirectory(folder, store).mark_saved,
             callbacks=run.callbacks,
             defaults=defaults_of(config),
@@ -331,28 +330,25 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
     return notes
 
 
-def _changes(restoration: Restoration | None, layout: str) -> list[str]:
-    """Return notes on changes since the state was saved."""
+def _notes(
+    config: BaseRunConfig, steps: int, restoration: Restoration | None, layout: str
+) -> list[str]:
+    """Return notes on limits that make a run shorter, and on changes since the state was saved."""
+    limits = _cut_short(config, steps)
     if restoration is None:
-        return []
-    notes = [f"changed since the saved run: {change}" for change in restoration.changes]
+        return limits
+    changes = [f"changed since the saved run: {change}" for change in restoration.changes]
     if restoration.saved_layout is not None:
-        notes.append(
+        changes.append(
             f"saved on {restoration.saved_layout}, continued on {layout}: weights and optimizer "
             "states are the same, random generators (dropout) start from the seed"
         )
-    return notes
-
-
-def _limit_notes(config: BaseRunConfig, steps: int, restoration: Restoration | None) -> list[str]:
-    """Return notes on limits that make a run shorter than expected."""
-    notes = _cut_short(config, steps)
-    if restoration is not None and restoration.step >= steps:
-        notes.append(
+    if restoration.step >= steps:
+        limits.append(
             f"nothing is left to do: {restoration.step} steps are finished, and {steps} are "
             f"configured. Raise {config.section}.max_steps or max_epochs to continue"
         )
-    return notes
+    return [*changes, *limits]
 
 
 def _cut_short(config: BaseRunConfig, steps: int) -> list[str]:

@@ -159,11 +159,6 @@ class VllmGeneration(BackgroundGeneration):
         """Shut the engines down."""
         return self.worker_group.shutdown(cleanup_method="shutdown")
 
-    def _joined(self, results: list[BatchedDataDict]) -> BatchedDataDict:
-        return BatchedDataDict.from_batches(
-            results, pad_value_dict={"output_ids": self.tokenizer.pad_id}
-        )
-
 
 def _check_allocator(settings: VllmConfig, on_gpus: bool, env_vars: Mapping[str, Any]) -> None:
     """Raise if expandable segments are enabled and must be shared or released.
@@ -194,7 +189,10 @@ class VllmPending:
         generation = self._generation
         results = run_on_all(generation.worker_group, VllmWorker.collect_generation)
         # All processes of an engine return the same batch.
-        return generation._joined(results[:: generation._settings.tensor_parallel_size])
+        return BatchedDataDict.from_batches(
+            results[:: generation._settings.tensor_parallel_size],
+            pad_value_dict={"output_ids": generation.tokenizer.pad_id},
+        )
 
     def abandon(self) -> None:
         """Abandon the batch."""
