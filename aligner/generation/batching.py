@@ -147,6 +147,7 @@ class ServingEngine:
 
     def _listener(self, slots: list[_RowSlot], is_stopping: Callable[[], bool]) -> _Listener:
         ends, may_leave = self.settings.end_ids, not self.settings.has_peers
+        # With different limits, the engine may sample for the longest after all rows have ended.
         longest = max((slot.item.longest for slot in slots), default=0)
         is_cut = any(slot.item.longest < longest for slot in slots)
 

@@ -104,6 +104,7 @@ class Refit:
         self.policy.offload_before_refit()
         groups = self._prepare()
         run_on_all(self.engines, RefitReceiver.begin_refit)
+        # One group at a time, so that memory stays within the budget.
         for keys in groups:
             if self.separate:
                 sending = self.policy.broadcast_weights_for_collective(keys)
@@ -125,6 +126,7 @@ class Refit:
                 self._infos = self.policy.prepare_refit_info()
                 address = self.policy.open_meeting_place(self.timeout_s)
                 arguments = (*address, self.world_size, self.timeout_s)
+                # Both sides wait for each other.
                 policy_joins = self.policy.init_collective(*arguments)
                 engines_join = start_on_all(self.engines, RefitReceiver.init_collective, *arguments)
                 policy_joins.get_results()

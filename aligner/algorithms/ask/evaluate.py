@@ -100,6 +100,7 @@ def _results(
 def _write(
     config: EvaluateConfig, results: dict[str, Any], evaluations: dict[str, Evaluation]
 ) -> None:
+    # The results, a line for each answer, and the page.
     folder = Path(config.output).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "evaluation.json", results)
@@ -143,6 +144,7 @@ def _answers(name: str, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
             "tokens": lengths[row],
             "is_end": bool(batch["is_end"][row]),
         }
+        # Columns that only conversations have.
         if "turns" in batch:
             line["is_scored"] = bool(batch["is_scored"][row])
             line["end_reason"] = batch["end_reasons"][row]
@@ -157,6 +159,7 @@ def _table(results: dict[str, Any]) -> Table:
     for name, set_results in sets.items():
         table.add_column(f"{name}, {set_results['prompts']} prompts", justify="right")
     estimates = [set_results["estimates"] for set_results in sets.values()]
+    # A row per estimate, a column per set.
     for key in dict.fromkeys(chain.from_iterable(estimates)):
         values = [set_estimates[key] for set_estimates in estimates]
         table.add_row(

@@ -57,6 +57,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
         config = replace(config, sampling=sampling, policy=model.run.policy)
         source = model.source
         model = replace(model, run=as_run(config, source.path, source.peft, source.tokenizer))
+    # Load the weights, and only then accept requests.
     served = _served(config, model)
     token = on_rank_zero(lambda: _token(config, say))
     generation, _ = model.start(served.positions - 1, say)
@@ -100,6 +101,7 @@ def _served(config: ServeConfig, model: InferenceModel) -> Served:
 def _settings(
     config: ServeConfig, model: InferenceModel, generation: GenerationInterface
 ) -> EngineSettings:
+    # Only the policy's own engine in this process reports tokens.
     local = isinstance(generation, Policy) and config.cluster.engine == "local"
     world = model.engine.worlds[0]
     return EngineSettings(

@@ -276,6 +276,7 @@ class PPOTrainer(SamplingTrainer):
         if critic_passes:
             metrics |= prefixed("critic", update_metrics(critic_passes))
             metrics["critic/optimizer_steps"] = self.critic_updates
+        # Metrics without an entry in the catalogue come from a user's loss.
         if policy_passes:
             policy = update_metrics(policy_passes)
             for name, value in policy.items():

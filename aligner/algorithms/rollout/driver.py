@@ -157,6 +157,7 @@ class Driver:
         if self._error is not None:
             raise self._error
         trajectories = [self._ended[row] for row in sorted(self._ended)]
+        # A rollout without any score teaches nothing: raise if all ended normally, else warn.
         if trajectories and not any(trajectory.is_scored for trajectory in trajectories):
             text = (
                 f"environment {self._pool.factory!r} scored none of the {len(trajectories)} "
@@ -251,6 +252,7 @@ class Driver:
                 f"{name} {event} within environment.timeout_s={config.timeout_s:g} seconds and was "
                 "killed. Raise the limit, or make the environment faster",
             )
+        # The limit of the whole conversation.
         if episode.used_s > config.total_timeout_s:
             return Failure(
                 "env_timeout",
@@ -316,6 +318,7 @@ class Driver:
             assert trajectory is not None
             trajectory.fail(failure.text)
         assert trajectory is not None
+        # The trajectory becomes a row of the batch.
         trajectory.failures = episode.failures
         self._ended[episode.row] = trajectory
         self._active.remove(episode)

@@ -172,6 +172,7 @@ def start_generation(
     engine = config.generation.engine
     if engine is None:
         return None
+    # Engines reserve memory for the longest sequence of training and validation.
     response = max(config.model.rollout.length_params.max_length, config.validation.max_length or 0)
     return workers.own(
         engine.start(

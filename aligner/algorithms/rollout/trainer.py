@@ -96,6 +96,7 @@ class Rollouts:
         ``prompts`` is the number of prompts of a rollout that has not begun, by default the
         sampler's batch size.
         """
+        # Use the rollout that was begun, or sample one now.
         self._finish()
         indices, batch = self._indices, self._batch
         self._indices = self._batch = None
@@ -108,6 +109,7 @@ class Rollouts:
             )
         elif "output_ids" in batch:  # an older run state contains the engine's output
             batch = rollout_of(data, batch)
+        # Begin the next one before this one is scored and trained on.
         if self._ahead and more:
             self._begin(first_sample_id + data.size)
         return BatchedDataDict({**batch, **{name: data[name] for name in _DATA_COLUMNS}})

@@ -167,6 +167,7 @@ class RayEngine:
             closing.callback(reserved.shutdown)
             return reserved
 
+        # Roles share the policy's bundles unless they have separate workers.
         policy = cluster("policy", [trainer.devices] * trainer.num_nodes, _ROLES_PER_BUNDLE)
         value = generation = policy
         if not config.cluster.colocated and config.value_world_size:

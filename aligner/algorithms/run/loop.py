@@ -293,6 +293,7 @@ class RunLoop:
         restored = None
         for reason in damaged:
             self._say(f"skipped: {reason}", "bold red")
+        # Newest first.
         for saved in reversed(states):
             try:
                 restored = self._continue_from(saved.path)
@@ -317,6 +318,7 @@ class RunLoop:
         try:
             learner, layout = saved.state["learner"], saved.state["layout"]
             self.learner.load(learner, path)
+            # Random states belong to ranks of a layout.
             if layout == self.layout and is_rank_zero():
                 restore_rng(saved.state["rng"], accelerator.set_rng_state)
             saved_config = saved.state["config"]
@@ -362,6 +364,7 @@ class RunLoop:
             f"{steps}: no update of the {' and the '.join(idle)} was made, because every loss or "
             "gradient was NaN or infinite"
         )
+        # Too many consecutive steps, or all steps of this run.
         if self._idle_steps in (self.schedule.max_skipped_steps, finished):
             raise NonFiniteError(
                 f"{message}. The run learns nothing and ends. The samples are in "
@@ -374,6 +377,7 @@ class RunLoop:
     def _save(self, step: int, metrics: Mapping[str, float], in_background: bool) -> None:
         self.store.finish()
         self._announce()
+        # Callbacks without state leave no key.
         callback_states = self.callbacks.state_dict()
         self.store.save(
             step,

@@ -160,6 +160,7 @@ class Attempt(Workers):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
+        # The death of a worker may show only while the others are shut down.
         restarts = self._run.engine.max_restarts
         is_last = self._index == restarts
         try:
@@ -196,6 +197,7 @@ class Attempt(Workers):
             yield dry_run.DryLoop(config, trainer, self.roles, self._calls, console)
             return
         loop = self._loop(trainer, steps)
+        # Restore before the report, which says what was restored.
         restoration = loop.restore()
         notes = [*_notes(config, steps, restoration, loop.layout), *summary.notes]
         if restoration is not None:
@@ -231,6 +233,7 @@ class Attempt(Workers):
             restored = latest[-1].step if latest else None
             return make_loggers(folder, exp, restored_step=restored, config=config.as_dict())
 
+        # The loop and its files.
         run.callbacks.begin(config.as_dict(), folder, steps)
         limit = config.trainer.max_seconds
         loop = RunLoop(
@@ -316,6 +319,7 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
     Returns notes on the directory (see `RunDirectory.prepare`).
     """
     check_names([config.monitor])
+    # No other process may write to the directory until the run ends.
     folder = log_dir(config)
     directory = RunDirectory(folder, RunStateStore(folder / "run_state"))
 

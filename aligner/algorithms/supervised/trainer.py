@@ -79,6 +79,7 @@ class SupervisedTrainer(Learner):
             self.role.prepare_for_training()
             result = self.role.train(batch, self.task.loss)
             self.role.finish_training()
+        # Counters are part of run states.
         self.consumed_samples += len(indices)
         self.updates += count_updates([result])
         return StepResult(

@@ -201,6 +201,7 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
 
         top_k = 1 if self._record_kept else 0  # for the one sampled token, which is ignored
+        # One token is sampled, because vLLM cannot score without sampling.
         params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, top_k=top_k)
         prompts = [tokens_input(list(sequence)) for sequence in sequences]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)

@@ -127,6 +127,7 @@ class VllmWorker(RefitReceiver):
         """
         if self._pending is not None:
             raise WorkerError("a batch is in flight. Collect or abandon it before the next")
+        # vLLM takes prompts without padding.
         lengths = data["input_lengths"].tolist()
         rows = zip(data["input_ids"].tolist(), lengths, strict=True)
         self._prompts = [row[:length] for row, length in rows]
@@ -241,6 +242,7 @@ def _meet(
             f"the {size} processes of engine {index} did not meet at {address[0]}:{address[1]} "
             f"within {settings.timeout_s:g} s: {error}"
         ) from error
+    # vLLM reads its world from the environment.
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -263,6 +265,7 @@ def responses_batch(
     starts = [len(prompt) for prompt in prompts]
     lengths = [len(response.tokens) for response in responses]
     ends = [start + count for start, count in zip(starts, lengths, strict=True)]
+    # Prompts have log-prob 0.
     ids = torch.full((len(prompts), max(ends, default=0)), pad_id, dtype=torch.int64)
     logprobs = torch.zeros(ids.shape)
     kept_ids = torch.full((*ids.shape, record_kept), -1, dtype=torch.int32)
