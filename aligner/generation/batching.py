@@ -70,13 +70,9 @@ class EngineSettings:
 class ServingEngine:
     """Loop that answers queued rows with an engine that is ready to generate.
 
-    Args:
-        generation: the engine.
-        queue: rows to answer.
-        settings: settings of the engine.
-        survives: decides on all ranks whether the engine can be used after an exception. By default
-            it can, unless there are other ranks, whose state is then unknown, or a worker failed.
-        is_complete: decides whether a batch of n rows starts without waiting for more.
+    ``survives`` decides on all ranks whether the engine can be used after an exception. By default
+    it can, unless there are other ranks, whose state is then unknown, or a worker failed.
+    ``is_complete`` decides whether a batch of n rows starts without waiting for more.
     """
 
     generation: GenerationInterface

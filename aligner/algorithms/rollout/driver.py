@@ -87,14 +87,7 @@ class Episode:
 
 
 class Driver:
-    """Rank 0's part of a rollout.
-
-    Args:
-        config: settings of the environments.
-        pool: processes of the environments. Only rank 0 needs them.
-        queue: rows for the engine.
-        conduct: returns the generator of one attempt.
-    """
+    """Rank 0's part of a rollout. ``conduct`` returns the generator of one attempt."""
 
     def __init__(
         self,

@@ -220,12 +220,7 @@ Resource = TypeVar("Resource", bound=Closable)
 class Workers:
     """One start of a run's workers: its clusters, and everything started on them.
 
-    Args:
-        config: configuration of the run.
-        tokenizer: tokenizer of the model.
-        architecture: architecture of the model.
-        clusters: clusters of the roles.
-        closing: shuts down in reverse order of starting.
+    ``closing`` shuts down in reverse order of starting.
     """
 
     config: BaseRunConfig

@@ -58,14 +58,7 @@ Config_co = TypeVar("Config_co", bound=BaseRunConfig, covariant=True)
 class Run(Generic[Config_co]):
     """Objects that a run owns until it ends, created by `open`.
 
-    Args:
-        config: configuration of the run. A dry run changes the given configuration.
-        engine: provides the clusters on which workers are started.
-        console: quiet on every rank except the first.
-        callbacks: callbacks of the user.
-        tokenizer: tokenizer of the model.
-        architecture: architecture of the model.
-        closing: closes everything that must not outlive the run.
+    A dry run changes ``config``. ``console`` is quiet on every rank except the first.
     """
 
     config: Config_co

@@ -48,14 +48,7 @@ class Task(Generic[T_co]):
 
 @dataclass(eq=False)
 class SupervisedTrainer(Learner):
-    """Trainer of one role on a `Task`, called by `RunLoop`.
-
-    Args:
-        role: the trained role.
-        task: its learning task.
-        sampler: draws a global batch.
-        limit_val_examples: number of validation examples, or None for all.
-    """
+    """Trainer of one role on a `Task`, called by `RunLoop`. ``sampler`` draws global batches."""
 
     role: RoleHandle
     task: Task[Any]

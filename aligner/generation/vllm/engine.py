@@ -51,6 +51,28 @@ class Response:
     is_end: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineArguments:
+    """Arguments of a `VllmEngine`.
+
+    ``architecture`` must be supported by Hugging Face and vLLM. ``precision`` is ``32`` or
+    ``bf16``, for weights and activations. ``eos_ids`` end a response. ``max_batch_size`` limits the
+    sequences in flight, ``max_sequence_length`` prompt and response together. ``settings`` are the
+    result of `VllmConfig.on_device`. ``record_kept`` is the maximum number of kept tokens to record
+    per sampled token, 0 for none.
+    """
+
+    architecture: GPTArchitecture
+    precision: str
+    eos_ids: Sequence[int]
+    length: LengthParams
+    sampling: SamplingParams
+    max_batch_size: int
+    max_sequence_length: int
+    settings: VllmConfig
+    record_kept: int = 0
+
+
 class VllmEngine:
     """Engine that samples responses with weights that a policy sends.
 
@@ -60,60 +82,41 @@ class VllmEngine:
 
     def __init__(
         self,
-        architecture: GPTArchitecture,
-        *,
-        precision: str,
-        eos_ids: Sequence[int],
-        length: LengthParams,
-        sampling: SamplingParams,
-        stop: StopStrings | None,
-        max_batch_size: int,
-        max_sequence_length: int,
-        settings: VllmConfig,
-        record_kept: int = 0,
+        arguments: EngineArguments,
+        stop: StopStrings | None = None,
         peers: dist.ProcessGroup | None = None,
     ) -> None:
-        """Start vLLM on ``architecture``.
+        """Start vLLM. ``stop`` matches stop strings.
 
-        Args:
-            architecture: architecture that Hugging Face and vLLM support.
-            precision: ``32`` or ``bf16``, of weights and activations.
-            eos_ids: tokens that end a response.
-            length: lengths of responses.
-            sampling: sampling of tokens.
-            stop: matcher of stop strings, if any.
-            max_batch_size: maximum number of sequences in flight.
-            max_sequence_length: maximum length of prompt and response together.
-            settings: settings that `VllmConfig.on_device` returned.
-            record_kept: maximum number of kept tokens to record per sampled token, 0 for none.
-            peers: processes of an engine with several devices, each of which constructs this engine
-                and makes the same calls, or None for a single process.
+        ``peers`` are the processes of an engine with several devices, each of which constructs this
+        engine and makes the same calls.
         """
+        settings = arguments.settings
         self._peers = peers
         self._sleeps = False
-        self._rules: Rules = (SamplingOptions(length, sampling), stop)
-        self._eos_ids = tuple(eos_ids)
-        self._record_kept = record_kept
+        self._rules: Rules = (SamplingOptions(arguments.length, arguments.sampling), stop)
+        self._eos_ids = tuple(arguments.eos_ids)
+        self._record_kept = arguments.record_kept
         set_environment(settings)
         # Arguments of the user come last and override ours.
-        arguments = {
-            "dtype": "float32" if precision == "32" else "bfloat16",
+        vllm_arguments = {
+            "dtype": "float32" if arguments.precision == "32" else "bfloat16",
             "skip_tokenizer_init": True,
             "load_format": "dummy",
             "enforce_eager": settings.enforce_eager,
-            "max_num_seqs": max_batch_size,
-            "max_model_len": max_sequence_length,
+            "max_num_seqs": arguments.max_batch_size,
+            "max_model_len": arguments.max_sequence_length,
             "kv_cache_memory_bytes": settings.kv_cache_mb and settings.kv_cache_mb * 2**20,
             "gpu_memory_utilization": settings.gpu_memory_utilization,
-            "logprobs_mode": logprobs_mode(sampling),
+            "logprobs_mode": logprobs_mode(arguments.sampling),
             "enable_sleep_mode": bool(settings.sleep),
             **_tensor_parallel(settings),
-            **engine_arguments(record_kept),
+            **engine_arguments(arguments.record_kept),
             "disable_log_stats": True,
             "worker_extension_cls": "aligner.generation.vllm.extension.RefitExtension",
             **settings.kwargs,
         }
-        self._llm = _start(architecture, self._eos_ids, arguments)
+        self._llm = _start(arguments.architecture, self._eos_ids, vllm_arguments)
         if peers is not None:
             dist.barrier(peers)  # every process has opened the shared segments
             _unlink_shared_memory()

@@ -14,6 +14,7 @@ from aligner.distributed.interfaces import Cluster
 from aligner.distributed.named_sharding import layout_of
 from aligner.distributed.workers import run_on_all, run_sharded, scored_rows
 from aligner.errors import ConfigError
+from aligner.generation.vllm.engine import EngineArguments
 from aligner.generation.vllm.settings import VllmConfig
 from aligner.generation.vllm.worker import VllmWorker
 from aligner.kernels.counter_hash import CallSeeds
@@ -67,17 +68,19 @@ class VllmGeneration(BackgroundGeneration):
             name_prefix,
             layout=layout_of(1, self._settings.engines, 1, self._settings.tensor_parallel_size),
             python_executable=str(Path(self._settings.python).expanduser().absolute()),
-            architecture=architecture,
+            arguments=EngineArguments(
+                architecture=architecture,
+                precision=config.trainer.precision,
+                eos_ids=tokenizer.with_end_tokens(rollout.sampling_params.end_tokens).end_ids,
+                length=rollout.length_params,
+                sampling=rollout.sampling_params,
+                max_batch_size=rollout.rollout_micro_batch_size,
+                max_sequence_length=min(max_sequence_length, architecture.max_position_embeddings),
+                settings=self._settings,
+                record_kept=getattr(rollout, "record_kept_tokens", 0),
+            ),
             tokenizer_files=tokenizer.files(),
-            eos_ids=tokenizer.with_end_tokens(rollout.sampling_params.end_tokens).end_ids,
             pad_id=tokenizer.pad_id,
-            precision=config.trainer.precision,
-            length=rollout.length_params,
-            sampling=rollout.sampling_params,
-            max_batch_size=rollout.rollout_micro_batch_size,
-            max_sequence_length=min(max_sequence_length, architecture.max_position_embeddings),
-            settings=self._settings,
-            record_kept=getattr(rollout, "record_kept_tokens", 0),
             weights_from=policy.refit_ends(),
             meeting_place=meeting_place,
         )
