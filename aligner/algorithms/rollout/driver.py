@@ -71,7 +71,7 @@ class Episode:
     session: "Session | None" = None
     job: RowJob | None = None
     reply: Progress | Exception | None = None
-    checked: float = 0.0
+    checked_at: float = 0.0
     silent_s: float = 0.0
     used_s: float = 0.0
     answers: int = 0  # of the session at the last check
@@ -217,7 +217,7 @@ class Driver:
     ) -> Answer | Failure | None:
         assert episode.call is not None
         # The clock of an agent stops while the policy owes it an answer.
-        elapsed_s, episode.checked = now - episode.checked, now
+        elapsed_s, episode.checked_at = now - episode.checked_at, now
         session = episode.session
         answers = 0 if session is None else len(session.answers)
         if session is not None and (session.is_waiting or answers != episode.answers):
@@ -281,7 +281,7 @@ class Driver:
         failures = self._pool.begin([call for _, call in calling])
         failed: list[tuple[Episode, Failure]] = []
         for (episode, episode.call), failure in zip(calling, failures, strict=True):
-            episode.checked, episode.silent_s = time.monotonic(), 0.0
+            episode.checked_at, episode.silent_s = time.monotonic(), 0.0
             if isinstance(failure, Failure):
                 failed.append((episode, failure))
         if failed:
