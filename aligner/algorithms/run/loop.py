@@ -181,7 +181,7 @@ class RunLoop:
         """
         total, resumed_step = self.schedule.total_steps, self.resumed_step or 0
         with (
-            self._running(resumed_step),
+            self._running(),
             stop_signal(is_rank_zero()) as stopped,
             Progress(
                 total, done_steps=resumed_step, console=self.console, enabled=is_rank_zero()
@@ -198,8 +198,8 @@ class RunLoop:
                 with training_step(step):
                     result = self.learner.step(step, timers)
                 self.step = step
-                # Decide together whether and why the run ends here.
                 self.callbacks.notify("on_step_end", step, result.metrics)
+                # All ranks agree on whether the run ends here.
                 interrupted = any_rank(stopped.name is not None)
                 seconds, limit = time.monotonic() - self._started, self.schedule.max_seconds
                 out_of_time = from_rank_zero(limit is not None and seconds >= limit)
@@ -214,7 +214,7 @@ class RunLoop:
                 self._check_learning(step, result.idle_roles, finished)
                 is_stopped = is_stopped or self.callbacks.stop_reason is not None
                 is_end = is_last or interrupted or is_stopped
-                self._save_when_due(step, written, timers, is_end=is_end, resumed_step=resumed_step)
+                self._save_when_due(step, written, timers, is_end)
                 if (interrupted or is_stopped) and not is_last:
                     self.interrupted = interrupted
                     reason = f"a callback: {self.callbacks.stop_reason}"
@@ -232,11 +232,11 @@ class RunLoop:
             self._announce()
 
     @contextmanager
-    def _running(self, resumed_step: int) -> Iterator[None]:
+    def _running(self) -> Iterator[None]:
         """Start the run. If it ends with an error, finish the current run state."""
         try:
-            self.step, self.ended_by = resumed_step, "the last step is made"
-            self.callbacks.notify("on_run_start", resumed_step)
+            self.step, self.ended_by = self.resumed_step or 0, "the last step is made"
+            self.callbacks.notify("on_run_start", self.step)
             yield
         except Exception:
             self.store.drain()
@@ -246,13 +246,7 @@ class RunLoop:
             raise
 
     def _save_when_due(
-        self,
-        step: int,
-        written: Mapping[str, float],
-        timers: PhaseTimers,
-        *,
-        is_end: bool,
-        resumed_step: int,
+        self, step: int, written: Mapping[str, float], timers: PhaseTimers, is_end: bool
     ) -> None:
         """Write a run state after ``step``, or check a run state that is being written."""
         if is_end or self.schedule.saves(step):
@@ -262,7 +256,7 @@ class RunLoop:
             with timers("save"):
                 self.store.check()
             self._announce()
-        elif step == resumed_step + 1 and self.schedule.saves_in_background:
+        elif step == (self.resumed_step or 0) + 1 and self.schedule.saves_in_background:
             # The first step has created the optimizer's state.
             for role in self.learner.roles.values():
                 role.prepare_saving()
