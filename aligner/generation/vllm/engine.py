@@ -138,65 +138,60 @@ class VllmEngine:
         A response depends on its prompt, ``seed`` and its sample id, as far as vLLM's kernels
         return the same bits in every batch. If the call raises, its requests are aborted.
         """
+        from vllm.inputs.engine import tokens_input
+
+        rules = rules or self._rules
+        sampling_options, _ = rules
+        greedy = greedy or sampling_options.sampling.use_greedy
+        core = self._llm.llm_engine
+        responses = [Response() for _ in prompts]
         try:
-            return self._sample(prompts, sample_ids, seed, greedy, abandoned, rules or self._rules)
+            # Submit one request per prompt.
+            for row, (prompt, sample_id) in enumerate(zip(prompts, sample_ids, strict=True)):
+                params = self._params(sampling_options, request_seed(seed, sample_id), greedy)
+                core.add_request(str(row), tokens_input(list(prompt)), params)
+            # Step until every response has ended.
+            running = set(range(len(prompts)))
+            for step in itertools.count():
+                if not running:
+                    break
+                if abandoned is not None and self._is_abandoned(abandoned, step):
+                    self._abort(running)
+                    return None
+                for output in core.step():
+                    row = int(output.request_id)
+                    if row not in running:
+                        continue  # sampled before the abort at a stop string arrived
+                    response = responses[row]
+                    ended = self._take(rules, prompts[row], response, output.outputs[0])
+                    if ended and not output.finished:
+                        core.abort_request([output.request_id])
+                    if ended or output.finished:
+                        running.discard(row)
+                        if self._record_kept and not greedy:
+                            check_sets(response.kept_ids, response.tokens)
+            self._drain()
+            return responses
         except Exception:
             with contextlib.suppress(Exception):  # the engine may have died
                 self._abort(range(len(prompts)))
             raise
 
-    def _sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sample_ids: Sequence[int],
-        seed: int,
-        greedy: bool,
-        abandoned: threading.Event | None,
-        rules: Rules,
-    ) -> list[Response] | None:
+    def _params(self, options: SamplingOptions, seed: int, greedy: bool) -> Any:
+        """Return the ``vllm.SamplingParams`` of a response."""
         from vllm import SamplingParams as VllmSamplingParams
-        from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        sampling_options, _ = rules
-        greedy = greedy or sampling_options.sampling.use_greedy
-        core = self._llm.llm_engine
-        responses = [Response() for _ in prompts]
-        # Submit one request per prompt.
-        for row, (prompt, sample_id) in enumerate(zip(prompts, sample_ids, strict=True)):
-            arguments = sampling_arguments(
-                sampling_options.length,
-                sampling_options.sampling,
-                eos_ids=self._eos_ids,
-                seed=request_seed(seed, sample_id),
-                greedy=greedy,
-                by_top_k=self._record_kept > 0,
-            )
-            # DELTA returns only the new tokens of a step.
-            params = VllmSamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
-            core.add_request(str(row), tokens_input(list(prompt)), params)
-        # Step until every response has ended.
-        running = set(range(len(prompts)))
-        for step in itertools.count():
-            if not running:
-                break
-            if abandoned is not None and self._is_abandoned(abandoned, step):
-                self._abort(running)
-                return None
-            for output in core.step():
-                row = int(output.request_id)
-                if row not in running:
-                    continue  # sampled before the abort of a response with a stop string arrived
-                response = responses[row]
-                ended = self._take(rules, prompts[row], response, output.outputs[0])
-                if ended and not output.finished:
-                    core.abort_request([output.request_id])
-                if ended or output.finished:
-                    running.discard(row)
-                    if self._record_kept and not greedy:
-                        check_sets(response.kept_ids, response.tokens)
-        self._drain()
-        return responses
+        arguments = sampling_arguments(
+            options.length,
+            options.sampling,
+            eos_ids=self._eos_ids,
+            seed=seed,
+            greedy=greedy,
+            by_top_k=self._record_kept > 0,
+        )
+        # DELTA returns only the new tokens of a step.
+        return VllmSamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return log-probs of all tokens except the first, at temperature 1."""
