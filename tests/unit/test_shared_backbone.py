@@ -140,7 +140,7 @@ def test_another_architecture_is_refused(tmp_path, tiny_nemo):
     weights.pop("output_layer.weight")
     path = tmp_path / "wide.nemo"
     save_nemo(path, weights, wider, byte_level_tokenizer().files())
-    with pytest.raises(ConfigError, match=r"differ in hidden_size \(128, 64\); start both from"):
+    with pytest.raises(ConfigError, match=r"differ in hidden_size \(128, 64\). Start both from"):
         ppo(
             tmp_path / "run",
             tiny_nemo,
