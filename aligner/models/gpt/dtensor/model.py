@@ -130,7 +130,7 @@ class DTensorModel(RoleModel, LightningModule):
         mbs: MicroBatches | None = None,
     ) -> BatchResult:
         """See `RoleModel.run_batch`."""
-        loss = self.loss_of_call(loss_fn)
+        loss = self.require_loss(loss_fn)
         denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
 
         def head(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -147,7 +147,7 @@ class DTensorModel(RoleModel, LightningModule):
         return result_of(reduce_result(parts, own_tokens, self.parallel.dp_group))
 
     @property
-    def ranks_meet(self) -> bool:
+    def passes_are_collective(self) -> bool:
         """True: every pass gathers weights."""
         return True
 

@@ -3,7 +3,7 @@
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.models.gpt.megatron.reward import MegatronGPTRewardModel
-from aligner.models.gpt.role.settings import RunSettings, continuing, reward_settings
+from aligner.models.gpt.role.settings import RunSettings, reward_settings, settings_to_continue
 from aligner.models.reward.workers.reward_worker import RewardWorker
 from aligner.parallel.groups import ParallelState
 
@@ -32,7 +32,7 @@ class MegatronRewardWorker(RewardWorker):
         offload_weights: bool = False,
     ) -> None:
         settings = reward_settings(config, run, attributes, init_optimizer, max_optimizer_steps)
-        settings, whole_path = continuing(settings, weights_path)
+        settings, whole_path = settings_to_continue(settings, weights_path)
         model = self.load_model(settings, whole_path or config.restore_from_path, tokenizer)
         super().__init__(
             model,

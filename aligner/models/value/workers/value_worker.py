@@ -10,7 +10,7 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import ConfigError
-from aligner.models.gpt.role.settings import RunSettings, continuing, critic_settings
+from aligner.models.gpt.role.settings import RunSettings, critic_settings, settings_to_continue
 from aligner.models.gpt.role.value import ValueModel
 from aligner.models.worker import RoleWorker, note_unused, passes_over, place_of, read_published
 from aligner.parallel.groups import ParallelState
@@ -55,7 +55,7 @@ class ValueWorker(RoleWorker[Critic]):
         settings = critic_settings(config, model, run, max_optimizer_steps)
         own_body = config.restore_from_path is not None and weights_path is None
         with named_by("critic.restore_from_path" if own_body else "model.restore_from_path"):
-            settings, whole_path = continuing(settings, weights_path)
+            settings, whole_path = settings_to_continue(settings, weights_path)
             critic = self.load_model(settings, whole_path or body_path, tokenizer)
         super().__init__(
             critic,
