@@ -68,7 +68,7 @@ def other_way(request, monkeypatch):
     """What larger weights, and other processors, take in place of the tiny model's way."""
     limits = {
         "packed weights": "aligner.kernels.linear_product._CACHED_BYTES",
-        "values in products": "aligner.models.gpt.decode.kv_cache._MOST_INT32",
+        "values in products": "aligner.models.gpt.decode.kv_cache._MAX_INT32",
     }
     monkeypatch.setattr(limits[request.param], 0)
 

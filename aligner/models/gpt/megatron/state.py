@@ -59,10 +59,10 @@ _MAX_PADDING = 128  # rows of a vocabulary, per part. A `.nemo` can specify fewe
 
 
 class TensorPart(NamedTuple):
-    """Part ``index`` of ``count`` of a tensor split by tensor parallelism; 0 of 1 if unsplit."""
+    """Part ``rank`` of ``size`` of a tensor split by tensor parallelism, 0 of 1 if unsplit."""
 
-    index: int
-    count: int
+    rank: int
+    size: int
 
 
 def _part(
@@ -150,14 +150,14 @@ class _SavedRole:
         _, count = piece["part"]
         surplus = piece["shape"][0] * count - self._architecture.vocab_size
         is_padded = name in (EMBEDDING, OUTPUT_LAYER) and 0 <= surplus < _MAX_PADDING * count
-        if count == part.count and (tuple(piece["shape"]) == shape or not is_padded):
+        if count == part.size and (tuple(piece["shape"]) == shape or not is_padded):
             check_shape(f"{name} of the run state", piece["shape"], shape)
-            return self._saved(name, kind, part.index, elements)
+            return self._saved(name, kind, part.rank, elements)
         # Another split: locate the rows (or columns) of this part in the saved parts.
         axis, saved_shape = split_axis(name), list(piece["shape"])
         assert axis is not None, "an unsplit tensor always has part count 1"
         origin = origin_of_rows(
-            name, saved_shape, count, self._architecture, tp_rank=part.index, tp_size=part.count
+            name, saved_shape, count, self._architecture, tp_rank=part.rank, tp_size=part.size
         )
         new_shape = [origin.numel() if dim == axis else n for dim, n in enumerate(saved_shape)]
         check_shape(f"{name} of the run state", new_shape, shape)
