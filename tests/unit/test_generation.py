@@ -442,5 +442,5 @@ def test_what_cannot_work_is_refused_before_anything_runs(llama):
         make_generator(llama, eos_ids=(259,))
     with pytest.raises(DataError, match="at least 1"):
         run(llama, prompts, torch.tensor([0, 4, 4]))
-    with pytest.raises(DataError, match="vocabulary has 259"):
+    with pytest.raises(DataError, match="259"):
         run(llama, prompts + 259, lengths)

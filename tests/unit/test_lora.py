@@ -321,12 +321,12 @@ def test_a_run_state_holds_what_is_trained_and_restores_it_to_the_bit(load):
 
 def test_a_run_state_of_another_way_to_learn_is_refused(load):
     with_adapters, without = trained(load, 0).run_state(), trained(load, 0, lora=None).run_state()
-    with pytest.raises(CheckpointError, match=r"saved without adapters, and .*peft_scheme is now"):
+    with pytest.raises(CheckpointError, match=r"saved without adapters.*peft_scheme is now"):
         trained(load, 0).load_run_state([without])
     with pytest.raises(CheckpointError, match=r"saved with adapters, .*peft_scheme is now null"):
         trained(load, 0, lora=None).load_run_state([with_adapters])
     other = trained(load, 0, lora=LoraConfig(target_modules=("mlp",), adapter_dim=4))
-    with pytest.raises(CheckpointError, match=r"not those of model\.peft\.lora_tuning: unexpected"):
+    with pytest.raises(CheckpointError, match=r"model\.peft\.lora_tuning: unexpected"):
         other.load_run_state([with_adapters])
 
 
@@ -365,7 +365,7 @@ def test_a_head_travels_with_the_adapters_of_a_critic(load, tmp_path):
     again = load(MegatronGPTCriticModel, adapters_path=str(path))
     assert critic.get_values(batch).abs().max() > 1e-4
     assert torch.equal(again.get_values(batch), critic.get_values(batch))
-    with pytest.raises(CheckpointError, match=r"a head .* which a policy does not have"):
+    with pytest.raises(CheckpointError, match=r"rm_head"):
         load(adapters_path=str(path))
 
 
