@@ -430,7 +430,7 @@ def test_empty_batch(llama):
 
 def test_what_cannot_work_is_refused_before_anything_runs(llama):
     prompts, lengths = make_prompts(3)
-    with pytest.raises(ConfigError, match=r"max_length=80.*use at most"):
+    with pytest.raises(ConfigError, match=r"max_length=80.*at most 75"):
         run(llama, prompts, torch.tensor([21, 4, 4]), length=LengthParams(max_length=80))
     with pytest.raises(ConfigError, match="max_length=96"):
         make_generator(llama, length=LengthParams(max_length=96))

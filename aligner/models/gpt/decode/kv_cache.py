@@ -55,8 +55,10 @@ class _Decode:
     targets: Tensor  # int64 [n * G, 2], rows of the flat cache for the new keys and values
     span: int  # maximum of tokens that a query attends to
     bias: Tensor  # float [n * G, 1, span], 0 where visible, -inf elsewhere
-    values: Tensor | None  # int32 [n * G * R * span], value rows of every query; None: use products
-    starts: Tensor | None  # int32 [n * G * R], start of every query in ``values``
+    # int32 [n * G * R * span], value rows of every query, and int32 [n * G * R], start of every query
+    # in ``values``. None to mix values by products.
+    values: Tensor | None
+    starts: Tensor | None
 
 
 class KVCache:

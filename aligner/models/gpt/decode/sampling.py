@@ -37,7 +37,7 @@ class SampledTokens(NamedTuple):
 
     tokens: Tensor  # int64 [b]
     logprobs: Tensor  # float32 [b], under the distribution of the draw
-    wide: Tensor | None = None  # bool [], see `sample_tokens`; None is False
+    wide: Tensor | None = None  # bool [], see `sample_tokens`. None is False
     # int32 [b, k], ids kept by top-k and top-p, padded with -1, all -1 for more than k ids. None if
     # not recorded.
     kept_ids: Tensor | None = None
@@ -152,8 +152,8 @@ def check_finite(logprobs: Tensor) -> None:
     if not math.isfinite(logprobs.sum().item()):
         bad = (~logprobs.isfinite()).nonzero().flatten().tolist()
         raise NonFiniteError(
-            f"logits of rows {bad} are not finite, and cannot be sampled from. The weights are "
-            "damaged: look for the step at which the loss or gradient stopped being finite"
+            f"logits of rows {bad} are not finite. The weights are damaged: look for the step at "
+            "which the loss or gradient stopped being finite"
         )
 
 

@@ -104,7 +104,9 @@ def _read(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[st
         # Range of the slice in the full tensor.
         tensors, first = piece["tensors"], piece["first_row"]
         part_rows = range(first, first + tensors[WEIGHT].shape[0])
-        saved_rows, saved_columns = _full_ranges(tuple(piece["shape"]), *piece["split"], part_rows)
+        dim, part_index, parts = piece["split"]
+        shape = tuple(piece["shape"])
+        saved_rows, saved_columns = _full_ranges(shape, dim, part_index, parts, part_rows)
         if (saved_rows, saved_columns) == (rows, columns):  # the same layout
             return {kind: tensor.view(shard.local.shape) for kind, tensor in tensors.items()}
         # Copy the overlap with this process's elements.

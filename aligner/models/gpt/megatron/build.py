@@ -32,7 +32,7 @@ FP8 = Literal["e4m3", "hybrid"]
 
 
 def _squared_relu(x: Tensor) -> Tensor:
-    """Compute ``relu(x)²``; megatron-core's version is compiled at its first call and needs gcc."""
+    """Compute ``relu(x)²``. Megatron-core's version is compiled at its first call and needs gcc."""
     return F.relu(x).square()
 
 

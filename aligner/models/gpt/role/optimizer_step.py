@@ -122,7 +122,7 @@ class OwnedSlice:
     parameter: nn.Parameter
     start: int  # index of the first element in the flattened parameter
     main: Tensor  # updated float32 weights, flat [n] if they are a range
-    inner: torch.optim.Optimizer | None  # contains the moments; None for a frozen role
+    inner: torch.optim.Optimizer | None  # contains the moments. None for a frozen role
 
     def moments(self) -> dict[str, Tensor]:
         """Return optimizer state of the shape of ``main``, empty before the first update."""

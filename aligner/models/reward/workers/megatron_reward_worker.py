@@ -9,10 +9,10 @@ from aligner.parallel.groups import ParallelState
 
 
 class MegatronRewardWorker(RewardWorker):
-    """Loads a reward model, or a language model with a fresh head, and serves `RewardModel`.
+    """Worker of `RewardModel`, which loads a reward model or a language model with a new head.
 
-    Arguments are those of `RewardModel`. ``parallel``: this process's place. ``offload_weights``:
-    weights wait in host memory between scorings.
+    For most arguments see `RewardModel`. ``parallel``: parallel layout and groups of this process.
+    ``offload_weights``: keep weights in host memory between phases.
     """
 
     model_class = MegatronGPTRewardModel
@@ -42,5 +42,5 @@ class MegatronRewardWorker(RewardWorker):
             optimizer_path=optimizer_path,
         )
         if init_optimizer:
-            # Of the weights as they were before training, and of what they were trained on.
+            # Training makes the file's standardisation and form of sequences obsolete.
             model.standardization = model.sequence_form = None
