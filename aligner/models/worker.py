@@ -156,8 +156,8 @@ class RoleWorker(Generic[RoleT]):
             return cls.model_class.from_checkpoint(source, settings=settings, tokenizer=tokenizer)
 
     def __repr__(self) -> str:
-        place = self.parallel
-        return f"{type(self).__name__}[rank={place.rank}/{place.world_size}]"
+        parallel = self.parallel
+        return f"{type(self).__name__}[rank={parallel.rank}/{parallel.world_size}]"
 
     def train(
         self,
