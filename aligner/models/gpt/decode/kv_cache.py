@@ -55,7 +55,7 @@ class _Decode:
     targets: Tensor  # int64 [n * G, 2], rows of the flat cache for the new keys and values
     span: int  # maximum of tokens that a query attends to
     bias: Tensor  # float [n * G, 1, span], 0 where visible, -inf elsewhere
-    # int32 [n * G * R * span], value rows of every query, and int32 [n * G * R], start of each query
+    # int32 [n * G * R * span], value rows of every query, and int32 [n * G * R], start of a query
     # in ``values``. None to mix values by products.
     values: Tensor | None
     starts: Tensor | None
