@@ -172,6 +172,7 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
             results, pad_value_dict={"output_ids": self.tokenizer.pad_id}
         )
         check_generation_output(output)
+        # A published mapping may define the padding.
         if self._published is not None and self._published.pad_token_id is not None:
             position = torch.arange(output["output_ids"].shape[1])
             padding = position >= output["unpadded_sequence_lengths"].cpu()[:, None]

@@ -351,6 +351,7 @@ def synchronized_experts(gpt: GPTModel) -> Iterator[None]:
         return
     group = layers[0].ep_group
 
+    # Announce every pass of this rank to the finished ranks.
     def announce(*_: Any) -> None:
         _any_rank_works(True, group)
 
@@ -359,6 +360,7 @@ def synchronized_experts(gpt: GPTModel) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+    # This rank has finished: join the passes of the others with one token of zeros.
     parameter = next(gpt.decoder.parameters())
     idle = parameter.new_zeros(1, 1, gpt.config.hidden_size)
     with torch.no_grad():

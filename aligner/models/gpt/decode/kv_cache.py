@@ -180,6 +180,7 @@ class KVCache:
         if self._window is not None:
             visible &= index > by_group - self._window
         firsts = self._firsts[: by_group.shape[0]]
+        # For the CPU kernel that sums rows: the value rows of every query.
         values = starts = None
         if self._mixes_rows:
             rows = (firsts[:, 1:] + index).int()

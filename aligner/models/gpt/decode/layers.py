@@ -95,6 +95,7 @@ class IncrementalLayer:
         self._groups: int = attention.num_query_groups_per_partition
         self._head_dim: int = attention.hidden_size_per_attention_head
         self._tp_group = tp_group
+        # Transformer Engine's linears contain the norm before them.
         self._input_norm = _norm_before(attention.linear_qkv, layer.input_layernorm)
         self._mlp_norm = _norm_before(mlp.linear_fc1, layer.pre_mlp_layernorm)
         self._query_norm = _norm_or_none(attention.q_layernorm)
@@ -105,6 +106,7 @@ class IncrementalLayer:
         self._fc2, self._fc2_bias = _parameters(mlp.linear_fc2, products)
         self._activation: Callable[[Tensor], Tensor] = mlp.config.activation_func
         self._gated: bool = mlp.config.gated_linear_unit
+        # SwiGLU without a bias is fused into the products.
         self._swiglu: GatedProduct | None = None
         if self._gated and self._activation is F.silu and self._fc1_bias is None:
             self._swiglu = GatedProduct(self._fc1.weight)

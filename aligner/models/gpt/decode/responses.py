@@ -133,6 +133,7 @@ class Responses:
             torch.zeros(chosen.shape, device=chosen.device),
             torch.zeros((), dtype=torch.bool, device=chosen.device),
         )
+        # Graphs read and write fixed addresses.
         if rows is None:
             return batch
         graph_batch = self._graph_batches.setdefault(rows, batch)

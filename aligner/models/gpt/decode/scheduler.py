@@ -83,6 +83,7 @@ class Rollout:
             may_wait: whether the host may also wait for the device within a step.
             captured: launch steps as CUDA graphs if the model supports it.
         """
+        # Results: views of the responses without the dummy sample.
         batch = len(rows)
         self._responses = responses
         self.tokens = self._responses.tokens[:batch]
@@ -91,6 +92,7 @@ class Rollout:
         self.lengths = self._responses.lengths[:batch]
         self.is_end = torch.zeros(batch, dtype=torch.bool, device=self.tokens.device)
 
+        # State of each sample on the host.
         self._prompts = rows
         self._prompt_lengths = [len(row) for row in rows]
         self._num_new = [0] * batch  # new tokens of each sample
@@ -103,6 +105,7 @@ class Rollout:
         self._runs_ahead, self._may_wait, self._captured = runs_ahead, may_wait, captured
         self._unread: deque[_UnreadStep] = deque()
 
+        # State of the slots. The last hidden states are of prompts with pending samples.
         self._pending = list(range(batch))[::-1]
         self._slots: list[int | None] = []  # sample in each slot, None in a free slot
         self._last_hidden: dict[tuple[int, ...], Tensor] = {}
@@ -201,6 +204,7 @@ class Rollout:
             prompt = self._prompts[sample]
             if prompt not in self._last_hidden:
                 slots_of_prompt.setdefault(prompt, []).append(slot)
+        # One pass per chunk of similar lengths, with all slots of its prompts.
         for chunk in _prefill_chunks(sorted(slots_of_prompt, key=len)):
             width = aligned(len(chunk[-1]))
             tokens = torch.zeros(len(chunk), width, dtype=torch.int64)

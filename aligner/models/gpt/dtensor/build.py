@@ -61,6 +61,7 @@ def build_sharded(
         (parallel.dp_size, parallel.config.tensor),
         mesh_dim_names=("data", "tensor"),
     )
+    # Full shapes are read before the parameters become sharded.
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     split = _fill_and_shard(model, weights, mesh, dtype)
     shards = [
@@ -89,6 +90,7 @@ def _empty_model(
 
     dtensor_attention.register()
     names = {None: dtensor_attention.NAME, "full": dtensor_attention.NAME}
+    # Parameters without memory, buffers on the device.
     with init_empty_weights(include_buffers=False):
         body = AutoModel.from_config(
             AutoConfig.for_model(**config),

@@ -27,9 +27,9 @@ def check_backend(family: str, architecture: GPTArchitecture, parallel: Parallel
         )
     if parallel.tensor > 1 and family not in LLAMA_LIKE:
         raise LayoutError(
-            f"model.tensor_model_parallel_size={parallel.tensor}: policy.backend=dtensor supports "
-            f"tensor parallelism only for {', '.join(LLAMA_LIKE)}, not for {family} models. Use 1 "
-            "(weights are sharded over data-parallel ranks anyway), or policy.backend=megatron"
+            f"model.tensor_model_parallel_size={parallel.tensor}: policy.backend=dtensor does not "
+            f"support tensor parallelism for {family} models, only for {', '.join(LLAMA_LIKE)}. "
+            "Use 1 (weights are sharded over data-parallel ranks anyway), or policy.backend=megatron"
         )
 
 

@@ -82,6 +82,7 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
             kind = "bare" if self.adapters.are_fresh else "swap"
         weights = dict(self.gpt.named_parameters())
 
+        # Called by the reference with ``keep`` only.
         def copy() -> GPTModel:
             gpt = self.build_gpt(initialize=False)
             with torch.no_grad():

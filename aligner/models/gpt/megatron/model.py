@@ -128,6 +128,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     ) -> None:
         with logging.temp_verbosity(logging.ERROR):  # NeMo warns about unused data sections
             super().__init__(as_omegaconf(cfg), trainer)
+        # Settings, layout and architecture.
         self.settings = settings or settings_from_model_config(cfg, self.config_types, trainer)
         self.tokenizer = tokenizer
         self.parallel: ParallelState = initialize_parallel(
@@ -139,6 +140,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         check_layout(self.architecture, self.settings.parallel, self.parallel.world_size)
         if self.settings.lora is not None:
             adapter_shapes(self.architecture, self.settings.lora)  # raises if not supported
+        # The model. `setup_training` creates the optimizer.
         with accelerator.deterministic_seed(self.settings.seed):
             self.model: nn.Module = self.build_gpt(initialize=initialize)
         self.optimizer: RoleOptimizer | None = None
@@ -190,6 +192,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
             post_process=self.parallel.is_last_stage,
         )
         self.add_head(gpt)
+        # Freezing keeps the routing of the checkpoint.
         if self.settings.freeze_moe_router:
             for name, parameter in gpt.named_parameters():
                 parameter.requires_grad_(".router." not in name)

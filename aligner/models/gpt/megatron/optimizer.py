@@ -111,6 +111,7 @@ class RoleOptimizer(StepOptimizer):
     def step(self, loss_is_finite: bool = True) -> StepOutcome:
         """See `StepOptimizer.step`."""
         lr = self.lr
+        # A step that is skipped changes no state.
         with accelerator.cuda_literals():
             overflow = self.inner.prepare_grads()
             norm = float(self.inner.get_grad_norm())

@@ -111,6 +111,7 @@ class _SavedRole:
 
     def check_names(self, lora: LoraConfig | None) -> None:
         """Raise if the state is of another model or of a model that trained other weights."""
+        # Weights of another layout are spread over all files.
         while self._open_next():
             pass
         if any(name.endswith(LORA_A) for name in self._slices) != (lora is not None):
@@ -119,6 +120,7 @@ class _SavedRole:
                 f"model.peft.peft_scheme is now {'lora' if lora else 'null'}. Restore the old "
                 "value, or use another exp_manager.explicit_log_dir"
             )
+        # Without adapters, the state contains all weights of the architecture.
         if lora is None:
             check_names(
                 self._slices,

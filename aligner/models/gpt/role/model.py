@@ -374,6 +374,7 @@ def _report_non_finite(
 ) -> None:
     """Write the samples of a non-finite update to disk, and raise if configured."""
     location = "not written (no log directory is set)"
+    # The report contains the samples as text if the role knows a tokenizer.
     if role.settings.non_finite_dir is not None:
         texts = None
         if role.tokenizer is not None:

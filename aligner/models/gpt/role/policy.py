@@ -148,6 +148,7 @@ class SamplingPolicy(RoleModel):
         """
         columns, selected, layout = microbatch.columns, microbatch.selected, microbatch.layout
         projection = self.projection(model, hidden)
+        # In distillation, the teacher's candidates are scored instead of the sampled tokens.
         if "teacher_topk_indices" in columns:
             candidates = columns["teacher_topk_indices"]
             return candidate_logprobs(

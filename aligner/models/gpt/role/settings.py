@@ -161,6 +161,7 @@ def _settings(
 ) -> RoleSettings:
     """Combine the sections of training and of scoring with settings that the roles share."""
     return RoleSettings(
+        # The model's section, which the roles share.
         parallel=model.parallel,
         precision=run.precision,
         fp8=model.fp8,
@@ -170,6 +171,7 @@ def _settings(
         overlap_param_gather=model.overlap_param_gather,
         recompute=model.activations_checkpoint_granularity,
         dropout=model.dropout,
+        # Batch sizes of training and of scoring.
         micro_batch_size=trained.micro_batch_size,
         global_batch_size=trained.global_batch_size,
         forward_micro_batch_size=scoring.forward_micro_batch_size,

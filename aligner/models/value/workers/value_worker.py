@@ -41,6 +41,7 @@ class ValueWorker(RoleWorker[Critic]):
         **kwargs: Any,
     ) -> None:
         note_unused(type(self).__name__, kwargs)
+        # Configuration: a published mapping, or the critic's and the policy's sections.
         if not isinstance(config, CriticConfig):
             published = read_published(config, "value")
             config, model = published.critic, published.model
@@ -53,6 +54,7 @@ class ValueWorker(RoleWorker[Critic]):
         model = config.laid_out(model)
         parallel = place_of(model.parallel, worker_sharding_annotations, parallel, run.seed)
         tokenizer = as_tokenizer(tokenizer)
+        # The model. Errors about the file name the key of its path.
         body_path = config.restore_from_path or model.restore_from_path
         settings = critic_settings(config, model, run, max_optimizer_steps)
         own_body = config.restore_from_path is not None and weights_path is None
