@@ -29,7 +29,7 @@ def check_backend(family: str, architecture: GPTArchitecture, parallel: Parallel
         raise LayoutError(
             f"model.tensor_model_parallel_size={parallel.tensor}: policy.backend=dtensor does not "
             f"support tensor parallelism for {family} models, only for {', '.join(LLAMA_LIKE)}. "
-            "Use 1 (weights are sharded over data-parallel ranks anyway), or policy.backend=megatron"
+            "Use 1 (data-parallel ranks shard the weights anyway), or policy.backend=megatron"
         )
 
 
