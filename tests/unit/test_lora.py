@@ -149,7 +149,7 @@ def test_fresh_adapters_change_nothing_and_depend_on_the_seed_alone(load):
     again, other = load(), load(seed=7)
     batch = make_batch()
     assert torch.equal(role.get_logprobs(batch), load(lora=None).get_logprobs(batch))
-    one, two, three = (each.adapters.whole() for each in (role, again, other))
+    one, two, three = (each.adapters.gather() for each in (role, again, other))
     for name, value in one.items():
         assert torch.equal(value, two[name])
         assert torch.equal(value, three[name]) == name.endswith(".lora.b")  # which are zero
@@ -175,7 +175,7 @@ def linears_of(role):
 def test_targets(load, targets, linears):
     role = load(lora=LoraConfig(target_modules=targets, adapter_dim=2))
     assert linears_of(role) == linears
-    assert set(adapter_shapes(TINY_ARCHITECTURE, role.settings.lora)) == set(role.adapters.whole())
+    assert set(adapter_shapes(TINY_ARCHITECTURE, role.settings.lora)) == set(role.adapters.gather())
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_a_run_state_holds_what_is_trained_and_restores_it_to_the_bit(load):
         each.loss_fn = PPOPolicyLoss()
         each.prepare_for_training()
         each.training_update(make_batch())
-    one, two = role.adapters.whole(), again.adapters.whole()
+    one, two = role.adapters.gather(), again.adapters.gather()
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
