@@ -150,9 +150,7 @@ def test_relative_paths_are_those_of_the_caller(monkeypatch, tmp_path):
 
 def test_an_unknown_backend_is_refused_by_its_name():
     for make in handles(Recorder(), backend="fsdp"):
-        with pytest.raises(
-            ConfigError, match=r"policy\.backend=fsdp.*megatron, dtensor"
-        ):
+        with pytest.raises(ConfigError, match=r"policy\.backend=fsdp.*megatron, dtensor"):
             make()
 
 
