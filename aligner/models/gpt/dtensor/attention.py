@@ -77,7 +77,7 @@ def recomputed_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute `attention`, saving only queries, keys and values for backward."""
+    """Compute `attention` ``[B, S, heads, D]``, saving only queries, keys and values."""
     if not module.training:
         return attention(module, query, key, value, attention_mask, **kwargs)
     call = functools.partial(attention, **kwargs)

@@ -1,6 +1,6 @@
 """Optimizer of a sharded model, in which each process updates its local elements.
 
-A step is the same as of megatron-core roles: compute the global norm, skip if it is not finite,
+A step is the same as in megatron-core roles: compute the global norm, skip if it is not finite,
 clip, update with AdamW (or SGD) in float32.
 """
 

@@ -59,7 +59,7 @@ class ReferencePolicy(LightningModule, Inferrable):
             policy: the trained model.
             mode: see the class.
             score: the policy's scoring function.
-            weights: for ``swap``, the trained weights by their names, float tensors.
+            weights: for ``swap``, the trained weights, named float tensors of any shape.
             copy: for ``keep``, creates a second model with the policy's weights.
         """
         super().__init__()
