@@ -148,7 +148,7 @@ class RoleHandle:
 
         Nothing is asked of workers that may wait for one another since a call failed.
         """
-        if not self.worker_group.is_whole:
+        if not self.worker_group.is_healthy:
             return
         for failure in run_on_all(self.worker_group, RoleWorker.saving_failure, wait):
             if failure is not None:

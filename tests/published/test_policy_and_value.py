@@ -327,7 +327,7 @@ def test_scores_need_ids_and_lengths_alone(policy, value):
 
 
 def test_a_wrong_batch_is_refused_by_name(policy, value):
-    with pytest.raises(DataError, match=r"data is a dict; give an .*BatchedDataDict"):
+    with pytest.raises(DataError, match=r"data is a dict.*BatchedDataDict"):
         policy.generate(dict(prompts()))
     for ask in (policy.generate, policy.get_logprobs, value.get_values):
         with pytest.raises(DataError, match="input_lengths: required"):

@@ -183,7 +183,7 @@ def _packed(
     inside = offset < runs.lengths[run]
     position = runs.starts[run] + offset
     held = np.full(total, PADDING)
-    held[:used] = np.where(inside, sequences.places[runs.examples[run]] + position, PADDING)
+    held[:used] = np.where(inside, sequences.offsets[runs.examples[run]] + position, PADDING)
     positions = np.zeros(total, np.int64)
     positions[:used] = np.minimum(position, width - 1)
     index = torch.from_numpy(held.clip(0)).to(device, non_blocking=True)
@@ -206,7 +206,7 @@ def _packed(
             cp_group=rules.cp_group,
         ),
         cp_group=rules.cp_group,
-        also=_further_places(runs, local, inside, position, sequences.places),
+        also=_further_places(runs, local, inside, position, sequences.offsets),
     )
 
 
@@ -249,5 +249,5 @@ def round_up(value: Number, multiple: int) -> Number:
 
 def _ends(sequences: Sequences, size: int) -> BoolArray:
     ends = np.zeros(size, np.bool_)
-    ends[sequences.places + sequences.lengths.clip(1) - 1] = True
+    ends[sequences.offsets + sequences.lengths.clip(1) - 1] = True
     return ends
