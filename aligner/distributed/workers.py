@@ -192,8 +192,7 @@ def micro_batching(
     tokens = budgets.train_mb_tokens
     if not training and budgets.logprob_mb_tokens is not None:
         tokens = budgets.logprob_mb_tokens
-    # Arguments of both modes; the remaining arguments depend on the mode.
-    common: Any = {
+    arguments: Any = {
         "max_tokens_per_microbatch": tokens,
         "input_key": "input_ids",
         "input_lengths_key": "input_lengths",
@@ -201,15 +200,12 @@ def micro_batching(
         "shared_prefixes": model.plans_shared_prefixes,
     }
     if model.sequence_packing.enabled:
-        return {
-            "sequence_packing_args": {
-                **common,
-                "algorithm": model.sequence_packing.algorithm,
-                "sequence_length_pad_multiple": model.parallel.sequence_multiple,
-            }
-        }
+        arguments["algorithm"] = model.sequence_packing.algorithm
+        arguments["sequence_length_pad_multiple"] = model.parallel.sequence_multiple
+        return {"sequence_packing_args": arguments}
     multiple = model.parallel.row_multiple(model.sequence_length_round)
-    return {"dynamic_batching_args": {**common, "sequence_length_round": multiple}}
+    arguments["sequence_length_round"] = multiple
+    return {"dynamic_batching_args": arguments}
 
 
 @dataclass(frozen=True)
