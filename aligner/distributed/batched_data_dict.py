@@ -38,9 +38,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     ``elem_counts_per_gb``: number of the shard's rows in each global batch, in order.
     ``largest_counts_per_gb``: number of rows of the largest shard in each global batch.
     ``micro_batch_indices``: [global batch][micro-batch] = [start, end), relative to the first row
-    of the global batch; start == end in a micro-batch without rows.
+    of the global batch. ``start == end`` in a micro-batch without rows.
     ``micro_batch_lengths``: [global batch][micro-batch], in tokens: the padded width of a dynamic
-    micro-batch, or the sum of padded lengths of a packed micro-batch; 0 without rows.
+    micro-batch, the sum of padded lengths of a packed micro-batch, or 0 without rows.
     """
 
     elem_counts_per_gb: list[int] | None = None
@@ -54,7 +54,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         batches: Sequence[Mapping[str, Any]],
         pad_value_dict: Mapping[str, int | float] | None = None,
     ) -> Self:
-        """Join the rows of batches; tensors are right-padded in dimension 1 to the longest.
+        """Join the rows of batches. Tensors are right-padded in dimension 1 to the longest.
 
         ``pad_value_dict``: padding value per column, default `aligner.types.PAD_VALUES`, else 0. A
         batch without rows does not affect the width.
@@ -129,7 +129,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return self._shards([[part[shard] for part in parts] for shard in range(shards)])
 
     def chunk(self, rank: int, chunks: int) -> "SlicedDataDict":
-        """Return part ``rank`` of ``chunks`` equal contiguous parts; `DataError` if uneven."""
+        """Return part ``rank`` of ``chunks`` equal contiguous parts, or raise `DataError`."""
         _check_even(self.size, chunks)
         if not 0 <= rank < chunks:
             raise DataError(f"chunk {rank} is outside 0..{chunks - 1}")
@@ -137,11 +137,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return self.slice(rank * step, (rank + 1) * step)
 
     def slice(self, start: int, end: int) -> "SlicedDataDict":
-        """Return rows ``start`` to ``end`` (excluded); tensors are views."""
+        """Return rows ``start`` to ``end`` (excluded). Tensors are views."""
         return SlicedDataDict({key: column[start:end] for key, column in self.data.items()})
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> "SlicedDataDict":
-        """Return batch ``batch_idx`` of ``batch_size`` rows; the last batch may be shorter.
+        """Return batch ``batch_idx`` of ``batch_size`` rows. The last batch may be shorter.
 
         Without ``batch_size`` the result is the shard's part of global batch ``batch_idx``,
         including its micro-batches. A shard with micro-batches ignores ``batch_size``, because its
@@ -174,7 +174,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return batch
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> "BatchedDataDict[ColumnsT]":
-        """Return the rows at ``indices``, integers [n], in that order; indices may repeat."""
+        """Return the rows at ``indices``, integers [n], in that order. Indices may repeat."""
         index = torch.as_tensor(indices, dtype=torch.int64)
         return BatchedDataDict({key: _take(column, index) for key, column in self.data.items()})
 
@@ -207,7 +207,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return self
 
     def make_microbatch_iterator(self, microbatch_size: int) -> "Iterator[SlicedDataDict]":
-        """Yield consecutive runs of ``microbatch_size`` rows; the last run may be shorter.
+        """Yield consecutive runs of ``microbatch_size`` rows. The last run may be shorter.
 
         A shard's global batch yields as many micro-batches as the largest shard, if necessary
         without rows, so that all ranks run the same number of micro-batches.
@@ -223,7 +223,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> "Iterator[SlicedDataDict]":
-        """Yield micro-batches of a shard's global batch; tensors are cut to the padded width.
+        """Yield micro-batches of a shard's global batch. Tensors are cut to the padded width.
 
         The width is rounded up, so tensors may be narrower.
         """
@@ -238,7 +238,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return len(self._only_global_batch()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> "Iterator[SlicedDataDict]":
-        """Yield micro-batches of a shard's global batch; the rows fit into one packed row."""
+        """Yield micro-batches of a shard's global batch. The rows fit into one packed row."""
         for start, end in self._only_global_batch()[0]:
             yield self.slice(start, end)
 
@@ -255,7 +255,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         Every rank of ``group`` must call this method.
 
         Raises:
-            DataError: column names or column types differ between ranks; raised on every rank.
+            DataError: column names or types differ between ranks (raised on every rank).
         """
         rank_columns: list[Any] = [None] * dist.get_world_size(group)
         # Copies, because pickling a view would send the memory of the whole tensor.
@@ -391,7 +391,7 @@ def _take(column: Any, index: Tensor) -> Any:
 
 
 def _join(columns: Sequence[Any], pad_value: int | float) -> Any:
-    """Concatenate the rows of columns; tensors are right-padded in dimension 1 to the widest.
+    """Concatenate the rows of columns. Tensors are right-padded in dimension 1 to the widest.
 
     A column without rows does not affect the width.
     """

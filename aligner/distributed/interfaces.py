@@ -48,9 +48,9 @@ class WorkerGroup(Protocol):
         ...
 
     def recover(self) -> bool:
-        """Wait for all workers after a failed call without collectives; return whether they answer.
+        """Wait for the answer of all workers after a failed call without collectives.
 
-        If all workers answer, they may be called again and ``is_healthy`` is true.
+        Returns True if all workers answer. They may then be called again, ``is_healthy`` is true.
         """
         ...
 

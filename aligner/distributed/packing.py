@@ -29,7 +29,7 @@ def bin_count(count: int, minimum: int, multiple: int) -> int:
 
 
 def decreasing(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Sort ``indices`` by decreasing length; equal lengths keep their order."""
+    """Sort ``indices`` by decreasing length. Equal lengths keep their order."""
     return sorted(indices, key=lambda index: -lengths[index])
 
 
@@ -67,7 +67,7 @@ def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
 
 
 def _halves(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Assign items, longest first, to the half with fewer tokens; no half is empty.
+    """Assign items, longest first, to the half with fewer tokens. No half is empty.
 
     Each half keeps the order of the items.
     """
@@ -111,7 +111,7 @@ class SequencePacker(ABC):
         """Return bins of indices into ``lengths``, every index once, no bin over capacity."""
 
     def pack(self, sequence_lengths: Sequence[int]) -> Bins:
-        """Return bins of indices into ``sequence_lengths``; every index is in exactly one bin.
+        """Return bins of indices into ``sequence_lengths``. Every index is in exactly one bin.
 
         Raises:
             DataError: a sequence is longer than the capacity, or there are fewer sequences than
@@ -150,7 +150,7 @@ class ConcatenativePacker(SequencePacker):
 
 
 def at_least(key: str, value: int, least: int) -> int:
-    """Return ``value`` of ``key``; raise `ConfigError` below ``least``."""
+    """Return ``value`` of ``key``, or raise `ConfigError` below ``least``."""
     if value < least:
         raise ConfigError(f"{key}={value} must be at least {least}")
     return value
@@ -222,7 +222,7 @@ class PackingMetrics:
     def calculate_stats_only(
         self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]], bin_capacity: int
     ) -> dict[str, float]:
-        """Return the statistics of one packing without adding it; see `_Packing.stats`."""
+        """Return the statistics of one packing without adding it, see `_Packing.stats`."""
         return _Packing.of(sequence_lengths, bins, bin_capacity).stats()
 
     def get_aggregated_stats(self) -> dict[str, float]:
@@ -391,7 +391,7 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
-    """Construct a packer by name (in any case); see `SequencePacker` for the arguments."""
+    """Construct a packer by name (in any case), see `SequencePacker` for the arguments."""
     if isinstance(algorithm, str):
         names = {name.value: name for name in PackingAlgorithm}
         if algorithm.lower() not in names:

@@ -33,7 +33,7 @@ LEAST_PART = 8  # sharing must save at least 1 in LEAST_PART tokens
 
 
 class Sequences(NamedTuple):
-    """Positions and lengths of the sequences of a batch ``[b, S]``; int64 ``[m]`` each.
+    """Positions and lengths of the sequences of a batch ``[b, S]``, int64 ``[m]`` each.
 
     ``offsets``: indices of first tokens into ``b * S``. ``lengths``: in tokens.
     """
@@ -43,14 +43,14 @@ class Sequences(NamedTuple):
 
     @classmethod
     def rows(cls, lengths: IntArray, width: int) -> "Sequences":
-        """Return one sequence per row, of ``lengths`` ``[b]``; ``width``: ``S``."""
+        """Return one sequence per row, of ``lengths`` ``[b]`` and row ``width`` ``S``."""
         return cls(np.arange(len(lengths)) * width, lengths)
 
     @classmethod
     def find(cls, position_ids: IntArray, lengths: IntArray) -> "Sequences | None":
-        """Find the sequences of a batch; None if every row contains at most one sequence.
+        """Find the sequences of a batch, or return None if no row contains two sequences.
 
-        ``position_ids``: ``[b, S]``, from 0 in every sequence; ``lengths``: ``[b]``, of the rows.
+        ``position_ids``: ``[b, S]``, from 0 in every sequence. ``lengths``: ``[b]``, of the rows.
         """
         width = position_ids.shape[1]
         is_start = (position_ids == 0) & (np.arange(width) < lengths[:, None])
@@ -83,10 +83,10 @@ class PrefixTree:
 
     starts: IntArray  # [n] position of a run's first token in its sequences
     lengths: IntArray  # [n] tokens
-    parents: IntArray  # [n] previous run; -1 if the run is the first of its sequences
+    parents: IntArray  # [n] previous run, or -1 at the start of sequences
     examples: IntArray  # [n] index of one sequence that contains the run
-    owners: IntArray  # [m] sequences; pairs (owners[i], owned[i]): the sequence contains the run
-    owned: IntArray  # [m] runs
+    owners: IntArray  # [m] sequence of each pair (sequence, run)
+    owned: IntArray  # [m] run of each pair
 
     def num_tokens(self, multiple: int = 1) -> int:
         """Return the tokens of all runs, each run rounded up to a multiple."""
@@ -111,7 +111,7 @@ def build_prefix_tree(
     sequences: list[IntArray] = []  # sequences that contain the run, per run
 
     def add(start: int, end: int, parent: int, owners: IntArray) -> int:
-        """Add a run unless it is empty; return its index."""
+        """Add a run unless it is empty, and return its index."""
         if end > start:
             runs.append((start, end - start, parent))
             sequences.append(owners)
@@ -146,7 +146,7 @@ def build_prefix_tree(
 
 
 def shared_prefixes(input_ids: IntArray, lengths: IntArray, multiple: int = 1) -> PrefixTree | None:
-    """Build the tree of a batch; return None if sharing saves too few tokens.
+    """Build the tree of a batch, or return None if sharing saves too few tokens.
 
     Arguments as in `build_prefix_tree`. ``multiple``: runs and unshared sequences are padded to a
     multiple of this value.
@@ -160,7 +160,7 @@ def shared_prefixes(input_ids: IntArray, lengths: IntArray, multiple: int = 1) -
 
 
 def _sorted_sequences(input_ids: IntArray, lengths: IntArray) -> IntArray:
-    """Sort sequences in lexicographic order, a prefix first; the sort is stable."""
+    """Sort sequences in lexicographic order, a prefix first. The sort is stable."""
     # Non-negative integers compare like their big-endian bytes.
     rows = np.ascontiguousarray(input_ids).astype(">i8")
     keys = [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
@@ -168,7 +168,7 @@ def _sorted_sequences(input_ids: IntArray, lengths: IntArray) -> IntArray:
 
 
 def _common_with_previous(input_ids: IntArray, lengths: IntArray) -> IntArray:
-    """Return the length of each row's common prefix with the previous row, ``[b]``; first row 0."""
+    """Return the length of each row's common prefix with the previous row, ``[b]``."""
     common = np.zeros(len(lengths), np.int64)
     for row in range(1, len(lengths)):
         shorter = min(lengths[row - 1], lengths[row])
@@ -181,7 +181,7 @@ def _common_with_previous(input_ids: IntArray, lengths: IntArray) -> IntArray:
 class RowGroup(NamedTuple):
     """Adjacent rows of one micro-batch, and the number of tokens in the model.
 
-    ``shares``: common prefixes are computed once; otherwise ``tokens`` counts every row.
+    ``shares``: common prefixes are computed once, otherwise ``tokens`` counts every row.
     """
 
     rows: range
@@ -205,7 +205,7 @@ def prefix_groups(
     row, the shard's part of the batch. The prefix is then computed once per group.
 
     Args:
-        input_ids: token ids ``[B, S]``, right-padded; None: no common prefixes.
+        input_ids: token ids ``[B, S]``, right-padded. None: no common prefixes.
         lengths: ``[B]``.
         batches: rows of each global batch, multiples of ``rows_per_group``.
         rows_per_group: number of adjacent rows that always stay together.

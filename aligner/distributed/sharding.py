@@ -41,7 +41,7 @@ class MicrobatchPlan(NamedTuple):
     """Rows of one forward pass.
 
     ``rows``: row indices. ``length``: the width of a padded micro-batch, or the tokens of a packed
-    row, a multiple of the configured value; 0 without rows.
+    row, a multiple of the configured value, or 0 without rows.
     """
 
     rows: list[int]
@@ -53,7 +53,7 @@ ShardPlan = list[list[MicrobatchPlan]]
 
 
 def global_batches(total: int, batch_size: int) -> list[range]:
-    """Return consecutive ranges of ``batch_size`` rows; the last range may be shorter."""
+    """Return consecutive ranges of ``batch_size`` rows. The last range may be shorter."""
     return [range(low, min(low + batch_size, total)) for low in range(0, total, max(1, batch_size))]
 
 
@@ -261,7 +261,7 @@ class LengthGroups:
         number of groups above the minimum.
         """
         rows = len(self._rows)
-        # tokens[j, t + 1]: minimum for rows j.. in min_groups[j] + t groups; t = -1 is impossible.
+        # tokens[j, t + 1]: minimum for rows j.. in min_groups[j] + t groups (t = -1 is impossible).
         tokens = np.full((rows + 1, spare + 2), np.inf)
         tokens[rows, 1] = 0.0
         best_end = np.zeros((rows, spare + 1), dtype=np.int64)
@@ -286,7 +286,7 @@ class DynamicBatchingArgs(TypedDict):
     sequence_length_round: int  # padded lengths are rounded up to a multiple of this value
     input_key: str  # column of token ids [B, S]
     input_lengths_key: str  # column of lengths [B]
-    rows_per_group: NotRequired[int]  # adjacent rows that stay in one micro-batch; default 1
+    rows_per_group: NotRequired[int]  # adjacent rows that stay in one micro-batch, default 1
     shared_prefixes: NotRequired[bool]  # group rows with a common prefix, counted once
 
 
@@ -300,7 +300,7 @@ class SequencePackingArgs(TypedDict):
     sequence_length_pad_multiple: int  # each sequence is padded to a multiple of this value
     min_bin_count: NotRequired[int]  # minimum number of packed rows per rank and global batch
     bin_count_multiple: NotRequired[int]  # the number of packed rows is a multiple of this value
-    rows_per_group: NotRequired[int]  # adjacent rows that stay in one packed row; default 1
+    rows_per_group: NotRequired[int]  # adjacent rows that stay in one packed row, default 1
     shared_prefixes: NotRequired[bool]  # group rows with a common prefix, counted once
     train_mb_tokens: NotRequired[int]  # unused: callers set max_tokens_per_microbatch by phase
     logprob_mb_tokens: NotRequired[int | None]  # unused
@@ -316,7 +316,7 @@ class MicroBatching(TypedDict, total=False):
 def dynamic_plan(
     columns: Mapping[str, Any], args: DynamicBatchingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
-    """Call `plan_dynamic` for a batch; ``batches`` are the rows of its global batches."""
+    """Call `plan_dynamic` for a batch. ``batches`` are the rows of its global batches."""
     multiple = at_least("sequence_length_round", args["sequence_length_round"], 1)
     tokens = args["max_tokens_per_microbatch"]
     size = at_least("rows_per_group", args.get("rows_per_group", 1), 1)
@@ -338,7 +338,7 @@ def dynamic_plan(
 def packed_plan(
     columns: Mapping[str, Any], args: SequencePackingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
-    """Call `plan_packed` for a batch; ``batches`` are the rows of its global batches."""
+    """Call `plan_packed` for a batch. ``batches`` are the rows of its global batches."""
     capacity = at_least("max_tokens_per_microbatch", args["max_tokens_per_microbatch"], 1)
     multiple = at_least("sequence_length_pad_multiple", args["sequence_length_pad_multiple"], 1)
     at_least("rows_per_group", args.get("rows_per_group", 1), 1)

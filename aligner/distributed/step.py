@@ -21,5 +21,5 @@ def training_step(step: int) -> Iterator[None]:
 
 
 def current_step() -> int:
-    """Return the current step; 0 outside of a run."""
+    """Return the current step, 0 outside of a run."""
     return _step.get()

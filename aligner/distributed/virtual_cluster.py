@@ -50,14 +50,14 @@ class RayVirtualCluster:
 
         Args:
             bundle_ct_per_node_list: number of bundles per node.
-            use_gpus: reserve one GPU per bundle; default true if the cluster has GPUs.
+            use_gpus: reserve one GPU per bundle, default true if the cluster has GPUs.
             max_colocated_worker_groups: number of groups that share the bundles in equal parts.
             name: name of the cluster in messages.
             cpus_per_bundle: CPUs of a bundle.
-            parallel: default model-parallel sizes of training workers; default no model
+            parallel: default model-parallel sizes of training workers, default no model
             parallelism. seed: seed of the random generators of training workers. timeout_s: limit
             of the wait for a worker, and of one worker's wait for another worker. log_dir:
-            directory of the workers' logs, visible on all nodes; default a temporary
+            directory of the workers' logs, visible on all nodes, default a temporary
                 directory.
             env_vars: environment of all workers, set before the workers import anything.
 
@@ -113,12 +113,12 @@ class RayVirtualCluster:
         Args:
             worker_class: dotted path.
             name_prefix: role, for messages and logs.
-            layout: layout of the workers; default the layout of ``parallel`` on all bundles.
+            layout: layout of the workers, default the layout of ``parallel`` on all bundles.
             python_executable: another interpreter for the workers. Such workers do not train: they
                 get no ``parallel`` and no torch.distributed world. They start after all other
                 groups, so that their measurements of free memory stay valid.
-            parallel: model-parallel sizes of this group; default the sizes of the cluster.
-            workers_per_node: number of bundles to use on each node; default all.
+            parallel: model-parallel sizes of this group, default the sizes of the cluster.
+            workers_per_node: number of bundles to use on each node, default all.
             env_vars: environment of this group's workers, which overrides the cluster's.
             kwargs: arguments of the class.
         """
@@ -225,7 +225,7 @@ class RayVirtualCluster:
     # Reservation ------------------------------------------------------------------------------
 
     def _reserve(self) -> list[Bundle]:
-        """Reserve the bundles; retry for up to a minute, because resources may be released."""
+        """Reserve the bundles. Retry for up to a minute, because resources may be released."""
         deadline = time.monotonic() + min(_PLACING_S, self.timeout_s)
         while True:
             nodes = self._select_nodes()
@@ -242,7 +242,7 @@ class RayVirtualCluster:
             time.sleep(0.5)
 
     def _select_nodes(self) -> list[str] | None:
-        """Select a different node per count, the tightest fit first; None if resources lack."""
+        """Select a different node per count, the tightest fit first, or return None."""
         from ray._private.state import available_resources_per_node
 
         free = available_resources_per_node()
@@ -261,7 +261,7 @@ class RayVirtualCluster:
         return [selected[position] for position in range(len(self._counts))]
 
     def _reserve_on(self, nodes: Sequence[str]) -> list[Any] | None:
-        """Create a placement group on each node; return None on a timeout."""
+        """Create a placement group on each node, or return None on a timeout."""
         import ray
         from ray.util.placement_group import placement_group
 

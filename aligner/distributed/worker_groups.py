@@ -107,7 +107,7 @@ class MultiWorkerFuture(list["ObjectRef"]):
         Raises:
             WorkerDiedError: a worker's process ended.
             WorkerError: a worker raised another exception than an `AlignerError`, or timed out.
-            AlignerError: a worker raised this error; the type is preserved.
+            AlignerError: a worker raised this error (the type is preserved).
         """
         results = wait_for(self.calls, self.method_name, self.timeout_s)
         return [results[position] for position in self.returned]
@@ -138,15 +138,15 @@ class RayWorkerGroup:
             cluster: cluster whose bundles the workers use.
             worker_builder: class and arguments of the workers.
             name_prefix: role in messages and log names.
-            workers_per_node: number of bundles to use on each node, one value or one per node;
+            workers_per_node: number of bundles to use on each node, one value or one per node,
                 default all.
-            sharding_annotations: layout of the workers; default only data parallel. The workers use
+            sharding_annotations: layout of the workers, default only data parallel. The workers use
                 the first bundles, one per rank of the layout.
             env_vars: additional environment variables, set before the workers import anything.
             parallel: model-parallel sizes of a torch.distributed world that the workers form. They
                 are then constructed with ``parallel=ParallelState``. Default: the builder's layout.
             seed: seed of this world.
-            python_executable: interpreter of the workers; default the interpreter of the Ray node.
+            python_executable: interpreter of the workers, default the interpreter of the Ray node.
                 It needs the same version of Ray. aligner's source is added to its path.
         """
         bundles = cluster.bundles_for(workers_per_node)
@@ -192,7 +192,7 @@ class RayWorkerGroup:
         return bool(self._actors)
 
     def wait_until_started(self) -> None:
-        """Wait until every worker is constructed; re-raise an error of a worker."""
+        """Wait until every worker is constructed, or re-raise an error of a worker."""
         starting, self._starting = self._starting, []
         with self._unhealthy_on_error():
             wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
@@ -227,7 +227,7 @@ class RayWorkerGroup:
             in_sharded_axes: axes along which workers get different data.
             replicate_on_axes: axes along which workers get the same data. Along all other axes only
                 the workers at coordinate 0 are called.
-            output_is_replicated: axes along which results are equal; only the result at coordinate
+            output_is_replicated: axes along which results are equal. Only the result at coordinate
                 0 is returned.
             common_kwargs: arguments that are the same for every worker.
 
@@ -256,12 +256,12 @@ class RayWorkerGroup:
         return self._future(method_name, calls, returned)
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
-        """Wait for a call and return its results; see `MultiWorkerFuture.get_results`."""
+        """Wait for a call and return its results, see `MultiWorkerFuture.get_results`."""
         with self._unhealthy_on_error():
             return future.get_results()
 
     def recover(self) -> bool:
-        """Wait for every worker to answer, in call order; see `WorkerGroup.recover`."""
+        """Wait for every worker to answer, in call order, see `WorkerGroup.recover`."""
         calls = [
             (actor.seat.remote(), seat)
             for actor, seat in zip(self._actors, self._seats, strict=True)
@@ -274,11 +274,11 @@ class RayWorkerGroup:
         return self.is_healthy
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Call ``cleanup_method`` on each worker, then end the processes; return the success.
+        """Call ``cleanup_method`` on each worker, end the processes, and return the success.
 
         After a failed call ``cleanup_method`` is not called, because workers may not answer.
         """
-        if sys.is_finalizing():  # imports are impossible now; Ray ends the workers itself
+        if sys.is_finalizing():  # imports are impossible now. Ray ends the workers itself
             return False
         import ray
 

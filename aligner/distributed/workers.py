@@ -147,7 +147,7 @@ def run_sharded(
         data: global batches.
         batch_size: rows of a global mini-batch, split evenly over the ranks. None if rows are
             independent, which also allows uneven and empty shards.
-        batching: arguments to form micro-batches in the shards; default no micro-batches.
+        batching: arguments to form micro-batches in the shards, default no micro-batches.
         kwargs: arguments of the method.
 
     Returns:
@@ -238,7 +238,7 @@ def _layout(parallel: ParallelState) -> NamedSharding:
 
 
 class LocalWorkerGroup:
-    """Group in which each process of the world is one worker; this process calls its own worker."""
+    """Group in which each process of the world is one worker. This process calls its own worker."""
 
     is_healthy = True  # calls run in this process, so no worker can be left waiting
 
@@ -290,7 +290,7 @@ class LocalWorkerGroup:
     def run_single_worker_single_data(
         self, method_name: str, worker_idx: int = 0, **kwargs: Any
     ) -> LocalFuture:
-        """Call a method in the process of rank ``worker_idx``; every process gets the result."""
+        """Call a method in the process of rank ``worker_idx``. Every process gets the result."""
         if self.parallel.world_size == 1:
             return LocalFuture([getattr(self.worker, method_name)(**kwargs)])
 
@@ -311,7 +311,7 @@ class LocalWorkerGroup:
         return True
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Call ``cleanup_method`` on this process's worker; the process keeps running."""
+        """Call ``cleanup_method`` on this process's worker. The process keeps running."""
         if cleanup_method is not None:
             getattr(self.worker, cleanup_method)()
         return True

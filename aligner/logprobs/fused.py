@@ -40,7 +40,7 @@ from aligner.logprobs.top_k_top_p import (
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of each token over the whole vocabulary; float32 [N] (float64 for float64)."""
+    """Statistics of each token over the whole vocabulary, float32 [N] (float64 for float64)."""
 
     logprobs: Tensor
     log_normalizer: Tensor  # log Σ exp(l) over the tokens within the filter
@@ -62,7 +62,7 @@ def row_statistics(
     """Compute statistics of ``hidden`` [N, H], ``weight`` [V_local, H], ``target`` int64 [N].
 
     ``restriction``: the tokens that count, default all. An excluded target still counts with
-    ``keep_target``; without ``keep_target`` its log-prob is -inf. Logits are divided by
+    ``keep_target``. Without ``keep_target`` its log-prob is -inf. Logits are divided by
     ``divisor``.
     """
     tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor)
@@ -107,7 +107,7 @@ def row_statistics(
 def _target_logits(
     tiles: Tiles, hidden: Tensor, weight: Tensor, local: Tensor, owned: Tensor, shard: VocabShard
 ) -> Tensor:
-    """Compute ``l_target`` of each token, [N], on the owner of the target; other ranks add 0."""
+    """Compute ``l_target`` of each token, [N], on the owner of the target. Other ranks add 0."""
     if shard.columns == 0:  # this rank stores only padding
         return shard.sum(hidden.new_zeros(hidden.shape[0], dtype=tiles.dtype))
     logits = (hidden.to(tiles.dtype) * weight[local].to(tiles.dtype)).sum(dim=1)
@@ -136,7 +136,7 @@ def _add_tile(
     rows: slice,
     maximum: Tensor,
 ) -> None:
-    """Add one tile [n, v] to the running sums of ``rows``; overwrites the tile."""
+    """Add one tile [n, v] to the running sums of ``rows``. Overwrites the tile."""
     # In place and into one reused buffer, because both stay in the cache.
     shifted = logits.sub_(maximum.unsqueeze(1))
     if weighted is None:
@@ -155,7 +155,7 @@ def _target_column(local: Tensor, owned: Tensor, columns: slice) -> tuple[Tensor
 
 
 class _LogitGradient(NamedTuple):
-    """Inputs of the gradient of a tile of logits, per token; all [N].
+    """Inputs of the gradient of a tile of logits per token, all [N].
 
     The gradient is ``row_factor · tile``. Constant row factors are applied to [N, H], not to
     [N, V].
@@ -163,7 +163,7 @@ class _LogitGradient(NamedTuple):
 
     log_normalizer: Tensor
     row_factor: Tensor
-    entropy_scale: Tensor | None  # e; None without a gradient through the entropy
+    entropy_scale: Tensor | None  # e, or None without a gradient through the entropy
     offset: Tensor | None  # g + e · entropy
     target_value: Tensor  # added to the target's column of the tile
     local_target: Tensor  # int64, row of the local weight
@@ -239,7 +239,7 @@ def input_gradients(
     tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor)
     inputs = tiles.factor(hidden)
     row_factor = (gradient.row_factor / divisor).unsqueeze(1)
-    # Rounded tiles are multiplied by the row factors; otherwise [N, H] is multiplied.
+    # Rounded tiles are multiplied by the row factors, otherwise [N, H] is multiplied.
     scaled = inputs if tiles.narrow else row_factor * inputs
     grad_hidden = torch.zeros_like(inputs, dtype=tiles.dtype) if requires_hidden else None
     grad_weight = torch.empty_like(weight) if requires_weight else None
@@ -383,7 +383,7 @@ def hidden_states_to_logprobs(
     that the log-prob is finite even if the filter excludes the target now (-inf in NeMo-RL).
     ``kept_ids``: int [N, K], ids that the sampler kept, padded with -1. A row with at least one id
     is renormalised over its ids instead.
-    ``chunk_size``: maximum number of tokens per step; None derives it from the memory of a tile.
+    ``chunk_size``: maximum number of tokens per step. None derives it from the memory of a tile.
 
     Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs).
     Gradients are exact for a fixed set of kept tokens, except for bfloat16 inputs on a GPU, for
@@ -419,7 +419,7 @@ def shard_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `hidden_states_to_logprobs` for any shard and both values of ``keep_target``.
 
-    ``hidden``: float [N, H]; ``weight``: float [V_local, H]; ``target``: int64 [N], global ids.
+    ``hidden``: float [N, H]. ``weight``: float [V_local, H]. ``target``: int64 [N], global ids.
     Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs).
     """
     assert hidden.ndim == 2, hidden.shape

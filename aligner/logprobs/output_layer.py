@@ -41,7 +41,7 @@ def tile_bytes(device_type: str) -> int:
 class VocabShard:
     """Part of the vocabulary in the local weight.
 
-    ``start``: global id of row 0. ``columns``: number of leading rows that are real tokens; the
+    ``start``: global id of row 0. ``columns``: number of leading rows that are real tokens. The
     following rows are padding outside the softmax. ``group``: the tensor-parallel group, None if
     this process stores the whole vocabulary.
     """
@@ -88,7 +88,7 @@ class VocabShard:
         return value
 
     def stack_ranks(self, value: Tensor) -> Tensor:
-        """Gather ``value`` of every rank, [ranks, ...]; shape and dtype are equal on all ranks."""
+        """Gather ``value`` of every rank, [ranks, ...]. Shape and dtype are equal on all ranks."""
         if self.group is None:
             return value.unsqueeze(0)
         ranks = dist.get_world_size(self.group)

@@ -19,7 +19,7 @@ from aligner.logprobs.output_layer import Tiles, VocabShard
 from aligner.logprobs.vocab_sequence_exchange import all_to_all_vp2sq
 from aligner.parallel.collectives import gather_first
 
-# Limit of logits in memory; sorting needs several times this memory.
+# Limit of logits in memory. Sorting needs several times this memory.
 _CHUNK_BYTES = {"cpu": 64 * 2**20}
 _CHUNK_BYTES_ACCELERATOR = 256 * 2**20
 
@@ -72,8 +72,8 @@ class TrainingSamplingParams:
 class Restriction:
     """Tokens that enter the softmax at ``N`` positions in addition to the targets.
 
-    ``thresholds``: float [N]; logits below the threshold are excluded. ``kept_columns``: int64
-    [N, K], columns of the local shard that the sampler kept, padded with values outside the shard;
+    ``thresholds``: float [N]. Logits below the threshold are excluded. ``kept_columns``: int64
+    [N, K], columns of the local shard that the sampler kept, padded with values outside the shard.
     None without a record. ``is_recorded``: bool [N], rows with a record in ``kept_columns``.
     """
 
@@ -91,7 +91,7 @@ class Restriction:
     ) -> None:
         """Overwrite excluded tokens and the targets in a tile [n, v] of ``rows`` and ``columns``.
 
-        ``target_column``: int64 [n, 1], columns of the targets in the tile; ``is_inside``: bool
+        ``target_column``: int64 [n, 1], columns of the targets in the tile. ``is_inside``: bool
         [n, 1], the target is in the tile. Targets are added separately, because a target's logit is
         rounded twice (tile and dot product). If the roundings fall on different sides of the
         threshold, the target would count twice or never.
@@ -124,7 +124,7 @@ def restriction_of(
     divisor: float,
     kept_ids: Tensor | None,
 ) -> Restriction | None:
-    """Compute the restriction of ``hidden`` [N, H]; None if every token counts.
+    """Compute the restriction of ``hidden`` [N, H], or None if every token counts.
 
     Logits are divided by ``divisor``. ``kept_ids``: int [N, K], global ids that the sampler kept,
     padded with -1. Rows without an id, and all rows if ``kept_ids`` is None, are not recorded, so
@@ -183,7 +183,7 @@ def keep_thresholds(
 def shard_thresholds(
     logits: Tensor, group: dist.ProcessGroup | None, top_k: int, top_p: float
 ) -> Tensor:
-    """Compute the threshold of each row, [n], on every rank; overwrites ``logits`` [n, V_local].
+    """Compute the threshold of each row, [n], on every rank, overwriting ``logits`` [n, V_local].
 
     Sorting needs complete rows, so each rank receives the rows of its share of the tokens. All
     ranks pass the same number of columns. Padding columns must be -inf.

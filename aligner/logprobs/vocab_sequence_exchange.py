@@ -20,7 +20,7 @@ Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
 def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
     """Convert [BS, V_local] of each rank to [BS_local, V], complete rows of a share of the tokens.
 
-    Any dtype; differentiable (backward is the inverse exchange). Rank r gets the r-th of the equal
+    Any dtype, differentiable (backward is the inverse exchange). Rank r gets the r-th of the equal
     parts of the flattened tokens, with columns in rank order.
 
     Raises:
@@ -71,7 +71,7 @@ def _sequence_to_vocab(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _exchange(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send the r-th of equal parts of the memory to rank r; return received parts in rank order."""
+    """Send the r-th of equal parts of the memory to rank r. Return received parts in rank order."""
     received = torch.empty_like(blocks)
     dist.all_to_all_single(received, blocks, group=group)
     return received

@@ -7,9 +7,9 @@ Without a critic, an advantage is a response's reward relative to the rewards of
 
 ================================  =================================================================
 ``reinforce``                     r, or with ``batch_baseline`` r minus the mean of the batch
-                                  (Williams, 1992; the baseline as in OpenRLHF's flash_reinforce)
+                                  (Williams, 1992, the baseline as in OpenRLHF's flash_reinforce)
 ``rloo``                          r minus the mean of the *other* responses to the prompt (Kool et
-                                  al., 2019; Ahmadian et al., 2024)
+                                  al., 2019, Ahmadian et al., 2024)
 ``grpo``                          (r - group mean) / (group std + 1e-6) (Shao et al., 2024)
 ``dr_grpo``                       r - group mean (Liu et al., 2025)
 ``reinforce_plus_plus``           returns of token rewards, whitened over all tokens of the batch
@@ -17,8 +17,8 @@ Without a critic, an advantage is a response's reward relative to the rewards of
 ``reinforce_plus_plus_baseline``  r - group mean, then whitened over all tokens of the batch
 ================================  =================================================================
 
-``B`` responses, ``S`` tokens. ``rewards`` float [B]; ``groups`` int64 [B], equal for responses to
-the same prompt (in any order, groups of any size); ``sample_mask`` [B], 1 if the sample counts. A
+``B`` responses, ``S`` tokens. ``rewards`` float [B]. ``groups`` int64 [B], equal for responses to
+the same prompt (in any order, groups of any size). ``sample_mask`` [B], 1 if the sample counts. A
 sample that does not count gets advantage 0 and enters no baseline. Its reward may be any value.
 
 A KL penalty (``penalty``) is subtracted from the reward before the baseline. The penalty affects
@@ -45,10 +45,10 @@ are compared in the group, so that no advantage is above sqrt(n) and turns keep 
 Sums of rewards are float64. Values that differ by at most `TOLERANCE` are equal.
 
 Differences between peers: the standard deviation is unbiased (verl, TRL, OpenRLHF). The constant
-1e-6 is added to the deviation (verl; TRL 1e-4, OpenRLHF 1e-9; NeMo-RL adds the constant only to a
-deviation of 0). A group of one gets 0 if the group is the baseline (NeMo-RL, TRL, verl's vectorised
-RLOO; verl's other functions keep the reward). Whitening uses the unbiased variance (verl; OpenRLHF
-and NeMo-RL use the population variance).
+1e-6 is added to the deviation (verl, while TRL adds 1e-4, OpenRLHF 1e-9, and NeMo-RL adds the
+constant only to a deviation of 0). A group of one gets 0 if the group is the baseline (NeMo-RL,
+TRL, verl's vectorised RLOO, while verl's other functions keep the reward). Whitening uses the
+unbiased variance (verl, while OpenRLHF and NeMo-RL use the population variance).
 """
 
 import math
@@ -73,11 +73,11 @@ def token_rewards(
     """Compute ``r_t = R · [t is the last generated token] - β · kl_t``, 0 at masked positions.
 
     ``rewards``: float [B], one per sample, or [B, S], one per token, which keep their positions.
-    ``kl``: float [B, S]; None charges no KL.
+    ``kl``: float [B, S]. None charges no KL.
     ``token_mask``: [B, S]. A row without a generated token gets no reward. ``turn_ids``: int64
     [B, S], only for conversations: the last token is the last token of the last turn. Returns
-    float [B, S]. (verl, OpenRLHF, NeMo-RL and NeMo-Aligner put the reward at the same position;
-    TRL's PPO puts the reward one column later.)
+    float [B, S]. (verl, OpenRLHF, NeMo-RL and NeMo-Aligner put the reward at the same position,
+    while TRL's PPO puts the reward one column later.)
     """
     assert rewards.ndim in (1, 2), rewards.shape
     assert token_mask.ndim == 2, token_mask.shape
@@ -98,7 +98,7 @@ def token_rewards(
 
 
 def _in_time(generated: Tensor, turn_ids: Tensor | None) -> Tensor:
-    """Return the rank of each generated token by turn and column, from 0, else -1; int64 [B, S]."""
+    """Return int64 [B, S], the rank of each generated token by turn and column, else -1."""
     if turn_ids is None:
         return generated.cumsum(1, dtype=torch.int64).sub_(1).masked_fill_(~generated, -1)
     latest = torch.iinfo(turn_ids.dtype).max
@@ -120,9 +120,9 @@ def generalized_advantage_estimate(
 
     ``δ_t = r_t + γ·V_{t+1} - V_t``, ``A_t = δ_t + γλ·A_{t+1}``, ``return_t = A_t + V_t``. Here
     ``t+1`` is the *next generated token*: value and advantage are carried across holes in the mask
-    (as in verl and NeMo-RL; in OpenRLHF and NeMo-Aligner a hole is a step with reward 0 and value
-    0). After the last generated token both are 0. With ``turn_ids`` the next token is the next
-    token of the same turn, or the first token of the next turn, at any column of the row.
+    (as in verl and NeMo-RL, while in OpenRLHF and NeMo-Aligner a hole is a step with reward 0 and
+    value 0). After the last generated token both are 0. With ``turn_ids`` the next token is the
+    next token of the same turn, or the first token of the next turn, at any column of the row.
 
     ``values``, ``rewards``: float [B, S], any value at masked positions. ``mask``: [B, S].
     ``turn_ids``: int64 [B, S], index of the turn that generated a token. With ``turn_ids`` and
@@ -193,11 +193,11 @@ def weighted_sums(x: Tensor, weights: Tensor) -> Tensor:
 def discounted_returns(
     rewards: Tensor, mask: Tensor, gamma: float, *, turn_ids: Tensor | None = None
 ) -> Tensor:
-    """Compute ``G_t = r_t + γ·G_{t+1}`` over generated tokens, carried across holes; 0 if masked.
+    """Compute ``G_t = r_t + γ·G_{t+1}`` over generated tokens, carried across holes, 0 if masked.
 
     ``rewards``: float [B, S], any value at masked positions. ``mask``: [B, S].
     ``turn_ids``: int64 [B, S], the order of tokens as in `generalized_advantage_estimate`.
-    Computed in float32 at least. (verl's convention; OpenRLHF discounts a hole like a step.)
+    Computed in float32 at least. (verl's convention, while OpenRLHF discounts a hole like a step.)
     """
     # Without values, and with λ = 1, an advantage is the return.
     zero = torch.zeros((), dtype=rewards.dtype, device=rewards.device).expand_as(rewards)
@@ -247,7 +247,7 @@ def group_advantages(
     penalty: Tensor | None = None,
     batch_baseline: bool = False,
 ) -> Tensor:
-    """Compute one advantage per response, float [B] in the dtype of ``rewards``; see the module.
+    """Compute one advantage per response, float [B] in the dtype of ``rewards``, see the module.
 
     A group whose rewards are all equal gets exactly 0 from every estimator with a group baseline.
     ``penalty``: float [B], subtracted from each reward. Only ``reinforce`` reads
@@ -298,8 +298,8 @@ def token_advantages(
     ``token_mask``: [B, S], 1 if the token was generated. ``penalty``: float [B, S], subtracted from
     the reward at each token (β·kl), any value at masked positions. REINFORCE++ charges the penalty
     token by token, the other estimators charge the sum over the response, before the baseline (as
-    TRL's RLOO and verl; NeMo-RL's REINFORCE++ subtracts the penalty from the advantage of the same
-    token only). Only REINFORCE++ reads ``discount``. ``turn_ids``: int64 [B, S], only for
+    TRL's RLOO and verl, while NeMo-RL's REINFORCE++ subtracts the penalty from the advantage of the
+    same token only). Only REINFORCE++ reads ``discount``. ``turn_ids``: int64 [B, S], only for
     conversations: the order of tokens. If ``rewards`` are float [B, S], turns are compared
     (`turn_advantages`).
     """
@@ -337,8 +337,9 @@ def turn_advantages(
     """Compute advantages of turns without a critic, float [B, S], 0 outside turns or if masked.
 
     ``turn_rewards``: float [B, S], the rewards of a turn at tokens of the turn. ``turn_ids``: int64
-    [B, S], index of the turn that generated a token, from 1; 0: no turn. ``penalty``: float
-    [B, S], subtracted from the reward at each token. Positions outside turns may be any value.
+    [B, S], index of the turn that generated a token, from 1, or 0 without a turn. ``penalty``:
+    float [B, S], subtracted from the reward at each token. Positions outside turns may be any
+    value.
 
     The module's docstring explains the formula. Turns of equal worth in all samples of a group get
     exactly 0, and so does a group of one if the group is the baseline.

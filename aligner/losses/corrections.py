@@ -8,7 +8,7 @@ log-ratio ``d = log p_trainer - log p_sampler`` of a generated token:
 weights                ``exp(d)`` of a token, or ``exp(Σ d)`` of a response, shared by its tokens
 truncated              a weight outside the bounds is moved to the bound (truncated importance
                        sampling, Yao et al., 2025)
-masked                 a weight outside the bounds is 0 (IcePop, 2025; for a response TRL's
+masked                 a weight outside the bounds is 0 (IcePop, 2025, for a response TRL's
                        sequence mask)
 geometric rejection    a response whose ``exp(mean d)`` is outside bounds has weight 0
                        (Liu, Li et al., 2025)
@@ -17,7 +17,7 @@ second moment          in a global batch, the tokens of the largest ``d²`` get 
 =====================  ============================================================================
 
 Weights multiply the surrogate of the policy loss, without gradient. A token of weight 0 still
-counts in the denominator of the loss (as in IcePop and TRL; verl, and AReaL with M2PO, remove
+counts in the denominator of the loss (as in IcePop and TRL, while verl, and AReaL with M2PO, remove
 rejected tokens from the denominator) and in the KL and entropy terms.
 
 Log-ratios are clamped to ±20 before ``exp``, as in verl, so every weight is finite.
@@ -57,7 +57,7 @@ def importance_weights(
 
 
 def is_outside(values: Tensor, bounds: Bounds) -> Tensor:
-    """Test float ``values`` [...] against both bounds; bool [...], True if outside."""
+    """Test float ``values`` [...] against both bounds, bool [...], True if outside."""
     low, high = bounds
     return (values < low) | (values > high)
 
@@ -133,7 +133,7 @@ def correct(
 
     Args:
         correction: the section ``model.ppo.correction``.
-        log_ratio: float [B, S], the trainer's log-prob minus the sampler's; no gradient.
+        log_ratio: float [B, S], the trainer's log-prob minus the sampler's, without gradient.
         average: mean over the counting tokens of the global batch, with this micro-batch's mask.
         moment_mask: the column ``second_moment_mask`` [B, S], needed with
             ``correction.second_moment``.
@@ -169,7 +169,7 @@ def correct(
 
 
 def gap_metrics(log_ratio: Tensor, average: BatchAverage) -> dict[str, Tensor]:
-    """Measure the distance of the sampler from the trainer; shares of means over tokens.
+    """Measure the distance of the sampler from the trainer, as shares of means over tokens.
 
     ``log_ratio`` float [B, S] as in `correct`. With ``r = exp(d)``, all from sampled tokens:
 
@@ -199,7 +199,7 @@ def effective_sample_size(mean: float, mean_square: float) -> float:
     """Compute the effective sample size per sample, ``(Σ w)² / (n · Σ w²)``.
 
     ``mean``, ``mean_square``: means of the weights and of the squared weights over one update. 1
-    means equal weights; NaN means that every weight is 0.
+    means equal weights. NaN means that every weight is 0.
     """
     return mean**2 / mean_square if mean_square else math.nan
 

@@ -26,12 +26,12 @@ class DistillationLoss:
 
     With ``zero_outside_topk`` p is normalised over the whole vocabulary, as if the teacher assigned
     probability 0 to all other tokens. The rest is then ``Σ_outside p·(log p - log ε)`` with
-    ``log ε`` = -100 (nats per unit of probability; the true KL is infinite). Without
+    ``log ε`` = -100 (nats per unit of probability, while the true KL is infinite). Without
     ``zero_outside_topk`` p is renormalised over the k tokens and the rest is 0: the loss does not
     depend on the other tokens. If k is the vocabulary size, both are the KL divergence itself.
 
     The formulas, the constant and the names are from NeMo-RL (`DistillationLossFn`, ``reverse``
-    there for backward). Hinton et al., 2015, describe forward; Gu et al., 2023 (MiniLLM) and
+    there for backward). Hinton et al., 2015, describe forward. Gu et al., 2023 (MiniLLM) and
     Agarwal et al., 2023 (GKD) describe backward and mixed.
 
     Metrics are shares of global token means: ``loss``, ``forward_kl``, ``backward_kl`` (except with
@@ -55,7 +55,7 @@ class DistillationLoss:
         """Compute the loss and metric shares of one micro-batch.
 
         ``outputs.values_or_logprobs`` float [B, S, k]: the student's log-probs of
-        ``teacher_topk_indices``, normalised over the whole vocabulary; ``outputs.entropy`` [B, S].
+        ``teacher_topk_indices``, normalised over the whole vocabulary. ``outputs.entropy`` [B, S].
         From ``batch``:
         ``teacher_topk_logits`` [B, S, k], ``token_mask`` [B, S] and ``sample_mask`` [B].
         """

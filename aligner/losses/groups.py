@@ -17,7 +17,7 @@ def sum_of_group(values: Tensor, groups: Tensor) -> Tensor:
 def compare_turns(
     worth: Tensor, charged: Tensor, has_turn: Tensor, groups: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Subtract baselines from turns; also return the largest deviation of turns in each group.
+    """Subtract baselines from turns, and compute the largest deviation of turns in each group.
 
     ``worth``, ``charged``: float64 [B, K], without and with the penalty. ``has_turn``: bool [B, K],
     the sample reaches the turn. ``groups``: int64 [B]. Returns float64 [B, K], 0 where the returns

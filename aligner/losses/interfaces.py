@@ -27,7 +27,7 @@ class LossInputType(enum.Enum):
     """First input of a published loss.
 
     ``LOGIT``: for a policy float32 ``[B, S, V]``, at position t the logits of token t + 1 divided
-    by the sampling temperature; for a critic its values ``[B, S]``. ``LOGPROB``: for a policy
+    by the sampling temperature, for a critic its values ``[B, S]``. ``LOGPROB``: for a policy
     float32 ``[B, S - 1]``, at position t the log-prob of token t + 1, 0 if ``token_mask`` of token
     t + 1 is 0.
     """
@@ -59,7 +59,7 @@ class PublishedLoss:
 
     @property
     def rows_per_group(self) -> int:
-        """Number of adjacent rows that the function compares, its ``rows_per_group``; default 1."""
+        """Number of adjacent rows that the function compares, its ``rows_per_group``, default 1."""
         return int(getattr(self.function, "rows_per_group", 1))
 
     @property
@@ -142,7 +142,7 @@ def loss_and_metrics(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Check a loss function's ``result`` and return a scalar loss and detached float32 scalars.
 
-    ``error``: class raised for any other result; the message begins with ``who``.
+    ``error``: class raised for any other result. The message begins with ``who``.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise error(

@@ -47,10 +47,10 @@ def kl_estimate(
     input_clamp: float | None = None,
     output_clamp: float | None = None,
 ) -> Tensor:
-    """Estimate KL(policy || reference) at each token; differentiable in ``logprobs``.
+    """Estimate KL(policy || reference) at each token, differentiable in ``logprobs``.
 
     ``logprobs``, ``ref_logprobs``: float [B, S], any equal shapes. ``input_clamp`` bounds ``|k1|``
-    before the estimator, ``output_clamp`` bounds the estimate; clamped positions get gradient 0.
+    before the estimator, ``output_clamp`` bounds the estimate. Clamped positions get gradient 0.
     The caller must drop masked positions.
     """
     assert logprobs.shape == ref_logprobs.shape, (logprobs.shape, ref_logprobs.shape)
@@ -119,7 +119,7 @@ class AdaptiveKLController(FixedKLController):
         self._coefficient *= 1 + error * n_samples / self.horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the coefficient; target and horizon come from the configuration."""
+        """Return the coefficient. Target and horizon come from the configuration."""
         return {"coefficient": self._coefficient}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -15,11 +15,11 @@ class NegativeLogLikelihoodLoss:
     """Loss of supervised fine-tuning and rejection sampling, ``-Σ mask·logprob / valid tokens``.
 
     ``token_mask`` is 1 at the tokens of the response, end-of-sequence token included. Every token
-    of the global batch weighs the same (NeMo-RL, verl; in NeMo-Aligner and Hugging Face's default a
-    token weighs more in a micro-batch with few tokens).
+    of the global batch weighs the same (NeMo-RL, verl, while in NeMo-Aligner and Hugging Face's
+    default a token weighs more in a micro-batch with few tokens).
 
     Metrics are shares of global token means: ``loss`` in nats per token and ``token_probability``
-    (``exp(logprob)``; 1 means that the response is memorised).
+    (``exp(logprob)``, where 1 means that the response is memorised).
     """
 
     needs_entropy: ClassVar[bool] = False

@@ -7,16 +7,17 @@ The loss of a batch is one of the following:
 
 ==================  ================================================================================
 ``token_mean``      Σ over tokens / valid tokens of the global batch. Every token weighs the same
-                    (DAPO, Yu et al., 2025; the default of verl and NeMo-RL)
+                    (DAPO, Yu et al., 2025, the default of verl and NeMo-RL)
 ``sequence_mean``   Σ over sequences of (mean over their tokens) / valid sequences. Every sequence
-                    weighs the same, tokens of long sequences less (GRPO, Shao et al., 2024; GSPO)
+                    weighs the same, tokens of long sequences less (GRPO, Shao et al., 2024, and
+                    GSPO)
 ``fixed_length``    Σ over tokens / (valid sequences · longest response allowed). Every token weighs
-                    the same in every batch (Dr. GRPO, Liu et al., 2025; verl divides by the padded
-                    width by default, TRL also by the longest response allowed)
+                    the same in every batch (Dr. GRPO, Liu et al., 2025, while verl divides by the
+                    padded width by default, TRL also by the longest response allowed)
 ==================  ================================================================================
 
-A sequence counts if its ``sample_mask`` is 1 (NeMo-RL; verl and OpenRLHF count sequences with a
-token, TRL counts all). A sequence without a generated token must have ``sample_mask`` 0.
+A sequence counts if its ``sample_mask`` is 1 (NeMo-RL, while verl and OpenRLHF count sequences with
+a token, TRL counts all). A sequence without a generated token must have ``sample_mask`` 0.
 """
 
 from collections.abc import Collection, Mapping
@@ -34,7 +35,7 @@ from aligner.types import Denominators
 def masked_sum(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     """Sum ``values`` over the elements with ``mask`` 1, over ``dim`` (default: all dimensions).
 
-    ``values``: [...], of any dtype; ``mask``: [...], of the same shape.
+    ``values``: [...], of any dtype. ``mask``: [...], of the same shape.
     """
     assert values.shape == mask.shape, (values.shape, mask.shape)
     masked = torch.where(mask.bool(), values, 0)
@@ -44,7 +45,7 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None =
 def masked_mean(
     values: Tensor, mask: Tensor, denominator: Tensor | float, dim: int | None = None
 ) -> Tensor:
-    """Compute ``sum(mask * values) / denominator``; ``values`` and ``mask`` as in `masked_sum`.
+    """Compute ``sum(mask * values) / denominator`` with the arguments of `masked_sum`.
 
     The caller provides the denominator, a scalar or a tensor in the shape of the sum (usually a
     count over the whole global batch), because a mean over one micro-batch must not be averaged
@@ -58,8 +59,8 @@ def masked_moments(
 ) -> tuple[Tensor, Tensor]:
     """Compute mean and unbiased variance over all unmasked elements of all ranks of ``group``.
 
-    ``values``: float [...]; ``mask``: [...], of the same shape. Two passes, accumulated in float64.
-    Without an element both are 0; the variance of a single element is 0. With ``group=None`` only
+    ``values``: float [...]. ``mask``: [...], of the same shape. Two passes, accumulated in float64.
+    Without an element both are 0. The variance of a single element is 0. With ``group=None`` only
     elements of this process count. Returns two float64 scalars.
     """
     count = mask.bool().sum().double()
@@ -79,9 +80,9 @@ def masked_whiten(
 ) -> Tensor:
     """Compute ``(values - mean) * rsqrt(variance + eps)``, 0 at masked positions.
 
-    ``values``: float [...]; ``mask``: [...], of the same shape. Mean and unbiased variance are over
-    all unmasked elements of all ranks of ``group`` (the convention of verl and TRL; OpenRLHF and
-    NeMo-Aligner use the population variance), or over elements with ``over`` [...] equal to 1.
+    ``values``: float [...]. ``mask``: [...], of the same shape. Mean and unbiased variance are over
+    all unmasked elements of all ranks of ``group`` (the convention of verl and TRL, while OpenRLHF
+    and NeMo-Aligner use the population variance), or over elements with ``over`` [...] equal to 1.
     """
     mean, variance = masked_moments(values, mask if over is None else over, group)
     scale = torch.rsqrt(variance + eps)
@@ -116,7 +117,7 @@ class BatchAverage:
     """Average over the global batch, of which a call returns one micro-batch's share.
 
     ``mask``: bool [B, S], True if the token was generated and its sample counts.
-    ``max_response_length``: limit of a response in tokens; only ``fixed_length`` needs it.
+    ``max_response_length``: limit of a response in tokens. Only ``fixed_length`` needs it.
     """
 
     mask: Tensor
@@ -125,7 +126,7 @@ class BatchAverage:
     max_response_length: int | None = None
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return the scalar share for float [B, S]; masked positions may be any value."""
+        """Return the scalar share for float [B, S]. Masked positions may be any value."""
         if self.aggregation == "token_mean":
             return masked_mean(values, self.mask, self.denominators.valid_tokens)
         if self.aggregation == "sequence_mean":
@@ -136,7 +137,7 @@ class BatchAverage:
 
 
 def row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over unmasked positions of each row of float [B, S]; float [B], 0 if none."""
+    """Return float [B], the mean over unmasked positions of each row of [B, S], 0 without any."""
     return masked_sum(values, mask, dim=1) / mask.sum(1).clamp(min=1)
 
 

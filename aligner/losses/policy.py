@@ -35,7 +35,7 @@ class PPOPolicyLoss:
 
         surrogate = max(-A·ρ, -A·clip(ρ, 1 - ratio_eps_low, 1 + ratio_eps_high))
         surrogate = min(surrogate, -dual_clip·A)   if A < 0        (Ye et al., 2020)
-        w         = weights of ``correction``, no gradient; 1 without a correction
+        w         = weights of ``correction``, without gradient, default 1
         loss      = average of w·surrogate - entropy_bonus·entropy + kl_coefficient·kl
 
     The average is over the global batch, by default Σ mask·x / valid tokens. `losses.masked` lists
@@ -55,9 +55,9 @@ class PPOPolicyLoss:
       row share one weight (as in NeMo-RL).
 
     ``kl`` is an estimate of ``losses.kl`` against ``ref_logprobs`` with a pathwise gradient (as in
-    verl and TRL; NeMo-RL adds a score-function term). With ``k1`` that gradient has mean 0 and does
-    not restrain the policy, so runs refuse ``k1``. The log-ratio is not clamped (as in NeMo-RL and
-    TRL; verl and OpenRLHF clamp to ±20).
+    verl and TRL, while NeMo-RL adds a score-function term). With ``k1`` that gradient has mean 0
+    and does not restrain the policy, so runs refuse ``k1``. The log-ratio is not clamped (as in
+    NeMo-RL and TRL, while verl and OpenRLHF clamp to ±20).
 
     Metrics: ``loss`` as averaged, and shares of global token means: ``ppo_ratio`` (ρ),
     ``ppo_ratio_clamped``, ``clip_fraction``, ``approx_kl`` (k3 of the rollout policy from the
@@ -82,8 +82,8 @@ class PPOPolicyLoss:
     ratio_level: RatioLevel = "token"
     surrogate: Surrogate = "clip"
     aggregation: Aggregation = "token_mean"
-    max_response_length: int | None = None  # in tokens; fixed_length divides by it
-    needs_entropy: bool = True  # as metric; cheap without gradient
+    max_response_length: int | None = None  # in tokens, the divisor of fixed_length
+    needs_entropy: bool = True  # as metric, cheap without gradient
     rows_per_group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class PPOPolicyLoss:
         if self.importance_cap is not None and self.correction.weights != "none":
             raise ConfigError(
                 f"importance_cap={self.importance_cap} and correction.weights="
-                f"{self.correction.weights} both set importance weights; give one of the two"
+                f"{self.correction.weights} both set importance weights. Give one of the two"
             )
         no_lower_bound = self.ratio_eps_low == 1 and self.surrogate == "cispo"
         if not (0 <= self.ratio_eps_low < 1 or no_lower_bound):
@@ -100,12 +100,12 @@ class PPOPolicyLoss:
             )
         if self.entropy_bonus != 0 and not self.needs_entropy:
             raise ConfigError(
-                f"entropy_bonus={self.entropy_bonus} needs the entropy; set needs_entropy=true"
+                f"entropy_bonus={self.entropy_bonus} needs the entropy. Set needs_entropy=true"
             )
         if self.surrogate == "cispo" and self.dual_clip is not None:
             raise ConfigError(
                 f"dual_clip={self.dual_clip} bounds the clipped surrogate, which surrogate=cispo "
-                "does not use; use null to turn it off"
+                "does not use. Use null to turn it off"
             )
         check_aggregation(self.aggregation, self.max_response_length)
 
@@ -115,8 +115,8 @@ class PPOPolicyLoss:
         """Compute the loss and metric shares of one micro-batch.
 
         ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``advantages``, ``token_mask``
-        [B, S], ``sample_mask`` [B]; ``prev_logprobs`` [B, S], which may be absent in a pure
-        on-policy mini-batch (the detached current log-probs replace the absent column);
+        [B, S], ``sample_mask`` [B], ``prev_logprobs`` [B, S], which may be absent in a pure
+        on-policy mini-batch (the detached current log-probs replace the absent column), and
         ``ref_logprobs`` and ``generation_logprobs`` [B, S] if an option needs them.
         """
         logprobs, advantages = outputs.values_or_logprobs, batch["advantages"]
@@ -216,7 +216,7 @@ def cispo_surrogate(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the surrogate of a clipped weight without gradient, float [B, S], and its metrics.
 
-    ``ratio``, ``advantages``, ``logprobs``: float [B, S]; the ratio gets no gradient.
+    ``ratio``, ``advantages``, ``logprobs``: float [B, S]. The ratio gets no gradient.
     """
     ratio = ratio.detach()
     clamped = ratio.clamp(1 - loss.ratio_eps_low, 1 + loss.ratio_eps_high)

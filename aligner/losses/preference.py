@@ -5,7 +5,7 @@ reference, summed over its tokens. The implicit reward of the response is
 ``r = β·(log π - log π_ref)`` and the margin of a pair is ``m = r_chosen - r_rejected``:
 
 ==============  ===================================================================================
-`DPOLoss`       ``-(1-ε)·log σ(m) - ε·log σ(-m)``; cDPO if ε > 0
+`DPOLoss`       ``-(1-ε)·log σ(m) - ε·log σ(-m)``, cDPO if ε > 0
 `IPOLoss`       ``(m/β - 1/(2β))²``
 `RPOLoss`       distance of ``m`` from the gap between rewards of a reward model or verifier
 `SimPOLoss`     ``-log σ(m - γ)`` with ``r = β·log π`` per token, without a reference
@@ -41,8 +41,8 @@ class PairwiseLoss(ABC):
     """Base of pairwise losses: rewards of rows, mean over pairs, and the SFT term.
 
     ``sft_weight`` adds ``-mean log π`` of the chosen response: the mean over its tokens, then over
-    pairs (OpenRLHF, and NeMo-Aligner with averaging; NeMo-Aligner's default sums over tokens, TRL
-    averages over all chosen tokens of a micro-batch).
+    pairs (OpenRLHF, and NeMo-Aligner with averaging, while NeMo-Aligner's default sums over tokens,
+    TRL averages over all chosen tokens of a micro-batch).
 
     Metrics are shares of means over pairs: ``loss``, ``preference_loss``, ``rewards_chosen``,
     ``rewards_rejected``, ``rewards_margin``, ``accuracy`` (the chosen response gets the higher
@@ -63,7 +63,7 @@ class PairwiseLoss(ABC):
         """Compute the loss and metric shares of one micro-batch of ``B / 2`` pairs.
 
         ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``token_mask`` [B, S], 1 at the
-        response's tokens; ``sample_mask`` [B], the same for both rows of a pair; and
+        response's tokens. ``sample_mask`` [B], the same for both rows of a pair, and
         ``ref_logprobs`` float [B, S] if the loss reads a reference.
         """
         logprobs = outputs.values_or_logprobs
@@ -114,7 +114,7 @@ class ReferenceLoss(PairwiseLoss):
 class DPOLoss(ReferenceLoss):
     """``-(1-ε)·log σ(m) - ε·log σ(-m)`` (Rafailov et al., 2023).
 
-    ``label_smoothing`` ε: the assumed share of pairs with swapped labels (cDPO, Mitchell, 2023; as
+    ``label_smoothing`` ε: the assumed share of pairs with swapped labels (cDPO, Mitchell, 2023, as
     in OpenRLHF and TRL's CPO. TRL's DPO lacks cDPO: its "robust" is the unbiased variant of
     Chowdhury et al., 2024).
     """
@@ -132,7 +132,7 @@ class DPOLoss(ReferenceLoss):
 class IPOLoss(ReferenceLoss):
     """``(m/β - 1/(2β))²``: the target of the margin is 1/2, not infinity (Azar et al., 2023).
 
-    Log-probabilities are summed (NeMo-Aligner, OpenRLHF, TRL's CPO); ``average_logprobs=True``
+    Log-probabilities are summed (NeMo-Aligner, OpenRLHF, TRL's CPO). ``average_logprobs=True``
     gives TRL's DPO trainer, which divides by the response's length.
     """
 
@@ -203,7 +203,7 @@ class KTOLoss:
         λ_U · (1 - σ(β·(z - r)))    for undesirable rows
 
     The loss is the mean over the sequences of the global batch. ``z`` estimates KL(π ‖ π_ref)
-    without gradient, see `kto_kl_baseline`. The estimate is a mean over the global batch; in the
+    without gradient, see `kto_kl_baseline`. The estimate is a mean over the global batch. In the
     paper and TRL it is a mean over each micro-batch or rank.
 
     Metrics are shares of means over sequences: ``loss``, ``rewards`` (``β·r``), ``rewards_margin``
@@ -264,8 +264,8 @@ def kto_kl_baseline(
     of the policy that do not depend on the prompt. Both log-probs use the weights before the
     update.
 
-    ``logprobs``, ``ref_logprobs``: float [B, S]; ``token_mask``: [B, S], 1 at the tokens of the
-    mismatched response; ``sample_mask``: [B].
+    ``logprobs``, ``ref_logprobs``: float [B, S]. ``token_mask``: [B, S], 1 at the tokens of the
+    mismatched response. ``sample_mask``: [B].
     """
     masks = {"token_mask": token_mask, "sample_mask": sample_mask}
     mask = counted_tokens(masks, logprobs, ref_logprobs)

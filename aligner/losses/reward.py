@@ -22,11 +22,11 @@ class BradleyTerryLoss:
 
     With the strength ``s`` of the preference, in the units of the labels::
 
-        plain     -log σ(d)         (Ouyang et al., 2022; NeMo-Aligner, NeMo-RL, TRL, OpenRLHF)
-        margin    -log σ(d - s)     (Llama 2, Touvron et al., 2023; TRL, OpenRLHF)
+        plain     -log σ(d)         (Ouyang et al., 2022, NeMo-Aligner, NeMo-RL, TRL, OpenRLHF)
+        margin    -log σ(d - s)     (Llama 2, Touvron et al., 2023, TRL, OpenRLHF)
         scaled    -s·log σ(d)       (HelpSteer2-Preference, Wang et al., 2024)
 
-    The loss is the mean over the pairs of the global batch; `losses.pairs` describes the layout of
+    The loss is the mean over the pairs of the global batch. `losses.pairs` describes the layout of
     a batch. A negative strength means that the rejected response is better. ``scaled`` would fall
     without bound for such a pair, so its weight is 0 (runs refuse the data).
 
@@ -69,7 +69,7 @@ class BradleyTerryLoss:
 
 @dataclass(frozen=True)
 class AttributeRegressionLoss:
-    """Squared error to ratings of ``K`` attributes; ratings may be missing (SteerLM).
+    """Squared error to ratings of ``K`` attributes. Ratings may be missing (SteerLM).
 
     ``mean over sequences of (mean over the rated attributes of (score - rating)²)``: every sequence
     of the global batch weighs the same for any number of ratings. (NeMo-Aligner averages over all
@@ -110,7 +110,7 @@ class AttributeRegressionLoss:
 def sequence_scores(outputs: Tensor, lengths: Tensor) -> Tensor:
     """Return the head's output at the last token of each sequence.
 
-    ``outputs``: float [B, S] or [B, S, K], not shifted; ``lengths``: int64 [B], at least 1. Returns
+    ``outputs``: float [B, S] or [B, S, K], not shifted. ``lengths``: int64 [B], at least 1. Returns
     float [B] or [B, K].
     """
     assert outputs.ndim in (2, 3), outputs.shape

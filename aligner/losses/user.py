@@ -40,12 +40,12 @@ class PolicyLoss(Protocol):
 
         Args:
             outputs: ``values_or_logprobs`` float32 [B, S], log-probs of the tokens under the
-                weights in training, at the sampling temperature, with gradient; ``entropy``
+                weights in training, at the sampling temperature, with gradient, and ``entropy``
                 float32 [B, S] in nats, or None unless the loss needs the entropy.
             batch: ``token_mask`` float32 [B, S] (1 if the token was generated) and
                 ``sample_mask`` float32 [B] (1 if the sample counts). A token counts if both masks
                 are 1. Elsewhere the other columns may be any finite value. ``advantages``,
-                ``prev_logprobs`` (of the policy that produced the rollout; on-policy the current
+                ``prev_logprobs`` (of the policy that produced the rollout, on-policy the current
                 log-probs, detached), ``generation_logprobs`` (of the sampling engine) and, if
                 ``model.ppo.kl_loss.coef`` or a KL in the reward is above 0, ``ref_logprobs`` (of
                 the frozen reference), all float32 [B, S]. ``input_ids`` int64 [B, S],
@@ -58,7 +58,7 @@ class PolicyLoss(Protocol):
 
         Returns:
             The loss, a scalar tensor with gradient, and scalar metrics under the same names in
-            every call. Loss and metrics are summed over micro-batches and ranks; metrics whose
+            every call. Loss and metrics are summed over micro-batches and ranks. Metrics whose
             names end in ``_max`` or ``_min`` are combined by maximum or minimum. Names below
             ``train_optim/`` in `aligner.observe.metric_names` are written there, other names below
             ``custom/``.
@@ -88,7 +88,7 @@ class UserPolicyLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute loss and metric shares of one micro-batch; see `PolicyLoss.__call__`."""
+        """Compute loss and metric shares of one micro-batch, see `PolicyLoss.__call__`."""
         logprobs = outputs.values_or_logprobs
         columns = {"prev_logprobs": logprobs.detach(), **batch}
         result = self._loss(outputs, columns, denominators)
@@ -134,7 +134,7 @@ def user_policy_loss(
 
 def _construct(factory: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Any:
     remedy = (
-        "Give the missing arguments in model.ppo.loss_kwargs; options of the built-in loss are "
+        "Give the missing arguments in model.ppo.loss_kwargs. Options of the built-in loss are "
         "passed automatically"
     )
     check_call(factory, options, f"{KEY}={name}: its constructor", remedy)
@@ -189,7 +189,7 @@ def _test_loss(loss: UserPolicyLoss, has_reference: bool) -> None:
 def _evaluate(
     loss: UserPolicyLoss, outputs: TokenOutputs, batch: dict[str, Tensor], parts: Iterable[slice]
 ) -> tuple[Tensor, Tensor]:
-    """Sum the losses of ``parts``; return the scalar and the log-probs' gradient float32 [B, S]."""
+    """Sum the losses of ``parts``, and compute the gradient of the log-probs, float32 [B, S]."""
     logprobs, entropy = outputs.values_or_logprobs, outputs.entropy
     mask = batch["token_mask"] * batch["sample_mask"][:, None]
     denominators = Denominators(mask.sum(), batch["sample_mask"].sum())
@@ -230,7 +230,7 @@ def _evaluate(
 def _synthetic_batch(
     has_reference: bool, uncounted: float
 ) -> tuple[TokenOutputs, dict[str, Tensor]]:
-    """Return four rows of up to six tokens; ``uncounted`` is added to tokens that do not count."""
+    """Return four rows of up to six tokens. ``uncounted`` is added to tokens that do not count."""
     generator = torch.Generator().manual_seed(0)
     prompts, lengths = torch.tensor([2, 2, 1, 3]), torch.tensor([5, 4, 4, 6])
     position = torch.arange(6)

@@ -64,10 +64,10 @@ class PPOValueLoss:
 
 
 class MseValueLossConfig(TypedDict, total=False):
-    """Settings of `MseValueLossFn`; both are optional."""
+    """Settings of `MseValueLossFn`. Both are optional."""
 
     scale: NonNegative  # default 1
-    cliprange: NonNegative | None  # default None; None and 0 turn clipping off
+    cliprange: NonNegative | None  # None (default) and 0 turn clipping off
 
 
 class MseValueLossFn:

@@ -50,7 +50,7 @@ class AllGatherCPTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cp_group: dist.ProcessGroup, seq_dim: int = 1) -> Tensor:
-        """Gather [..., S / CP, ...] of each rank to [..., S, ...]; any dtype."""
+        """Gather [..., S / CP, ...] of each rank to [..., S, ...], any dtype."""
         ctx.group, ctx.seq_dim = cp_group, seq_dim
         ranks = dist.get_world_size(cp_group)
         if ranks == 1:

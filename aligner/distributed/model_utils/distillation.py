@@ -28,15 +28,15 @@ def get_distillation_topk_logprobs_from_logits(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute log-probs of student and teacher at the teacher's ``k`` best tokens.
 
-    ``student_logits``: float [B, S, V]; with ``vocab_parallel_group`` [B, S_cp, V_local] and this
-    process's ``vocab_parallel_rank``; or a DTensor [B, S, V] on a mesh with ``tp`` (and ``cp``).
-    ``teacher_topk_logits``: float [B, S, k]; ``teacher_topk_indices``: int64 [B, S, k], global ids.
+    ``student_logits``: float [B, S, V], with ``vocab_parallel_group`` [B, S_cp, V_local] and this
+    process's ``vocab_parallel_rank``, or a DTensor [B, S, V] on a mesh with ``tp`` (and ``cp``).
+    ``teacher_topk_logits``: float [B, S, k]. ``teacher_topk_indices``: int64 [B, S, k], global ids.
 
     ``zero_outside_topk``: True normalises the student over the whole vocabulary, as if the teacher
-    assigned probability 0 to all other tokens; False renormalises the student over the k tokens.
+    assigned probability 0 to all other tokens. False renormalises the student over the k tokens.
     The teacher is always renormalised over the k tokens.
 
-    Returns ``(student [B, S-1, k], teacher [B, S-1, k], H [B, S-1] | None)``, float32; position t
+    Returns ``(student [B, S-1, k], teacher [B, S-1, k], H [B, S-1] | None)``, float32. Position t
     describes token t + 1. With ``calculate_entropy`` H is the student's ``Σ_v p_v log p_v`` over
     the whole vocabulary. Student and H are differentiable.
 
@@ -73,7 +73,7 @@ def get_distillation_topk_logprobs_from_logits(
 def logprobs_of(logits: Tensor, indices: Tensor, shard: VocabShard) -> Tensor:
     """Compute log-probs [B, S, K] of global ``indices`` int64 [B, S, K] over the whole vocabulary.
 
-    ``logits``: float [B, S, V_local]; the first ``shard.columns`` columns are real tokens.
+    ``logits``: float [B, S, V_local]. The first ``shard.columns`` columns are real tokens.
     """
     end = shard.start + shard.columns
     return ChunkedDistributedGatherLogprob.apply(

@@ -35,7 +35,7 @@ def _compute_distributed_log_softmax(
 ) -> Tensor:
     """Compute log-probs over the whole vocabulary of float [B, S, V_local], same shape and dtype.
 
-    Differentiable; each rank contributes the gradient of its columns of the output.
+    Differentiable. Each rank contributes the gradient of its columns of the output.
     """
     shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
     return _DistributedSoftmax.apply(vocab_parallel_logits, shard, True)
@@ -44,7 +44,7 @@ def _compute_distributed_log_softmax(
 def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Compute probabilities over the whole vocabulary of float [B, S, V_local], same shape, dtype.
 
-    Differentiable; each rank contributes the gradient of its columns of the output.
+    Differentiable. Each rank contributes the gradient of its columns of the output.
     """
     shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
     return _DistributedSoftmax.apply(vocab_parallel_logits, shard, False)

@@ -26,7 +26,7 @@ def get_logprobs_from_vocab_parallel_logits(
 ) -> Tensor:
     """Compute log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], on every rank.
 
-    ``vocab_parallel_logits``: float [B, S, V] sharded over ``tp`` by its last dimension; V need not
+    ``vocab_parallel_logits``: float [B, S, V] sharded over ``tp`` by its last dimension. V need not
     be a multiple of the mesh size. Other arguments: `dtensor_from_parallel_logits_to_logprobs`.
 
     Raises:
@@ -82,7 +82,7 @@ def dtensor_from_parallel_logits_to_logprobs(
 ) -> Tensor:
     """Compute log-probs of all tokens after the first, float32 [B, S-1], on every rank.
 
-    ``vocab_parallel_logits``: the local float [B, S / CP, V_local]; the first ``vocab_end_index -
+    ``vocab_parallel_logits``: the local float [B, S / CP, V_local]. The first ``vocab_end_index -
     vocab_start_index`` columns are these global ids. ``target``: int64 [B, S], unshifted. If the
     logits are sharded over ``cp``, a DTensor sharded in the same way in the order ``seq_index``
     int64 [S]. Other arguments: `from_parallel_logits_to_logprobs`.

@@ -43,7 +43,7 @@ def from_parallel_hidden_states_to_logprobs(
     unpacked_seqlen: int | None = None,
     sequence_parallel: bool = True,
 ) -> Tensor:
-    """Compute log-probs of ``target[:, 1:]``, float32 [B, S-1]; packed: [n, unpacked_seqlen - 1].
+    """Compute log-probs of ``target[:, 1:]``, float32 [B, S-1], packed [n, unpacked_seqlen - 1].
 
     The values equal `from_parallel_logits_to_logprobs` (packed: `…_packed_sequences`) of the
     logits, but only one tile of the logits is in memory at a time.
@@ -51,18 +51,18 @@ def from_parallel_hidden_states_to_logprobs(
     Args:
         tensor_parallel_hidden_states: float [S_cp / TP, B, H] with ``sequence_parallel``, else
             [S_cp, B, H], the same on all tensor-parallel ranks.
-        output_weight_layer: float [V_local, H], the output layer's weight; the first
+        output_weight_layer: float [V_local, H], the output layer's weight. The first
             ``vocab_end_index - vocab_start_index`` rows are these global ids.
         output_weight: replaces ``output_weight_layer`` if given, such as the tied embedding weight.
         runtime_gather_output: megatron-core's argument, unused, because every rank returns all
             log-probs.
-        target: int64 [B, S], unshifted, complete on every rank; packed [1, T].
+        target: int64 [B, S], unshifted, complete on every rank, or packed [1, T].
         vocab_start_index: first global id of the local weight.
         vocab_end_index: last global id of the local weight, plus 1.
         tp_group: group that shards the vocabulary (and the sequence).
         inference_only: save nothing for backward.
         cp_group: group that shards the sequence, in the chunks of `context_shard`.
-        chunk_size: maximum number of tokens per step; None derives it from the memory of a tile.
+        chunk_size: maximum number of tokens per step. None derives it from the memory of a tile.
         sampling_params: the distribution of the sampler, temperature included.
         cu_seqlens_padded: integers [n + 1], boundaries of packed sequences in [T] (B is 1).
         unpacked_seqlen: length of the rows of unpacked sequences.
@@ -84,7 +84,7 @@ def from_parallel_hidden_states_to_logprobs(
         raise LayoutError("packed sequences need both cu_seqlens_padded and unpacked_seqlen")
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        # All positions on every rank; in backward, the ranks' gradients are summed.
+        # All positions on every rank. In backward, the ranks' gradients are summed.
         hidden = tensor_parallel_hidden_states
         if shard.group is not None:
             gather = gather_first if sequence_parallel else SumGradient.apply
@@ -114,7 +114,7 @@ def from_parallel_hidden_states_to_logprobs(
 class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
     """Log-probs of targets from hidden states, without [B, S, V] in memory.
 
-    Only the local part of the hidden states is saved; backward gathers the hidden states again.
+    Only the local part of the hidden states is saved. Backward gathers the hidden states again.
     """
 
     @staticmethod
@@ -133,7 +133,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
 
         ``tensor_parallel_hidden_states``: float [S / TP, B, H], sharded by sequence parallelism.
         ``target``: int64 [B, S], already shifted, global ids.
-        ``output_weight_layer``: float [V_local, H]; the first ``vocab_end_index -
+        ``output_weight_layer``: float [V_local, H]. The first ``vocab_end_index -
         vocab_start_index`` rows are these global ids, the other rows are padding. ``chunk_size``:
         maximum number of tokens per step. ``inference_only``: save nothing for backward.
         """

@@ -51,7 +51,7 @@ def _gpt_forward_with_linear_ce_fusion(
     """Call ``GPTModel.forward``, or compute log-probs of the labels.
 
     With ``return_logprobs_for_linear_ce_fusion``, ``labels`` int64 [B, S] are the unshifted tokens,
-    complete on every rank. The result is float32 [B, S-1]; padding columns of the vocabulary enter
+    complete on every rank. The result is float32 [B, S-1]. Padding columns of the vocabulary enter
     the softmax, as in the logits. Packed (``packed_seq_params``, labels [1, T]): [n, max_seqlen_q -
     1]. Pipeline stages before the last return their hidden states. Other arguments are passed to
     megatron-core.

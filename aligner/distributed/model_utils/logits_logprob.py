@@ -57,7 +57,7 @@ class LogprobPlan:
         return chunk if self.sampling.temperature == 1.0 else chunk / self.sampling.temperature
 
     def thresholds(self, chunk: Tensor, width: int) -> Tensor | None:
-        """Compute the smallest kept logit per position of ``chunk``; None without a filter.
+        """Compute the smallest kept logit per position of ``chunk``, or None without a filter.
 
         ``chunk``: float [..., n, columns]. This is a collective, so chunks are padded to ``width``,
         the same number of columns on every rank.
@@ -114,9 +114,9 @@ def logprob_forward(
 
 
 def select_owned(chunk: Tensor, local: Tensor, owned: Tensor) -> Tensor:
-    """Return ``chunk`` at columns ``local`` if owned, else 0; float [..., K].
+    """Return ``chunk`` at columns ``local`` if owned, else 0, as float [..., K].
 
-    ``chunk``: float [..., columns]; ``local``: int64 [..., K]; ``owned``: bool [..., K].
+    ``chunk``: float [..., columns]. ``local``: int64 [..., K]. ``owned``: bool [..., K].
     """
     if chunk.shape[-1] == 0:  # this rank stores only padding
         return chunk.new_zeros(local.shape)
@@ -189,7 +189,7 @@ class DistributedLogprob(_Logprobs):
     ) -> Tensor:
         """Compute log-probs float32 [B, S] (float64 for float64 logits).
 
-        ``vocab_parallel_logits``: float [B, S, V_local]; the first ``vocab_end_index -
+        ``vocab_parallel_logits``: float [B, S, V_local]. The first ``vocab_end_index -
         vocab_start_index`` columns are these global ids, the other columns are padding outside the
         softmax. ``target``: int64 [B, S], already shifted. ``inference_only``: save nothing for
         backward.
@@ -260,7 +260,7 @@ class DistributedLogprobWithSampling(_Logprobs):
         """Compute log-probs float32 [B, S] (float64 for float64 logits).
 
         ``vocab_parallel_logits``: float [B, S, V_local], the r-th part of the vocabulary on rank r.
-        ``target``: int64 [B, S], already shifted, global ids; the log-prob of a target outside the
+        ``target``: int64 [B, S], already shifted, global ids. The log-prob of a target outside the
         filter is -inf. ``top_k`` (None, 0 or -1: off) is applied first, then ``top_p`` (1: off) to
         the remaining tokens. Equal logits are kept or excluded together. ``inference_only``: save
         nothing for backward.

@@ -22,7 +22,7 @@ def packed_targets(
     """Return the token that each local position predicts, int64 [T_cp], from int64 [T].
 
     ``cu_seqlens_padded``: integers [n + 1], the starts of the sequences, then the end of the last
-    sequence. The last position of a sequence predicts its first token; `unpack` drops this
+    sequence. The last position of a sequence predicts its first token. `unpack` drops this
     prediction.
     """
     rank, ranks = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
@@ -47,7 +47,7 @@ def unpack(
 ) -> Tensor:
     """Unpack float [T_cp] of each rank to [n, unpacked_seqlen - 1], without last positions.
 
-    Differentiable; gradients are summed over the context-parallel ranks (`AllGatherCPTensor`).
+    Differentiable. Gradients are summed over the context-parallel ranks (`AllGatherCPTensor`).
     Positions after the end of a sequence are 0. A sequence longer than ``unpacked_seqlen`` is cut.
     """
     boundaries = cu_seqlens_padded.to(values.device, torch.int64)

@@ -1,6 +1,6 @@
 """Next-token log-probs in the published convention, from logits in any layout.
 
-Log-probs are [B, S-1]; position t describes token t + 1. Targets are unshifted.
+Log-probs are [B, S-1]. Position t describes token t + 1. Targets are unshifted.
 `context_shard` describes the positions on each context-parallel rank.
 """
 
@@ -30,10 +30,10 @@ def from_parallel_logits_to_logprobs(
 ) -> Tensor:
     """Compute log-probs of ``target[:, 1:]``, float32 [B, S-1] (float64 for float64 logits).
 
-    ``vocab_parallel_logits``: float [B, S / CP, V_local]; the first ``vocab_end_index -
+    ``vocab_parallel_logits``: float [B, S / CP, V_local]. The first ``vocab_end_index -
     vocab_start_index`` columns are these global ids, the other columns are padding outside the
     softmax. The sequence may be padded beyond S. ``target``: int64 [B, S], unshifted, complete on
-    every rank. ``chunk_size``: positions per step; None derives it from memory.
+    every rank. ``chunk_size``: positions per step. None derives it from memory.
     ``sampling_params``: the distribution of the sampler, temperature included.
     ``inference_only``: save nothing for backward.
 
@@ -67,7 +67,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
 
     ``vocab_parallel_logits``: float [1, T / CP, V_local]. Context parallelism cuts each sequence
     separately into 2·CP chunks, and 2·CP divides its padded length.
-    ``target``: int64 [1, T], unshifted; or with ``target_is_pre_rolled`` [1, T / CP], the token
+    ``target``: int64 [1, T], unshifted, or with ``target_is_pre_rolled`` [1, T / CP], the token
     that each local position predicts. ``cu_seqlens_padded``: integers [n + 1], the starts of the
     sequences in [T], then the end of the last sequence. ``group``: tensor parallel. Other
     arguments: `from_parallel_logits_to_logprobs`.
@@ -96,9 +96,9 @@ def get_next_token_logprobs_from_logits(
 ) -> Tensor:
     """Compute log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], for any layout of the logits.
 
-    ``input_ids``: int64 [B, S]. ``next_token_logits``: float [B, S, V]; with
+    ``input_ids``: int64 [B, S]. ``next_token_logits``: float [B, S, V], with
     ``vocab_parallel_group`` [B, S / CP, V_local], part ``vocab_parallel_rank`` of the padded
-    vocabulary; or a DTensor with ``seq_index`` (int64 [S]), the order of the sequence under context
+    vocabulary, or a DTensor with ``seq_index`` (int64 [S]), the order of the sequence under context
     parallelism. The function makes no float32 copy of the logits.
 
     Raises:

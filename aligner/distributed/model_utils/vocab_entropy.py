@@ -124,7 +124,7 @@ def _mean_logprob(
         mean = logprob.masked_fill_(probability == 0, 0).sum(dim=-1)
         for index, values in enumerate((*local, mean)):
             partial[index, ..., rows] = values
-    # All ranks: a rank's share of p weights its mean; its share of q is added to its log-probs.
+    # All ranks: a rank's share of p weights its mean, and its share of q is added to its log-probs.
     *normalizers, means = shard.stack_ranks(partial).unbind(1)
     totals = [normalizer.logsumexp(dim=0) for normalizer in normalizers]
     share = (normalizers[0] - totals[0]).exp_()

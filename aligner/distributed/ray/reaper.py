@@ -20,7 +20,7 @@ from contextlib import suppress
 
 import psutil
 
-_POLL_S = 2.0  # interval between scans; younger processes end with their parent
+_POLL_S = 2.0  # interval between scans (younger processes end with their parent)
 _END_S = 5.0  # limit of the wait for processes to end
 
 

@@ -119,7 +119,7 @@ class WorkerProcess:
         rank_variables: Mapping[str, str],
         world: TorchWorld | None,
     ) -> None:
-        """Construct the worker; with a ``world``, join the world first and pass ``parallel``.
+        """Construct the worker. With a ``world``, join the world first and pass ``parallel``.
 
         ``arguments``: positional and keyword arguments. ``rank_variables``: environment variables
         such as RANK. Raises `Failure`.
@@ -151,7 +151,7 @@ class WorkerProcess:
     def call_with(
         self, method_name: str, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call the worker's method with positional arguments; otherwise as `call`."""
+        """Call the worker's method with positional arguments, otherwise as `call`."""
         try:
             with contextlib.ExitStack() as stack:
                 if step:  # without a step, aligner.distributed need not be importable
@@ -169,7 +169,7 @@ class WorkerProcess:
 
 
 def _join(world: TorchWorld) -> Any:
-    """Join the torch.distributed world; the environment already contains RANK."""
+    """Join the torch.distributed world. The environment already contains RANK."""
     os.environ |= {
         "WORLD_SIZE": str(world.world_size),
         "MASTER_ADDR": world.host,
