@@ -106,6 +106,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             ConfigError: both modes are given, or an argument of a mode is invalid.
             DataError: rows do not divide, a column is missing, or a row exceeds the token budget.
         """
+        # Check the arguments.
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise ConfigError(
                 "dynamic_batching_args and sequence_packing_args are both given, but a micro-batch "
@@ -115,6 +116,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         size = total if batch_size is None else batch_size
         _check_batches(total, size, shards, allow_uneven_shards)
         batches = sharding.global_batches(total, size)
+        # Micro-batches by tokens: rows are selected for balanced shards.
         if dynamic_batching_args is not None:
             return self._planned_shards(
                 dynamic_plan(self.data, dynamic_batching_args, batches, shards)
@@ -123,6 +125,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             return self._planned_shards(
                 packed_plan(self.data, sequence_packing_args, batches, shards)
             )
+        # Plain shards: contiguous runs of rows.
         if not allow_uneven_shards:
             _check_even(size, shards)
         parts = [sharding.split_evenly(batch, shards) for batch in batches]
@@ -165,6 +168,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def _get_global_batch(self, index: int, counts: list[int]) -> "SlicedDataDict":
         if not 0 <= index < len(counts):
             raise DataError(f"global batch {index} is outside 0..{len(counts) - 1}")
+        # Rows of the global batch, then its entries of the shard attributes.
         start = sum(counts[:index])
         batch = self.slice(start, start + counts[index])
         for name in _SHARD_ATTRIBUTES:
@@ -184,6 +188,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             raise DataError(
                 f"reorder_data needs every index 0..{self.size - 1} once, got {reordered_indices}"
             )
+        # Row i of the result is row inverse[i] of this batch.
         inverse = torch.empty(self.size, dtype=torch.int64)
         inverse[torch.as_tensor(reordered_indices, dtype=torch.int64)] = torch.arange(self.size)
         self.data = self.select_indices(inverse).data
@@ -265,6 +270,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         }
         dist.all_gather_object(rank_columns, columns, group=group)
         _check_same_columns(rank_columns)
+        # Join the rows and move tensors to the devices of this rank.
         joined = type(self).from_batches(rank_columns)
         for key, column in self.data.items():
             if isinstance(column, Tensor):
@@ -372,6 +378,7 @@ def check_columns(data: BatchedDataDict, names: Sequence[str]) -> None:
 
 
 def _every_token(data: BatchedDataDict) -> Tensor:
+    # No token predicts the first token of a row.
     position = torch.arange(data["input_ids"].shape[1])
     lengths = data["input_lengths"].cpu()
     return ((position > 0) & (position < lengths[:, None])).float()

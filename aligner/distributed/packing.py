@@ -53,6 +53,7 @@ def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
     def heap_entry(index: int) -> tuple[int, int]:
         return -sum(lengths[item] for item in bins[index]), index
 
+    # Heap of all bins, fullest first.
     heap = [heap_entry(index) for index in range(len(bins))]
     heapq.heapify(heap)
     while len(bins) < count:
@@ -125,6 +126,7 @@ class SequencePacker(ABC):
                     f"{self.bin_capacity}. Raise the token budget of a micro-batch or drop the "
                     "sequence"
                 )
+        # Pack, then split bins until the count is valid.
         started = time.perf_counter()
         bins = self._pack(lengths)
         count = bin_count(len(bins), self.min_bin_count, self.bin_count_multiple)
@@ -266,14 +268,17 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bi
     bins: Bins = []
     for index in order:
         node = 1
+        # Descend to the first leaf with enough room.
         while node < leaves:
             node *= 2
             if room[node] < lengths[index]:  # the left half has no room, so the right half has
                 node += 1
+        # Add the sequence, which may open the next bin.
         if node - leaves == len(bins):
             bins.append([])
         bins[node - leaves].append(index)
         room[node] -= lengths[index]
+        # Update the largest room of all parent nodes.
         while node > 1:
             node //= 2
             room[node] = max(room[2 * node], room[2 * node + 1])
@@ -290,16 +295,19 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
         order = decreasing(range(len(lengths)), lengths)
+        # One bin per large sequence.
         large = [i for i in order if 2 * lengths[i] > self.bin_capacity]
         pool = _Pool(order[len(large) :], lengths)
         bins = [[index] for index in large]
         room = [self.bin_capacity - lengths[index] for index in large]
+        # Fill these bins with one medium or two small sequences, then with any that fit.
         self._add_medium(bins, room, pool)
         self._add_small_pairs(bins, room, pool)
         for index, items in enumerate(bins):
             while (item := pool.take_largest(room[index])) is not None:
                 items.append(item)
                 room[index] -= lengths[item]
+        # Pack the remaining sequences into new bins.
         return bins + first_fit(pool.decreasing(), lengths, self.bin_capacity)
 
     def _add_medium(self, bins: Bins, room: list[int], pool: "_Pool") -> None:

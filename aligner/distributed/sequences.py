@@ -124,15 +124,18 @@ def build_prefix_tree(
         if high - low == 1:
             add(depth, int(lengths[order[low]]), parent, order[low:high])
             continue
+        # Add the common prefix as a run if sharing saves enough tokens.
         end = int(common[low + 1 : high].min())  # length of the prefix that all of them share
         if (end - depth) * (high - low - 1) >= max(1, least_saved):
             parent = add(depth, end, parent, order[low:high])
             depth = end
+        # Split the range at the first token after the common prefix.
         forks = low + 1 + np.flatnonzero(common[low + 1 : high] == end)
         bounds = [low, *forks.tolist(), high]
         stack += [
             (bounds[i], bounds[i + 1], depth, parent) for i in reversed(range(len(bounds) - 1))
         ]
+    # Convert the lists to arrays.
     counts = [len(owners) for owners in sequences]
     starts, sizes, parents = np.array(runs, np.int64).reshape(-1, 3).T
     return PrefixTree(
@@ -153,6 +156,7 @@ def shared_prefixes(input_ids: IntArray, lengths: IntArray, multiple: int = 1) -
     """
     if len(lengths) < 2:
         return None
+    # Compare the tokens without and with sharing.
     unshared = int((-(-lengths // multiple) * multiple).sum())
     tree = build_prefix_tree(input_ids, lengths)
     saved = unshared - tree.num_tokens(multiple)

@@ -27,7 +27,6 @@ import torch
 from numpy.typing import NDArray
 
 from aligner.distributed.packing import (
-    SequencePacker,
     at_least,
     bin_count,
     get_packer,
@@ -81,119 +80,30 @@ def balance_rows(rows: Sequence[int], weights: Sequence[int], shards: int) -> li
     return [sorted(part) for part in parts]
 
 
-def plan_dynamic(
-    lengths: Sequence[int],
-    batches: Sequence[range],
-    shards: int,
-    max_tokens: int,
-    multiple: int,
-    shared: Mapping[int, int] | None = None,
-    packer: SequencePacker | None = None,
-) -> list[ShardPlan]:
-    """Plan padded micro-batches of at most ``max_tokens`` tokens, padding included.
-
-    Args:
-        lengths: tokens of each item's longest row.
-        batches: items of each global batch.
-        shards: number of data-parallel ranks.
-        max_tokens: limit of (number of items) times (padded length) in a micro-batch.
-        multiple: padded lengths are rounded up to a multiple of this value.
-        shared: tokens of the items with shared prefixes, which form one row without padding.
-        packer: packs items with shared prefixes into separate micro-batches.
-
-    Raises:
-        DataError: a single item exceeds ``max_tokens``.
-    """
-    padded = _padded(lengths, multiple, max_tokens)
-    tokens = shared or {}
-    rows_per_item = packer.bin_capacity // max_tokens if packer is not None else 1
-    weights = [tokens.get(item, rows_per_item * length) for item, length in enumerate(lengths)]
-
-    def pack_shared(items: list[int]) -> list[list[int]]:
-        packable = [item for item in items if item in tokens]
-        if packer is None or not packable:
-            return []
-        bins = packer.pack([tokens[item] for item in packable])
-        return [[packable[i] for i in indices] for indices in bins]
-
-    def form(parts: list[list[int]]) -> list[list[list[int]]]:
-        packed = [pack_shared(items) for items in parts]
-        unshared = [[item for item in items if item not in tokens] for items in parts]
-        groups = [LengthGroups(items, padded, max_tokens) for items in unshared]
-        shard_parts = list(zip(packed, groups, strict=True))
-        count = max(len(bins) + group.fewest for bins, group in shard_parts)
-        return [
-            bins + group.cut(max(group.fewest, count - len(bins))) for bins, group in shard_parts
-        ]
-
-    def length(items: list[int]) -> int:
-        return max((padded[item] for item in items), default=0)
-
-    return _plan(batches, shards, weights, form, length)
-
-
-def plan_packed(
-    lengths: Sequence[int],
-    batches: Sequence[range],
-    shards: int,
-    packer: SequencePacker,
-    multiple: int,
-    min_bin_count: int = 0,
-    bin_count_multiple: int = 1,
-) -> list[ShardPlan]:
-    """Plan micro-batches of one packed row each, at most ``packer.bin_capacity`` tokens.
-
-    Args:
-        lengths: tokens of each row.
-        batches: rows of each global batch.
-        shards: number of data-parallel ranks.
-        packer: packs the rows of one shard.
-        multiple: the length of every sequence is rounded up to a multiple of this value.
-        min_bin_count: minimum number of micro-batches per shard and global batch.
-        bin_count_multiple: the number of micro-batches is a multiple of this value.
-
-    Raises:
-        DataError: a single row exceeds the capacity.
-    """
-    padded = _padded(lengths, multiple, packer.bin_capacity)
-
-    def form(parts: list[list[int]]) -> list[list[list[int]]]:
-        sizes = [[padded[row] for row in rows] for rows in parts]
-        packed = [packer.pack(size) for size in sizes]
-        count = bin_count(max(len(bins) for bins in packed), min_bin_count, bin_count_multiple)
-        formed = []
-        for rows, size, bins in zip(parts, sizes, packed, strict=True):
-            split = split_fullest(bins, size, min(count, len(rows)))
-            groups = [[rows[i] for i in items] for items in split]
-            formed.append(groups + [[]] * (count - len(groups)))
-        return formed
-
-    def length(rows: list[int]) -> int:
-        return sum(padded[row] for row in rows)
-
-    return _plan(batches, shards, lengths, form, length)
-
-
 def _plan(
+    items: Sequence[RowGroup],
     batches: Sequence[range],
     shards: int,
-    lengths: Sequence[int],
+    weights: Sequence[int],
     form: Callable[[list[list[int]]], list[list[list[int]]]],
     length: Callable[[list[int]], int],
 ) -> list[ShardPlan]:
-    """Balance tokens over shards, ``form`` micro-batches, and append empty micro-batches.
+    """Balance the weights of items over shards, ``form`` micro-batches, and append empty ones.
 
-    Micro-batches are sorted by decreasing length. A rank that runs out of memory then fails at the
-    first micro-batch, and ranks with collectives inside the model (expert parallelism) process
-    micro-batches of similar size at the same time.
+    ``batches``: item indices of each global batch. Micro-batches are sorted by decreasing length. A
+    rank that runs out of memory then fails at the first micro-batch, and ranks with collectives
+    inside the model (expert parallelism) process micro-batches of similar size at the same time.
     """
     plans: list[ShardPlan] = [[] for _ in range(shards)]
     for batch in batches:
-        formed = form(balance_rows(batch, lengths, shards))
+        formed = form(balance_rows(batch, weights, shards))
         count = max(len(groups) for groups in formed)
         for plan, groups in zip(plans, formed, strict=True):
             groups += [[]] * (count - len(groups))
-            microbatches = (MicrobatchPlan(rows, length(rows)) for rows in groups)
+            microbatches = [
+                MicrobatchPlan([row for item in group for row in items[item].rows], length(group))
+                for group in groups
+            ]
             plan.append(sorted(microbatches, key=lambda microbatch: -microbatch.length))
     return plans
 
@@ -316,44 +226,88 @@ class MicroBatching(TypedDict, total=False):
 def dynamic_plan(
     columns: Mapping[str, Any], args: DynamicBatchingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
-    """Call `plan_dynamic` for a batch. ``batches`` are the rows of its global batches."""
+    """Plan padded micro-batches of at most ``max_tokens_per_microbatch`` tokens with padding.
+
+    Items with shared prefixes form one row without padding and are packed into separate
+    micro-batches. ``batches``: rows of each global batch.
+
+    Raises:
+        DataError: a single item exceeds the token budget.
+    """
     multiple = at_least("sequence_length_round", args["sequence_length_round"], 1)
     tokens = args["max_tokens_per_microbatch"]
     size = at_least("rows_per_group", args.get("rows_per_group", 1), 1)
     budget = at_least("max_tokens_per_microbatch", tokens // size, 1)
-    lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
-    items, item_batches = _items(columns, args, lengths, batches, multiple, shards)
-    plans = plan_dynamic(
-        [max(lengths[row] for row in item.rows) for item in items],
-        item_batches,
-        shards,
-        budget,
-        multiple,
-        {index: item.tokens for index, item in enumerate(items) if item.shares},
-        get_packer("first_fit_decreasing", tokens),
-    )
-    return _rows_of_items(plans, items)
+    # Items and their weights, in tokens.
+    row_lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
+    items, item_batches = _items(columns, args, row_lengths, batches, multiple, shards)
+    lengths = [max(row_lengths[row] for row in item.rows) for item in items]
+    packer = get_packer("first_fit_decreasing", tokens)
+    padded = _padded(lengths, multiple, budget)
+    shared = {index: item.tokens for index, item in enumerate(items) if item.shares}
+    rows_per_item = packer.bin_capacity // budget
+    weights = [shared.get(item, rows_per_item * length) for item, length in enumerate(lengths)]
+
+    def pack_shared(indices: list[int]) -> list[list[int]]:
+        packable = [index for index in indices if index in shared]
+        if not packable:
+            return []
+        bins = packer.pack([shared[index] for index in packable])
+        return [[packable[i] for i in positions] for positions in bins]
+
+    def form(parts: list[list[int]]) -> list[list[list[int]]]:
+        packed = [pack_shared(indices) for indices in parts]
+        unshared = [[index for index in indices if index not in shared] for indices in parts]
+        groups = [LengthGroups(indices, padded, budget) for indices in unshared]
+        # All shards get the number of micro-batches of the shard that needs the most.
+        shard_parts = list(zip(packed, groups, strict=True))
+        count = max(len(bins) + group.fewest for bins, group in shard_parts)
+        return [
+            bins + group.cut(max(group.fewest, count - len(bins))) for bins, group in shard_parts
+        ]
+
+    def length(indices: list[int]) -> int:
+        return max((padded[index] for index in indices), default=0)
+
+    return _plan(items, item_batches, shards, weights, form, length)
 
 
 def packed_plan(
     columns: Mapping[str, Any], args: SequencePackingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
-    """Call `plan_packed` for a batch. ``batches`` are the rows of its global batches."""
+    """Plan micro-batches of one packed row each. ``batches``: rows of each global batch.
+
+    Raises:
+        DataError: a single item exceeds the token budget.
+    """
     capacity = at_least("max_tokens_per_microbatch", args["max_tokens_per_microbatch"], 1)
     multiple = at_least("sequence_length_pad_multiple", args["sequence_length_pad_multiple"], 1)
     at_least("rows_per_group", args.get("rows_per_group", 1), 1)
-    lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
-    items, item_batches = _items(columns, args, lengths, batches, multiple, shards)
-    plans = plan_packed(
-        [item.tokens for item in items],
-        item_batches,
-        shards,
-        get_packer(args["algorithm"], capacity),
-        multiple,
-        args.get("min_bin_count", 0),
-        at_least("bin_count_multiple", args.get("bin_count_multiple", 1), 1),
-    )
-    return _rows_of_items(plans, items)
+    # Items, packer, and padded lengths.
+    row_lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
+    items, item_batches = _items(columns, args, row_lengths, batches, multiple, shards)
+    lengths = [item.tokens for item in items]
+    packer = get_packer(args["algorithm"], capacity)
+    minimum = args.get("min_bin_count", 0)
+    count_multiple = at_least("bin_count_multiple", args.get("bin_count_multiple", 1), 1)
+    padded = _padded(lengths, multiple, capacity)
+
+    def form(parts: list[list[int]]) -> list[list[list[int]]]:
+        sizes = [[padded[index] for index in indices] for indices in parts]
+        packed = [packer.pack(size) for size in sizes]
+        # All shards get the same number of rows, so the fullest bins of other shards are split.
+        count = bin_count(max(len(bins) for bins in packed), minimum, count_multiple)
+        formed = []
+        for indices, size, bins in zip(parts, sizes, packed, strict=True):
+            split = split_fullest(bins, size, min(count, len(indices)))
+            groups = [[indices[i] for i in positions] for positions in split]
+            formed.append(groups + [[]] * (count - len(groups)))
+        return formed
+
+    def length(indices: list[int]) -> int:
+        return sum(padded[index] for index in indices)
+
+    return _plan(items, item_batches, shards, lengths, form, length)
 
 
 def _items(
@@ -367,6 +321,7 @@ def _items(
     """Return all items, and the range of item indices of each global batch."""
     size = args.get("rows_per_group", 1)
     _check_divisible(len(lengths), batches, size)
+    # Group rows, then number the groups over all global batches.
     ids = torch.as_tensor(columns[args["input_key"]])
     groups = prefix_groups(
         ids.cpu().numpy() if args.get("shared_prefixes") else None,
@@ -392,15 +347,6 @@ def _check_divisible(rows: int, batches: Sequence[range], size: int) -> None:
                 f"a global batch of rows {batch.start} to {batch.stop} splits a group of {size} "
                 f"adjacent rows. Make the batch size a multiple of {size}"
             )
-
-
-def _rows_of_items(plans: list[ShardPlan], items: Sequence[RowGroup]) -> list[ShardPlan]:
-    """Convert plans over items to plans over rows."""
-
-    def expanded(part: MicrobatchPlan) -> MicrobatchPlan:
-        return part._replace(rows=[row for item in part.rows for row in items[item].rows])
-
-    return [[[expanded(part) for part in batch] for batch in plan] for plan in plans]
 
 
 def _row_lengths(columns: Mapping[str, Any], input_key: str, lengths_key: str) -> list[int]:

@@ -67,6 +67,7 @@ class RayVirtualCluster:
         import ray
 
         self.name, self.timeout_s = name, timeout_s
+        # Resources of a bundle.
         if use_gpus is None:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             use_gpus = has_gpus and os.environ.get("ALIGNER_FORCE_CPU") != "1"
@@ -74,6 +75,7 @@ class RayVirtualCluster:
         self._parallel, self._seed = parallel or ParallelConfig(), seed
         self._counts = list(bundle_ct_per_node_list)
         self._bundle = {"CPU": cpus_per_bundle, **({"GPU": 1.0} if use_gpus else {})}
+        # State of the groups that use the bundles.
         self._env_vars = dict(env_vars or {})
         self._max_groups = max_colocated_worker_groups
         self._groups: list[RayWorkerGroup] = []
@@ -125,12 +127,14 @@ class RayVirtualCluster:
         parallel = parallel or self._parallel
         if layout is None:
             layout = self._layout(parallel, len(self.bundles_for(workers_per_node)))
+        # Check for free bundles.
         self._groups = [group for group in self._groups if group.is_alive]
         if len(self._groups) == self._max_groups:
             raise WorkerError(
                 f"{name_prefix}: {self._max_groups} groups of workers already use the cluster "
                 f"{self.name}. Raise max_colocated_worker_groups"
             )
+        # Wait until the memory use of all other groups is stable.
         if python_executable is not None:
             for running_group in self._groups:
                 running_group.wait_until_started()
@@ -166,6 +170,7 @@ class RayVirtualCluster:
             if isinstance(workers_per_node, int)
             else list(workers_per_node)
         )
+        # Check against the bundles of each node.
         fits = len(counts) == len(self._counts) and all(
             0 <= count <= available for count, available in zip(counts, self._counts, strict=True)
         )
@@ -174,6 +179,7 @@ class RayVirtualCluster:
                 f"workers_per_node={workers_per_node}: the nodes of the cluster {self.name} have "
                 f"{self._counts} bundles. Give at most these numbers"
             )
+        # The first bundles of each node.
         selected: list[Bundle] = []
         start = 0
         for count, available in zip(counts, self._counts, strict=True):
@@ -273,6 +279,7 @@ class RayVirtualCluster:
             )
             for node, count in zip(nodes, self._counts, strict=True)
         ]
+        # Wait until all groups are placed, else release all groups.
         pending = [group.ready() for group in groups]
         ready, _ = ray.wait(pending, num_returns=len(pending), timeout=_ATTEMPT_S)
         if len(ready) == len(pending):

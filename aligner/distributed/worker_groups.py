@@ -150,6 +150,7 @@ class RayWorkerGroup:
                 It needs the same version of Ray. aligner's source is added to its path.
         """
         bundles = cluster.bundles_for(workers_per_node)
+        # Layout and bundles of the workers.
         if sharding_annotations is None:
             sharding_annotations = NamedSharding(np.arange(len(bundles)), ["data_parallel"])
         if sharding_annotations.size > len(bundles):
@@ -165,6 +166,7 @@ class RayWorkerGroup:
         self._actors: list[Any] = []
         self._seats: list[Seat] = []
         self._starting: list[Any] = []
+        # Start the processes, then the workers in them.
         used = bundles[: sharding_annotations.size]
         try:
             self._start_processes(
@@ -234,12 +236,14 @@ class RayWorkerGroup:
         Returns:
             One result per coordinate of the other axes, outermost axis first.
         """
+        # Check the axes and the number of shards.
         sizes = self.sharding_annotations.shape
         for name in (*in_sharded_axes, *replicate_on_axes, *output_is_replicated):
             if name not in sizes:
                 raise WorkerError(f"{method_name}: no axis {name!r}. The axes are {list(sizes)}")
         _check_shards(method_name, data, [sizes[name] for name in in_sharded_axes])
         common, shards = self._arguments(common_kwargs or {}), {}
+        # Call every worker, except along unused axes only the worker at coordinate 0.
         unused_axes = set(sizes) - set(in_sharded_axes) - set(replicate_on_axes)
         calls: list[Any] = []
         returned: list[int] = []
@@ -293,6 +297,7 @@ class RayWorkerGroup:
                 future.get_results()
             except AlignerError:
                 is_clean = False
+        # Kill all processes, also after a failed cleanup.
         for actor in self._actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
@@ -354,6 +359,7 @@ class RayWorkerGroup:
                 "py_executable": python_executable,
                 "env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, path))},
             }
+        # One actor per bundle.
         process, starting = ray.remote(WorkerProcess), []
         for rank, bundle in enumerate(bundles):
             log = str(self.cluster.log_dir / f"{self.name_prefix}-{rank}.log")
@@ -382,6 +388,7 @@ class RayWorkerGroup:
             name = f"{self.name_prefix}, starting"
             ((host, port),) = wait_for([call], name, self._timeout_s)
             world = TorchWorld(parallel, seed, self._timeout_s, len(self._actors), host, port)
+        # Construct each worker with its rank in the environment.
         arguments = self._put((builder.args, builder.kwargs))
         for rank, (actor, seat) in enumerate(zip(self._actors, self._seats, strict=True)):
             node = bundles[rank].node

@@ -153,6 +153,7 @@ def run_sharded(
     Returns:
         One result per rank, in order, and for each row of the joined results its index in ``data``.
     """
+    # Shard the rows.
     shards: Any = data.shard_by_batch_size(
         group.sharding_annotations.get_axis_size("data_parallel"),
         batch_size=batch_size,
@@ -162,6 +163,7 @@ def run_sharded(
     order = list(range(data.size))
     if batching:
         shards, order = shards
+    # Model-parallel ranks get the same shard and return the same result.
     future = group.run_all_workers_sharded_data(
         method.__name__,
         data=shards,
@@ -188,6 +190,7 @@ def micro_batching(
     """
     if model is None or model.token_budgets is None or micro_batch_size is not None:
         return {}
+    # Token budget of the phase.
     budgets = model.token_budgets
     tokens = budgets.train_mb_tokens
     if not training and budgets.logprob_mb_tokens is not None:
@@ -265,6 +268,7 @@ class LocalWorkerGroup:
         Every axis is either sharded or replicated. Worker methods return the same result along
         ``output_is_replicated``, so the call returns one result per data-parallel rank.
         """
+        # Check the axes and the number of shards.
         if list(in_sharded_axes) != ["data_parallel"]:
             raise WorkerError(
                 f"data can be sharded over data_parallel alone, not {list(in_sharded_axes)}"
@@ -276,6 +280,7 @@ class LocalWorkerGroup:
             raise WorkerError(
                 f"{method_name}: {len(data)} shards for {self.parallel.dp_size} data-parallel ranks"
             )
+        # Call this process's worker, and exchange results over data parallel.
         arguments = {"data": data[self.parallel.dp_rank], **(common_kwargs or {})}
         if self.parallel.dp_size == 1:
             return LocalFuture([getattr(self.worker, method_name)(**arguments)])
@@ -378,6 +383,7 @@ class LocalCluster:
             env_vars: set permanently in this process.
             kwargs: arguments of the class.
         """
+        # The launcher decided the layout, so the arguments must agree with it.
         if parallel is not None and parallel != self.parallel.config:
             raise LayoutError(
                 f"{name_prefix}: the layout of the processes is {self.parallel.config}, the "
@@ -392,6 +398,7 @@ class LocalCluster:
                 "processes of this machine. Leave it out, or use a RayVirtualCluster"
             )
         os.environ.update({key: str(value) for key, value in (env_vars or {}).items()})
+        # Construct the worker in this process.
         constructor = pkgutil.resolve_name(":".join(worker_class.rsplit(".", 1)))
         try:
             worker = constructor(parallel=self.parallel, **kwargs)

@@ -65,6 +65,7 @@ def row_statistics(
     ``keep_target``. Without ``keep_target`` its log-prob is -inf. Logits are divided by
     ``divisor``.
     """
+    # Logits of the targets, which also initialise the running maximum.
     tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor)
     hidden = tiles.factor(hidden)
     local, owned = shard.localize(target)
@@ -98,6 +99,7 @@ def row_statistics(
         total += exponential
         if weighted is not None:  # clamped, because a target at -inf adds 0, and 0 · -inf is NaN
             weighted += exponential * shifted.clamp(min=EXCLUDED)
+    # Statistics from the complete sums.
     log_total = total.log()
     log_normalizer = maximum + log_total
     entropy = None if weighted is None else log_total - weighted / total
@@ -241,6 +243,7 @@ def input_gradients(
     row_factor = (gradient.row_factor / divisor).unsqueeze(1)
     # Rounded tiles are multiplied by the row factors, otherwise [N, H] is multiplied.
     scaled = inputs if tiles.narrow else row_factor * inputs
+    # Outputs, padding rows of the weight get gradient 0.
     grad_hidden = torch.zeros_like(inputs, dtype=tiles.dtype) if requires_hidden else None
     grad_weight = torch.empty_like(weight) if requires_weight else None
     if grad_weight is not None:
@@ -249,6 +252,7 @@ def input_gradients(
         weight_tile = tiles.factor(weight[columns])
         accumulated: Tensor | None = None
         for rows in tiles.tokens():
+            # Recompute one tile and add its products to both gradients.
             tile = _gradient_tile(
                 tiles, inputs[rows], weight_tile, gradient, restriction, rows, columns
             )

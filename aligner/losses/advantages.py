@@ -226,6 +226,7 @@ def soft_overlong_penalty(lengths: Tensor, is_end: Tensor, max_length: int, cach
             f"overlong cache={cache} must be between 0 and max_length={max_length}, both in tokens"
         )
     assert lengths.shape == is_end.shape, (lengths.shape, is_end.shape)
+    # Tokens over the start of the punished range.
     over = (lengths - (max_length - cache)).clamp(min=0).float()
     soft = -(over / max(1, cache)).clamp(max=1.0)
     return torch.where(is_end.bool(), soft, -1.0)
@@ -310,6 +311,7 @@ def token_advantages(
         charged_rewards = token_rewards(rewards, penalty, generated, beta=1.0, turn_ids=turn_ids)
         returns = discounted_returns(charged_rewards, generated, discount, turn_ids=turn_ids)
         return masked_whiten(returns, generated)
+    # Compare responses, or turns.
     whitens = estimator == "reinforce_plus_plus_baseline"
     formula: SampleEstimator = "dr_grpo" if whitens else estimator  # type: ignore[assignment]
     if turn_ids is not None and rewards.ndim == 2:
@@ -362,6 +364,7 @@ def turn_advantages(
     # Returns of turns: sums from a turn to the end of the conversation.
     has_turn = by_turn(torch.ones_like(turn_rewards)) > 0
     worth = _to_go(by_turn(turn_rewards))
+    # Subtract the penalty and the baseline.
     advantage = worth if penalty is None else worth - _to_go(by_turn(penalty))
     if estimator != "reinforce":
         advantage, deviation = compare_turns(worth, advantage, has_turn, groups)
@@ -370,6 +373,7 @@ def turn_advantages(
             advantage = advantage * (size - 1) / size.clamp(min=1)
         if estimator == "grpo":
             advantage = advantage / (deviation + GRPO_EPSILON)
+    # Spread the advantage of a turn over its tokens.
     token_values = advantage.gather(1, (turn_index - 1).clamp(min=0))
     return torch.where(generated, token_values, 0).to(turn_rewards.dtype)
 

@@ -146,17 +146,20 @@ def correct(
     log_ratio = torch.where(mask, log_ratio, 0)
     weights: Tensor | None = None
     metrics: dict[str, Tensor] = {}
+    # Importance weights, truncated or masked at the bounds.
     if correction.weights != "none":
         weights = importance_weights(log_ratio, mask, correction.weights)
         metrics["weights_outside"] = average(
             is_outside(weights, correction.bounds).to(log_ratio.dtype)
         )
         weights = within_bounds(weights, correction.bounds, correction.outside)
+    # Rejection of whole responses.
     if correction.geometric_bounds is not None:
         rejected = geometric_rejection(log_ratio, mask, correction.geometric_bounds)
         rejected = rejected[:, None].expand_as(mask)
         metrics["tokens_rejected"] = average(rejected.to(log_ratio.dtype))
         weights = _remove(rejected, weights, log_ratio)
+    # Removal of tokens by the second moment.
     if correction.second_moment is not None:
         assert moment_mask is not None, "the column second_moment_mask is missing"
         is_over = ~moment_mask.bool()

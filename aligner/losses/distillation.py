@@ -65,6 +65,7 @@ class DistillationLoss:
         teacher_logits = _zero_uncounted(batch["teacher_topk_logits"], counted)
         teacher = teacher_logits.to(logprobs).log_softmax(dim=-1)
         student = logprobs if self.zero_outside_topk else logprobs.log_softmax(dim=-1)
+        # Both directions of the divergence over the k tokens.
         forward = (teacher.exp() * (teacher - student)).sum(dim=-1)
         backward = (student.exp() * (student - teacher)).sum(dim=-1)
         if self.needs_entropy:
@@ -75,6 +76,7 @@ class DistillationLoss:
             outside = LOG_OUTSIDE * (1 - probability.sum(dim=-1))
             entropy = _zero_uncounted(outputs.entropy, counted)
             backward = backward + (-entropy - inside - outside)
+        # Select the direction and average over tokens.
         per_token = {
             "forward": forward,
             "backward": backward,

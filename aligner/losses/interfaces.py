@@ -150,6 +150,7 @@ def loss_and_metrics(
             "of metrics"
         )
     loss, metrics = result
+    # The loss must be a scalar tensor. Numbers have no gradient.
     if not isinstance(loss, Tensor) or loss.ndim:
         shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise error(f"{who} returned {shape} as the loss. Return a scalar tensor")

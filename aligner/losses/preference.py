@@ -66,10 +66,12 @@ class PairwiseLoss(ABC):
         response's tokens. ``sample_mask`` [B], the same for both rows of a pair, and
         ``ref_logprobs`` float [B, S] if the loss reads a reference.
         """
+        # Rewards of both rows of each pair.
         logprobs = outputs.values_or_logprobs
         pairs = pairs_of(batch, denominators)
         mask = counted_tokens(batch, logprobs) & pairs.rows().unsqueeze(1)
         chosen, rejected = split_pairs(self.beta * self._scores(logprobs, batch, mask))
+        # Loss of the margins.
         loss = pairs.mean(self._losses(chosen - rejected, batch))
         metrics = {
             "preference_loss": loss,
@@ -232,10 +234,12 @@ class KTOLoss:
         logprobs, ref_logprobs = outputs.values_or_logprobs, batch["ref_logprobs"]
         mask = counted_tokens(batch, logprobs, ref_logprobs)
         counts, desirable = batch["sample_mask"].bool(), batch["desirable"].bool()
+        # Distance of the rewards from the baseline, positive for better rows.
         rewards = self.beta * masked_sum(logprobs - ref_logprobs, mask, dim=1)
         baseline = batch["kl_baseline"].detach()
         gain = rewards - self.beta * baseline
         gain = torch.where(desirable, gain, -gain)
+        # Loss of each row, weighted by its label.
         weights = gain.new_tensor([self.undesirable_weight, self.desirable_weight])
         losses = weights[desirable.long()] * (-gain).sigmoid()
 

@@ -92,6 +92,7 @@ class AttributeRegressionLoss:
         ``attributes`` float [B, K], ``attribute_mask`` [B, K] (1 means rated) and ``sample_mask``
         [B].
         """
+        # Scores and ratings of rated attributes, [B, K].
         scores = sequence_scores(outputs.values_or_logprobs, batch["input_lengths"])
         scores = scores.unsqueeze(1) if scores.ndim == 1 else scores
         ratings, rated = batch["attributes"], batch["attribute_mask"].bool()

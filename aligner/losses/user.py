@@ -137,6 +137,7 @@ def _construct(factory: Callable[..., Any], name: str, options: Mapping[str, Any
         "Give the missing arguments in model.ppo.loss_kwargs. Options of the built-in loss are "
         "passed automatically"
     )
+    # Construct the loss.
     check_call(factory, options, f"{KEY}={name}: its constructor", remedy)
     try:
         loss = factory(**options)
@@ -147,6 +148,7 @@ def _construct(factory: Callable[..., Any], name: str, options: Mapping[str, Any
             f"{KEY}={name}: its constructor raised {describe_exception(error)} for the arguments "
             f"{dict(options)}"
         ) from error
+    # Check its call.
     remedy = "Write it as __call__(self, outputs, batch, denominators)"
     if not callable(loss):
         raise ConfigError(f"{KEY}={name}: {type(loss).__name__} cannot be called. {remedy}")
@@ -163,10 +165,12 @@ def _test_loss(loss: UserPolicyLoss, has_reference: bool) -> None:
     def evaluate(uncounted: float, *parts: slice) -> tuple[Tensor, Tensor]:
         return _evaluate(loss, *_synthetic_batch(has_reference, uncounted), parts)
 
+    # Both the loss and the gradients must agree.
     def agree(actual: tuple[Tensor, Tensor]) -> bool:
         pairs = zip(expected, actual, strict=True)
         return all(torch.allclose(*pair, rtol=1e-4, atol=1e-6) for pair in pairs)
 
+    # All rows at once, in two micro-batches, and with shifted uncounted tokens.
     expected = evaluate(0.0, slice(None))
     split = evaluate(0.0, slice(0, 2), slice(2, _ROWS))
     shifted = evaluate(2.0, slice(None))
@@ -190,6 +194,7 @@ def _evaluate(
     loss: UserPolicyLoss, outputs: TokenOutputs, batch: dict[str, Tensor], parts: Iterable[slice]
 ) -> tuple[Tensor, Tensor]:
     """Sum the losses of ``parts``, and compute the gradient of the log-probs, float32 [B, S]."""
+    # Sum the losses of the micro-batches.
     logprobs, entropy = outputs.values_or_logprobs, outputs.entropy
     mask = batch["token_mask"] * batch["sample_mask"][:, None]
     denominators = Denominators(mask.sum(), batch["sample_mask"].sum())
@@ -212,6 +217,7 @@ def _evaluate(
                 f"{len(rows['sample_mask'])} rows with the columns {', '.join(sorted(rows))}"
             ) from error
         total = total + share
+    # Check loss and gradient.
     if not total.requires_grad:
         raise ConfigError(
             f"{KEY}={loss.name}: the loss has no gradient. Compute it from "
@@ -232,11 +238,13 @@ def _synthetic_batch(
 ) -> tuple[TokenOutputs, dict[str, Tensor]]:
     """Return four rows of up to six tokens. ``uncounted`` is added to tokens that do not count."""
     generator = torch.Generator().manual_seed(0)
+    # Masks: row 2 does not count.
     prompts, lengths = torch.tensor([2, 2, 1, 3]), torch.tensor([5, 4, 4, 6])
     position = torch.arange(6)
     token_mask = (position >= prompts[:, None]) & (position < lengths[:, None])
     sample_mask = torch.tensor([1.0, 1.0, 0.0, 1.0])
     idle = ~(token_mask & sample_mask.bool()[:, None])
+    # Random columns, shifted at tokens that do not count.
     reference = ["ref_logprobs"] if has_reference else []
     batch = {
         name: -torch.rand(_ROWS, 6, generator=generator) - 0.5 + uncounted * idle

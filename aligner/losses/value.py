@@ -136,5 +136,6 @@ class RightShiftedLoss:
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss of shifted ``outputs.values_or_logprobs`` float32 ``[B, S]``."""
+        # Values before each token.
         shifted = TokenOutputs(right_shift_values(outputs.values_or_logprobs))
         return self.loss_fn(shifted, batch, denominators)

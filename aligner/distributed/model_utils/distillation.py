@@ -48,6 +48,7 @@ def get_distillation_topk_logprobs_from_logits(
     logits, shard, cp_group = _student_shard(
         student_logits, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
     )
+    # Student: log-probs or raw logits at the teacher's tokens, on every rank.
     indices = teacher_topk_indices.to(logits.device)
     length = indices.shape[1]
     if zero_outside_topk:
@@ -63,8 +64,10 @@ def get_distillation_topk_logprobs_from_logits(
             vocab_end_index=shard.start + shard.columns,
         )
         student = student.log_softmax(dim=-1)
+    # Teacher: renormalised over the k tokens.
     teacher = teacher_topk_logits.to(student).log_softmax(dim=-1)
     entropy = None
+    # Entropy of the student over the whole vocabulary.
     if calculate_entropy:
         entropy = gather_context(mean_logprob(logits, shard), length, cp_group)[:, :-1]
     return student[:, :-1], teacher[:, :-1], entropy

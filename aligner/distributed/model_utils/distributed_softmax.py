@@ -83,6 +83,7 @@ class _DistributedSoftmax(torch.autograd.Function):
             for rows in sequence_chunks(logits, None):
                 total[..., rows] = probabilities(rows).mul_(upstream[..., rows, :]).sum(dim=-1)
         total = ctx.shard.sum(total).unsqueeze(-1)
+        # Gradient of the local logits, chunk by chunk.
         grad = torch.empty_like(logits)
         for rows in sequence_chunks(logits, None):
             probability, grad_output = probabilities(rows), upstream[..., rows, :]

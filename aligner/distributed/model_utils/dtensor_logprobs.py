@@ -44,6 +44,7 @@ def get_logprobs_from_vocab_parallel_logits(
     width = -(-vocab_parallel_logits.shape[-1] // mesh["tp"].size())
     if local.shape[-1] < width:
         local = F.pad(local, (0, width - local.shape[-1]))
+    # The local part, with the position of its columns in the vocabulary.
     return dtensor_from_parallel_logits_to_logprobs(
         local,
         input_ids,
@@ -98,6 +99,7 @@ def dtensor_from_parallel_logits_to_logprobs(
     )
     mesh = target.device_mesh if isinstance(target, DTensor) else None
     names = () if mesh is None else mesh.mesh_dim_names or ()
+    # Without context parallelism every rank stores the complete sequence.
     if mesh is None or "cp" not in names or mesh["cp"].size() == 1:
         tokens = target.full_tensor() if isinstance(target, DTensor) else target
         shifted = tokens.to(vocab_parallel_logits.device).roll(-1, dims=-1)
@@ -113,6 +115,7 @@ def dtensor_from_parallel_logits_to_logprobs(
     shifted = target.full_tensor()[:, order].roll(-1, dims=-1)[:, seq_index]
     replicated = DTensor.from_local(shifted, mesh, [Replicate()] * mesh.ndim, run_check=False)
     local = replicated.redistribute(placements=placements).to_local()
+    # Compute the local positions, then gather them in sequence order.
     logprobs = PlannedLogprob.apply(vocab_parallel_logits, local, plan, inference_only)
     gathered = DTensor.from_local(logprobs, mesh, placements, run_check=False).full_tensor()
     return gathered[:, order][:, :-1]

@@ -137,6 +137,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         vocab_start_index`` rows are these global ids, the other rows are padding. ``chunk_size``:
         maximum number of tokens per step. ``inference_only``: save nothing for backward.
         """
+        # Tokens in the order of the hidden states, [S, B].
         hidden = gather_first(tensor_parallel_hidden_states, tp_group)
         sequence, batch, _ = hidden.shape
         assert target.shape == (batch, sequence), (target.shape, hidden.shape)
@@ -145,6 +146,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         statistics = row_statistics(
             hidden.flatten(0, 1), output_weight_layer, flat_target, shard, chunk_size=chunk_size
         )
+        # Save the local hidden states, not the gathered ones.
         if not inference_only:
             ctx.save_for_backward(
                 tensor_parallel_hidden_states,

@@ -72,6 +72,7 @@ def _gpt_forward_with_linear_ce_fusion(
         "loss_mask": loss_mask,
         "padding_mask": padding_mask,
     }
+    # The original forward pass.
     if not return_logprobs_for_linear_ce_fusion:
         return self._original_forward_for_linear_ce_fusion(labels=labels, **arguments)
     if labels is None:
@@ -79,6 +80,7 @@ def _gpt_forward_with_linear_ce_fusion(
             "labels=None with return_logprobs_for_linear_ce_fusion=True. Pass the tokens [B, S] "
             "of the log-probs"
         )
+    # The forward pass up to the hidden states.
     with bypassed_output_layer(self):
         hidden = self._original_forward_for_linear_ce_fusion(**arguments)
     return _logprobs(self, hidden, labels, packed_seq_params) if self.post_process else hidden
@@ -95,6 +97,7 @@ def _logprobs(model: "GPTModel", hidden: Tensor, labels: Tensor, packed_seq_para
             "cu_seqlens_padded": packed_seq_params.cu_seqlens_q if padded is None else padded,
             "unpacked_seqlen": packed_seq_params.max_seqlen_q,
         }
+    # Every rank computes its rows of the output layer.
     return from_parallel_hidden_states_to_logprobs(
         hidden.transpose(0, 1),
         None,

@@ -99,13 +99,16 @@ def logprob_forward(
     partial = logits.new_empty(indices.shape[:-1], dtype=dtype)
     thresholds = torch.empty_like(partial) if plan.sampling.restricts else None
     for rows in sequence_chunks(logits, plan.chunk_size):
+        # Logits of the chunk within the filter.
         chunk, columns = plan.chunk(logits, rows), (local[..., rows, :], owned[..., rows, :])
         limits = plan.thresholds(chunk, logits.shape[-1])
         if thresholds is not None:
             thresholds[..., rows] = limits
         chunk = plan.restrict(chunk, limits, *columns)
+        # Reduce the chunk to selected logits and one partial normaliser per position.
         selected[..., rows, :] = select_owned(chunk, *columns)
         partial[..., rows] = chunk.logsumexp(dim=-1)
+    # Combine the partial normalisers of all ranks.
     normalizer = plan.shard.stack_ranks(partial).logsumexp(dim=0)
     if not inference_only:
         ctx.save_for_backward(logits, indices, normalizer, thresholds)
@@ -150,11 +153,14 @@ class _Logprobs(torch.autograd.Function):
         grad[..., columns:] = 0
         for rows in sequence_chunks(logits, plan.chunk_size):
             row_local, row_owned = local[..., rows, :], owned[..., rows, :]
+            # Recompute the logits of the chunk.
             limits = None if thresholds is None else thresholds[..., rows]
             chunk = plan.restrict(plan.chunk(logits, rows), limits, row_local, row_owned)
+            # Excluded targets get no gradient.
             grad_output = upstream[..., rows, :]
             is_excluded = select_owned(chunk, row_local, row_owned).isneginf()
             target_grad = torch.where(row_owned & ~is_excluded, grad_output, 0)
+            # The softmax, scaled by the total gradient, plus the gradient at the targets.
             tile = (chunk - normalizer[..., rows].unsqueeze(-1)).exp_()
             tile.mul_(-grad_output.sum(dim=-1, keepdim=True))
             if columns:

@@ -112,6 +112,7 @@ def get_next_token_logprobs_from_logits(
         raise LayoutError(
             "vocab_parallel_rank is missing. Pass it together with vocab_parallel_group"
         )
+    # Plain tensors: the whole vocabulary, or the part of this rank.
     width = next_token_logits.shape[-1]
     start = width * (vocab_parallel_rank or 0)
     return from_parallel_logits_to_logprobs(

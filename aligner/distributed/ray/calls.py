@@ -46,6 +46,7 @@ def wait_for(
     import ray
     from ray.exceptions import RayActorError, RayError, RayTaskError
 
+    # Wait for one result at a time, in any order.
     positions = {ref: position for position, (ref, _) in enumerate(calls)}
     results: list[Any] = [None] * len(calls)
     pending = list(positions)
@@ -79,8 +80,10 @@ def wait_for(
             if cause.trace:
                 first_failure.add_note(cause.trace)
         deadline = min(deadline, time.monotonic() + _GRACE_S)
+    # No death was reported within the grace period.
     if first_failure is not None:
         raise first_failure
+    # Workers did not answer in time.
     if pending:
         silent = [calls[positions[ref]][1] for ref in pending]
         raise WorkerError(

@@ -90,6 +90,7 @@ def _joined(address: str) -> Iterator[None]:
 def _started(needs: RayNeeds) -> Iterator[None]:
     import ray
 
+    # A separate folder, which the cleanup process removes.
     folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir="/tmp")
     options: dict[str, Any] = {
         # Ray only counts CPUs. Roles compute in turn, so more CPUs than exist are allowed.
@@ -103,6 +104,7 @@ def _started(needs: RayNeeds) -> Iterator[None]:
         "_temp_dir": folder,
     }
     with _reaper(folder):
+        # Start Ray, with retries.
         for attempt in range(_ATTEMPTS):
             try:
                 ray.init("local", **options)

@@ -84,6 +84,7 @@ class WorkerProcess:
         if "OMP_NUM_THREADS" not in environment:  # Ray's value is the number of reserved CPUs
             cores = len(os.sched_getaffinity(0))
             os.environ["OMP_NUM_THREADS"] = str(max(1, cores // workers_on_node))
+        # Relative paths and modules of the driver's working directory.
         if os.path.isdir(folder):
             os.chdir(folder)
         if folder not in sys.path:
