@@ -131,7 +131,7 @@ def engine_worker(device, process, loads):
             max_sequence_length=8,
             settings=VllmConfig(),
             record_kept=0,
-            weights_from=[RefitEnd.here("policy rank 0")],
+            weights_from=[RefitEnd.of_this_process("policy rank 0")],
         )
 
 
@@ -225,7 +225,7 @@ def leaving_out(place):
     def synchronize():
         if sys._getframe(1).f_code.co_name == function:
             each[0] += 1
-            if (each[0] - 1) % 2 == number or function != "_in_order":
+            if (each[0] - 1) % 2 == number or function != "_synchronized":
                 return
         real()
 
