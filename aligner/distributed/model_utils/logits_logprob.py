@@ -292,7 +292,7 @@ class ChunkedDistributedLogprobWithSampling(_Logprobs):
         chunk_size: int,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute `DistributedLogprobWithSampling.forward`, ``chunk_size`` positions per step."""
+        """Compute as `DistributedLogprobWithSampling.forward`, in steps of ``chunk_size``."""
         plan = _sampling_plan(vocab_parallel_logits, tp_group, top_k, top_p, chunk_size)
         return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
 
