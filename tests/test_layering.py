@@ -62,6 +62,7 @@ PACKAGES = [
         "dry",
         "plan",
         "commands",
+        "api",
     ]
 ]
 MODULES_IN_A_FOLDER = 16
