@@ -1,11 +1,10 @@
 """Align language models with reinforcement learning on megatron-core GPT models."""
 
 import importlib
-import logging
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from aligner import foreign_keys
+from aligner.api.quiet import quiet
 from aligner.compat import nemo_aligner, paths
 
 if TYPE_CHECKING:
@@ -47,12 +46,9 @@ foreign_keys.register(nemo_aligner)
 def __getattr__(name: str) -> Any:
     """Import the Python API when it is first used: ``import aligner`` alone stays quick."""
     if name in __all__:
-        # megatron-core and NeMo warn of optional packages that the start-up report lists.
-        logging.getLogger("nv_one_logger").setLevel(logging.ERROR)
-        module = _MODULES.get(name, "train")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            return getattr(importlib.import_module(f"aligner.api.{module}"), name)
+        with quiet():
+            module = importlib.import_module(f"aligner.api.{_MODULES.get(name, 'train')}")
+        return getattr(module, name)
     raise AttributeError(f"module 'aligner' has no attribute {name!r}")
 
 

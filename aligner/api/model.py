@@ -3,7 +3,6 @@
 import os
 import sys
 import tempfile
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,9 +12,10 @@ from typing import Any
 
 import torch
 
-from aligner.algorithms.ask.model import AskedModel, open_asked_model
-from aligner.algorithms.rollout.validation import ask
+from aligner.algorithms.ask.model import InferenceModel, open_model
+from aligner.algorithms.rollout.validation import sample_responses
 from aligner.algorithms.run.engine import run_settings
+from aligner.api.quiet import quiet
 from aligner.checkpoint.convert import nemo_to_hf
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import AskConfig, LengthParams, RunConfig, SamplingOptions, SamplingParams
@@ -36,12 +36,12 @@ _open_models = 0
 
 
 class _Loaded:
-    """What a loaded model and a loaded critic have in common: tokens, rows, and their end."""
+    """Tokenization, padding and the end of a loaded model or critic."""
 
-    def __init__(self, asked: AskedModel, closing: ExitStack) -> None:
-        self._asked = asked
+    def __init__(self, loaded: InferenceModel, closing: ExitStack) -> None:
+        self._loaded = loaded
         self._end = weakref.finalize(self, closing.close)  # at the latest at exit
-        self.tokenizer = asked.tokenizer
+        self.tokenizer = loaded.tokenizer
 
     def close(self) -> None:
         """Release the weights; after the last model also the process groups of this process."""
@@ -56,7 +56,7 @@ class _Loaded:
     def _prompts(self, prompts: Sequence[Text]) -> list[Prompt]:
         if isinstance(prompts, str):
             raise DataError("prompts: a text, not a list of texts; write [prompt]")
-        columns = self._asked.run.data
+        columns = self._loaded.run.data
         return [
             make_prompt(Row(f"prompts[{i}]", {"prompt": text}), i, self.tokenizer, columns)
             for i, text in enumerate(prompts)
@@ -99,8 +99,8 @@ class _Sequences:
 class Model(_Loaded):
     """A language model in this process. `close` it, or use it as a context manager."""
 
-    def __init__(self, asked: AskedModel, policy: Policy, closing: ExitStack) -> None:
-        super().__init__(asked, closing)
+    def __init__(self, loaded: InferenceModel, policy: Policy, closing: ExitStack) -> None:
+        super().__init__(loaded, closing)
         self._policy = policy
 
     def generate(
@@ -152,14 +152,15 @@ class Model(_Loaded):
         dataset = PromptDataset(self._prompts(prompts))
         if not len(dataset):
             return []
-        positions = self._asked.architecture.max_position_embeddings
+        positions = self._loaded.architecture.max_position_embeddings
         if dataset.max_length + max_new_tokens > positions:
             raise ConfigError(
                 f"max_new_tokens={max_new_tokens}: the longest prompt has {dataset.max_length} "
                 f"tokens and the model {positions} positions; lower it or shorten the prompt"
             )
-        asking = replace(self._asked.asking(self._policy, 1), seed=seed, sampling_options=options)
-        return response_texts(self.tokenizer, ask(asking, dataset))
+        sampling = self._loaded.sampling(self._policy, 1)
+        sampling = replace(sampling, seed=seed, sampling_options=options)
+        return response_texts(self.tokenizer, sample_responses(sampling, dataset))
 
     def logprobs(self, prompts: Sequence[Text], responses: Sequence[str]) -> list[list[float]]:
         """Compute the log-prob of every token of each response, at temperature 1.
@@ -203,8 +204,8 @@ class Model(_Loaded):
 class CriticModel(_Loaded):
     """The critic of a run in this process. `close` it, or use it as a context manager."""
 
-    def __init__(self, asked: AskedModel, value: Value, closing: ExitStack) -> None:
-        super().__init__(asked, closing)
+    def __init__(self, loaded: InferenceModel, value: Value, closing: ExitStack) -> None:
+        super().__init__(loaded, closing)
         self._value = value
 
     def values(self, prompts: Sequence[Text], responses: Sequence[str]) -> list[list[float]]:
@@ -232,11 +233,11 @@ def load_model(path: str | os.PathLike[str]) -> Model:
     Raises:
         CheckpointError: ``path`` has no language model.
     """
-    with ExitStack() as closing, _quiet():
-        asked = _open(path, closing)
-        policy, _ = asked.start(1, print)
+    with ExitStack() as closing, _unchanged(), quiet():
+        loaded = _open(path, closing)
+        policy, _ = loaded.start(1, print)
         assert isinstance(policy, Policy), "without an engine the policy generates"
-        return Model(asked, policy, closing.pop_all())
+        return Model(loaded, policy, closing.pop_all())
 
 
 def load_critic(folder: str | os.PathLike[str]) -> CriticModel | None:
@@ -248,12 +249,12 @@ def load_critic(folder: str | os.PathLike[str]) -> CriticModel | None:
     config = parse_config(RunStateStore(state.parent).load(state).state["config"], RunConfig)
     if config.critic is None:
         return None
-    with ExitStack() as closing, _quiet():
-        asked = _open(folder, closing)
+    with ExitStack() as closing, _unchanged(), quiet():
+        loaded = _open(folder, closing)
         value = Value(
-            asked.engine.clusters(closing).value,
+            loaded.engine.clusters(closing).value,
             config.critic,
-            asked.tokenizer,
+            loaded.tokenizer,
             init_optimizer=False,
             model=config.model,
             run=run_settings(config),
@@ -261,24 +262,23 @@ def load_critic(folder: str | os.PathLike[str]) -> CriticModel | None:
         )
         closing.callback(value.shutdown)
         value.load_state(state / "value")
-        return CriticModel(asked, value, closing.pop_all())
+        return CriticModel(loaded, value, closing.pop_all())
 
 
-def _open(path: str | os.PathLike[str], closing: ExitStack) -> AskedModel:
+def _open(path: str | os.PathLike[str], closing: ExitStack) -> InferenceModel:
     """Open the model at ``path``; the process groups end with ``closing``."""
     values = {"model": {"restore_from_path": os.fspath(path)}, "sampling": {"max_length": 1}}
     closing.enter_context(_groups())
-    return open_asked_model(build(AskConfig, values, ""), closing)
+    return open_model(build(AskConfig, values, ""), closing)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep this process's random generators and hook, and ignore warnings of megatron-core."""
+def _unchanged() -> Iterator[None]:
+    """Keep the random generators of this process, and the hook that prints tracebacks."""
     hook = sys.excepthook
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    with torch.random.fork_rng():
         yield
-    sys.excepthook = hook  # torch.distributed prefixes tracebacks with the rank
+    sys.excepthook = hook  # torch.distributed would print the rank before every line
 
 
 @contextmanager

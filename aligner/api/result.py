@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aligner
+from aligner.api.quiet import quiet
 from aligner.errors import CheckpointNotFoundError, ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -80,12 +80,18 @@ class Result:
     @cached_property
     def policy(self) -> "Model":
         """The trained model."""
-        return aligner.load_model(self.folder)
+        with quiet():
+            from aligner.api.model import load_model
+
+        return load_model(self.folder)
 
     @cached_property
     def value(self) -> "CriticModel | None":
         """The trained critic of a PPO run; None for algorithms without a critic."""
-        return aligner.load_critic(self.folder)
+        with quiet():
+            from aligner.api.model import load_critic
+
+        return load_critic(self.folder)
 
     def generate(self, prompts: Sequence[Any], **options: Any) -> list[str]:
         """Generate one response for each prompt; see `Model.generate`."""

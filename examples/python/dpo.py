@@ -12,4 +12,5 @@ result = aligner.train_dpo(
     batch_size=24,
     output_dir="results/python_dpo",
 )
-print(result.metrics[-1]["train_optim/accuracy"], result.policy.logprobs(["1 + 1 = "] * 2, ["2", "no"]))
+accuracy = result.metrics[-1]["train_optim/accuracy"]
+print(accuracy, result.policy.logprobs(["1 + 1 = "] * 2, ["2", "no"]))

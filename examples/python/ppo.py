@@ -19,4 +19,4 @@ result = aligner.train_ppo(
     max_new_tokens=4,
     output_dir="results/python_ppo",
 )
-print(result.metrics[-1]["train_rollouts/rewards"], result.value.values(["2 + 2 = "], ["4"]))
+print(result.metrics[-1]["train_rollouts/rewards"], result.generate(["2 + 2 = "]))
