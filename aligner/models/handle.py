@@ -148,7 +148,7 @@ class RoleHandle:
 
         If a call has failed, workers may be waiting for one another and are not called.
         """
-        if not self.worker_group.is_whole:
+        if not self.worker_group.is_healthy:
             return
         for failure in run_on_all(self.worker_group, RoleWorker.saving_failure, wait):
             if failure is not None:
