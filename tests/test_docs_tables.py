@@ -20,7 +20,7 @@ from test_conf import ROOTS
 from test_docs import options as every_option
 from test_docs_commands import composed_of, hint_of, kind_of
 from test_gsm8k_recipes import composed, leaves
-from test_layering import PACKAGES
+from test_layering import PACKAGES, modules
 
 from aligner.checkpoint.hf.families import FAMILIES
 from aligner.config.cli import check_key, check_overrides
@@ -184,7 +184,7 @@ FOREIGN = "No space left on device, Connection refused, Unauthorized"
 def said_in_the_code():
     """Every string of the package, values of f-strings left out."""
     texts = []
-    for path in (ROOT / "aligner").rglob("*.py"):
+    for path in modules():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [
@@ -219,7 +219,7 @@ def longest_run(words):
 @cache
 def source():
     """Return the words of the library and its configuration."""
-    files = [*(ROOT / "aligner").rglob("*.py"), *CONF.rglob("*.yaml"), ROOT / "docs/metrics.md"]
+    files = [*modules(), *CONF.rglob("*.yaml"), ROOT / "docs" / "metrics.md"]
     return set(re.findall(r"\w+", "\n".join(path.read_text() for path in files)))
 
 

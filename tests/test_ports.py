@@ -44,7 +44,7 @@ def test_the_port_of_workers_on_ray_is_kept():
     pytest.importorskip("ray")
     worker = WorkerProcess.__new__(WorkerProcess)  # its constructor moves this process's output
     is_kept(worker.free_port()[1])
-    worker._kept.close()
+    worker._reserved_socket.close()
 
 
 def test_ranks_meet_where_others_look_for_ports(tmp_path, monkeypatch):
@@ -72,7 +72,7 @@ def test_ranks_meet_where_others_look_for_ports(tmp_path, monkeypatch):
 
 def test_no_port_is_picked_and_let_go():
     """A new place that asks a socket for its number is looked at, and joins the list."""
-    folders = ("aligner", "benchmarks", "campaigns", "examples", "tests")
+    folders = ("aligner", "aligner_plan", "benchmarks", "campaigns", "examples", "tests")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     asking = {str(path.relative_to(ROOT)) for path in files if ".getsockname(" in path.read_text()}
     assert asking <= ASKING
