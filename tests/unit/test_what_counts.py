@@ -309,8 +309,8 @@ def test_parts_of_an_answer_count_once():
     """A reward before the first answer and one behind it are of the same answer."""
     session = Session(1)
     session.set_reward({"reward": 0.0, "format": 1.0, "early": 1.0})
-    session.admit([[1, 2]], 4, 1)
-    session.record([1, 2], [3, 4], [-1.0, -1.0], "stop", "x")
+    [request] = session.admit([[1, 2]], 4, 1)
+    session.record([1, 2], [3, 4], [-1.0, -1.0], "stop", "x", request)
     session.set_reward({"reward": 1.0, "format": 1.0})
     found = trajectory_of(session, TOKENIZER, {})
     assert found.parts == {"format": 1.0}

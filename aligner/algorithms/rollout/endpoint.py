@@ -22,14 +22,14 @@ from aligner.data.tokenizers.decoding import decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.pool import Call, Failure
 from aligner.environments.protocol import Turn, check_total
-from aligner.environments.trajectory import Trajectory, TurnRecord
+from aligner.environments.trajectory import Limits, Trajectory, TurnRecord
 from aligner.errors import ConfigError, DataError
 from aligner.generation.rows import sample_id
 from aligner.http.tokens import new_token
 from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
 from aligner.serving.served import Request, Served
-from aligner.serving.sessions import Limits, RecordedAnswer, Session
+from aligner.serving.sessions import RecordedAnswer, Session
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +48,12 @@ class PolicyServed(Served):
 
     _said: set[str] = field(default_factory=set)
 
-    def is_called(self, name: str) -> bool:
+    def accepts_name(self, name: str) -> bool:
         """Any name will do: agents have their own for the model."""
         del name
         return True
 
-    def taken(self, request: Request) -> Request:
+    def adapted(self, request: Request) -> Request:
         """The request without what the run says; what is left out is logged once."""
         own = {name for name in _OF_THE_RUN if getattr(request, name) is not None}
         if own - self._said:
@@ -189,8 +189,8 @@ def trajectory_of(session: Session, tokenizer: Tokenizer, info: Mapping[str, Any
             read[turn] = tokenizer.decode(before[answer.start :])
             content = decode_response(tokenizer, before, ids)
             turns[turn] = TurnRecord(content, len(ids), end == "stop")
-            trajectory.read(before[answer.start :])
-            trajectory.sampled(ids, sequence.logprobs[sampled], turn)
+            trajectory.append_context(before[answer.start :])
+            trajectory.append(ids, sequence.logprobs[sampled], turn)
     trajectory.prompt, trajectory.turns = read[1], [turns[turn] for turn in sorted(turns)]
     for turn, record in enumerate(trajectory.turns[:-1], start=1):
         record.answer = [{"role": "agent", "content": read[turn + 1]}]

@@ -74,6 +74,6 @@ class RewardService:
         if not self.queue.add(job):
             raise HTTPException(503, "too many samples are waiting; try again later")
         deadline = asyncio.get_running_loop().time() + self.timeout_s
-        too_late = f"the model did not get to it within {self.timeout_s:g} s"
-        with results.needing(request):
-            return [rewards async for rewards in results.of(job, deadline, too_late)]
+        timeout_message = f"the model did not get to it within {self.timeout_s:g} s"
+        with results.while_connected(request):
+            return [rewards async for rewards in results.of(job, deadline, timeout_message)]
