@@ -137,13 +137,7 @@ def check_turn(value: Any, characters: int = 0) -> Turn:
         reward = _number(value.reward, "reward")
     # Messages, and info with the ``repr`` of all values except scalars.
     messages = plain(parse_messages(list(value.messages))) if value.messages else []
-    scalars = (bool, int, float, str, Enum, type(None))
-    info = {
-        name: item
-        if isinstance(item, scalars) or getattr(item, "shape", None) == ()
-        else shown(item)
-        for name, item in value.info.items()
-    }
+    info = {name: item if _is_scalar(item) else shown(item) for name, item in value.info.items()}
     steps = tuple(_step(step, characters) for step in value.steps)
     return Turn(messages, reward, bool(value.done), plain(info), steps)
 

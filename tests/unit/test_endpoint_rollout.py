@@ -212,7 +212,7 @@ def test_an_agent_that_a_limit_ended_counts_as_configured(unscored, counts):
 @pytest.mark.parametrize(
     ("what", "cause"),
     [
-        ("crashes", "exit code 3; what it wrote ends: the cause of it"),
+        ("crashes", "exit code 3. Its output ends: the cause of it"),
         (
             "asks_nothing",
             "ended without an answer of the policy; what it wrote ends: nothing to do",

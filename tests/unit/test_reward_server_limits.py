@@ -128,7 +128,7 @@ def test_a_server_that_ends_answers_what_it_has_not_scored():
             started = time.monotonic()
         assert time.monotonic() - started < 5
         status, answer = asked.result(10)
-    assert (status, answer["error"]) == (503, "the server is ending; try again later")
+    assert (status, answer["error"]) == (503, "the server is ending, try again later")
 
 
 def test_an_unexpected_error_is_answered_with_json():

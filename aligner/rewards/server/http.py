@@ -72,7 +72,7 @@ class RewardService:
         results = Results[list[float]]()
         job = Job(sequences, results.put)
         if not self.queue.add(job):
-            raise HTTPException(503, "too many samples are waiting; try again later")
+            raise HTTPException(503, "too many samples are waiting, try again later")
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         timeout_message = f"the model did not get to it within {self.timeout_s:g} s"
         with results.while_connected(request):
