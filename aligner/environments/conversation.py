@@ -130,13 +130,13 @@ class ChatRenderer:
         return text, ids
 
     def rewritten(
-        self, before: Sequence[Message], now: Sequence[Message], tools: Tools | None, text: str
+        self, history: Sequence[Message], now: Sequence[Message], tools: Tools | None, text: str
     ) -> tuple[str, list[int]] | None:
         """Return text and tokens of a new sequence if the conversation forks, else None.
 
         Args:
-            before: the messages before the last answer.
-            now: ``before``, the answer and the messages after it.
+            history: the messages before the last answer.
+            now: ``history``, the answer and the messages after it.
             tools: tools of the conversation.
             text: the sequence so far. White space is not compared, as templates trim messages.
 
@@ -155,7 +155,7 @@ class ChatRenderer:
         shown, expected = _without_spaces(chat_text), _without_spaces(text)
         if has_structured_calls:
             expected = _without_spaces(
-                render(self.tokenizer, structured(before, self._form), tools)
+                render(self.tokenizer, structured(history, self._form), tools)
             )
         if shown == expected or (has_structured_calls and shown.startswith(expected)):
             return None
@@ -242,16 +242,16 @@ class Conversation(Trajectory):
         if not goes_on:
             return
         # The text and the tokens that follow the answer.
-        before = self._messages
+        history = self._messages
         record.answer = self._renderer.treated(record.answer, place="messages")
-        self._messages = [*before, _answer(record.content), *record.answer]
+        self._messages = [*history, _answer(record.content), *record.answer]
         end_id = self.ids[-1] if record.ended else None
         text, ids = self._renderer.continuation(
-            before, record.content, record.answer, self._tools, end_id=end_id
+            history, record.content, record.answer, self._tools, end_id=end_id
         )
         self._text += record.content + text
         # A new sequence instead, if the template now renders earlier turns differently.
-        fork = self._renderer.rewritten(before, self._messages, self._tools, self._text)
+        fork = self._renderer.rewritten(history, self._messages, self._tools, self._text)
         if fork is not None:
             self.starts.append(len(self.ids))
             self._text, ids = fork

@@ -60,7 +60,7 @@ def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 class ToolEnv:
-    """An environment with tools. A subclass asks the question and scores the answer.
+    """An environment with tools. A subclass provides the question and scores the answer.
 
     The calls of a message are executed, several at the same time, and the message gets the reward
     `call_reward`. Errors and unknown tools become results in text. A message without calls is the

@@ -1,22 +1,21 @@
 """Contract of a reward function: its arguments and its result.
 
-``def reward(prompts, responses, ground_truths, **columns) -> list[float] | list[dict]``, which may
-also be ``async def``. All arguments are lists of the same length, one entry per sample:
+``def reward(prompts, responses, ground_truths, **columns) -> list[float] | list[dict]``, plain or
+``async def``. All arguments are lists of the same length, with an entry per sample:
 
-* ``prompts``: prompt text as the model saw it, chat template included;
-* ``responses``: response text without the end-of-sequence token;
-* ``ground_truths``: the data's ground truth, None where the data has none;
-* ``columns``: by keyword, every other column of the data, and from the trainer ``is_end``
-  (bool: the response ended by itself, with EOS or a stop string) and ``response_lengths``
-  (int, in tokens). Only those that the signature names are passed, all of them if it has
-  ``**columns``. What ``reward.kwargs`` of the configuration holds comes by keyword too, and
-  wins over columns.
+* ``prompts``: prompt text as the model saw it, chat template included.
+* ``responses``: response text without the end-of-sequence token.
+* ``ground_truths``: the data's ground truth, None if the data has none.
+* ``columns``: keyword arguments. They are the other columns of the data and, from the trainer,
+  ``is_end`` (bool: the response ended with EOS or a stop string) and ``response_lengths`` (int, in
+  tokens). Only columns that the signature names are passed, or all with ``**columns``. The values
+  of ``reward.kwargs`` are keyword arguments, too, and override columns.
 
-It returns one number per sample, finite in float32, or one dict per sample that holds
-``"reward"`` and further numbers under the same keys for every sample; those become metrics.
+It returns a number per sample, finite in float32, or a dict per sample with ``"reward"`` and
+additional metrics. The keys are the same for all samples.
 
-This module and :mod:`aligner.rewards.function.execution` import neither torch nor numpy: they are
-loaded by every reward process.
+Every reward process loads this module and :mod:`aligner.rewards.function.execution`, so they import
+neither torch nor numpy.
 """
 
 import inspect
@@ -36,20 +35,21 @@ class Signature:
     """Columns that a reward function accepts."""
 
     name: str
-    named: tuple[str, ...]  # columns it names
-    required: tuple[str, ...]  # those of them without a default
-    takes_all: bool  # it has **columns
-    first: tuple[str, ...] = ()  # parameters of the three lists, which no column can be named like
+    named: tuple[str, ...]  # named columns
+    required: tuple[str, ...]  # named columns without a default
+    takes_all: bool  # whether it has **columns
+    first: tuple[str, ...] = ()  # parameters of the three lists, whose names columns cannot have
 
     @classmethod
     def of(
         cls, function: Callable[..., Any], name: str, kwargs: Collection[str] = ()
     ) -> "Signature":
-        """Inspect ``function``, to be called with the keyword arguments ``kwargs``.
+        """Inspect ``function``, which will be called with the keyword arguments ``kwargs``.
 
         Raises:
-            ConfigError: it cannot take three lists, or does not know an option.
+            ConfigError: the function does not accept three lists, or one of ``kwargs``.
         """
+        # Three positional parameters for the lists.
         parameters = list(inspect.signature(function).parameters.values())
         positional = [
             p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -61,14 +61,15 @@ class Signature:
                 f"reward function {name!r} must take (prompts, responses, ground_truths, "
                 f"**columns), but its signature is {inspect.signature(function)}"
             )
+        # Keyword parameters for ``kwargs`` and columns.
         keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY] + positional[3:]
-        known = {p.name for p in keyword}
+        keyword_names = {p.name for p in keyword}
         first = tuple(p.name for p in positional[:3] if p.kind is p.POSITIONAL_OR_KEYWORD)
-        unknown = sorted(set(kwargs) - known if not takes_all else set(kwargs) & set(first))
+        unknown = sorted(set(kwargs) & set(first) if takes_all else set(kwargs) - keyword_names)
         if unknown:
             raise ConfigError(
                 f"reward.kwargs: function {name!r} has no keyword arguments {unknown}; it has "
-                f"{sorted(known)}"
+                f"{sorted(keyword_names)}"
             )
         free = [p for p in keyword if p.name not in kwargs]
         return cls(
@@ -81,21 +82,21 @@ class Signature:
 
     @classmethod
     def of_plain(cls, fields: Mapping[str, Any]) -> "Signature":
-        """The signature whose ``vars`` came as JSON."""
+        """Return the signature from its ``vars``, which were sent as JSON."""
         lists = {name: tuple(fields[name]) for name in ("named", "required", "first")}
         return cls(name=str(fields["name"]), takes_all=bool(fields["takes_all"]), **lists)
 
     def check_columns(self, available: Collection[str]) -> None:
-        """Refuse data that lacks a column which the function cannot do without.
+        """Refuse data without a column that the function requires.
 
-        A column named like one of the three lists would be given twice, and is refused as well.
+        Columns with the name of one of the three lists are refused, too, with ``**columns``.
         """
-        twice = [name for name in self.first if self.takes_all and name in available]
-        if twice:
+        repeated = [name for name in self.first if self.takes_all and name in available]
+        if repeated:
             raise DataError(
-                f"reward function {self.name!r} has the parameters {twice} for its positional "
-                "arguments, and **columns would be given the data's columns of that name; rename "
-                "the parameters, or write def f(prompts, responses, ground_truths, /, **columns)"
+                f"reward function {self.name!r} has the parameters {repeated} for its positional "
+                "arguments, and the data has columns of the same name for **columns. Rename the "
+                "parameters, or write def f(prompts, responses, ground_truths, /, **columns)"
             )
         missing = [name for name in self.required if name not in available]
         if missing:
@@ -105,7 +106,7 @@ class Signature:
             )
 
     def select(self, columns: Mapping[str, list[Any]], kwargs: Collection[str]) -> dict[str, Any]:
-        """The columns to pass."""
+        """Return the columns that are passed to the function."""
         self.check_columns(columns)
         return {
             name: values
@@ -122,7 +123,7 @@ class Samples:
     responses: list[str]
     ground_truths: list[Any]
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    offset: int = 0  # number of the first one, where these are a part of a batch
+    offset: int = 0  # index of the first sample in the batch
 
     def __post_init__(self) -> None:
         for name, values in [
@@ -139,7 +140,7 @@ class Samples:
         return len(self.prompts)
 
     def slice(self, start: int, stop: int) -> "Samples":
-        """Samples ``start`` to ``stop - 1``."""
+        """Return the samples ``start`` to ``stop - 1``."""
         part = slice(start, stop)
         return Samples(
             self.prompts[part],
@@ -150,7 +151,7 @@ class Samples:
         )
 
     def describe(self, index: int) -> str:
-        """Name sample ``index`` by its number, the prompt's tail and the response's head."""
+        """Describe a sample by its index, the end of the prompt and the start of the response."""
         prompt, response = self.prompts[index], self.responses[index]
         tail = prompt if len(prompt) <= 80 else "…" + prompt[-80:]
         head = response if len(response) <= 80 else response[:80] + "…"
@@ -160,14 +161,14 @@ class Samples:
 def parse_scores(
     scores: Any, samples: Samples, name: str
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Check what the function ``name`` returned.
+    """Check the result of the function ``name``.
 
     Returns:
-        (rewards, metrics), each list with one entry per sample.
+        (rewards, metrics), with an entry per sample in each list.
 
     Raises:
-        RewardError: wrong count, not a number, NaN or infinite, keys that differ; the message
-            names the function and the sample.
+        RewardError: the number of scores is wrong, a score is not a finite number, or keys differ.
+            The message names the function and the sample.
     """
     scores = scores.tolist() if hasattr(scores, "tolist") else scores  # arrays and tensors
     if not isinstance(scores, list | tuple):
@@ -183,43 +184,43 @@ def parse_scores(
     keys = set(scores[0]) if with_keys else {"reward"}
     table: dict[str, list[float]] = {str(key): [] for key in ["reward", *sorted(keys, key=str)]}
     for index, score in enumerate(scores):
-        where = f"reward function {name!r}, {samples.describe(index)}"
-        for key, value in _as_items(score, keys, with_keys, where):
-            table[key].append(_as_number(value, f"{where}: {key}"))
+        source = f"reward function {name!r}, {samples.describe(index)}"
+        for key, value in _as_items(score, keys, with_keys, source):
+            table[key].append(_as_number(value, f"{source}: {key}"))
     rewards = table.pop("reward")
     return rewards, table
 
 
-def _as_items(score: Any, keys: set[str], with_keys: bool, where: str) -> list[tuple[str, Any]]:
+def _as_items(score: Any, keys: set[str], with_keys: bool, source: str) -> list[tuple[str, Any]]:
     if isinstance(score, Mapping) != with_keys:
-        raise RewardError(f"{where}: numbers and dicts are mixed")
+        raise RewardError(f"{source}: numbers and dicts are mixed")
     if not isinstance(score, Mapping):
         return [("reward", score)]
     if "reward" not in score:
-        raise RewardError(f"{where}: the dict has no key 'reward', only {sorted(score, key=str)}")
-    foreign = [key for key in score if not isinstance(key, str)]
-    if foreign:
-        raise RewardError(f"{where}: the key {foreign[0]!r} is no text; name that number by text")
+        raise RewardError(f"{source}: the dict has no key 'reward', only {sorted(score, key=str)}")
+    invalid = [key for key in score if not isinstance(key, str)]
+    if invalid:
+        raise RewardError(f"{source}: the key {invalid[0]!r} is not text. Use text as the key")
     if set(score) != keys:
         raise RewardError(
-            f"{where}: the dict has the keys {sorted(score)}, the first sample's has "
+            f"{source}: the dict has the keys {sorted(score)}, the first sample's has "
             f"{sorted(keys, key=str)}"
         )
     return list(score.items())
 
 
-def _as_number(value: Any, what: str) -> float:
+def _as_number(value: Any, source: str) -> float:
     if not isinstance(value, Real) and callable(getattr(value, "item", None)):
         value = value.item()  # a scalar array or tensor
     if not isinstance(value, Real):
-        raise RewardError(f"{what} is {shown(value)}, which is not a number")
+        raise RewardError(f"{source} is {shown(value)}, which is not a number")
     try:
         number = float(value)
         struct.pack("<f", number)
     except OverflowError:
         raise RewardError(
-            f"{what} is {shown(value)}, which is infinite in float32; it must lie within 3.4e38"
+            f"{source} is {shown(value)}, which is infinite in float32. The limit is 3.4e38"
         ) from None
     if not math.isfinite(number):
-        raise RewardError(f"{what} is {number}; it must be finite")
+        raise RewardError(f"{source} is {number}; it must be finite")
     return number

@@ -53,7 +53,7 @@ def test_clashing_columns_and_keys_are_refused(load):
     function.check_columns(["level", "is_end"])
     with pytest.raises(ConfigError, match=r"reward.kwargs.*no keyword arguments \['data_source'\]"):
         load("clashes", kwargs={"data_source": 1})
-    with pytest.raises(RewardError, match=r"sample 0 .*the key 3 is no text"):
+    with pytest.raises(RewardError, match=r"sample 0 .*the key 3 is not text"):
         score(load("integer_keys"), ["a"])
 
 

@@ -2,7 +2,7 @@
 
 init, step ─► answers ─► the loop's thread: the environment's rollout
      ▲                                  │
-     └── events: asks, ended, raised ◄──┘
+     └── events: request, ended, raised ◄──┘
 """
 
 import asyncio
@@ -91,8 +91,8 @@ class VerifiersEnv:
         """Start the environment's loop, up to its first request."""
         self._rollout_task = self._loop.start(self._rollout())
         kind, value = self._event()
-        if kind != "asks":
-            raise DataError("the environment ended before it asked for a message")
+        if kind != "request":
+            raise DataError("the environment ended before it requested a message")
         messages, tools = value
         self._shown = messages
         return Start(messages, tools)
@@ -166,7 +166,7 @@ def _client_class() -> Any:
             names = ("name", "description", "parameters")
             functions = [{name: getattr(tool, name) for name in names} for tool in tools or ()]
             schemas = [{"type": "function", "function": function} for function in functions] or None
-            self._events.put(("asks", ([_message(message) for message in prompt], schemas)))
+            self._events.put(("request", ([_message(message) for message in prompt], schemas)))
             text = await self._answers.get()
             # The message with its tool calls.
             calls = parse_calls(text, self._form) if schemas else []
