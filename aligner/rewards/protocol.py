@@ -5,7 +5,8 @@
 
 * ``prompts``: prompt text as the model saw it, chat template included.
 * ``responses``: response text without the end-of-sequence token.
-* ``ground_truths``: the data's ground truth, None if the data has none.
+* ``ground_truths``: the data's ground truth, None if the data has none. A function of two
+  positional parameters gets them by keyword.
 * ``columns``: keyword arguments. They are the other columns of the data and, from the trainer,
   ``is_end`` (bool: the response ended with EOS or a stop string) and ``response_lengths`` (int, in
   tokens). Only columns that the signature names are passed, or all with ``**columns``. The values
@@ -38,7 +39,8 @@ class Signature:
     named: tuple[str, ...]  # named columns
     required: tuple[str, ...]  # named columns without a default
     takes_all: bool  # whether it has **columns
-    first: tuple[str, ...] = ()  # parameters of the three lists, whose names columns cannot have
+    first: tuple[str, ...] = ()  # parameters of the lists, whose names columns cannot have
+    lists: int = 3  # number of positional lists. 2 means that ground truths are passed by keyword.
 
     @classmethod
     def of(
@@ -47,44 +49,55 @@ class Signature:
         """Inspect ``function``, which will be called with the keyword arguments ``kwargs``.
 
         Raises:
-            ConfigError: the function does not accept three lists, or one of ``kwargs``.
+            ConfigError: the function cannot be called with the lists, or with one of ``kwargs``.
         """
-        # Three positional parameters for the lists.
+        # Two or three positional parameters for the lists.
         parameters = list(inspect.signature(function).parameters.values())
         positional = [
             p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
         takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        if len(positional) < 3 and not takes_any:
+        by_keyword = takes_all or any(
+            p.name == "ground_truths" for p in parameters if p.kind is p.KEYWORD_ONLY
+        )
+        lists = 2 if len(positional) == 2 and by_keyword and not takes_any else 3
+        if len(positional) < lists and not takes_any:
             raise ConfigError(
                 f"reward function {name!r} must take (prompts, responses, ground_truths, "
                 f"**columns), but its signature is {inspect.signature(function)}"
             )
         # Keyword parameters for ``kwargs`` and columns.
-        keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY] + positional[3:]
+        keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY] + positional[lists:]
         keyword_names = {p.name for p in keyword}
-        first = tuple(p.name for p in positional[:3] if p.kind is p.POSITIONAL_OR_KEYWORD)
+        first = tuple(p.name for p in positional[:lists] if p.kind is p.POSITIONAL_OR_KEYWORD)
         unknown = sorted(set(kwargs) & set(first) if takes_all else set(kwargs) - keyword_names)
         if unknown:
             raise ConfigError(
                 f"reward.kwargs: function {name!r} has no keyword arguments {unknown}; it has "
                 f"{sorted(keyword_names)}"
             )
-        free = [p for p in keyword if p.name not in kwargs]
+        passed = {*kwargs, "ground_truths"} if lists == 2 else set(kwargs)
+        free = [p for p in keyword if p.name not in passed]
         return cls(
             name=name,
             named=tuple(p.name for p in free),
             required=tuple(p.name for p in free if p.default is p.empty),
             takes_all=takes_all,
             first=first,
+            lists=lists,
         )
 
     @classmethod
     def of_plain(cls, fields: Mapping[str, Any]) -> "Signature":
         """Return the signature from its ``vars``, which were sent as JSON."""
         lists = {name: tuple(fields[name]) for name in ("named", "required", "first")}
-        return cls(name=str(fields["name"]), takes_all=bool(fields["takes_all"]), **lists)
+        return cls(
+            name=str(fields["name"]),
+            takes_all=bool(fields["takes_all"]),
+            lists=int(fields["lists"]),
+            **lists,
+        )
 
     def check_columns(self, available: Collection[str]) -> None:
         """Refuse data without a column that the function requires.
