@@ -236,9 +236,8 @@ class EnvironmentRollouts(ConversationRollouts):
             sample_id = first_id + len(conversation.turns) * _TURN
             response = yield Row(conversation.sequence, sample_id, options)
             if response.kept_ids is not None:
-                conversation.kept_tokens.append(
-                    KeptTokens(len(conversation.ids), response.kept_ids)
-                )
+                kept_tokens = KeptTokens(len(conversation.ids), response.kept_ids)
+                conversation.kept_tokens.append(kept_tokens)
             is_end = response.end == "stop"
             message = conversation.answered(response.ids, response.logprobs, is_end)
             turn = yield self._call(episode, "step", message)
