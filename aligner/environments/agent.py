@@ -72,6 +72,7 @@ class Agent:
         is_command = not isinstance(source, str)
         key = f"{COMMAND_KEY if is_command else KEY}={source!r}"
         check_names(_RUN_ARGUMENTS, kwargs, columns, key, "the run")
+        # A command: find its program.
         self._function: Callable[..., Any] | None = None
         self._words = list(source)
         if is_command:
@@ -81,6 +82,7 @@ class Agent:
                     "PATH"
                 )
             return
+        # A function: check its signature.
         self._function = load_function(str(source), key=KEY)
         message = f"{key} is called with base_url, api_key, seed, the columns of the data and"
         message += " environment.kwargs"
@@ -107,6 +109,7 @@ class Agent:
 
 def _run(words: Sequence[str], task: Mapping[str, Any]) -> Turn:
     """Run a command until it ends, then kill all processes that it has started."""
+    # The task is on the standard input, and only the end of the output is kept.
     with tempfile.TemporaryFile() as task_file:
         task_file.write(json.dumps(task, default=str).encode())
         task_file.seek(0)
@@ -124,6 +127,7 @@ def _run(words: Sequence[str], task: Mapping[str, Any]) -> Turn:
     with process:
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
+        # Other processes of the command may keep the pipe open.
         code = process.wait()
         kill_children()
         reader.join(_CLOSING_S)

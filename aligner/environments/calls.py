@@ -142,6 +142,7 @@ def structured(messages: Sequence[Message], form: Form) -> list[Message]:
         if message["role"] != "assistant" or not results or message.get("tool_calls"):
             chat.append(message)
             continue
+        # An entry for each result, also if the calls cannot be parsed.
         calls = numbered(parse_calls(message["content"], form))
         calls += [ToolCall("unknown", {})] * (len(results) - len(calls))
         tool_calls = [

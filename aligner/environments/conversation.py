@@ -65,6 +65,7 @@ class ChatRenderer:
         self._form = form_of(tokenizer)
         if self._has_template:
             _check_answers(tokenizer)
+        # The end of an assistant message: its text, and the tokens that end it.
         self._message_end = (
             self._text_after_answer([_QUESTION], [], None) if self._has_template else "\n"
         )
@@ -261,10 +262,10 @@ class Conversation(Trajectory):
 def _has_template(tokenizer: Tokenizer) -> bool:
     try:
         tokenizer.apply_chat_template([_QUESTION])
-    except TokenizerError:
-        return False
     except DataError:  # a template for other chats
         return True
+    except TokenizerError:
+        return False
     return True
 
 

@@ -105,6 +105,7 @@ class EnvironmentPool(ProcessPool):
 
     def begin(self, calls: Sequence[Call]) -> list[float | Failure]:
         """Send calls. Returns the start time of each (``time.monotonic()``), or its failure."""
+        # Only a first call may start a process.
         errors = self.start([call.slot for call in calls if call.name in ("begin", "run")])
         began: dict[int, float | Failure] = {
             slot: _failure(error) for slot, error in errors.items()

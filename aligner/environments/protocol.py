@@ -174,6 +174,7 @@ def _number(value: Any, name: str, *, is_metric: bool = False) -> float | None:
     """Return ``value`` as a float. Returns None for a metric that is not finite in float32."""
     if value is None:
         return None
+    # Numbers, arrays and tensors of one element, but not text.
     value = value.value if isinstance(value, Enum) else value
     try:
         if isinstance(value, str | bytes):

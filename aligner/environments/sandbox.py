@@ -111,6 +111,7 @@ def _read(
     assert process.stdout is not None
     output, is_open, next_count = b"", True, 0.0
     max_bytes = _MAX_OUTPUT + 1 + max(map(len, _LAYERS.values()))
+    # Read while the pipe is open, then wait for the end of the process.
     while (now := time.monotonic()) < deadline:
         if now >= next_count:
             if _has_too_many_files(folder):

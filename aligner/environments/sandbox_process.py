@@ -100,6 +100,7 @@ def main() -> None:
     }
     if settings["isolation"] == "python":
         layers = {"python": lambda: add_hook(folder, readable_paths())}
+    # Activate the layers, and run the program only if all are active.
     active = [name for name, activate in layers.items() if activate()]
     print(*active, flush=True)
     if len(active) == len(layers):
@@ -144,6 +145,7 @@ def restrict_files(folder: str, readable: list[str]) -> bool:
     libc = _libc()
     if libc.syscall(_LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION) < _MIN_LANDLOCK:
         return False
+    # A rule for each path.
     handled = struct.pack("Q", _ALL_RIGHTS)
     rules = libc.syscall(_LANDLOCK_CREATE, handled, len(handled), 0)
     if rules < 0:
@@ -156,6 +158,7 @@ def restrict_files(folder: str, readable: list[str]) -> bool:
         os.close(descriptor)
         if failed:
             return False
+    # The kernel requires that the process cannot gain privileges.
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     is_active = bool(libc.syscall(_LANDLOCK_RESTRICT, rules, 0) == 0)
     os.close(rules)
@@ -221,6 +224,7 @@ def add_hook(folder: str, readable: list[str]) -> bool:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event.startswith(_REFUSED):
             raise PermissionError(errno.EPERM, f"{event} is not allowed here")
+        # Files: reading below the readable roots, writing only in the folder.
         if event == "open":
             path, mode, flags = arguments
             writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -254,6 +258,7 @@ def run(code: str) -> NoReturn:
     except SystemExit:
         raise
     except BaseException as error:
+        # Print the traceback from the program's code on.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != _FILE_NAME:
             trace = trace.tb_next

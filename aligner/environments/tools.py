@@ -40,6 +40,7 @@ def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
         return dict(schema)
     name = getattr(function, "__name__", repr(function))
     description, parameter_texts = _docstring(function, name)
+    # A property for each parameter, from its type hint and the docstring.
     hints = get_type_hints(function)
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():
@@ -159,6 +160,7 @@ def _docstring(function: Callable[..., Any], name: str) -> tuple[str, dict[str, 
     description, _, parameters = (
         re.split(r"\n(?:Returns|Raises):\n", part)[0] for part in text.partition("\nArgs:\n")
     )
+    # A parameter's text may continue on the next lines.
     parameter_texts: dict[str, str] = {}
     parameter = None
     for line in parameters.splitlines():

@@ -160,6 +160,7 @@ class Trajectory:
         """
         if not steps:
             return []
+        # Decode in the context of the turn's sequence.
         start = max(start for start in self.starts if start <= indices[0])
         decoder = IncrementalDecoder(self.tokenizer, self.ids[start : indices[0]])
         characters: list[int] = []  # decoded up to each token of the turn

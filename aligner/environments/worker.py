@@ -70,6 +70,7 @@ def load_factory(
             raise ConfigError(
                 f"{key} has no method {' and no method '.join(missing)}; see docs/environments.md"
             )
+    # The arguments: no name twice, the form if the class needs it, and the class's own check.
     check_names(["seed", "self"], kwargs, columns, key, "the call")
     needs_form = form is not None and "form" not in {*columns, *kwargs}
     reads_calls = needs_form and getattr(factory_class, "reads_calls", False)

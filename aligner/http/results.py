@@ -64,6 +64,7 @@ class Results(Generic[Result]):
             while missing:
                 async with asyncio.timeout_at(deadline):
                     event = await self._events.get()
+                # Errors: of the client, of a server that ends, or of the model.
                 if isinstance(event, HTTPException):
                     raise event
                 if isinstance(event, ConnectionAbortedError):

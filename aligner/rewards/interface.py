@@ -79,23 +79,20 @@ class Reward:
     @classmethod
     def load(cls, config: RewardConfig, tokenizer: Tokenizer) -> "Reward":
         """Import the function ``reward.function``. An invalid name fails on every rank."""
-        loaded: list[RewardFunction] = []
-        assert config.function is not None, "checked with the configuration"
-        function = config.function
+        reward = cls(None, tokenizer)
 
         def load() -> None:
-            loaded.append(
-                RewardFunction.load(
-                    function,
-                    kwargs=config.kwargs,
-                    time_limit_s=config.time_limit_s,
-                    max_concurrency=config.max_concurrency,
-                    timeout_reward=config.timeout_reward,
-                )
+            assert config.function is not None, "checked with the configuration"
+            reward._function = RewardFunction.load(
+                config.function,
+                kwargs=config.kwargs,
+                time_limit_s=config.time_limit_s,
+                max_concurrency=config.max_concurrency,
+                timeout_reward=config.timeout_reward,
             )
 
         on_rank_zero(load)
-        return cls(loaded[0] if loaded else None, tokenizer)
+        return reward
 
     def check_columns(self, available: frozenset[str]) -> None:
         """Refuse data without a column that the function needs."""

@@ -1,6 +1,7 @@
 """Rewards from a reward model, optionally on the critic's backbone, and with a verifier."""
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from aligner.models.reward.workers.reward_worker import RewardScorer
 from aligner.models.value.lm_value import Value
 from aligner.models.value.workers.value_worker import ValueWorker
 from aligner.rewards.interface import Reward, RewardInterface, ScoredResponses, rated_responses
-from aligner.rewards.sequences import SequenceEncoder, response_texts, scored_texts
+from aligner.rewards.sequences import SequenceEncoder, scored_texts
 
 
 class SharedBackboneReward:
@@ -37,36 +38,28 @@ class SharedBackboneReward:
     reward_attributes = on_all_workers(RewardScorer.reward_attributes)
 
 
+@dataclass(eq=False)
 class ModelReward:
     """Scores responses with a reward model on the run's workers.
 
-    Args:
-        model: handle of the model, used for scoring only.
-        encoder: encodes texts as the model's sequences.
-        tokenizer: tokenizer of the policy.
-        weights: float32 [K] of the model's K attributes, None if the model has one number.
-        micro_batch_size: sequences per forward pass, per data-parallel rank.
-        end_strings: stop strings of the policy, which reward models were not trained on.
+    ``encoder``: encodes texts as the model's sequences. ``tokenizer``: tokenizer of the policy.
+    ``weights``: float32 [K] of the model's K attributes, None if the model has one number.
+    ``micro_batch_size``: sequences per forward pass, per data-parallel rank. ``end_strings``: stop
+    strings of the policy, which reward models were not trained on.
     """
 
-    def __init__(
-        self,
-        model: RewardModel | SharedBackboneReward,
-        encoder: SequenceEncoder,
-        tokenizer: Tokenizer,
-        *,
-        weights: Tensor | None,
-        micro_batch_size: int,
-        end_strings: Sequence[str] = (),
-    ) -> None:
-        self.model, self.encoder, self.tokenizer = model, encoder, tokenizer
-        self.weights, self.micro_batch_size = weights, micro_batch_size
-        self.end_strings = end_strings
+    model: RewardModel | SharedBackboneReward
+    encoder: SequenceEncoder
+    tokenizer: Tokenizer
+    _: KW_ONLY
+    weights: Tensor | None
+    micro_batch_size: int
+    end_strings: Sequence[str] = ()
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
         """Score every row. Columns as in `Reward.get_rewards`."""
-        responses = response_texts(self.tokenizer, data)
-        texts = scored_texts(self.tokenizer, data, responses, self.end_strings)
+        responses, texts = scored_texts(self.tokenizer, data, self.end_strings)
+        # Encode with the reward model's tokenizer, and score in inference mode.
         pairs = zip(data["prompts"], texts, strict=True)
         batch = self.encoder.collate([self.encoder.ids(prompt, text) for prompt, text in pairs])
         self.model.prepare_for_inference()
@@ -82,6 +75,7 @@ class ModelReward:
         )
 
 
+@dataclass(eq=False)
 class VerifiedReward:
     """Rewards of a source, with metrics of a function that verifies them.
 
@@ -91,8 +85,8 @@ class VerifiedReward:
     ``reward_parts/rated_<name>``.
     """
 
-    def __init__(self, reward: RewardInterface, verifier: Reward) -> None:
-        self.reward, self.verifier = reward, verifier
+    reward: RewardInterface
+    verifier: Reward
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
         """Score every row with the source and the verifier."""

@@ -193,6 +193,7 @@ def parse_scores(
         raise RewardError(
             f"reward function {name!r} returned {len(scores)} rewards for {len(samples)} samples"
         )
+    # Column by column, with the keys of the first sample.
     with_keys = bool(scores) and isinstance(scores[0], Mapping)
     keys = set(scores[0]) if with_keys else {"reward"}
     table: dict[str, list[float]] = {str(key): [] for key in ["reward", *sorted(keys, key=str)]}
@@ -227,6 +228,7 @@ def _as_number(value: Any, source: str) -> float:
         value = value.item()  # a scalar array or tensor
     if not isinstance(value, Real):
         raise RewardError(f"{source} is {shown(value)}, which is not a number")
+    # Rewards are stored in float32.
     try:
         number = float(value)
         struct.pack("<f", number)

@@ -34,6 +34,7 @@ def reward(
     scores = []
     for response, ground_truth in zip(responses, ground_truths, strict=True):
         match = compiled.fullmatch(response)
+        # Without a group ``answer``, a match is right.
         right = match is not None
         if match is not None and "answer" in compiled.groupindex:
             answer = match.group("answer")

@@ -111,23 +111,17 @@ def response_texts(tokenizer: Tokenizer, data: BatchedDataDict) -> list[str]:
 
 
 def scored_texts(
-    tokenizer: Tokenizer,
-    data: BatchedDataDict,
-    responses: Sequence[str],
-    end_strings: Sequence[str],
-) -> list[str]:
-    """Return ``responses`` without the stop strings that ended them.
+    tokenizer: Tokenizer, data: BatchedDataDict, end_strings: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return the responses, and the responses without the ``end_strings`` that ended them.
 
-    Args:
-        tokenizer: tokenizer of the policy.
-        data: the rollout, with the columns of `response_texts` and ``is_end`` bool [B].
-        responses: result of `response_texts`.
-        end_strings: stop strings of the policy.
+    Reads the columns of `response_texts` and ``is_end`` bool [B].
     """
+    responses = response_texts(tokenizer, data)
     if not end_strings:
-        return list(responses)
+        return responses, responses
     rows = zip(responses, data["is_end"].tolist(), _token_rows(data), strict=True)
-    return [
+    return responses, [
         _without_stop(tokenizer, *tokens, text, end_strings) if ended else text
         for text, ended, tokens in rows
     ]

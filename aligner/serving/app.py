@@ -170,8 +170,10 @@ class Service:
         """
         session = self._authorised(request)
         began = time.monotonic()
+        # Read and encode the request.
         async with self._read(request, kind) as body:
             prompts = await run_in_threadpool(blame_sender, self._prompts, body, session)
+        # A row of the engine for each answer, and a choice that formats its tokens.
         has_tools = isinstance(body, ChatRequest) and body.offered_tools
         form = self.served.form if has_tools else None
         body = self.served.adapted(body)
@@ -190,6 +192,7 @@ class Service:
                 tokens = choice.prompt, choice.ids, choice.logprobs
                 session.record(*tokens, choice.finish, choice.full_text, row.request)
 
+        # Queue the rows, and wait for their progress.
         results = Results[Progress]()
         job = RowJob(rows, results.put)
         if session is not None:

@@ -110,6 +110,7 @@ class _Sampled(_Request):
 
         ``longest``: maximum number of new tokens. A temperature of 0 means greedy sampling.
         """
+        # The request's values in the terms of the sampler.
         greedy = None if self.temperature is None else self.temperature == 0
         changes: dict[str, Any] = {
             "use_greedy": greedy,
@@ -119,6 +120,7 @@ class _Sampled(_Request):
             "repetition_penalty": self.repetition_penalty,
             "end_strings": self.stop,
         }
+        # Unset values keep their defaults.
         changes = {key: value for key, value in changes.items() if value is not None}
         shortest = defaults.length.min_length if self.min_tokens is None else self.min_tokens
         length = {"max_length": longest, "min_length": min(shortest, longest)}

@@ -21,6 +21,7 @@ def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
     plain: list[Message] = []
     for message in messages:
         calls = message.get("tool_calls") or []
+        # Calls become lines of the assistant.
         if calls:
             lines = [message["content"]] if message.get("content") else []
             for call in calls:
@@ -28,6 +29,7 @@ def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
                 names[str(call.get("id"))] = function["name"]
                 lines.append(f"call {function['name']} {json.dumps(function['arguments'])}")
             plain.append({"role": "assistant", "content": "\n".join(lines)})
+        # Consecutive results become one user message, as templates want roles to alternate.
         elif message["role"] == "tool":
             name = message.get("name") or names.get(str(message.get("tool_call_id")), "the tool")
             line = f"result of {name}: {message['content']}"

@@ -59,12 +59,14 @@ class MCPEnv(PromptedTools):
         del seed
         self._scorer = None if reward is None else _scorer(reward, reward_kwargs)
         self._truth, self._columns = ground_truth, columns
+        # Start the server.
         mcp = imported("mcp", "mcp")
         self._loop = LoopThread()
         server = mcp.StdioServerParameters(
             command=command[0], args=list(command[1:]), env=dict(variables or {}) or None
         )
         self._session = self._loop.enter(_session(mcp, server))
+        # The offered tools.
         available = self._tools_of_server()
         missing = sorted(set(tools or ()) - available.keys())
         if missing:

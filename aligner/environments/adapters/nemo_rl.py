@@ -52,6 +52,7 @@ class NeMoRLEnv:
         arguments = () if config is None else (dict(config),)
         self._environment = environment_class(*arguments)
         self._role = observation_role
+        # The first messages and metadata, from a function or from the row.
         if start is not None:
             values = {"prompt": prompt, "extra_env_info": extra_env_info, **columns}
             values = {name: value for name, value in values.items() if value is not None}
@@ -91,6 +92,7 @@ class NeMoRLEnv:
         self._log.append(observation)
         if result.metadata[0] is not None:  # otherwise the metadata do not change, as in NeMo-RL
             self._metadata = result.metadata[0]
+        # The environment sees its own role, the chat template the replacement.
         role = self._role if observation["role"] == "environment" else observation["role"]
         messages = [{**observation, "role": role}] if observation["content"] else []
         answer = result.answers[0] if getattr(result, "answers", None) else None

@@ -64,10 +64,12 @@ class TRLEnv(PromptedTools):
         self._prompt = prompt
         self._columns = columns if prompt is None else {"prompt": prompt, **columns}
         self._remaining_iterations = max_tool_calling_iterations
+        # TRL executes calls concurrently only if all tools are coroutines.
         tools = tool_methods(self._environment)
         if not all(map(inspect.iscoroutinefunction, tools)):
             self.calls_at_once = 1
         self._completion: list[Message] = []
+        # The text that `reset` returns follows the prompt.
         messages = prompt_messages(prompt)
         observation = self._reset(seed)
         if observation and messages:

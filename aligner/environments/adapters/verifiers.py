@@ -59,6 +59,7 @@ class VerifiersEnv:
         del columns
         self._environment = _load(environment, json.dumps(dict(arguments or {}), sort_keys=True))
         self._form: Form = form
+        # The input of a rollout, from the environment's data or from the row.
         if prompt is None:
             data = self._environment.get_dataset()
             self._input = dict(data[random.Random(seed).randrange(len(data))])
@@ -104,6 +105,7 @@ class VerifiersEnv:
         if kind == "ended":
             reward, metrics = value
             return Turn(reward={**metrics, "reward": reward}, done=True)
+        # The new messages are those after the policy's message.
         messages, _ = value
         count = len(self._shown)
         if messages[:count] != self._shown:
@@ -112,7 +114,7 @@ class VerifiersEnv:
                 "conversation"
             )
         self._shown = messages
-        return Turn(messages[count + 1 :])  # after the policy's message
+        return Turn(messages[count + 1 :])
 
     def close(self) -> None:
         """End the environment's loop."""

@@ -68,6 +68,7 @@ class VerifiersAgent:
             model="policy",
             client=verifiers.EvalClientConfig(base_url=base_url, api_key_var=_KEY_VARIABLE),
         )
+        # Run one rollout of the task.
         async with environment.serving():
             episode = await environment.run_episode(_task(environment.taskset, idx, seed), policy)
         if not episode.ok:
@@ -81,6 +82,7 @@ class VerifiersAgent:
                 f"the environment of verifiers ran its agent {len(episode.traces)} times, but only "
                 "one rollout can be scored. Use a taskset that runs it once"
             )
+        # The rewards and the metrics of the rollout.
         (trace,) = episode.traces
         rewards = {name: reward for name, reward in trace.rewards.items() if reward is not None}
         scores = {name: reward.score for name, reward in rewards.items()}
@@ -129,6 +131,7 @@ def _environment(settings: str) -> Any:
             "module in the current folder or on PYTHONPATH, whose __all__ contains its Taskset. "
             "The other keys are those of verifiers' TasksetConfig and AgentConfig"
         ) from error
+    # Only the policy is trained, so there must be one agent.
     roles = imported("verifiers.v1.configs.agent", _PACKAGE).agent_config_fields(environment.config)
     if list(roles) != ["agent"]:
         raise ConfigError(
@@ -145,6 +148,7 @@ def _all_tasks(taskset: Any) -> list[Any]:
 
 def _task(taskset: Any, idx: int | None, seed: int) -> Any:
     """Return the task at ``idx``, or a task that the seed chooses."""
+    # A list of tasks, from which the seed can choose, or an endless stream.
     if taskset.bounded:
         tasks = _all_tasks(taskset)
         if idx is None and tasks:

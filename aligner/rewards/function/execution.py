@@ -105,6 +105,7 @@ class LoadedFunction:
                     has_other_results = True
                 elif culprit is None:
                     culprit = index
+            # A sample is only the cause if another sample succeeds or fails differently.
             if has_other_results and culprit is not None:
                 return culprit
         return None

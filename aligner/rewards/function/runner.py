@@ -16,11 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, suppress
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,44 +44,32 @@ class RewardOutput:
     timeouts: int = 0  # number of samples without a result within the time limit
 
 
-class _Runner(Protocol):
-    """Calls one function for several parts of a batch."""
+@dataclass(eq=False)
+class RewardFunction(AbstractContextManager["RewardFunction"]):
+    """A loaded reward function, by :meth:`load` or :meth:`wrap`. Close it, or use it in ``with``.
 
-    signature: Signature
+    Attributes:
+        time_limit_s: time limit of a batch.
+        max_concurrency: number of parts of a batch that are scored at the same time, each in a
+            process. With more than one, the function gets parts instead of the batch.
+        timeout_reward: reward of a sample after a timeout, with metrics of 0. None: raise
+            `RewardTimeoutError`.
+    """
 
-    def begin(self, parts: Sequence[Samples], time_limit_s: float) -> list[Callable[[], Scored]]:
-        """Start to score all parts at the same time, with a common time limit.
+    _runner: "ProcessRunner | ThreadRunner"
+    _: KW_ONLY
+    time_limit_s: float = 60.0
+    max_concurrency: int = 1
+    timeout_reward: float | None = None
 
-        Returns, for each part, a function that waits for its scores.
-        """
-        ...
-
-    def close(self) -> None: ...
-
-
-class RewardFunction:
-    """A loaded reward function. Close it, or use it as a context manager."""
-
-    def __init__(
-        self,
-        runner: _Runner,
-        *,
-        time_limit_s: float,
-        max_concurrency: int,
-        timeout_reward: float | None = None,
-    ) -> None:
-        """Use :meth:`load` or :meth:`wrap`."""
-        if not 0 < time_limit_s <= MOST_SECONDS:
+    def __post_init__(self) -> None:
+        if not 0 < self.time_limit_s <= MOST_SECONDS:
             raise ConfigError(
-                f"reward.time_limit_s={time_limit_s} must be a positive number of seconds, at most "
-                f"{MOST_SECONDS:g}"
+                f"reward.time_limit_s={self.time_limit_s} must be a positive number of seconds, at "
+                f"most {MOST_SECONDS:g}"
             )
-        if max_concurrency < 1:
-            raise ConfigError(f"reward.max_concurrency={max_concurrency} must be at least 1")
-        self._runner = runner
-        self._timeout_s = time_limit_s
-        self._max_concurrency = max_concurrency
-        self._timeout_reward = timeout_reward
+        if self.max_concurrency < 1:
+            raise ConfigError(f"reward.max_concurrency={self.max_concurrency} must be at least 1")
 
     @classmethod
     def load(
@@ -93,17 +81,10 @@ class RewardFunction:
         max_concurrency: int = 1,
         timeout_reward: float | None = None,
     ) -> "RewardFunction":
-        """Load the function ``name`` into a separate process.
+        """Load a function into a separate process. ``kwargs`` are passed to every call.
 
-        Args:
-            name: ``package.module:function``, ``package.module.function`` or
-                ``path/to/file.py:function``, sync or async.
-            kwargs: keyword arguments of every call.
-            time_limit_s: time limit of a batch.
-            max_concurrency: number of parts of a batch that are scored at the same time, each in a
-                process. With more than one, the function gets parts instead of the batch.
-            timeout_reward: reward of a sample after a timeout, with metrics of 0. None: raise
-                `RewardTimeoutError`.
+        ``name``: ``package.module:function``, ``package.module.function`` or
+        ``path/to/file.py:function``, sync or async.
 
         Raises:
             ConfigError: the function cannot be imported, or its signature does not fit.
@@ -166,6 +147,7 @@ class RewardFunction:
         self.check_columns(samples.columns)
         if not len(samples):
             return RewardOutput(torch.zeros(0), {})
+        # Score the batch, and report timeouts.
         answers = self._answers(samples)
         missing = [part for part, scored in answers if scored is None]
         if missing:
@@ -176,16 +158,13 @@ class RewardFunction:
                 sum(map(len, missing)),
                 len(samples),
                 missing[0].describe(0),
-                self._timeout_reward,
+                self.timeout_reward,
             )
-        return _join(answers, self.name, self._timeout_reward or 0.0)
+        return _join(answers, self.name, self.timeout_reward or 0.0)
 
     def close(self) -> None:
         """End the processes. A later call starts them again."""
         self._runner.close()
-
-    def __enter__(self) -> "RewardFunction":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -198,8 +177,8 @@ class RewardFunction:
         half is four times the duration of the last part that succeeded.
         """
         answers: list[tuple[Samples, Scored | None]] = []
-        waiting, limit = _split(samples, self._max_concurrency), self._timeout_s
-        concurrency, end = self._max_concurrency, math.inf
+        waiting, limit = _split(samples, self.max_concurrency), self.time_limit_s
+        concurrency, end = self.max_concurrency, math.inf
         while waiting:
             # Score the next parts, or give up at the end of the time.
             began = time.monotonic()
@@ -214,15 +193,15 @@ class RewardFunction:
                 if not isinstance(scored, RewardTimeoutError):
                     answers.append((part, scored))
                     if concurrency == 1:
-                        limit = min(self._timeout_s, max(1.0, 4 * (now - began)))
-                elif self._timeout_reward is None:
+                        limit = min(self.time_limit_s, max(1.0, 4 * (now - began)))
+                elif self.timeout_reward is None:
                     raise scored
                 elif len(part) == 1:
                     answers.append((part, None))
                 else:
                     waiting += _split(part, 2)
             if waiting:
-                concurrency, end = 1, min(end, now + 2 * self._timeout_s)
+                concurrency, end = 1, min(end, now + 2 * self.time_limit_s)
         return sorted(answers, key=lambda answer: answer[0].offset)
 
     def _score(
@@ -253,6 +232,7 @@ def _join(
     answers: list[tuple[Samples, Scored | None]], name: str, timeout_reward: float
 ) -> RewardOutput:
     keys: Iterable[str] = next((scored[1] for _, scored in answers if scored is not None), {})
+    # The parts must agree on the metrics, which are unknown for parts after a timeout.
     rewards: list[float] = []
     metrics: dict[str, list[float]] = {key: [] for key in keys}
     for part, scored in answers:
@@ -289,7 +269,10 @@ class ProcessRunner(ProcessPool):
         self._kwargs = frozenset(kwargs)
 
     def begin(self, parts: Sequence[Samples], time_limit_s: float) -> list[Callable[[], Scored]]:
-        """Send each part to a separate process."""
+        """Send each part to a separate process, with a common time limit.
+
+        Returns, for each part, a function that waits for its scores.
+        """
         for error in self.start(range(len(parts))).values():
             raise error
         deadline = time.monotonic() + time_limit_s
@@ -328,7 +311,7 @@ class ThreadRunner:
         """Do nothing, as no thread is reused."""
 
     def begin(self, parts: Sequence[Samples], time_limit_s: float) -> list[Callable[[], Scored]]:
-        """Start a thread for each part."""
+        """Start a thread for each part. Returns the functions that wait for the scores."""
         deadline = time.monotonic() + time_limit_s
         waits: list[Callable[[], Scored]] = []
         for part in parts:

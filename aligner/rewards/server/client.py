@@ -33,7 +33,7 @@ from aligner.http.tokens import read_token
 from aligner.parallel.collectives import on_rank_zero
 from aligner.rewards.attributes import check_weights
 from aligner.rewards.interface import ScoredResponses, rated_responses
-from aligner.rewards.sequences import response_texts, scored_texts
+from aligner.rewards.sequences import scored_texts
 from aligner.rewards.server.wire import (
     HEALTH,
     SCORE,
@@ -130,6 +130,7 @@ class RewardClient:
     async def _send(self, session: httpx.AsyncClient, request: _Request) -> Any:
         """Return the parsed answer to a request, after as many tries as needed."""
         started, pause = time.monotonic(), 0.5
+        # Repeat the request after temporary failures, with growing pauses.
         for tries in itertools.count(1):
             try:
                 answer = await self._exchange(session, request)
@@ -230,12 +231,12 @@ class RemoteReward:
         """Score every row. Columns as in `Reward.get_rewards`."""
 
         def score() -> tuple[list[str], list[list[float]]]:
-            responses = response_texts(self.tokenizer, data)
-            texts = scored_texts(self.tokenizer, data, responses, self.end_strings)
+            responses, texts = scored_texts(self.tokenizer, data, self.end_strings)
             samples = list(map(WireSample, data["prompts"], texts))
             return responses, self._client.score(samples, max(1, len(self.attributes)))
 
         responses, rows = on_rank_zero(score)
+        # Every rank builds the same tensors.
         scores = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)
         return rated_responses(
             responses,

@@ -126,6 +126,7 @@ def score_until(
     state is then unknown.
     """
     while True:
+        # Rank 0 broadcasts the batch, which is None at the end and empty after an idle wait.
         slots: list[Slot[Ids]] = []
         if is_rank_zero() and not stopping.is_set():
             slots = queue.take(batch_size, _HEARTBEAT_S)
