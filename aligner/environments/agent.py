@@ -64,7 +64,7 @@ class Agent:
         """Load the function ``source``, or find the program of the command ``source``.
 
         Raises:
-            ConfigError: there is no such function or program, it cannot be called with the data's
+            ConfigError: the function or program does not exist, it cannot be called with the data's
                 ``columns``, or its ``check_kwargs`` refuses ``kwargs``.
         """
         self._kwargs = dict(kwargs)
@@ -78,8 +78,8 @@ class Agent:
         if is_command:
             if shutil.which(self._words[0]) is None:
                 raise ConfigError(
-                    f"{key}: there is no program {self._words[0]!r}. Set its path, or a program on "
-                    "PATH"
+                    f"{key}: the program {self._words[0]!r} was not found. Set its path, or "
+                    "a program on PATH"
                 )
             return
         # A function: check its signature.

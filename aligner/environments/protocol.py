@@ -116,7 +116,7 @@ def check_turn(value: Any, characters: int = 0) -> Turn:
         raise DataError(f"step returned {shown(value)}; it must return a Turn")
     if not value.messages and not value.done:
         raise DataError(
-            "step returned neither a message nor done=True; the policy has nothing to answer"
+            "step returned neither a message nor done=True. The policy needs a message to answer"
         )
     # The reward, and its metrics.
     reward: Reward = None
@@ -130,8 +130,8 @@ def check_turn(value: Any, characters: int = 0) -> Turn:
         accuracy = reward.get("accuracy")
         if accuracy is not None and not 0 <= accuracy <= 1:
             raise DataError(
-                f"accuracy is {accuracy:g}; it is a share, from 0 to 1, and the last accuracy of a "
-                "conversation is its verdict. Give other metrics another name"
+                f"accuracy is {accuracy:g}. It must be a share, from 0 to 1, and the last accuracy "
+                "of a conversation is its verdict. Give other metrics another name"
             )
     else:
         reward = _number(value.reward, "reward")
@@ -161,7 +161,7 @@ def _step(value: Any, characters: int) -> tuple[int, float]:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise DataError(
-            f"steps has {shown(value)}; a step is (end, reward), and its end is from 1 to "
+            f"steps has {shown(value)}. A step is (end, reward), and its end is from 1 to "
             f"{characters}, the number of characters of the message"
         ) from None
     number = _number(reward, "the reward of a step")
@@ -183,7 +183,7 @@ def _number(value: Any, name: str, *, is_metric: bool = False) -> float | None:
     except OverflowError:
         number = math.inf
     except (TypeError, ValueError):
-        raise DataError(f"{name} is {shown(value)}, which is no number") from None
+        raise DataError(f"{name} is {shown(value)}, which is not a number") from None
     if not math.isfinite(number) or abs(number) > _MAX_FLOAT32:
         if is_metric:
             return None

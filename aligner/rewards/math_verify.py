@@ -20,7 +20,7 @@ def reward(
 
     Args:
         prompts: not used.
-        responses: text without the end-of-sequence token; the answer may be in ``\boxed{}``, in
+        responses: text without the end-of-sequence token. The answer may be in ``\boxed{}``, in
             dollars, or a plain number.
         ground_truths: numbers, or LaTeX with or without dollars or ``\boxed{}``.
         boxed: only count an answer in ``\boxed{}``.

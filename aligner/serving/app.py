@@ -111,7 +111,7 @@ class Service:
         async with self._read(request, SessionRequest) as body:
             session = self.sessions.begin(body.seed)
         if session is None:
-            raise HTTPException(429, "there are too many sessions; end some of them")
+            raise HTTPException(429, "there are too many sessions. End some of them")
         return SessionKey(id=session.id, api_key=session.key)
 
     async def session(self, request: Request, name: str) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Service:
         """Set the reward of the session whose key the request has."""
         session = self._authorised(request)
         if session is None:
-            raise HTTPException(400, "a reward belongs to a session; use the session's key")
+            raise HTTPException(400, "a reward belongs to a session. Use the session's key")
         async with self._read(request, RewardRequest) as body:
             blame_sender(session.set_reward, body.reward)
         return {"reward": session.reward}
@@ -147,7 +147,7 @@ class Service:
         session = self.sessions.with_key(key) if scheme == "Bearer" else None
         if session is None:
             if key.startswith("session-") and key != self.token:
-                raise HTTPException(401, "the session has ended or expired; begin another one")
+                raise HTTPException(401, "the session has ended or expired. Begin another session")
             check_bearer(request, self.token)
         return session
 
@@ -164,7 +164,7 @@ class Service:
     async def _sample(
         self, request: Request, kind: type[_Sampled], writer: type[Answer]
     ) -> Response:
-        """Have the engine answer a request; reading and encoding count towards the time limit.
+        """Have the engine answer a request. The time limit includes reading and encoding.
 
         body ─► prompts (a thread encodes them) ─► rows (reserved in the session) ─► queue
         """

@@ -79,14 +79,14 @@ class Served:
         template_kwargs: Mapping[str, Any] | None = None,
         keeps_answers: bool = False,
     ) -> str:
-        """Render a chat with the generation prompt; ``template_kwargs`` go to the template.
+        """Render a chat with the generation prompt. ``template_kwargs`` go to the template.
 
         ``keeps_answers``: do not treat special tokens in assistant messages, which the model wrote.
 
         Raises:
             DataError: the messages are not valid, the template ignores a part of them, or a special
                 token is refused.
-            TokenizerError: there is no chat template.
+            TokenizerError: the tokenizer has no chat template.
         """
         messages = parse_messages(chat_messages(chat))
         # Treat special tokens, unless the chat is too long and therefore refused later.

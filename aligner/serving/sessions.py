@@ -41,7 +41,7 @@ class RecordedSequence:
     ``logprobs``: log-probs of sampled tokens, 0 for tokens of prompts.
     ``ends``: why each turn ended.
     ``forked_from``: index of the earlier sequence whose first ``shared`` tokens this sequence
-    repeats, at least one of them a sampled token. None if there is no such sequence.
+    repeats, at least one of them a sampled token. None without such a sequence.
     ``text``: text of all tokens, None if it is not known.
     """
 
@@ -223,7 +223,7 @@ class Session:
             )
         raise DataError(
             f"the session has {recorded} tokens and is limited to {limits.max_tokens}, and this "
-            f"request could make it {bound}; begin another session"
+            f"request could make it {bound}. Begin another session"
         )
 
     def withdraw(self, prompts: Sequence[Sequence[int]], requests: Sequence[int | None]) -> None:

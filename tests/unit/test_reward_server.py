@@ -292,7 +292,7 @@ def test_attributes_of_a_server_are_weighted():
     with stub("two") as url:
         config = RewardServerConfig(url=url, retry_for_s=0.5)
         with pytest.raises(
-            ConfigError, match=r"rates 2 attributes .a, b..\. Set reward.attribute_w"
+            ConfigError, match=r"rates 2 attributes .a, b.\. Set reward.attribute_w"
         ):
             RemoteReward(config, tokenizer)
         reward = RemoteReward(config, tokenizer, weights=[2.0, -0.5], end_strings=["\n"])

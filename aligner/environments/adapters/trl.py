@@ -92,7 +92,7 @@ class TRLEnv(PromptedTools):
             raise ConfigError(f"environment.kwargs.environment={name!r} has no method reset")
         if kwargs.get("reward") is None and not hasattr(environment_class, "get_reward"):
             raise ConfigError(
-                f"environment.kwargs.environment={name!r} has no method get_reward; name a reward "
+                f"environment.kwargs.environment={name!r} has no method get_reward. Set a reward "
                 "function of TRL's form as environment.kwargs.reward"
             )
 
@@ -120,7 +120,7 @@ class TRLEnv(PromptedTools):
         observation = _result_of(self._environment.reset(**arguments))
         if observation is not None and not isinstance(observation, str):
             raise DataError(
-                f"reset returned {type(observation).__name__}; TRL's form is text or None"
+                f"reset returned {type(observation).__name__}. TRL's form is text or None"
             )
         return observation
 

@@ -58,7 +58,7 @@ class VerifiersAgent:
 
         Raises:
             ConfigError: ``taskset`` or ``agent`` is invalid.
-            DataError: there is no task ``idx``, or the rollout failed with verifiers' errors.
+            DataError: task ``idx`` does not exist, or the rollout failed with verifiers' errors.
         """
         del columns
         verifiers = _package()
@@ -155,8 +155,8 @@ def _task(taskset: Any, idx: int | None, seed: int) -> Any:
             idx = random.Random(seed).randrange(len(tasks))
         if idx is None or not 0 <= idx < len(tasks):
             raise DataError(
-                f"idx={idx} is no task: the taskset has {len(tasks)}, counted from 0. Give the "
-                "data a column idx with such indices, or no such column"
+                f"idx={idx} does not exist: the taskset has {len(tasks)} tasks, counted from 0. "
+                "Give the data a column idx with such indices, or no such column"
             )
         return tasks[idx]
     if idx is None:

@@ -152,8 +152,8 @@ class RewardFunction(AbstractContextManager["RewardFunction"]):
         missing = [part for part, scored in answers if scored is None]
         if missing:
             log.warning(
-                "reward function %r did not answer in time for %d of %d samples, the first %s; "
-                "their reward is reward.timeout_reward=%g",
+                "reward function %r did not answer in time for %d of %d samples, the first %s. "
+                "Their reward is reward.timeout_reward=%g",
                 self.name,
                 sum(map(len, missing)),
                 len(samples),

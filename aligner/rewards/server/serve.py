@@ -24,7 +24,7 @@ from aligner.rewards.sequences import SequenceEncoder
 from aligner.rewards.server.http import Ids, RewardService
 from aligner.rewards.server.wire import WireSample
 
-# The other ranks wait for rank 0 in a collective; it ends an idle wait this often.
+# The other ranks wait for rank 0 in a collective, and rank 0 ends idle waits after this time.
 _HEARTBEAT_S = 1.0
 
 
