@@ -132,8 +132,8 @@ def numbered(calls: Sequence[ToolCall]) -> list[ToolCall]:
 def structured(messages: Sequence[Message], form: Form) -> list[Message]:
     """Return the chat with calls as ``tool_calls`` instead of text, as some templates require.
 
-    An assistant message that is followed by messages of the role ``tool`` gets an entry of
-    ``tool_calls`` for each of them, with its ``tool_call_id``.
+    An assistant message gets an entry of ``tool_calls`` for each message of the role ``tool`` that
+    follows, with the ``tool_call_id`` of that message.
     """
     chat: list[Message] = []
     for index, message in enumerate(messages):

@@ -8,8 +8,8 @@ same sequences (verl, SkyRL and TRL join tokens in the same way).
 
 Some templates render earlier turns differently later (they drop thinking or move tools). The next
 prompt then does not start with the tokens so far. The conversation *forks*: it continues with a new
-sequence, the whole history as the template now renders it. It remains one trajectory with the
-rewards of all turns (tinker and prime-rl make a sample of each sequence).
+sequence, the whole history as the template now renders it. The conversation remains one trajectory
+with the rewards of all turns (tinker and prime-rl make a sample of each sequence).
 """
 
 from collections.abc import Sequence
@@ -142,7 +142,7 @@ class ChatRenderer:
             text: the sequence so far. White space is not compared, as templates trim messages.
 
         Raises:
-            RewrittenHistoryError: it would fork, and ``rewritten_history`` is ``refuse``.
+            RewrittenHistoryError: the conversation would fork, and ``rewritten_history`` is ``refuse``.
         """
         if not self._has_template or self._rewritten_history == "keep":
             return None

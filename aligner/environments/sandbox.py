@@ -49,7 +49,7 @@ def check_isolation(isolation: Isolation) -> None:
 def run_program(
     code: str, timeout_s: float, memory_mb: int, isolation: Isolation
 ) -> tuple[bytes, str | None]:
-    """Run a Python program. Returns its output, and why it was ended, or None.
+    """Run a Python program. Returns the output, and why the program was ended, or None.
 
     Args:
         code: the program. If its last line is an expression, the value is printed.

@@ -13,7 +13,7 @@ def check_weights(
 ) -> Tensor | None:
     """Return the weights float32 [K] of K attributes, None if the reward is a single number.
 
-    ``attributes``: empty if the source was trained on comparisons, with one number per sample.
+    ``attributes``: empty if the source was trained on comparisons, with a single number per sample.
     ``source``: name of the source, for messages.
     """
     count = max(1, len(attributes))

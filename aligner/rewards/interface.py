@@ -72,7 +72,7 @@ class Reward:
     """Scores responses with a ``RewardFunction``."""
 
     def __init__(self, function: RewardFunction | None, tokenizer: Tokenizer) -> None:
-        """``function`` is needed on rank 0 only."""
+        """Store the function, which only rank 0 needs."""
         self._function = function
         self.tokenizer = tokenizer
 

@@ -49,7 +49,7 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """Call of a function. ``index``: of the call in a streamed message."""
+    """Call of a function. ``index``: index of the call in a streamed message."""
 
     index: int | None = None
     id: str

@@ -55,7 +55,7 @@ class Served:
         return with_bos(self.tokenizer, ids) if self.add_bos else ids
 
     def shortened(self, text: str) -> str:
-        """Return the text, cut if it is long, to still more tokens than the model has positions."""
+        """Cut a long text to a length that still exceeds the model's positions."""
         length = 2 * self.positions
         while length < len(text):
             if len(self.tokenizer.encode(text[:length])) > self.positions + self.positions // 4:

@@ -93,7 +93,7 @@ class Session:
     """
 
     def __init__(self, seed: int | None = None, limits: Limits | None = None) -> None:
-        """Create an empty session. ``limits``: a request that exceeds one ends the session."""
+        """Create an empty session. A request that exceeds ``limits`` ends the session."""
         self.id, self.key = secrets.token_hex(8), f"session-{secrets.token_urlsafe(24)}"
         self.seed = seed
         self.sequences: list[RecordedSequence] = []
@@ -180,7 +180,7 @@ class Session:
         return ids
 
     def admit(self, prompts: Sequence[Sequence[int]], longest: int, answers: int) -> range:
-        """Reserve the answers to a request and return their indices, those of a prompt adjacent.
+        """Reserve the answers to a request and return their indices, grouped by prompt.
 
         `record` or `withdraw` must follow for each answer.
 
@@ -229,8 +229,8 @@ class Session:
     def withdraw(self, prompts: Sequence[Sequence[int]], requests: Sequence[int | None]) -> None:
         """Release reserved answers of a request that failed or whose client disconnected.
 
-        Released answers use no tokens, but count as answers. ``requests``: their indices, from
-        `admit`, one for each of ``prompts``.
+        Released answers use no tokens, but count as answers. ``requests``: index of each answer,
+        from `admit`. ``prompts``: prompt of each answer.
         """
         with self._lock:
             self._expected = {n: key for n, key in self._expected.items() if n not in requests}
@@ -303,14 +303,14 @@ class Session:
         return sum(len(sequence.ids) for sequence in self.sequences)
 
     def _drop_texts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Forget the texts of those prompts to which no answer is expected."""
+        """Forget the texts of prompts without an expected answer."""
         waiting = set(self._expected.values())
         for key in map(tuple, prompts):
             if key not in waiting:
                 self._texts.pop(key, None)
 
     def _start_sequence(self, prompt: Sequence[int]) -> int:
-        """Add a sequence that is forked from the one with the longest common prefix."""
+        """Add a sequence, forked from the sequence with the longest common prefix."""
         new = RecordedSequence()
         for index, sequence in enumerate(self.sequences):
             shared = common_prefix(sequence.ids, prompt)

@@ -28,7 +28,7 @@ _LOOP_LOCK = threading.Lock()
 def load(name: str, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[..., Answers]]:
     """Return the fields of the function's `Signature`, and the function that answers messages.
 
-    `aligner.child_process.serve` calls it in the reward process.
+    `aligner.child_process.serve` calls this function in the reward process.
     """
     function = LoadedFunction(load_function(name, key="reward.function"), name, kwargs)
     return vars(function.signature), function.answers

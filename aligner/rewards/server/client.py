@@ -219,8 +219,8 @@ class RemoteReward:
     ) -> None:
         """Check the server's health, and ``weights`` against its attributes.
 
-        ``tokenizer``: of the policy. ``end_strings``: stop strings of the policy, removed from the
-        responses.
+        ``tokenizer``: tokenizer of the policy. ``end_strings``: stop strings of the policy, which
+        are removed from the responses.
         """
         self.tokenizer, self.end_strings = tokenizer, end_strings
         self._client = RewardClient(config)
