@@ -142,7 +142,7 @@ class ChatRenderer:
             text: the sequence so far. White space is not compared, as templates trim messages.
 
         Raises:
-            RewrittenHistoryError: the conversation would fork, and ``rewritten_history`` is ``refuse``.
+            RewrittenHistoryError: it would fork, but ``rewritten_history`` is ``refuse``.
         """
         if not self._has_template or self._rewritten_history == "keep":
             return None

@@ -41,7 +41,7 @@ class _Connection(H11Protocol):
     refusal: Refusal
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a request. If there are too many connections, refuse the oldest idle connection."""
+        """Wait for a request. At the limit of connections, refuse the oldest idle connection."""
         super().connection_made(transport)
         self._since = self.loop.time()
         self._deadline = self.loop.call_later(min(HEADERS_S, ARRIVAL_S), self._expire)

@@ -51,7 +51,7 @@ class SequenceEncoder:
     def of_checkpoint(cls, checkpoint: NemoCheckpoint, add_bos: bool | None) -> "SequenceEncoder":
         """Return the encoder for a reward model's file, which contains the form of its sequences.
 
-        ``add_bos``: value in the configuration, or None. It applies to older files without the form,
+        ``add_bos``: value in the configuration, or None. It applies to older files without a form,
         where None means no BOS.
 
         Raises:
