@@ -35,7 +35,7 @@ class Answer(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a conversation failed: a reason code and a message.
+    """Failure of a conversation: a reason code and a message.
 
     ``cause``: exception of the engine, None if the environment failed.
     """
