@@ -26,7 +26,7 @@ class SharedBackboneReward:
     ) -> None:
         """Have the critic's workers load ``config.restore_from_path`` in addition to the critic.
 
-        ``config``: the micro-batches, as of a separate reward model.
+        ``config``: the micro-batches, like those of a separate reward model.
         """
         self.worker_group, self.model = value.worker_group, config
         run_on_all(self.worker_group, ValueWorker.share_backbone, config, tokenizer, run)

@@ -19,7 +19,7 @@ _KEY_VARIABLE = "OPENAI_API_KEY"
 class VerifiersAgent:
     """An agent for ``environment.kind=endpoint``: one rollout of one task.
 
-    The harness, its server in front of the policy, runtimes, tools and rewards are verifiers'. All
+    The harness, its server between harness and policy, runtimes, tools and rewards are verifiers'. All
     messages are sampled from the base URL.
     """
 
