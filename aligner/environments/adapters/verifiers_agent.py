@@ -19,8 +19,8 @@ _KEY_VARIABLE = "OPENAI_API_KEY"
 class VerifiersAgent:
     """An agent for ``environment.kind=endpoint``: one rollout of one task.
 
-    The harness, its server between harness and policy, runtimes, tools and rewards are verifiers'. All
-    messages are sampled from the base URL.
+    verifiers provides the harness with its proxy server, runtimes, tools and rewards. All messages
+    are sampled from the base URL.
     """
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
