@@ -123,7 +123,7 @@ class GPTArchitecture:
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     def with_dropout(self, probability: float | None) -> "GPTArchitecture":
-        """The same with this dropout, of attention and of hidden states; None: with its own."""
+        """The same with this dropout, of attention and of hidden states. None means with its own."""
         if probability is None:
             return self
         return dataclasses.replace(self, attention_dropout=probability, hidden_dropout=probability)
@@ -143,6 +143,6 @@ def _check(name: str, value: Any, good: bool, expected: str) -> None:
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
         raise CheckpointError(
-            f"the model's description has {name}={shown}, which must be {expected}; correct "
+            f"the model's description has {name}={shown}, which must be {expected}. Correct "
             "model_config.yaml or config.json"
         )

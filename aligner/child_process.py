@@ -68,10 +68,9 @@ class Program:
     """Code that child processes run, and the errors that the parent raises for it.
 
     ``module``: its ``load(*first)`` returns the payload of ``ready`` and the function that answers
-    messages (see `serve`); ``first``: the arguments, pickled. ``name``: the code in error
-    messages, such as ``reward function 'f'``. ``remedy``: for an answer that comes too late.
-    ``memory_mb``: mebibytes that a process may allocate; None: no limit. ``most_bytes``: of one
-    answer.
+    messages (see `serve`); ``first``: the arguments, pickled. ``name``: the code in error messages,
+    such as ``reward function 'f'``. ``remedy``: for an answer that comes too late. ``memory_mb``:
+    mebibytes that a process may allocate. None means no limit. ``most_bytes``: of one answer.
     """
 
     module: str
@@ -245,7 +244,7 @@ class ChildProcess:
         except Exception as error:  # a user's class may raise anything
             raise DataError(
                 f"{self._program.name} is given an object that cannot travel to its process: "
-                f"{text_of(error)}; give rows and arguments numbers, text, lists, mappings, or "
+                f"{text_of(error)}. Give rows and arguments numbers, text, lists, mappings, or "
                 "functions and objects of classes that have a name in their file"
             ) from error
 
@@ -373,8 +372,9 @@ def serve(socket_number: int, load: Callable[..., tuple[Any, Callable[..., Answe
 class _Pipe:
     """Messages over a socket, each behind a header with its length.
 
-    A deadline is a ``time.monotonic()``, after which TimeoutError is raised; None: there is none,
-    0: only what is there is read. What came before a TimeoutError is kept for the next `receive`.
+    A deadline is a ``time.monotonic()``, after which TimeoutError is raised. None means there is
+    none, 0: only what is there is read. What came before a TimeoutError is kept for the next
+    `receive`.
     """
 
     _HEADER = struct.Struct("!4sQ")

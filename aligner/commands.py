@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = given[0]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        meant = f". Did you mean {near[0]}?" if near else ""
         sys.exit(f"aligner {name}: no such command{meant}\n\n{usage()}")
     script = shipped("examples") / f"{COMMANDS[name].script}.py"
     sys.argv = [str(script), *COMMANDS[name].arguments, *given[1:]]

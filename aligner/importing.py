@@ -147,7 +147,7 @@ def _import_place(place: str, name: str, key: str) -> ModuleType:
         return import_file(path) if place.endswith(".py") else importlib.import_module(place)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{key}={name!r}: no module named {error.name!r}; give path/to/file.py:NAME, run from "
+            f"{key}={name!r}: no module named {error.name!r}. Give path/to/file.py:NAME, run from "
             f"the folder that holds the module (now {here}), or add that to PYTHONPATH"
         ) from error
     except Exception as error:

@@ -129,8 +129,8 @@ def check_versions(installed: Callable[[str], str | None] | None = None) -> None
     """
     for name, version, low, high in _outside(SUPPORTED, installed or _version):
         raise VersionError(
-            f"{name} {version} is installed, and {low} or newer, below {high}, is needed; "
-            f"install one (pip install '{name}>={low},<{high}'), or an image that brings one "
+            f"{name} {version} is installed, and {low} or newer, below {high}, is needed. "
+            f"Install one (pip install '{name}>={low},<{high}'), or an image that brings one "
             "(Dockerfile)"
         )
 

@@ -90,7 +90,7 @@ class LossFunction(Protocol):
 
     @property
     def rows_per_group(self) -> int:
-        """Number of adjacent rows that are compared, in one micro-batch; 1: each by itself."""
+        """Number of adjacent rows that are compared, in one micro-batch. `1` means each by itself."""
         ...
 
     def __call__(

@@ -3,7 +3,7 @@
 python examples/check_metrics.py results/gsm8k --step 40 \\
     "train_rollouts/rewards > 0.75" "val_rollouts/accuracy > 0.65"
 
-Status 0: all hold; 1: some do not; 2: the run cannot be judged (no such step or metric).
+Status 0: all hold. `1` means some do not; 2: the run cannot be judged (no such step or metric).
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Condition:
         match = _CONDITION.fullmatch(text)
         if match is None:
             raise ConfigError(
-                f'{text!r}: not a condition; write it as "val_rollouts/accuracy > 0.65", with one '
+                f'{text!r}: not a condition. Write it as "val_rollouts/accuracy > 0.65", with one '
                 f"one of {' '.join(_OPERATORS)}"
             )
         return cls(match[1], match[2], float(match[3]))
@@ -54,7 +54,7 @@ def metrics_at(folder: Path, step: int) -> Mapping[str, float]:
     """What ``metrics.jsonl`` in ``folder`` says of ``step``; `DataError` where it says nothing."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise DataError(f"{path}: there is no such file; give the directory of a run")
+        raise DataError(f"{path}: there is no such file. Give the directory of a run")
     lines = {line["step"]: line for line in read_lines(path)}
     if step not in lines:
         last = f"the last is {max(lines)}" if lines else "it has none"

@@ -178,7 +178,7 @@ def compare_runs(folders: Sequence[Path], output: Path, title: str) -> Path:
         else:
             raise DataError(
                 f"{folder} holds neither {_METRICS} (a training run) nor {_EVALUATION} (an "
-                "evaluation); give directories that a run wrote"
+                "evaluation). Give directories that a run wrote"
             )
     comparison = Comparison(
         title=title,
@@ -257,7 +257,7 @@ def _evaluated(folder: Path, name: str) -> Iterator[ComparedPolicy]:
             )
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
-            f"{folder} is not a complete evaluation: {error!r}; make it anew"
+            f"{folder} is not a complete evaluation: {error!r}. Make it anew"
         ) from error
 
 
@@ -313,7 +313,7 @@ def held_out_measures(
         metrics: lines of a run's ``metrics.jsonl``.
         summary: of `pipeline_stages.pair_summary`.
         is_counted: whether the reward is just the share of right answers, so that it has no
-            line of its own; None: where the two are the same numbers.
+            line of its own. None means where the two are the same numbers.
     """
     held_out = [line for line in metrics if any(name.startswith("val_") for name in line)]
     if not held_out:

@@ -106,7 +106,7 @@ def _check(pipeline: PipelineConfig) -> None:
         for taken in stage.takes.values():
             if taken not in known:
                 raise ConfigError(
-                    f"{key}.takes: {taken!r} is no earlier stage; use one of {', '.join(known)}"
+                    f"{key}.takes: {taken!r} is no earlier stage. Use one of {', '.join(known)}"
                 )
         known.append(stage.name)
 

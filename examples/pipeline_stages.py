@@ -165,7 +165,7 @@ def plan(pipeline: PipelineConfig, conf_dir: Path, scripts: Path) -> list[Stage]
         config = compose_run(conf_dir, run, overrides)
         if config.dry_run:
             raise ConfigError(
-                f"recipe {run.recipe}: dry_run=true leaves nothing for later stages; leave it out, "
+                f"recipe {run.recipe}: dry_run=true leaves nothing for later stages. Leave it out, "
                 f"and give it to {run.script} alone"
             )
         if config.exp_manager.save_nemo != trains:

@@ -50,7 +50,7 @@ def main() -> None:
         token = read_token(arguments.token_env, arguments.token_file, "the reward server")
         if token is None and arguments.host not in ("127.0.0.1", "localhost", "::1"):
             raise ConfigError(
-                f"--host {arguments.host} is open to other machines; give --token-env or "
+                f"--host {arguments.host} is open to other machines. Give --token-env or "
                 "--token-file"
             )
         serve_reward_model(

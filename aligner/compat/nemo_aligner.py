@@ -176,4 +176,4 @@ def _of_ppo(key: str) -> str:
 def _said(known: str) -> str:
     if known in RENAMED:
         return f"NeMo-Aligner's name; here it is {RENAMED[known]}"
-    return f"NeMo-Aligner's key, which has no place here: {NEEDLESS[known]}; remove it"
+    return f"NeMo-Aligner's key, which has no place here: {NEEDLESS[known]}. Remove it"

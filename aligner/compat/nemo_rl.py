@@ -238,7 +238,7 @@ def _backend(given: Section, name: str) -> Backend:
     if megatron == dtensor:
         both = "both" if megatron else "neither of them"
         raise ConfigError(
-            f"{name}.megatron_cfg.enabled, {name}.dtensor_cfg.enabled: {both} true; set exactly "
+            f"{name}.megatron_cfg.enabled, {name}.dtensor_cfg.enabled: {both} true. Set exactly "
             "one of them to true"
         )
     return "megatron" if megatron else "dtensor"

@@ -68,7 +68,7 @@ _EXPERTS = {
 _REMEDIES = {
     "fsdp_offload_enabled": "model.ppo.offload_adam_states of a run; else false",
     "activation_checkpointing_enabled": "dtensor_cfg.activation_checkpointing",
-    "hf_config_overrides": "the checkpoint's own architecture; edit its config.json",
+    "hf_config_overrides": "the checkpoint's own architecture. Edit its config.json",
     "draft": "draft.enabled: false; generation.vllm.engine_args of a run drafts",
     "router_replay": "router_replay.enabled: false",
     "quant_cfg": "null; no weight is quantised",

@@ -105,7 +105,7 @@ def without_sections(arguments: Sequence[str], root: type) -> tuple[list[str], l
         (absent if may_be_null else present).append(name if may_be_null else argument)
     for argument in present:
         if argument.lstrip("+~").partition(".")[0] in absent:
-            raise ConfigError(f"{argument}: its section is set to null; remove one of the two")
+            raise ConfigError(f"{argument}: its section is set to null. Remove one of the two")
     return present, absent
 
 
@@ -121,7 +121,7 @@ def check_overrides(
     Args:
         arguments: what follows the name of the script.
         root: what the configuration describes.
-        conf_dir: where the config groups are; None: none is known.
+        conf_dir: where the config groups are. None means none is known.
 
     Raises:
         ConfigError: an argument that is no override, a key that no dataclass has (with the nearest
@@ -183,7 +183,7 @@ def _accepted(
         raise ConfigError(_malformed(argument, error)) from error
     if override.is_sweep_override() and not sweeps:
         raise ConfigError(
-            f"{argument}: several values; write a list as "
+            f"{argument}: several values. Write a list as "
             f"'{override.key_or_group}=[...]', or add --multirun for a run of each"
         )
     key = override.key_or_group
@@ -191,7 +191,7 @@ def _accepted(
         return [argument]
     value = None if override.is_sweep_override() else override.value()
     if not key:
-        raise ConfigError(f"{_short(argument)}: names no key; write it as key=value")
+        raise ConfigError(f"{_short(argument)}: names no key. Write it as key=value")
     is_choice = _is_group(key, conf_dir) or override.package is not None or "/" in key
     if is_choice and not isinstance(value, dict):
         if not (override.is_delete() or override.is_sweep_override()):
@@ -212,7 +212,7 @@ def _malformed(argument: str, error: HydraException) -> str:
     key, _, value = argument.partition("=")
     reason = str(error).splitlines()[0]
     return (
-        f"{_short(argument)}: hydra cannot read it ({_short(reason)}); put a value with spaces or "
+        f"{_short(argument)}: hydra cannot read it ({_short(reason)}). Put a value with spaces or "
         f"any of ,:{{}}[]()= into quotes of its own: '{key}=\"{_short(value)}\"'"
     )
 
@@ -290,7 +290,7 @@ def check_key(key: str, root: type = RunConfig) -> None:
             )
         if below is None:
             raise ConfigError(
-                f"{key}: {prefix} has no keys below it; give its value as {prefix}=..."
+                f"{key}: {prefix} has no keys below it. Give its value as {prefix}=..."
             )
         hint, prefix = below, f"{prefix}.{name}".lstrip(".")
 

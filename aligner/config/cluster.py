@@ -33,9 +33,10 @@ class ClusterConfig:
     """
 
     address: StrictStr | None = None
-    """`ray`: `host:port` of the cluster to join; null: `RAY_ADDRESS`, or a Ray of the run's own.
+    """`ray`: `host:port` of the cluster to join.
 
-    The latter is started on this machine and ended with the run.
+    `null` means `RAY_ADDRESS`, or a Ray of the run's own. The latter is started on this machine and
+    ended with the run.
     """
 
     colocated: StrictBool = True
@@ -45,7 +46,7 @@ class ClusterConfig:
     """
 
     value_workers: Count | None = None
-    """`ray`, not colocated: workers of the critic; null: as many as the policy.
+    """`ray`, not colocated: workers of the critic. `null` means as many as the policy.
 
     The policy has `trainer.devices` x `trainer.num_nodes`.
     """
@@ -75,13 +76,13 @@ class ClusterConfig:
             for name in ("address", "value_workers"):
                 if (value := getattr(self, name)) is not None:
                     yield (
-                        f"{key}.{name}={value} means nothing with {key}.engine=local; set "
+                        f"{key}.{name}={value} means nothing with {key}.engine=local. Set "
                         f"{key}.engine=ray, or leave {key}.{name} at null"
                     )
             if self.env_vars:
                 yield (
                     f"{key}.env_vars={self.env_vars}: with {key}.engine=local the run's own "
-                    "processes are the workers; set the variables before the command, or "
+                    "processes are the workers. Set the variables before the command, or "
                     f"{key}.engine=ray"
                 )
             if layouts_differ:
@@ -92,14 +93,14 @@ class ClusterConfig:
                 )
                 yield (
                     f"{sizes}: with {key}.engine=local one process holds a policy and a critic "
-                    f"worker, which have one layout; set {key}.engine=ray, or leave the critic's "
+                    f"worker, which have one layout. Set {key}.engine=ray, or leave the critic's "
                     "sizes at null"
                 )
             return
         if self.value_workers is not None and self.colocated:
             yield (
                 f"{key}.value_workers={self.value_workers} needs {key}.colocated=false, for a "
-                "colocated critic has a worker beside each of the policy's; set it, or leave "
+                "colocated critic has a worker beside each of the policy's. Set it, or leave "
                 f"{key}.value_workers at null"
             )
         size, workers = run.value_parallel.model_parallel_size, run.value_world_size
@@ -113,5 +114,5 @@ class ClusterConfig:
             )
             yield (
                 f"{source}={workers} is not a multiple of tensor x pipeline x context = {size}, "
-                f"the layout {owner}; use {-(-workers // size) * size}"
+                f"the layout {owner}. Use {-(-workers // size) * size}"
             )

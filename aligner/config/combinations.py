@@ -50,7 +50,7 @@ def _unread(
             if isinstance(rule, ReadIf) and not rule.condition(run):
                 for option, given in _changed(below, value, default):
                     yield (
-                        f"{option}={given!r} {rule.reason}. Nothing reads it in this run; leave it "
+                        f"{option}={given!r} {rule.reason}. Nothing reads it in this run. Leave it "
                         "out"
                     )
         if isinstance(value, Mapping) and (section := section_in(hint)) is not None:

@@ -26,7 +26,7 @@ class PromptSourceConfig:
     """Keyword arguments of a generator function."""
 
     limit: Count | None = None
-    """Rows to read at most; null: all."""
+    """Rows to read at most. `null` means all."""
 
 
 SEPARATE_RESPONSE = ReadIf(
@@ -43,7 +43,7 @@ class PromptColumns:
     """Column of text or of a list of chat messages."""
 
     tools_column: Annotated[StrictStr | None, WITHOUT_ENVIRONMENT] = "tools"
-    """Column of functions that a chat's assistant may call; null: none.
+    """Column of functions that a chat's assistant may call. `null` means none.
 
     For rows that have it: JSON schemas, or their text.
     """
@@ -52,7 +52,7 @@ class PromptColumns:
     """Plain text becomes the user's message of a chat; lists of messages always do."""
 
     system_prompt: Annotated[StrictStr | None, WITHOUT_ENVIRONMENT] = None
-    """Put before chat messages that bring none; null: nothing."""
+    """Put before chat messages that bring none. `null` means nothing."""
 
     chat_template_kwargs: Mapping[StrictStr, Any] = field(default_factory=dict)
     """Variables for the chat template, as `{enable_thinking: false}`; it must name each."""
@@ -76,7 +76,7 @@ class TrainingSets:
     """Training data."""
 
     validation: PromptSourceConfig | None = None
-    """Validation data, as `train`; null: no validation."""
+    """Validation data, as `train`. `null` means no validation."""
 
     shuffle: StrictBool = True
     """Shuffle the training data, by seed and epoch."""
@@ -87,14 +87,14 @@ class AnsweredColumns(PromptColumns):
     """Columns of a row that make a prompt whose response is scored."""
 
     ground_truth_column: StrictStr | None = "ground_truth"
-    """Column of ground truths; null: the data has none.
+    """Column of ground truths. `null` means the data has none.
 
     The reward function is given it as `ground_truths`. An environment is given it as any other
     column, and rows may be without it; it is shown with samples.
     """
 
     max_prompt_length: Count | None = None
-    """Tokens of a prompt; longer ones are dropped and counted; null: none are."""
+    """Tokens of a prompt; longer ones are dropped and counted. `null` means none are."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class EngineConfig:
         raise NotImplementedError
 
     def resources(self, *, has_gpu: bool, ahead: bool) -> EngineResources | None:
-        """Devices and memory of the engines; None: nothing beyond the policy's processes.
+        """Devices and memory of the engines. None means nothing beyond the policy's processes.
 
         Args:
             has_gpu: whether workers compute on GPUs.
@@ -88,4 +88,4 @@ class EngineConfig:
             key: dotted key of the policy's section of the algorithm.
             run: the whole configuration.
         """
-        yield f"{record}: {self.title} does not record which tokens it kept; set it to 0"
+        yield f"{record}: {self.title} does not record which tokens it kept. Set it to 0"

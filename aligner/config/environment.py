@@ -26,7 +26,7 @@ def _without_open_quotation(command: str) -> str:
     except ValueError as error:
         raise PydanticCustomError(
             "command",
-            "{key}={command}: {error}; write it as a list of words",
+            "{key}={command}: {error}. Write it as a list of words",
             {"command": repr(command), "error": str(error)},
         ) from error
     return command
@@ -47,16 +47,17 @@ class EnvironmentConfig:
     """
 
     factory: UserClass | None = None
-    """Class of the environment, `package.module:Class` or `path/to/file.py:Class`; null: none.
+    """Class of the environment, `package.module:Class` or `path/to/file.py:Class`.
 
-    One is made for each conversation, as `Class(seed=..., **columns of the row, **kwargs)`
-    (docs/environments.md). It gives the prompts and the rewards. With `kind=endpoint` a function.
+    `null` means none. One is made for each conversation, as `Class(seed=..., **columns of the row,
+    **kwargs)` (docs/environments.md). It gives the prompts and the rewards. With `kind=endpoint` a
+    function.
     """
 
     command: (
         Annotated[StrictStr, AfterValidator(_without_open_quotation)] | tuple[StrictStr, ...] | None
     ) = None
-    """With `kind=endpoint` in place of `factory`: a program and its arguments; null: none.
+    """With `kind=endpoint` in place of `factory`: a program and its arguments. `null` means none.
 
     A text is split as a shell does, but there is no shell; or a list of words.
     """
@@ -100,10 +101,11 @@ class EnvironmentConfig:
     """Conversations under way at the same time, each with a process of its own."""
 
     memory_mb: Annotated[Integer, Interval(ge=64, le=2**30)] | None = None
-    """MiB that a process of an environment, and each that it starts, may allocate; null: no limit.
+    """MiB that a process of an environment, and each that it starts, may allocate.
 
-    Beyond that they get a MemoryError, which fails the conversation unless the environment handles
-    it. With or without: where the machine's memory runs out, Linux ends environments first.
+    `null` means no limit. Beyond that they get a MemoryError, which fails the conversation unless
+    the environment handles it. With or without: where the machine's memory runs out, Linux ends
+    environments first.
     """
 
     retries: Annotated[Integer, Interval(ge=0, le=1000)] = 16
@@ -122,7 +124,7 @@ class EnvironmentConfig:
     """
 
     chat_template: FilePath | None = None
-    """Jinja file with a chat template in place of the tokenizer's; null: its own.
+    """Jinja file with a chat template in place of the tokenizer's. `null` means its own.
 
     The trained model has it, too.
     """
@@ -161,10 +163,10 @@ class EnvironmentConfig:
         if self.max_tokens <= response:
             yield (
                 f"{key}.max_tokens={self.max_tokens} leaves no room for a prompt before a response "
-                f"of {run.model.rollout_key}.length_params.max_length={response}; raise it"
+                f"of {run.model.rollout_key}.length_params.max_length={response}. Raise it"
             )
         if run.data.max_prompt_length is not None:
             yield (
                 f"data.max_prompt_length={run.data.max_prompt_length}: prompts are the "
-                f"environment's; set it to null, and bound conversations by {key}.max_tokens"
+                f"environment's. Set it to null, and bound conversations by {key}.max_tokens"
             )

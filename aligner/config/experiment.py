@@ -18,7 +18,7 @@ class WandbConfig:
     """W&B's project."""
 
     name: StrictStr | None = None
-    """W&B's name of the run; null: W&B invents one."""
+    """W&B's name of the run. `null` means W&B invents one."""
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of Lightning's `WandbLogger`, e.g. `offline`."""
@@ -38,7 +38,7 @@ class ExpManagerConfig:
     """
 
     resume_if_exists: StrictBool = True
-    """Continue the run there; false: refuse a directory that holds one."""
+    """Continue the run there. `false` means refuse a directory that holds one."""
 
     start_anew: StrictBool = False
     """Begin a new run there; the earlier one moves into `earlier_001/` and so on.
@@ -110,7 +110,7 @@ class ExpManagerConfig:
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Refuse a directory that is a file, and keys that the configuration does not have."""
         if os.path.exists(self.explicit_log_dir) and not os.path.isdir(self.explicit_log_dir):
-            yield f"{key}.explicit_log_dir={self.explicit_log_dir}: is a file; give a directory"
+            yield f"{key}.explicit_log_dir={self.explicit_log_dir}: is a file. Give a directory"
         for name in self.resume_changed:
             section: Any = run
             for step in name.split("."):
@@ -118,7 +118,7 @@ class ExpManagerConfig:
                     break
                 if not hasattr(section, step):
                     yield (
-                        f"{key}.resume_changed: {name!r} is no key of the configuration; give the "
+                        f"{key}.resume_changed: {name!r} is no key of the configuration. Give the "
                         "keys that the refusal names, or sections such as trainer.ppo.reward"
                     )
                     break

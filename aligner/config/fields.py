@@ -65,7 +65,7 @@ def not_empty(wanted: str) -> AfterValidator:
     def check(text: str) -> str:
         if not text.strip():
             raise PydanticCustomError(
-                "empty", "empty, got {got}; give {wanted}", {"wanted": wanted}
+                "empty", "empty, got {got}. Give {wanted}", {"wanted": wanted}
             )
         return text
 

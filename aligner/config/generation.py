@@ -85,7 +85,7 @@ class GenerationConfig:
 
     @property
     def engine(self) -> EngineConfig | None:
-        """Settings of the engine; None: the policy's own workers sample.
+        """Settings of the engine. None means the policy's own workers sample.
 
         Raises:
             ConfigError: ``backend`` names no class of an engine, or ``kwargs`` are not of its keys.
@@ -103,7 +103,7 @@ class GenerationConfig:
         return build(kind, self.kwargs, self.engine_key)
 
     def resources(self, *, has_gpu: bool) -> EngineResources | None:
-        """Devices and memory of the engines; None: nothing beyond the policy's processes."""
+        """Devices and memory of the engines. None means nothing beyond the policy's processes."""
         engine = self.engine
         if engine is None:
             return None
@@ -127,7 +127,7 @@ class GenerationConfig:
             sampler = "the policy's own workers" if engine is None else engine.title
             yield (
                 f"{key}.async_rollouts=true needs an engine that draws while the policy trains, "
-                f"and {key}.backend={self.backend} draws with {sampler}; set "
+                f"and {key}.backend={self.backend} draws with {sampler}. Set "
                 f"{key}.backend={engines}"
             )
         ppo = getattr(run.model, "ppo", None)
@@ -136,14 +136,14 @@ class GenerationConfig:
         if run.trainer.ppo.dynamic_sampling.enabled:
             yield (
                 f"{key}.async_rollouts=true draws one rollout ahead, and with "
-                "trainer.ppo.dynamic_sampling.enabled=true nobody knows how many a step takes; set "
+                "trainer.ppo.dynamic_sampling.enabled=true nobody knows how many a step takes. Set "
                 "one of them to false"
             )
         if ppo.truncated_importance_sampling is None and not ppo.correction.is_on:
             yield (
                 f"{key}.async_rollouts=true draws with weights one update old, which "
                 "model.ppo.truncated_importance_sampling=null and an empty model.ppo.correction "
-                "leave uncorrected; set model.ppo.correction.weights=token (with "
+                "leave uncorrected. Set model.ppo.correction.weights=token (with "
                 "ratio_level=sequence: sequence), or model.ppo.correction.old_logprobs=sampler "
                 "(docs/corrections.md)"
             )

@@ -78,7 +78,7 @@ def _layout_problems(
     if world_size % size:
         yield (
             f"{world_size} processes cannot be split into tensor {parallel.tensor} x pipeline "
-            f"{parallel.pipeline} x context {parallel.context} = {size}; start "
+            f"{parallel.pipeline} x context {parallel.context} = {size}. Start "
             f"{multiples_near(world_size, size)} processes (trainer.devices x "
             "trainer.num_nodes) or change the sizes"
         )
@@ -96,7 +96,7 @@ def _layout_problems(
     yield from _stage_problems(architecture.num_layers, parallel, section)
     if parallel.sequence_parallel and parallel.tensor == 1:
         yield (
-            f"{section}.sequence_parallel=true needs {key} > 1, got 1; set it to false or raise "
+            f"{section}.sequence_parallel=true needs {key} > 1, got 1. Set it to false or raise "
             "the tensor parallel size"
         )
     if experts is not None and parallel.tensor > 1 and not parallel.sequence_parallel:
@@ -109,14 +109,14 @@ def _layout_problems(
     if parallel.expert == 1:
         return
     if experts is None:
-        yield f"{key}={parallel.expert}, but the model has no experts; set it to 1"
+        yield f"{key}={parallel.expert}, but the model has no experts. Set it to 1"
         return
     yield from _not_divided(key, parallel.expert, {"experts": experts})
     if ranks % parallel.expert:
         divisors = [str(size) for size in range(1, ranks + 1) if ranks % size == 0]
         yield (
-            f"{key}={parallel.expert} does not divide the {ranks} processes of a pipeline stage; "
-            f"use one of {', '.join(divisors)}"
+            f"{key}={parallel.expert} does not divide the {ranks} processes of a pipeline stage. "
+            f"Use one of {', '.join(divisors)}"
         )
 
 
@@ -136,7 +136,7 @@ def _stage_problems(num_layers: int, parallel: ParallelConfig, section: str) -> 
         sizes = ", ".join(f"{name}={layers}" for name, layers in given.items())
         yield (
             f"{sizes}: of {num_layers} layers {rest} are left for the other {max(0, others)} "
-            f"stages, which have equal numbers of them ({key}={parallel.pipeline}); change the "
+            f"stages, which have equal numbers of them ({key}={parallel.pipeline}). Change the "
             "numbers, or set them to null"
         )
 

@@ -110,7 +110,7 @@ def _with_batches(
 
 
 def _global_batch(config: BaseRunConfig) -> int | None:
-    """The samples a step learns from in the fewest equal parts; None: there is no such number."""
+    """The samples a step learns from in the fewest equal parts. None means there is no such number."""
     if isinstance(config, RSRunConfig):
         rs = config.model.rs
         learned = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts

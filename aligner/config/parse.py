@@ -56,14 +56,14 @@ _OTHER_NAMES = {
 }
 # What is said of pydantic's errors, by their type; those of aligner/config/fields.py say it.
 _TEXTS = {
-    "missing": "required and not set; give it in the YAML or as {key}=... on the command line",
+    "missing": "required and not set. Give it in the YAML or as {key}=... on the command line",
     "bool_type": "expected true or false, got {got}",
     "int_type": "expected an integer, got {got}",
     "float_type": "expected a number, got {got}",
     "string_type": "expected a string, got {got}",
     "tuple_type": "expected a list, got {got}",
     "dict_type": "expected a mapping, got {got}",
-    "dataclass_type": "expected a group of keys, got {got}; write its keys below it ({keys})",
+    "dataclass_type": "expected a group of keys, got {got}. Write its keys below it ({keys})",
     "literal_error": "must be one of {names}, got {got}{near}",
     "too_long": "expected a list of {length} values, got {got}",
     "finite_number": "must be a finite number{range}, got {got}",
@@ -156,7 +156,10 @@ def arms_of(hint: Any) -> Iterator[Any]:
 
 
 def section_in(hint: Any) -> type | None:
-    """The dataclass, or ``TypedDict``, of ``X`` or ``X | None``; None: the value is no section."""
+    """The dataclass, or ``TypedDict``, of ``X`` or ``X | None``.
+
+    None means the value is no section.
+    """
     arms = (arm for arm in arms_of(hint) if isinstance(arm, type))
     return next((arm for arm in arms if dataclasses.is_dataclass(arm) or is_typeddict(arm)), None)
 
@@ -171,7 +174,7 @@ def keys_below(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def type_below(hint: Any, step: str | int) -> Any:
-    """Type of the value at a key or an index of a ``hint``; None: it has no such."""
+    """Type of the value at a key or an index of a ``hint``. None means it has no such."""
     for arm in arms_of(hint):
         origin, args, section = get_origin(arm), get_args(arm), section_in(arm)
         if arm is Any:
@@ -285,7 +288,7 @@ def _words(error: Mapping[str, Any], key: str, hint: Any) -> dict[str, Any]:
         "got": _show(error["input"]),
         "keys": "" if section is None else ", ".join(field_types(section)),
         "names": ", ".join(names),
-        "near": f"; did you mean {near[0]}?" if near else "",
+        "near": f". Did you mean {near[0]}?" if near else "",
         "length": lengths[0] if lengths else 0,
         "range": _range(hint),
     }

@@ -75,17 +75,17 @@ class BaseRunConfig:
 
     @property
     def value_world_size(self) -> int:
-        """Workers of the critic; 0: there is none."""
+        """Workers of the critic. `0` means there is none."""
         return 0
 
     @property
     def generation_world_size(self) -> int:
-        """Workers that only generate and have room of their own; 0: there are none."""
+        """Workers that only generate and have room of their own. `0` means there are none."""
         return 0
 
     @property
     def reward_world_size(self) -> int:
-        """Workers of a reward model that have room of their own; 0: there are none."""
+        """Workers of a reward model that have room of their own. `0` means there are none."""
         return 0
 
     @property
@@ -165,13 +165,13 @@ class SamplingRunConfig(BaseRunConfig):
 
     @property
     def generation_world_size(self) -> int:
-        """Workers that only generate and have room of their own; 0: there are none."""
+        """Workers that only generate and have room of their own. `0` means there are none."""
         resources = self.generation.resources(has_gpu=True)
         return 0 if resources is None else resources.own_workers
 
     @property
     def reward_world_size(self) -> int:
-        """Workers of a reward model that have room of their own; 0: there are none."""
+        """Workers of a reward model that have room of their own. `0` means there are none."""
         return 0 if self.reward.model is None else self.reward.model.workers or 0
 
     @property
@@ -204,7 +204,7 @@ class SamplingRunConfig(BaseRunConfig):
                 yield (
                     f"model.{name}={tokens}: a prompt of {longest_prompt} tokens and "
                     f"{self.model.rollout_key}.length_params.max_length={response} more do not "
-                    f"fit; raise it to at least {longest}"
+                    f"fit. Raise it to at least {longest}"
                 )
 
 
@@ -215,7 +215,7 @@ class RunConfig(SamplingRunConfig):
     model: ModelConfig
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     critic: CriticConfig | None = field(default_factory=CriticConfig)
-    """The critic; null: none is built."""
+    """The critic. `null` means none is built."""
 
     @property
     def value_parallel(self) -> ParallelConfig:
@@ -225,7 +225,7 @@ class RunConfig(SamplingRunConfig):
 
     @property
     def value_world_size(self) -> int:
-        """Workers of the critic; 0: there is none."""
+        """Workers of the critic. `0` means there is none."""
         if self.critic is None:
             return 0
         return self.cluster.value_workers or self.trainer.world_size
@@ -307,7 +307,7 @@ class SupervisedRunConfig(BaseRunConfig):
                 if rows > 1:
                     example = f"the {rows} rows of an example may have {longest} tokens each"
                 yield (
-                    f"model.{name}={tokens}: {example}; raise it to at least {needed}, or lower "
+                    f"model.{name}={tokens}: {example}. Raise it to at least {needed}, or lower "
                     "data.max_length"
                 )
 

@@ -34,19 +34,25 @@ class ValidationConfig:
     """
 
     temperature: Positive | None = None
-    """Temperature of these responses only; null: as in training's rollouts."""
+    """Temperature of these responses only. `null` means as in training's rollouts."""
 
     top_k: Natural | None = None
-    """Draw among the so many likeliest tokens; 0: off; null: as in training's rollouts."""
+    """Draw among the so many likeliest tokens. `0` means off.
+
+    `null` means as in training's rollouts.
+    """
 
     top_p: Annotated[StrictFloat, Interval(gt=0, le=1)] | None = None
-    """Draw among the likeliest tokens with this probability; 1: off; null: as in training."""
+    """Draw among the likeliest tokens with this probability. `1` means off.
+
+    `null` means as in training.
+    """
 
     use_greedy: StrictBool | None = None
-    """Always take the likeliest token; null: as in training's rollouts."""
+    """Always take the likeliest token. `null` means as in training's rollouts."""
 
     max_length: Count | None = None
-    """Most new tokens; null: as in training's rollouts."""
+    """Most new tokens. `null` means as in training's rollouts."""
 
     final_answer: Function = FINAL_ANSWER
     """Function that finds a response's final answer.
@@ -61,7 +67,7 @@ class ValidationConfig:
     """
 
     def sampling_options(self, rollout: RolloutConfig) -> SamplingOptions | None:
-        """Sampling of one response; None: as in ``rollout``."""
+        """Sampling of one response. None means as in ``rollout``."""
         length, sampling = rollout.length_params, rollout.sampling_params
         keys = ("temperature", "top_k", "top_p", "use_greedy")
         given = {key: value for key in keys if (value := getattr(self, key)) is not None}
@@ -114,7 +120,7 @@ def answer_problems(
     if greedy and samples_per_prompt > 1:
         yield (
             f"{key}.samples_per_prompt={samples_per_prompt} with use_greedy=true draws the same "
-            f"response so many times; set {key}.samples_per_prompt=1, or {key}.use_greedy=false"
+            f"response so many times. Set {key}.samples_per_prompt=1, or {key}.use_greedy=false"
         )
     for name in sets:
         if not _NAME.fullmatch(name):

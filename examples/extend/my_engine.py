@@ -32,7 +32,7 @@ class FixedAnswers(EngineConfig):
         """Refuse answers that are empty or longer than a response may be."""
         longest = run.model.rollout.length_params.max_length
         if not 0 < len(self.answer) <= longest:
-            yield f"{key}.answer: {len(self.answer)} tokens; give 1 to {longest}"
+            yield f"{key}.answer: {len(self.answer)} tokens. Give 1 to {longest}"
 
     def start(self, given: EngineStart) -> "FixedGeneration":
         """Start the engine."""
@@ -70,7 +70,7 @@ class FixedGeneration(GenerationInterface):
         seed: int | None = None,
         sampling_options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
-        """Continue the prompts; see `GenerationOutputSpec`."""
+        """Continue the prompts. See `GenerationOutputSpec`."""
         answer, starts = torch.tensor(self._settings.answer), data["input_lengths"]
         rows, count = len(starts), len(answer)
         ids = torch.full((rows, int(starts.max()) + count), self._tokenizer.pad_id)

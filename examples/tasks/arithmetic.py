@@ -168,7 +168,7 @@ def split_problems(
     if not 0 < held_out_count < len(canonical):
         raise ConfigError(
             f"arithmetic: {len(canonical)} different problems cannot be split with "
-            f"validation_fraction={validation_fraction}; widen low..high"
+            f"validation_fraction={validation_fraction}. Widen low..high"
         )
     held_out = set(random.Random(f"{seed}/split").sample(canonical, held_out_count))
     return {
@@ -200,7 +200,7 @@ def _sample_examples(
     if len(chosen) < shots:
         raise ConfigError(
             f"arithmetic: shots={shots} but only {len(chosen)} training problems have an answer "
-            f"other than {asked.answer}; widen low..high or lower shots"
+            f"other than {asked.answer}. Widen low..high or lower shots"
         )
     return list(chosen.values())
 

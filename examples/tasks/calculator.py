@@ -48,7 +48,10 @@ class Calculation(ToolEnv):
         call_reward: float | None = None,
         **columns: Any,
     ) -> None:
-        """``call_reward``: of a message with a call that gave a number; None: it is not scored."""
+        """``call_reward``: of a message with a call that gave a number.
+
+        None means it is not scored.
+        """
         del seed, columns
         super().__init__(self.tools(), form)
         self._prompt, self._truth, self._call_reward = prompt, ground_truth, call_reward
@@ -81,7 +84,7 @@ def calculation_traces(
     """Yield rows with the column messages, a whole chat, and tools where the template shows them.
 
     Args:
-        form: of calls; see `aligner.environments.calls`.
+        form: of calls. See `aligner.environments.calls`.
         tool_share: probability that the answer is computed with the calculator; else it is given at
             once, right as well, which a small model cannot learn to do for large numbers. So a
             model that learned from these calls about as often, and PPO finds out what pays.

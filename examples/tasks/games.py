@@ -12,7 +12,7 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 def _number(message: dict[str, Any]) -> int | None:
-    """The number that a message begins with; None: it begins with none."""
+    """The number that a message begins with. None means it begins with none."""
     found = _NUMBER.match(message["content"].strip())
     return None if found is None else int(found.group()[:9])
 
@@ -118,7 +118,7 @@ class NextNumber:
         return Start([{"role": "user", "content": str(self._asked[0])}])
 
     def step(self, message: dict[str, Any]) -> Turn:
-        """Compare the number that a message begins with; name the next one."""
+        """Compare the number that a message begins with. Name the next one."""
         said = _number(message)
         right = said == self._asked[self._at] + 1
         fits = said is not None and self._low < said <= self._high + 1
@@ -263,14 +263,14 @@ def _named(word: str) -> str:
 
 
 def _tile(gap: int, slide: str, width: int, height: int) -> int | None:
-    """Place of the tile that slides into the gap; None: the board ends there."""
+    """Place of the tile that slides into the gap. None means the board ends there."""
     row, column = gap // width + _SLIDES[slide][0], gap % width + _SLIDES[slide][1]
     inside = 0 <= row < height and 0 <= column < width
     return row * width + column if inside else None
 
 
 def _distance(board: Sequence[int], width: int) -> int:
-    """Steps of all tiles to their places, along rows and columns; 0: they are in order."""
+    """Steps of all tiles to their places, along rows and columns. `0` means they are in order."""
     return sum(_steps(place, tile - 1, width) for place, tile in enumerate(board) if tile)
 
 

@@ -65,7 +65,7 @@ def final_number(answer: str, place: str) -> str:
     match = _NUMBER.fullmatch(final.strip())
     if match is None or not (match["whole"] or match["part"]):
         raise DataError(
-            f"{place}: {final.strip()!r} after {MARK} is not a number; write digits, with commas "
+            f"{place}: {final.strip()!r} after {MARK} is not a number. Write digits, with commas "
             "between thousands and a unit if need be"
         )
     whole = (match["whole"] or "0").replace(",", "").lstrip("0") or "0"

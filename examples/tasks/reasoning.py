@@ -24,7 +24,7 @@ def reasoning_gym_prompts(
     Args:
         task: a name in reasoning-gym's registry, such as ``basic_arithmetic``.
         size: number of rows.
-        seed: of the task; give validation prompts another one.
+        seed: of the task. Give validation prompts another one.
         prefix: written before each question.
         suffix: written after it, such as instructions for the format of the answer.
         options: further settings of the task.

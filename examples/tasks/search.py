@@ -131,7 +131,7 @@ def load_corpus(path: str) -> Corpus:
     """
     place = Path(path).expanduser()
     if not place.exists():
-        raise ConfigError(f"search: corpus={path!r} does not exist; name a .jsonl or .txt file")
+        raise ConfigError(f"search: corpus={path!r} does not exist. Name a .jsonl or .txt file")
     return _load(str(place), place.stat().st_mtime_ns)
 
 

@@ -34,19 +34,19 @@ class PairDataConfig(PromptColumns, TrainingSets):
     """Column of the worse response."""
 
     chosen_reward_column: StrictStr | None = None
-    """Column of a number, the reward of the chosen response; null: 1.
+    """Column of a number, the reward of the chosen response. `null` means 1.
 
     RPO reads both rewards, and the variants `margin` and `scaled` of reward models, to which their
     difference is the strength of the preference.
     """
 
     rejected_reward_column: StrictStr | None = None
-    """Column of a number, the reward of the rejected response; null: 0."""
+    """Column of a number, the reward of the rejected response. `null` means 0."""
 
     max_length: Count | None = None
-    """Tokens of a sequence; examples with a longer one are dropped and counted; null: none are.
+    """Tokens of a sequence; examples with a longer one are dropped and counted.
 
-    Never cut.
+    `null` means none are. Never cut.
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
@@ -81,7 +81,8 @@ class TrainerDPOConfig(SupervisedLoopConfig):
     """
 
     beta: Positive | None = None
-    """Weight of the implicit reward, the cost of leaving the reference; null: 0.1, SimPO 2."""
+    """Weight of the implicit reward, the cost of leaving the reference. `null` means 0.1, SimPO 2.
+    """
 
     label_smoothing: MinorShare = 0.0
     """DPO: share of pairs labelled the wrong way round (cDPO); below 0.5.
@@ -129,7 +130,7 @@ class TrainerDPOConfig(SupervisedLoopConfig):
                 owners = [loss for loss, names in LOSS_OPTIONS.items() if name in names]
                 yield (
                     f"{key}.{name}={value} is an option of {', '.join(owners)}, and {key}.loss="
-                    f"{self.loss}; leave it at {default}, or change the loss"
+                    f"{self.loss}. Leave it at {default}, or change the loss"
                 )
 
 
@@ -172,7 +173,7 @@ class TrainerRewardModelConfig(SupervisedLoopConfig):
     """Data on which the trained model's rewards are measured.
 
     `bradley_terry`: mean and deviation on `train` or `validation`, and the model then standardises
-    by them; null: it does not.
+    by them. `null` means it does not.
     """
 
     limit_standardize_examples: Count = 1024
@@ -183,37 +184,37 @@ class TrainerRewardModelConfig(SupervisedLoopConfig):
         data, rates = run.data, self.loss == "regression"
         if run.policy.backend != "megatron":
             yield (
-                f"policy.backend={run.policy.backend}: reward models are trained on megatron-core; "
-                "set policy.backend=megatron"
+                f"policy.backend={run.policy.backend}: reward models are trained on megatron-core. "
+                "Set policy.backend=megatron"
             )
         if rates and not data.attribute_columns:
             yield (
-                f"{key}.loss=regression rates attributes, and data.attribute_columns is empty; "
-                "name the columns of ratings, for example data.attribute_columns=[helpfulness]"
+                f"{key}.loss=regression rates attributes, and data.attribute_columns is empty. "
+                "Name the columns of ratings, for example data.attribute_columns=[helpfulness]"
             )
         if rates and self.variant != "plain":
             yield (
-                f"{key}.variant={self.variant} is one of bradley_terry, and {key}.loss=regression; "
-                "leave it at plain"
+                f"{key}.variant={self.variant} is one of bradley_terry, and {key}.loss=regression. "
+                "Leave it at plain"
             )
         if rates and self.standardize_on is not None:
             yield (
                 f"{key}.standardize_on={self.standardize_on}: ratings have a scale of their own, "
-                "which regression keeps; set it to null"
+                "which regression keeps. Set it to null"
             )
         if not rates and data.attribute_columns:
             yield (
                 f"data.attribute_columns={list(data.attribute_columns)} are for {key}.loss="
-                "regression; set that, or leave them empty"
+                "regression. Set that, or leave them empty"
             )
         if not rates and self.variant != "plain" and data.chosen_reward_column is None:
             yield (
-                f"{key}.variant={self.variant} reads how strong a preference is; give "
+                f"{key}.variant={self.variant} reads how strong a preference is. Give "
                 "data.chosen_reward_column and data.rejected_reward_column, or set variant=plain"
             )
         if self.standardize_on == "validation" and data.validation is None:
             yield (
-                f"{key}.standardize_on=validation, and data.validation is null; give it, or use "
+                f"{key}.standardize_on=validation, and data.validation is null. Give it, or use "
                 "train"
             )
 

@@ -16,7 +16,7 @@ def _precision(value: Any) -> Any:
     if str(value) in ("16", "16-mixed", "16-true", "fp16"):
         raise PydanticCustomError(
             "float16",
-            "{key}={value}: float16 needs a loss scale, which no role here keeps; use bf16, or 32 "
+            "{key}={value}: float16 needs a loss scale, which no role here keeps. Use bf16, or 32 "
             "where there is none",
             {"value": value},
         )
@@ -82,7 +82,7 @@ class ProcessConfig:
     """
 
     max_time: Duration | None = None
-    """`DD:HH:MM:SS`, after which the run saves and ends; null: no limit.
+    """`DD:HH:MM:SS`, after which the run saves and ends. `null` means no limit.
 
     After the step during which it passes, the run validates, saves and ends. The same command
     continues.

@@ -22,13 +22,13 @@ class ExampleDataConfig(PromptColumns, TrainingSets):
     """Column of text, of the assistant's message, or of a whole chat."""
 
     messages_column: StrictStr | None = None
-    """Column of a whole chat that the assistant ends, instead of these two; null: none."""
+    """Column of a whole chat that the assistant ends, instead of these two. `null` means none."""
 
     learn: Literal["last", "all"] = "all"
     """Assistant messages of a chat that are learned: `all` or `last`."""
 
     max_length: Count | None = None
-    """Tokens of an example; longer ones are dropped and counted; null: none are.
+    """Tokens of an example; longer ones are dropped and counted. `null` means none are.
 
     Never cut.
     """
@@ -109,25 +109,25 @@ class TrainerDistillConfig(SupervisedLoopConfig):
     """The teacher's likeliest tokens at each position, which the loss reads."""
 
     zero_outside_topk: StrictBool = True
-    """The teacher gives other tokens probability 0; false: they are not looked at."""
+    """The teacher gives other tokens probability 0. `false` means they are not looked at."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Refuse models and options that distillation does not have."""
         if run.policy.backend != "megatron":
             yield (
                 f"policy.backend={run.policy.backend}: student and teacher are megatron-core "
-                "models; set policy.backend=megatron"
+                "models. Set policy.backend=megatron"
             )
         default = TrainerDistillConfig.mixed_weight
         if self.kl != "mixed" and self.mixed_weight != default:
             yield (
                 f"{key}.mixed_weight={self.mixed_weight} weighs the two divergences of kl=mixed, "
-                f"and {key}.kl={self.kl}; leave it at {default}, or set kl=mixed"
+                f"and {key}.kl={self.kl}. Leave it at {default}, or set kl=mixed"
             )
         if self.on_policy and run.data.messages_column is not None:
             yield (
                 f"data.messages_column={run.data.messages_column} is a chat with its answers, and "
-                f"{key}.on_policy=true reads prompts alone; name data.prompt_column instead"
+                f"{key}.on_policy=true reads prompts alone. Name data.prompt_column instead"
             )
 
 

@@ -37,7 +37,7 @@ class KLControllerConfig:
     horizon: Count = 10_000
     """`adaptive`: samples over which β moves by a fifth at most.
 
-    A factor of e takes five times as many; see the formula in docs/ppo.md#the-mathematics.
+    A factor of e takes five times as many. See the formula in docs/ppo.md#the-mathematics.
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
@@ -45,7 +45,7 @@ class KLControllerConfig:
         if self.mode == "adaptive" and run.trainer.ppo.initial_policy_kl_penalty == 0:
             yield (
                 f"{key}.mode=adaptive multiplies the weight of the KL penalty, and "
-                "trainer.ppo.initial_policy_kl_penalty=0 stays 0; give the weight to begin with "
+                "trainer.ppo.initial_policy_kl_penalty=0 stays 0. Give the weight to begin with "
                 "(0.01), or set the mode to fixed"
             )
 
@@ -71,7 +71,7 @@ class AdvantageConfig:
     """Way from rewards to advantages, with a critic (`gae`) or without.
 
     Without: `reinforce`, `rloo`, `grpo`, `dr_grpo`, `reinforce_plus_plus`,
-    `reinforce_plus_plus_baseline`; see docs/reinforce.md. Or a function of your own,
+    `reinforce_plus_plus_baseline`. See docs/reinforce.md. Or a function of your own,
     `package.module:function` or `path/to/file.py:function`, with a critic where the section
     `critic` is given (docs/howto.md#an-estimator-of-advantages).
     """
@@ -103,28 +103,28 @@ class AdvantageConfig:
         """Refuse an estimator without what it needs, and options of another."""
         estimator = f"{key}.estimator={self.estimator}"
         if self.estimator == "gae" and run.critic is None:
-            yield (f"{estimator} needs a critic, and critic is null; give the section, or use rloo")
+            yield (f"{estimator} needs a critic, and critic is null. Give the section, or use rloo")
         if self.estimator != "gae" and not self.is_own and run.critic is not None:
             yield (
-                f"{estimator} has no critic, and the section critic is given; run aligner "
+                f"{estimator} has no critic, and the section critic is given. Run aligner "
                 "train-reinforce (examples/train_gpt_reinforce.py), where critic is null, or set "
                 "critic=null"
             )
         if self.kwargs and not self.is_own:
             yield (
-                f"{key}.kwargs={dict(self.kwargs)} are of a function of your own, and {estimator}; "
-                f"leave them out, or give its path as {key}.estimator"
+                f"{key}.kwargs={dict(self.kwargs)} are of a function of your own, and {estimator}. "
+                f"Leave them out, or give its path as {key}.estimator"
             )
         per_prompt = run.model.ppo.num_rollouts_per_prompt
         if self.estimator in GROUP_ESTIMATORS and per_prompt < 2:
             yield (
                 f"{estimator} compares responses to one prompt, and "
-                f"model.ppo.num_rollouts_per_prompt={per_prompt}; set it to 2 or more (4 to 16 are "
+                f"model.ppo.num_rollouts_per_prompt={per_prompt}. Set it to 2 or more (4 to 16 are "
                 "usual)"
             )
         if self.batch_baseline and self.estimator != "reinforce":
             yield (
-                f"{key}.batch_baseline=true is an option of reinforce, and {estimator}; set it to "
+                f"{key}.batch_baseline=true is an option of reinforce, and {estimator}. Set it to "
                 "false"
             )
         if self.credit == "turn":
@@ -136,19 +136,19 @@ class AdvantageConfig:
         if self.reads_gae_lambda:
             yield (
                 f"{key}.credit=turn says what is compared inside a group, and {key}.estimator="
-                f"{self.estimator}; leave it out (with gae, rewards stand at their turns in any "
+                f"{self.estimator}. Leave it out (with gae, rewards stand at their turns in any "
                 "case)"
             )
         if self.batch_baseline:
             yield (
                 f"{key}.batch_baseline=true is one number for all responses, and {key}.credit="
-                "turn; set one of them to false or trajectory"
+                "turn. Set one of them to false or trajectory"
             )
 
 
 def _without_turns(key: str) -> str:
     return (
-        f"{key}=turn is for conversations of several turns, and environment.factory is null; leave "
+        f"{key}=turn is for conversations of several turns, and environment.factory is null. Leave "
         "it out"
     )
 
@@ -178,7 +178,7 @@ class DynamicSamplingConfig:
         if per_prompt < 2:
             yield (
                 f"{key} looks for prompts whose responses differ in reward, and "
-                f"model.ppo.num_rollouts_per_prompt={per_prompt}; set it to 2 or more"
+                f"model.ppo.num_rollouts_per_prompt={per_prompt}. Set it to 2 or more"
             )
         for role in ("model", "critic") if run.trainer.ppo.max_steps < 0 else ():
             section = getattr(run, role)
@@ -186,7 +186,7 @@ class DynamicSamplingConfig:
             if sched is not None and sched.name != "constant" and sched.max_steps is None:
                 yield (
                     f"{role}.optim.sched.name={sched.name} decays over the updates of the run, and "
-                    f"with {key} nobody knows how many trainer.ppo.max_epochs makes; set "
+                    f"with {key} nobody knows how many trainer.ppo.max_epochs makes. Set "
                     f"{role}.optim.sched.max_steps or trainer.ppo.max_steps"
                 )
 
@@ -202,10 +202,10 @@ class RewardShapingConfig:
     """Added after the factor."""
 
     clip: Positive | None = None
-    """Then the reward is kept within ±clip (of conversations that of a token); null: off."""
+    """Then the reward is kept within ±clip (of conversations that of a token). `null` means off."""
 
     overlong_cache: Natural | None = None
-    """DAPO's soft punishment over so many last tokens before `max_length`; null: off.
+    """DAPO's soft punishment over so many last tokens before `max_length`. `null` means off.
 
     There a response pays up to 1, and one that did not end pays 1.
     """
@@ -216,17 +216,17 @@ class RewardShapingConfig:
         if cache is not None and cache > longest:
             yield (
                 f"{key}.overlong_cache={cache} is more than model.ppo.length_params.max_length="
-                f"{longest}; lower it"
+                f"{longest}. Lower it"
             )
         if cache is not None and run.has_environment:
             yield (
                 f"{key}.overlong_cache={cache} speaks of the length of a single response, and "
-                "environment.factory is set; set it to null"
+                "environment.factory is set. Set it to null"
             )
         if self.shift != 0 and run.has_environment:
             yield (
                 f"{key}.shift={self.shift:g} would be paid for every turn, so that more of them "
-                "pay more; set it to 0"
+                "pay more. Set it to 0"
             )
 
 
@@ -258,19 +258,19 @@ class LoopConfig:
     """Passes over the training data."""
 
     max_steps: Annotated[Integer, Interval(ge=-1)] = -1
-    """Steps; -1: as `max_epochs` says.
+    """Steps. `-1` means as `max_epochs` says.
 
     The smaller of the two wins.
     """
 
     val_check_interval: Natural = 10
-    """Steps between validations; 0: only before step 1 and after the last."""
+    """Steps between validations. `0` means only before step 1 and after the last."""
 
     save_interval: Natural = 10
-    """Steps between saved run states; 0: only after the last."""
+    """Steps between saved run states. `0` means only after the last."""
 
     gradient_clip_val: NonNegative = 1.0
-    """Largest gradient norm of an update, each role's its own; 0: off."""
+    """Largest gradient norm of an update, each role's its own. `0` means off."""
 
     non_finite: Literal["skip", "stop"] = "skip"
     """Answer to a NaN or infinite loss or gradient.
@@ -290,7 +290,7 @@ class SupervisedLoopConfig(LoopConfig):
     """The loop of an algorithm that learns from given examples; a step is one optimizer update."""
 
     limit_val_examples: Count | None = None
-    """Validate on the first so many examples; null: on all."""
+    """Validate on the first so many examples. `null` means on all."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class SamplingLoopConfig(LoopConfig):
     """The loop of an algorithm that learns from its own samples."""
 
     limit_val_prompts: Count | None = None
-    """Validate on the first so many prompts; null: on all."""
+    """Validate on the first so many prompts. `null` means on all."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class TrainerPPOConfig(SamplingLoopConfig):
     """The PPO loop."""
 
     initial_policy_kl_penalty: NonNegative = 0.01
-    """β, weight of the KL to the initial policy in the reward; 0: off."""
+    """β, weight of the KL to the initial policy in the reward. `0` means off."""
 
     kl_estimator: KLEstimator = "k1"
     """Estimator of that KL, and of `train_rollouts/init_policy_kl`.
@@ -355,25 +355,25 @@ class TrainerPPOConfig(SamplingLoopConfig):
         if self.critic_warmup_steps and run.critic is None:
             yield (
                 f"{key}.critic_warmup_steps={self.critic_warmup_steps}, and {estimator} has no "
-                "critic; set it to 0"
+                "critic. Set it to 0"
             )
         if self.normalize_advantages and not advantage.reads_gae_lambda:
             yield (
                 f"{key}.normalize_advantages=true takes the mean over all tokens off, also where "
-                f"{estimator} has set the advantage to 0; set it to false, or use "
+                f"{estimator} has set the advantage to 0. Set it to false, or use "
                 "reinforce_plus_plus_baseline, which whitens by definition"
             )
         discounts = advantage.reads_gae_lambda or advantage.estimator == "reinforce_plus_plus"
         if self.discount_factor != 1 and not discounts:
             yield (
                 f"{key}.discount_factor={self.discount_factor} needs rewards per token, and "
-                f"{estimator} has one per response; set it to 1"
+                f"{estimator} has one per response. Set it to 1"
             )
         if self.timestep == "turn" and not run.has_environment:
             yield _without_turns(f"{key}.timestep")
         if self.timestep == "turn" and advantage.estimator != "gae":
             yield (
-                f"{key}.timestep=turn is the unit of gae's γ and λ, and {estimator}; set it to "
+                f"{key}.timestep=turn is the unit of gae's γ and λ, and {estimator}. Set it to "
                 "token" + ("" if advantage.is_own else f", and {key}.advantage.credit=turn")
             )
 

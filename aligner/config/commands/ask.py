@@ -53,7 +53,7 @@ class AskedModelConfig:
     """A `.nemo`, a Hugging Face directory, or the directory of a run: its newest state."""
 
     tokenizer: FilePath | None = None
-    """Path of another tokenizer; null: the model's own."""
+    """Path of another tokenizer. `null` means the model's own."""
 
     tensor_model_parallel_size: Count = 1
     """Processes that share every layer."""
@@ -82,7 +82,7 @@ class AskedDataConfig(AnsweredColumns):
     """Prompts, and how a row becomes one."""
 
     prompts: PromptSourceConfig | None = None
-    """A set of prompts, with `source`, `arguments` and `limit`; null: none."""
+    """A set of prompts, with `source`, `arguments` and `limit`. `null` means none."""
 
     sets: Mapping[str, PromptSourceConfig] = field(default_factory=dict)
     """Further sets of prompts, `NAME: {source, arguments, limit}`."""
@@ -93,7 +93,7 @@ class ServedDataConfig:
     """Prompts of requests."""
 
     system_prompt: StrictStr | None = None
-    """Put before chat messages that bring none; null: nothing."""
+    """Put before chat messages that bring none. `null` means nothing."""
 
     chat_template_kwargs: Mapping[StrictStr, Any] = field(default_factory=dict)
     """Variables for the chat template, as `{enable_thinking: false}`; it must name each.
@@ -116,10 +116,10 @@ class ServerConfig:
     """Address to listen on; `0.0.0.0`: all of the machine's."""
 
     port: Annotated[Integer, Interval(ge=0, le=65535)] = 8000
-    """Port; 0: any that is free."""
+    """Port. `0` means any that is free."""
 
     token_env: StrictStr | None = None
-    """Environment variable that holds the bearer token; null: none."""
+    """Environment variable that holds the bearer token. `null` means none."""
 
     token_file: FilePath | None = None
     """Or a file that holds it, written with a new one where there is none.
@@ -128,7 +128,7 @@ class ServerConfig:
     """
 
     model_name: Annotated[StrictStr, not_empty("a name")] | None = None
-    """Name of the model in requests; null: that of its file or directory."""
+    """Name of the model in requests. `null` means that of its file or directory."""
 
     max_waiting: Count = 1024
     """Answers that may wait; further requests are asked to come later."""
@@ -168,8 +168,8 @@ class AskConfig:
         ):
             if value != default:
                 yield (
-                    f"{option}={shown(value)} is of training runs, and nothing is trained here; "
-                    f"set it to {shown(default)}"
+                    f"{option}={shown(value)} is of training runs, and nothing is trained here. "
+                    f"Set it to {shown(default)}"
                 )
 
 
@@ -199,7 +199,7 @@ class ServeConfig(AskConfig):
         if self.sampling.samples_per_prompt != 1:
             yield (
                 f"sampling.samples_per_prompt={self.sampling.samples_per_prompt}: a request says "
-                "how many answers it wants (n); set it to 1"
+                "how many answers it wants (n). Set it to 1"
             )
 
 
@@ -214,7 +214,7 @@ class GenerateConfig(PromptedConfig):
     """A conversation in the terminal instead: `--chat`."""
 
     output: FilePath | None = None
-    """A `.jsonl` file to write: `--output FILE`; null: answers are printed."""
+    """A `.jsonl` file to write: `--output FILE`. `null` means answers are printed."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Refuse also nothing to answer, and a chat that has no terminal."""
@@ -222,13 +222,13 @@ class GenerateConfig(PromptedConfig):
         has_prompts = bool(self.prompt or self.data.prompts or self.data.sets)
         if self.chat and (has_prompts or self.output is not None):
             yield (
-                "chat=true is a conversation in the terminal; leave out prompt, data.prompts, "
+                "chat=true is a conversation in the terminal. Leave out prompt, data.prompts, "
                 "data.sets and output"
             )
         if self.chat and self.cluster.engine == "local" and self.trainer.world_size > 1:
             yield (
                 f"chat=true with {self.trainer.world_size} processes: each would wait for the "
-                "terminal; set trainer.devices=1, or cluster.engine=ray"
+                "terminal. Set trainer.devices=1, or cluster.engine=ray"
             )
         if not self.chat and not has_prompts:
             yield "nothing is asked: give --prompt TEXT, data.prompts.source=FILE, or --chat"
@@ -259,12 +259,12 @@ class EvaluateConfig(PromptedConfig):
         if environment.is_set and environment.max_tokens <= response:
             yield (
                 f"environment.max_tokens={environment.max_tokens} leaves no room for a prompt "
-                f"before a response of sampling.max_length={response}; raise the one, or lower the "
+                f"before a response of sampling.max_length={response}. Raise the one, or lower the "
                 "other"
             )
         if self.data.prompts is None and not self.data.sets:
             yield (
-                "data.prompts.source: not given, and no data.sets; name a .jsonl or .parquet file "
+                "data.prompts.source: not given, and no data.sets. Name a .jsonl or .parquet file "
                 "or a generator function (package.module:function)"
             )
 

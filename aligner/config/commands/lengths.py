@@ -27,12 +27,12 @@ def longest_lengths(
 
     Args:
         config: of a training run.
-        positions: the model has no more; None: it has any number.
-        prompt: tokens of a prompt; None: the longest that the configuration lets pass and the
+        positions: the model has no more. None means it has any number.
+        prompt: tokens of a prompt. None means the longest that the configuration lets pass and the
             response leaves room for.
-        length: tokens of a response, or of an example; None: as configured.
+        length: tokens of a response, or of an example. None means as configured.
         read: tokens of the longest prompt, or example, of the data, which counts where the
-            configuration lets any pass; None: nobody has looked.
+            configuration lets any pass. None means nobody has looked.
 
     Raises:
         ConfigError: the response leaves no room for a prompt.
@@ -55,7 +55,7 @@ def longest_lengths(
     if prompt + response > most:
         raise ConfigError(
             f"a prompt of {prompt} tokens and a response of {response} are more than the model's "
-            f"{most} positions; set plan.prompt_length or plan.length"
+            f"{most} positions. Set plan.prompt_length or plan.length"
         )
     return prompt, response
 

@@ -34,13 +34,13 @@ class PlanConfig:
     """A name of the table in docs/plan.md."""
 
     devices: Count | Literal["auto"] | None = None
-    """Devices of the whole run; null: `trainer.devices` x `trainer.num_nodes`.
+    """Devices of the whole run. `null` means `trainer.devices` x `trainer.num_nodes`.
 
     `auto`: as few as it takes, and as many as are worth having.
     """
 
     architecture: FilePath | None = None
-    """A Hugging Face `config.json`, or its directory; null: `model.restore_from_path`.
+    """A Hugging Face `config.json`, or its directory. `null` means `model.restore_from_path`.
 
     The shape of the model, without its weights.
     """
@@ -58,23 +58,22 @@ class PlanConfig:
     """
 
     prompt_length: Count | None = None
-    """Tokens of every prompt; null: `data.max_prompt_length`.
+    """Tokens of every prompt. `null` means `data.max_prompt_length`.
 
     Where that is null 512, or as many as the response leaves of the model's positions.
     """
 
     length: Count | None = None
-    """Tokens of every example, or of every response; null: the longest that the configuration
-    allows.
+    """Tokens of every example, or of every response.
 
-    2048 where it allows any.
+    `null` means the longest that the configuration allows. 2048 where it allows any.
     """
 
     advise: StrictBool = True
     """Also measure what would save memory, or time."""
 
     processes: Count | None = None
-    """Processes that measure at a time; null: one a CPU core, at most 8."""
+    """Processes that measure at a time. `null` means one a CPU core, at most 8."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def trainer_keys(devices: int) -> dict[str, int]:
     """
     if devices > PER_NODE and devices % PER_NODE:
         raise ConfigError(
-            f"plan.devices={devices} is no multiple of the {PER_NODE} devices of a node; use "
+            f"plan.devices={devices} is no multiple of the {PER_NODE} devices of a node. Use "
             f"{devices // PER_NODE * PER_NODE} or {(devices // PER_NODE + 1) * PER_NODE}"
         )
     per_node = min(devices, PER_NODE)
@@ -164,7 +163,7 @@ def _parsed(argument: str) -> tuple[str, Any]:
         override = OverridesParser.create().parse_override(argument)
     except HydraException as error:
         raise ConfigError(
-            f"{argument}: cannot be read; write it as plan.KEY=VALUE, with quotes around a value "
+            f"{argument}: cannot be read. Write it as plan.KEY=VALUE, with quotes around a value "
             "that has spaces or any of ,:{}[]()="
         ) from error
     value = override.value()

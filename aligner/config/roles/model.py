@@ -67,7 +67,7 @@ class TokenBudgets:
     """Tokens of a micro-batch in training, with padding, per rank; no sequence may be longer."""
 
     logprob_mb_tokens: Count | None = None
-    """Tokens of a micro-batch in log-probs and values; null: as in training."""
+    """Tokens of a micro-batch in log-probs and values. `null` means as in training."""
 
 
 @dataclass(frozen=True)
@@ -110,20 +110,20 @@ class TrainedModelConfig:
     """The model to train: a `.nemo` file, an unpacked one, or a Hugging Face directory."""
 
     tokenizer: FilePath | None = None
-    """Path of another tokenizer; null: the one in the `.nemo`.
+    """Path of another tokenizer. `null` means the one in the `.nemo`.
 
     Or a function that makes one, `package.module:function` or `path/to/file.py:function`
     (docs/howto.md#own-code-by-path).
     """
 
     micro_batch_size: Annotated[Count, DERIVED] = 8
-    """Sequences per forward and backward pass, per rank; null: up to 8, evenly.
+    """Sequences per forward and backward pass, per rank. `null` means up to 8, evenly.
 
     The most up to 8 that divide a rank's share. Memory and speed, never results.
     """
 
     global_batch_size: Annotated[BatchSize, DERIVED] = 64
-    """Sequences per optimizer update, over all ranks; null: a rollout in equal parts.
+    """Sequences per optimizer update, over all ranks. `null` means a rollout in equal parts.
 
     The fewest parts of up to 64, or of up to 16 of the responses that rejection sampling keeps.
     Divides the samples of a step; a multiple of `micro_batch_size` × ranks.
@@ -147,10 +147,10 @@ class TrainedModelConfig:
     num_layers_in_first_pipeline_stage: Annotated[Count | None, MegatronOnly("has one stage")] = (
         None
     )
-    """Layers of the first pipeline stage; null: as many as stages in between have."""
+    """Layers of the first pipeline stage. `null` means as many as stages in between have."""
 
     num_layers_in_last_pipeline_stage: Annotated[Count | None, MegatronOnly("has one stage")] = None
-    """Layers of the last pipeline stage; null: as many as stages in between have."""
+    """Layers of the last pipeline stage. `null` means as many as stages in between have."""
 
     context_parallel_size: Annotated[
         Count,
@@ -200,7 +200,7 @@ class TrainedModelConfig:
     """
 
     dropout: Annotated[StrictFloat, Interval(ge=0, le=0.9)] | None = 0.0
-    """Probability of dropping hidden states and attention weights; null: the checkpoint's.
+    """Probability of dropping hidden states and attention weights. `null` means the checkpoint's.
 
     In training, of policy and critic, whatever the checkpoint says: old log-probs, the reference's
     and samples are without, and the ratio would measure the dropout. null (a `.nemo` without the
@@ -279,7 +279,7 @@ class TrainedModelConfig:
 
     @property
     def token_budgets(self) -> SequencePackingConfig | DynamicBatchingConfig | None:
-        """Token budgets that form micro-batches; None: ``micro_batch_size`` forms them."""
+        """Token budgets that form micro-batches. None means ``micro_batch_size`` forms them."""
         if self.sequence_packing.enabled:
             return self.sequence_packing
         return self.dynamic_batching if self.dynamic_batching.enabled else None
@@ -370,7 +370,7 @@ class CriticConfig:
     """
 
     restore_from_path: FilePath | None = None
-    """A `.nemo` file; null: the policy's, with a fresh head that says 0.
+    """A `.nemo` file. `null` means the policy's, with a fresh head that says 0.
 
     For instance a reward model, whose `rm_head` becomes the value head.
     """
@@ -385,25 +385,25 @@ class CriticConfig:
     """Sequences per forward pass of values, per rank."""
 
     value_clip: Positive | None = 0.2
-    """Clip of the new value around the rollout's; null: off."""
+    """Clip of the new value around the rollout's. `null` means off."""
 
     tensor_model_parallel_size: Count | None = None
-    """Size in the critic's own layout; null: `model.tensor_model_parallel_size`.
+    """Size in the critic's own layout. `null` means `model.tensor_model_parallel_size`.
 
     With `cluster.engine=ray`. The numbers do not depend on it.
     """
 
     pipeline_model_parallel_size: Count | None = None
-    """The same; null: `model.pipeline_model_parallel_size`."""
+    """The same. `null` means `model.pipeline_model_parallel_size`."""
 
     context_parallel_size: Count | None = None
-    """The same; null: `model.context_parallel_size`."""
+    """The same. `null` means `model.context_parallel_size`."""
 
     expert_model_parallel_size: Count | None = None
-    """The same; null: `model.expert_model_parallel_size`."""
+    """The same. `null` means `model.expert_model_parallel_size`."""
 
     sequence_parallel: StrictBool | None = None
-    """The same; null: `model.sequence_parallel`."""
+    """The same. `null` means `model.sequence_parallel`."""
 
     offload_adam_states: StrictBool = False
     """As `model.ppo.offload_adam_states`."""

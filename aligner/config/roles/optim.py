@@ -42,7 +42,7 @@ class SchedConfig:
     """End of the decay of `cosine` and `linear`."""
 
     max_steps: Count | None = None
-    """Updates that the schedule spans; null: those of the run."""
+    """Updates that the schedule spans. `null` means those of the run."""
 
 
 @dataclass(frozen=True)

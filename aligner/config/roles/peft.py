@@ -68,7 +68,7 @@ class PeftConfig:
     """
 
     restore_from_path: FilePath | None = None
-    """Adapters to begin with: the `*.lora.safetensors` of another run; null: fresh ones."""
+    """Adapters to begin with: the `*.lora.safetensors` of another run. `null` means fresh ones."""
 
     lora_tuning: Annotated[
         LoraConfig,
@@ -77,5 +77,5 @@ class PeftConfig:
 
     @property
     def lora(self) -> LoraConfig | None:
-        """The adapters; None: there are none."""
+        """The adapters. None means there are none."""
         return self.lora_tuning if self.peft_scheme == "lora" else None

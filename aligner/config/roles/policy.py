@@ -43,20 +43,20 @@ def model_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
     if model.sequence_packing.enabled and model.dynamic_batching.enabled:
         yield (
             "model.sequence_packing.enabled=true and model.dynamic_batching.enabled=true exclude "
-            "each other; set one of them to false (packing wastes less)"
+            "each other. Set one of them to false (packing wastes less)"
         )
     yield from _budget_problems(model, "model")
     if model.overlap_param_gather and not model.overlap_grad_reduce:
         yield (
             "model.overlap_param_gather=true collects weights by the buckets that gradients are "
-            "summed in; set model.overlap_grad_reduce=true too, or model.overlap_param_gather=false"
+            "summed in. Set model.overlap_grad_reduce=true too, or model.overlap_param_gather=false"
         )
     if model.peft.lora is not None:
         yield from _adapter_problems(backend, model)
     elif model.peft.restore_from_path is not None:
         yield (
             f"model.peft.restore_from_path={model.peft.restore_from_path} names adapters, and "
-            "model.peft.peft_scheme is null; set it to lora"
+            "model.peft.peft_scheme is null. Set it to lora"
         )
     if backend == "dtensor":
         yield from _dtensor_problems(model, "model", [each.name for each in fields(model)])
@@ -83,34 +83,34 @@ def _adapter_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
     lora, whole = model.peft.lora_tuning, "model.peft.peft_scheme=null"
     if backend != "megatron":
         yield (
-            f"policy.backend={backend} trains all weights, and model.peft.peft_scheme=lora; set "
+            f"policy.backend={backend} trains all weights, and model.peft.peft_scheme=lora. Set "
             f"policy.backend=megatron, or {whole}"
         )
     if not lora.target_modules:
         yield (
-            "model.peft.lora_tuning.target_modules is empty, so nothing would be trained; give "
+            "model.peft.lora_tuning.target_modules is empty, so nothing would be trained. Give "
             "all, or some of attention_qkv, attention_dense, mlp_fc1 and mlp_fc2"
         )
     if lora.adapter_dropout and model.activations_checkpoint_granularity == "full":
         yield (
             f"model.peft.lora_tuning.adapter_dropout={lora.adapter_dropout:g}: layers that are "
             "computed again (model.activations_checkpoint_granularity=full) no longer know their "
-            "tokens; set it to 0, or activations_checkpoint_granularity to selective or null"
+            "tokens. Set it to 0, or activations_checkpoint_granularity to selective or null"
         )
     if model.fp8 is not None:
         yield (
             f"model.fp8={model.fp8}: adapters sit on megatron-core's own linears, and 8-bit "
-            f"products are Transformer Engine's; set model.fp8=null, or {whole}"
+            f"products are Transformer Engine's. Set model.fp8=null, or {whole}"
         )
     if model.layer_spec == "transformer_engine":
         yield (
-            "model.layer_spec=transformer_engine: adapters sit on megatron-core's own linears; set "
+            "model.layer_spec=transformer_engine: adapters sit on megatron-core's own linears. Set "
             f"model.layer_spec=auto, or {whole}"
         )
     if model.overlap_param_gather:
         yield (
             "model.overlap_param_gather=true, and model.peft.peft_scheme=lora: adapters are too "
-            "small to be worth it; set model.overlap_param_gather=false"
+            "small to be worth it. Set model.overlap_param_gather=false"
         )
 
 
@@ -119,7 +119,7 @@ def _dtensor_problems(model: TrainedModelConfig, key: str, names: Sequence[str])
     if model.rollout.offload_gradients:
         yield (
             f"{model.rollout_key}.offload_gradients=true: policy.backend=dtensor keeps no gradient "
-            "buffers; set it to false"
+            "buffers. Set it to false"
         )
     for name in names:
         value, default = getattr(model, name), getattr(TrainedModelConfig, name, None)
@@ -127,6 +127,6 @@ def _dtensor_problems(model: TrainedModelConfig, key: str, names: Sequence[str])
             if isinstance(mark, MegatronOnly) and value != default:
                 yield (
                     f"{key}.{name}={shown(value)}: policy.backend=dtensor has data and tensor "
-                    f"parallelism alone, and {mark.instead}; set {key}.{name}={shown(default)}, or "
+                    f"parallelism alone, and {mark.instead}. Set {key}.{name}={shown(default)}, or "
                     "policy.backend=megatron, which has it"
                 )

@@ -38,7 +38,7 @@ class LengthParams:
         if self.min_length > self.max_length:
             yield (
                 f"{key}.min_length={self.min_length} is more than {key}.max_length="
-                f"{self.max_length}; lower the one or raise the other"
+                f"{self.max_length}. Lower the one or raise the other"
             )
 
 
@@ -50,16 +50,16 @@ class SamplingParams:
     """Logits are divided by it, in training log-probs too."""
 
     top_k: Natural = 0
-    """Draw among the so many likeliest tokens; 0: off."""
+    """Draw among the so many likeliest tokens. `0` means off."""
 
     top_p: Annotated[StrictFloat, Interval(gt=0, le=1)] = 1.0
-    """Draw among the fewest likeliest tokens with this much probability; 1: off.
+    """Draw among the fewest likeliest tokens with this much probability. `1` means off.
 
     After top-k.
     """
 
     repetition_penalty: Positive = 1.0
-    """Penalty of tokens that occurred; 1: off.
+    """Penalty of tokens that occurred. `1` means off.
 
     CTRL's (Keskar et al. 2019): their logits are divided by it where positive, multiplied where
     negative.
@@ -96,7 +96,7 @@ class KLLossConfig:
     """KL to the reference policy as a term of the loss (GRPO's place for it)."""
 
     coef: NonNegative = 0.0
-    """Weight of the KL to the initial policy in the loss; 0: off."""
+    """Weight of the KL to the initial policy in the loss. `0` means off."""
 
     estimator: Annotated[
         KLEstimator,
@@ -113,7 +113,7 @@ class KLLossConfig:
         if self.coef > 0 and self.estimator == "k1":
             yield (
                 f"{key}.estimator=k1: its gradient has mean 0 whatever the KL, so as a term of the "
-                "loss it holds the policy to nothing; use k2 (the gradient of the reverse KL) or "
+                "loss it holds the policy to nothing. Use k2 (the gradient of the reverse KL) or "
                 "k3 (of the forward KL)"
             )
 
@@ -138,13 +138,13 @@ class CorrectionConfig:
     """
 
     geometric_bounds: tuple[NonNegative, Positive] | None = None
-    """Bounds of a response's mean ratio, outside which it is not learned; null: off.
+    """Bounds of a response's mean ratio, outside which it is not learned. `null` means off.
 
     The mean is the geometric one over its tokens.
     """
 
     second_moment: Positive | None = None
-    """Largest mean of the squared log-ratio over the tokens of an update; null: off.
+    """Largest mean of the squared log-ratio over the tokens of an update. `null` means off.
 
     The tokens of the largest are not learned, as few as it takes (M2PO, which has 0.04).
     """
@@ -168,7 +168,7 @@ class CorrectionConfig:
             if bounds is not None and not (bounds[0] <= 1 <= bounds[1] and bounds[0] < bounds[1]):
                 yield (
                     f"{key}.{name}={shown(bounds)}: where sampler and trainer agree the ratio is "
-                    "1, which must lie between them; give low <= 1 <= high, such as [0.5,2.0]"
+                    "1, which must lie between them. Give low <= 1 <= high, such as [0.5,2.0]"
                 )
         ppo, weights = run.model.ppo, f"{key}.weights={self.weights}"
         cap = ppo.truncated_importance_sampling
@@ -177,29 +177,29 @@ class CorrectionConfig:
             for name in ("bounds", "outside"):
                 if (value := getattr(self, name)) != getattr(CorrectionConfig, name):
                     yield (
-                        f"{key}.{name}={shown(value)} is of the weights, and {weights}; set it to "
+                        f"{key}.{name}={shown(value)} is of the weights, and {weights}. Set it to "
                         "token or sequence, or leave the key out"
                     )
         elif cap is not None:
             yield (
                 f"{capped} is {key}.weights={ppo.ratio_level} with {key}.bounds=[0,{cap:g}], and "
-                f"{weights} is given, too; leave one of them out"
+                f"{weights} is given, too. Leave one of them out"
             )
         if self.weights == "token" and ppo.ratio_level == "sequence":
             yield (
                 f"{weights} with model.ppo.ratio_level=sequence: a response has one ratio there, "
-                f"and one weight goes with it; set {key}.weights=sequence"
+                f"and one weight goes with it. Set {key}.weights=sequence"
             )
         sampler = f"{key}.old_logprobs=sampler"
         if self.old_logprobs == "sampler" and (self.weights != "none" or cap is not None):
             yield (
                 f"{sampler} has the loss's ratio begin at the sampler, so nothing is left for "
-                f"{weights if cap is None else capped} to weigh; leave one of them out"
+                f"{weights if cap is None else capped} to weigh. Leave one of them out"
             )
         if self.old_logprobs == "sampler" and self.second_moment is not None:
             yield (
                 f"{key}.second_moment={self.second_moment:g} compares the sampler with the "
-                f"trainer's log-probs before training, which {sampler} leaves out; set "
+                f"trainer's log-probs before training, which {sampler} leaves out. Set "
                 f"{key}.old_logprobs=trainer"
             )
 
@@ -277,7 +277,7 @@ class PolicyRSConfig(RolloutConfig):
         if self.top_n_rollouts > self.num_rollouts_per_prompt:
             yield (
                 f"{key}.top_n_rollouts={self.top_n_rollouts} is more than "
-                f"{key}.num_rollouts_per_prompt={self.num_rollouts_per_prompt}; lower it"
+                f"{key}.num_rollouts_per_prompt={self.num_rollouts_per_prompt}. Lower it"
             )
 
 
@@ -317,17 +317,17 @@ class PolicyPPOConfig(RolloutConfig):
     """
 
     dual_clip: AboveOne | None = None
-    """Bound c > 1 of the ratio where the advantage is negative; null: off.
+    """Bound c > 1 of the ratio where the advantage is negative. `null` means off.
 
     Dual clip (Ye et al. 2020).
     """
 
     entropy_bonus: NonNegative = 0.0
-    """Weight of the entropy in the loss; 0: off."""
+    """Weight of the entropy in the loss. `0` means off."""
 
     kl_loss: KLLossConfig = field(default_factory=KLLossConfig)
     loss: UserClass | None = None
-    """A loss of your own in place of the built-in one; null: the built-in one.
+    """A loss of your own in place of the built-in one. `null` means the built-in one.
 
     `package.module:Class` or `path/to/file.py:Class` (docs/howto.md#a-policy-loss).
     """
@@ -336,7 +336,7 @@ class PolicyPPOConfig(RolloutConfig):
     """Keyword arguments of its constructor."""
 
     truncated_importance_sampling: Positive | None = None
-    """Cap of the trainer/sampler probability ratio as a weight; null: off.
+    """Cap of the trainer/sampler probability ratio as a weight. `null` means off.
 
     It weights each token, or with `ratio_level=sequence` each response (the product over its
     tokens): short for weights of `correction` within `[0, cap]`.
@@ -344,7 +344,7 @@ class PolicyPPOConfig(RolloutConfig):
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     record_kept_tokens: Natural = 0
-    """Most tokens kept by top-k and top-p that are recorded with each sampled one; 0: none.
+    """Most tokens kept by top-k and top-p that are recorded with each sampled one. `0` means none.
 
     Recorded, they are used again in training and by the reference, so that ratios and KL are exact.
     Where more are kept, none is recorded, and the trainer filters anew. vLLM records where `top_k`
@@ -364,7 +364,7 @@ class PolicyPPOConfig(RolloutConfig):
         if self.loss_kwargs and self.loss is None:
             yield (
                 f"{key}.loss_kwargs={dict(self.loss_kwargs)} are of a loss of your own, and "
-                f"{key}.loss is null; leave them out, or give its path as {key}.loss"
+                f"{key}.loss is null. Leave them out, or give its path as {key}.loss"
             )
         if self.record_kept_tokens:
             yield from self._recording_problems(key, run)
@@ -375,13 +375,13 @@ class PolicyPPOConfig(RolloutConfig):
         record = f"{key}.record_kept_tokens={most}"
         if sampling.top_k == 0 and sampling.top_p == 1:
             yield (
-                f"{record}: top_k=0 and top_p=1 keep all tokens; set it to 0, or one of "
+                f"{record}: top_k=0 and top_p=1 keep all tokens. Set it to 0, or one of "
                 f"{key}.sampling_params.top_k and top_p"
             )
         if sampling.top_k > most:
             yield (
                 f"{record} is below {key}.sampling_params.top_k={sampling.top_k}, so that nothing "
-                f"would be recorded; set it to {sampling.top_k}"
+                f"would be recorded. Set it to {sampling.top_k}"
             )
         if run.generation.backend != "megatron":
             record = f"{record} with generation.backend={run.generation.backend}"
