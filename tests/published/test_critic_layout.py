@@ -28,9 +28,9 @@ def test_sizes_that_are_not_given_are_the_policys():
     assert own.value_parallel == ParallelConfig(tensor=2)
     assert own.model.parallel == ParallelConfig()
     model = ModelConfig(restore_from_path="m", pipeline_model_parallel_size=2)
-    laid_out = CriticConfig(tensor_model_parallel_size=4, sequence_parallel=True).laid_out(model)
+    laid_out = CriticConfig(tensor_model_parallel_size=4, sequence_parallel=True).with_layout(model)
     assert laid_out.parallel == ParallelConfig(tensor=4, pipeline=2, sequence_parallel=True)
-    assert CriticConfig().laid_out(model) is model
+    assert CriticConfig().with_layout(model) is model
 
 
 def test_batches_that_are_not_given_follow_the_critics_ranks():

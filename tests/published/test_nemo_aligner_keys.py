@@ -136,7 +136,7 @@ def test_every_key_is_accepted_or_refused_with_what_to_use(name):
             check_overrides([f"{key}=1"], root)
             accepted += 1
         except ConfigError as error:
-            names_ours = "NeMo-Aligner" in str(error) or "did you mean trainer." in str(error)
+            names_ours = "NeMo-Aligner" in str(error) or "Did you mean trainer." in str(error)
             if not names_ours or not str(error).startswith(key):
                 bad.append(str(error))
     assert bad == []

@@ -197,7 +197,7 @@ def test_a_backend_that_is_not_enabled_is_not_read():
                       ["*linear_qkv*"]}, "exclude_modules"),
         ("megatron", {"draft": {"enabled": True}}, "policy.draft"),
         ("megatron", {"generation__bad_words": ["<img>"]}, "bad_words"),
-        ("megatron", {"generation__temperatur": 0}, "did you mean policy.generation.temperature"),
+        ("megatron", {"generation__temperatur": 0}, "Did you mean policy.generation.temperature"),
         ("megatron", {"quant_cfg": "nvfp4.yaml"}, "quant_cfg"),
         ("megatron", {"fsdp_offload_enabled": True}, "fsdp_offload_enabled"),
     ],

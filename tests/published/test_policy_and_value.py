@@ -165,10 +165,10 @@ def test_keys_that_tune_another_engine_are_named_in_a_warning():
             "megatron_cfg.tensor_parallel_size",
             2,
             r"policy\.megatron_cfg\.tensor_parallel_size +2 +"
-            r"unknown key; did you mean policy\.megatron_cfg\.tensor_model_parallel_size",
+            r"unknown key. Did you mean policy\.megatron_cfg\.tensor_model_parallel_size",
         ),
-        ("train_globl_batch_size", 2, "did you mean policy.train_global_batch_size"),
-        ("generation.top_pp", 1.0, "did you mean policy.generation.top_p"),
+        ("train_globl_batch_size", 2, "Did you mean policy.train_global_batch_size"),
+        ("generation.top_pp", 1.0, "Did you mean policy.generation.top_p"),
         ("megatron_cfg.enabled", False, "neither of them true"),
         ("dtensor_cfg.enabled", True, "both true"),
         ("hf_config_overrides", {"rope_theta": 1}, "hf_config_overrides .*edit its config.json"),

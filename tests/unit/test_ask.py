@@ -329,7 +329,7 @@ def test_prompts_arrive_as_they_were_typed():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prompt": ()}, "nothing is asked"),
+        ({"prompt": ()}, "no prompts"),
         ({"chat": True}, "chat=true is a conversation"),
         ({"prompt": (), "chat": True, "trainer": {"devices": 2}}, "chat=true with 2 processes"),
         (
@@ -337,7 +337,7 @@ def test_prompts_arrive_as_they_were_typed():
             r"sampling\.samples_per_prompt=2",
         ),
         ({"sampling": {"min_length": 300}}, r"sampling\.min_length=300 is more than"),
-        ({"sampling": {"max_new_tokens": 3}}, r"did you mean sampling\.max_length"),
+        ({"sampling": {"max_new_tokens": 3}}, r"Did you mean sampling\.max_length"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes, words):

@@ -82,7 +82,7 @@ def test_configuration_is_frozen():
     ("overrides", "words"),
     [
         ({"model__ppo__ratio_epss": 0.1}, ["model.ppo.ratio_epss", "model.ppo.ratio_eps?"]),
-        ({"sead": 1}, ["sead: unknown key", "did you mean seed?"]),
+        ({"sead": 1}, ["sead: unknown key", "Did you mean seed?"]),
         ({"model__optim__sched__warmup": 3}, ["model.optim.sched.warmup", "warmup_steps"]),
         ({"trainer__precision": "fp8"}, ["trainer.precision", "32, bf16", "fp8"]),
         ({"trainer__ppo__kl_estimator": "k4"}, ["trainer.ppo.kl_estimator", "k1, k2, k3, abs"]),
@@ -225,7 +225,7 @@ def test_all_values_that_do_not_fit_are_named_at_once():
         *("- data.train.source", "- model.optim.lrr", "- model.ppo.ratio_eps"),
         *("- seed", "- critic.optim"),
     ]
-    assert "did you mean model.optim.lr?" in messages[1]
+    assert "Did you mean model.optim.lr?" in messages[1]
     assert "a list of 2 values, got [0.1]" in messages[2]
 
 
@@ -355,7 +355,7 @@ def test_batches_of_other_runs_follow_too():
     ],
 )
 def test_misspelt_overrides_are_refused_before_hydra(argument, suggestion):
-    with pytest.raises(ConfigError, match=f"did you mean {suggestion}"):
+    with pytest.raises(ConfigError, match=f"Did you mean {suggestion}"):
         check_overrides([argument])
 
 
@@ -364,17 +364,17 @@ def test_misspelt_overrides_are_refused_before_hydra(argument, suggestion):
     [
         ("model=1.5", "model is a group of settings"),
         ("data=[nan]", "Options: arithmetic"),
-        ("critic=null", "chosen by name"),
+        ("critic=null", "critic is a group of settings"),
         (f"exp_manager={'x' * 5000}", "Options: default"),
-        ("data=gsm8", "did you mean gsm8k"),
-        ("paralel@model=tensor2", "did you mean parallel"),
-        ("reward.function=a(b", "into quotes of its own: 'reward.function=\"a\\(b\"'"),
-        ("seed=1,2", "write a list as"),
+        ("data=gsm8", "Did you mean gsm8k"),
+        ("paralel@model=tensor2", "Did you mean parallel"),
+        ("reward.function=a(b", "into inner quotes: 'reward.function=\"a\\(b\"'"),
+        ("seed=1,2", "Write a list as"),
         ("recipes/ppo_tiny_cpu", "--config-name recipes/NAME"),
         ("=3", "names no key"),
         ("trainer.ppo.max_steps.first=1", "trainer.ppo.max_steps has no keys below it"),
-        ("model.optim.learning_rate=1", "did you mean model.optim.lr"),
-        ("trainer.max_steps=1", "did you mean trainer.ppo.max_steps"),
+        ("model.optim.learning_rate=1", "Did you mean model.optim.lr"),
+        ("trainer.max_steps=1", "Did you mean trainer.ppo.max_steps"),
     ],
 )
 def test_what_hydra_cannot_take_is_refused_in_one_line(argument, words):
@@ -401,7 +401,7 @@ def test_what_hydra_cannot_take_is_refused_in_one_line(argument, words):
     ],
 )
 def test_an_option_of_another_script_is_refused(root, argument, options):
-    reason = f"{argument}: it is an option of other scripts, and nothing reads it in this one. "
+    reason = f"{argument}: this is an option of other scripts, and this script does not read it. "
     with pytest.raises(ConfigError) as refusal:
         check_overrides([argument], root, CONF)
     assert str(refusal.value).startswith(reason + options)
@@ -598,8 +598,8 @@ def test_a_critic_with_a_pipeline_of_its_own_has_equal_stages():
     policy = ModelConfig(
         "m.nemo", pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1
     )
-    assert CriticConfig().laid_out(policy).parallel.first_stage == 1
-    own = CriticConfig(pipeline_model_parallel_size=3).laid_out(policy).parallel
+    assert CriticConfig().with_layout(policy).parallel.first_stage == 1
+    own = CriticConfig(pipeline_model_parallel_size=3).with_layout(policy).parallel
     assert (own.pipeline, own.first_stage) == (3, None)
 
 

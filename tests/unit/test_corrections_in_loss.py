@@ -209,7 +209,7 @@ def test_the_section_reaches_the_loss():
     ("ppo", "message"),
     [
         ({"correction": {"weights": "tokens"}}, r"correction.weights: must be one of none, token"),
-        ({"correction": {"weight": "token"}}, r"correction.weight.*did you mean.*weights"),
+        ({"correction": {"weight": "token"}}, r"correction.weight.*Did you mean.*weights"),
         ({"correction": {"weights": "token", "bounds": [2, 0.5]}}, r"bounds=\[2,0.5\].*low <= 1"),
         ({"correction": {"weights": "token", "bounds": [-1, 2]}}, r"correction.bounds.*at least 0"),
         ({"correction": {"weights": "token", "bounds": [0.5, 0.9]}}, r"must lie between them"),

@@ -100,4 +100,4 @@ def test_a_command_is_a_text_or_words():
     for given in (f"environment.command={text}", f"environment.command={words}"):
         config = load_config(composed("gpt_ppo", [*BASE, given]))
         assert config.environment.words == ["python", "my.py", "-a", "b c"]
-        assert config.environment.named == "environment.command=\"python my.py -a 'b c'\""
+        assert config.environment.setting == "environment.command=\"python my.py -a 'b c'\""

@@ -223,7 +223,7 @@ def test_a_directory_with_a_run_of_its_own_is_not_taken_over(place):
     [
         ("name: reward", "name: sft", "stages.1..name: 'sft' must be"),
         ("path: sft", "path: ppo", "'ppo' is no earlier stage; use one of start, sft"),
-        ("script: train_gpt_reward", "script: train_gpt_rewards", "did you mean train_gpt_reward"),
+        ("script: train_gpt_reward", "script: train_gpt_rewards", "Did you mean train_gpt_reward"),
         ("recipe: reward_tiny_cpu", "recipe: no_such", "recipe no_such"),
         ("data.validation.arguments.size=10", "sed=1", "recipe reward_tiny_cpu with sed=1"),
         ("data.validation.arguments.size=10", "dry_run=true", "leaves nothing for later stages"),

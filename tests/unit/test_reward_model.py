@@ -267,7 +267,7 @@ def test_a_loss_without_its_data_is_refused(trainer, data, said):
 def test_half_a_pair_is_refused():
     values = {"model": {"restore_from_path": "m.nemo", "micro_batch_size": 3}, "data": DATA}
     with pytest.raises(
-        ConfigError, match=r"micro_batch_size=3 counts rows.* nearest that work: 2 or 4"
+        ConfigError, match=r"micro_batch_size=3 counts rows.* Use 2 or 4"
     ):
         parse_config(values, RewardRunConfig)
 

@@ -70,7 +70,7 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("grppo", ["did you mean grpo", "package.module:function"]),
+        ("grppo", ["Did you mean grpo", "package.module:function"]),
         ("my_estimators.py:gone", ["has no function 'gone'", "good"]),
         ("my_estimators.py:wants_more", ["difficulty", "trainer.ppo.advantage.kwargs", "rewards"]),
         ("my_estimators.py:wants_values", ["values", "only in a run with a critic"]),

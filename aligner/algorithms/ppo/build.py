@@ -200,7 +200,7 @@ def make_estimator(config: RunConfig) -> UserEstimator | None:
         ConfigError: ``trainer.ppo.advantage.estimator`` names a function that does not work.
     """
     trainer = config.trainer.ppo
-    if not trainer.advantage.is_own:
+    if not trainer.advantage.is_user_defined:
         return None
     estimator = UserEstimator(
         trainer.advantage.estimator, trainer.advantage.kwargs, has_critic=config.critic is not None

@@ -79,7 +79,7 @@ class Value(RoleHandle, ValueInterface):
                 "model: required beside a CriticConfig, which does not say everything; give the "
                 "policy's section"
             )
-        model = config.laid_out(model)
+        model = config.with_layout(model)
         run = run or RunSettings()
         check_policy_backend(backend, model)
         tokenizer = as_tokenizer(tokenizer)

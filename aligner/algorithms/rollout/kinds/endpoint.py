@@ -24,7 +24,7 @@ class Endpoint(EnvironmentKind):
             )
         if command is not None and factory is not None:
             yield (
-                f"{environment.named} and {key}.factory={factory}: an agent is one of them; set "
+                f"{environment.setting} and {key}.factory={factory}: an agent is one of them; set "
                 "the other to null"
             )
         if command is not None and not environment.words:

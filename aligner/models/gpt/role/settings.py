@@ -121,7 +121,7 @@ def critic_settings(
 
     It begins with the policy's adapters where it begins with the policy's weights.
     """
-    settings = _settings(critic, critic, critic.laid_out(model), run, max_optimizer_steps)
+    settings = _settings(critic, critic, critic.with_layout(model), run, max_optimizer_steps)
     if critic.restore_from_path is None:
         return settings
     return dataclasses.replace(settings, adapters_path=None)

@@ -48,7 +48,7 @@ class ValueWorker(RoleWorker[Critic]):
         if model is None:
             raise ConfigError("model: required beside a CriticConfig; give the policy's section")
         run = run or RunSettings()
-        model = config.laid_out(model)
+        model = config.with_layout(model)
         parallel = place_of(model.parallel, worker_sharding_annotations, parallel, run.seed)
         tokenizer = as_tokenizer(tokenizer)
         body_path = config.restore_from_path or model.restore_from_path
