@@ -170,7 +170,7 @@ def test_the_keys_that_are_named_instead_exist():
 def test_a_group_of_theirs_in_a_file_says_what_becomes_of_each_key():
     with pytest.raises(ConfigError) as caught:
         build(ExpManagerConfig, {"checkpoint_callback_params": {"mode": "max"}}, "exp_manager")
-    assert "mode: NeMo-Aligner's name; here it is exp_manager.mode" in str(caught.value)
+    assert "mode: NeMo-Aligner's name. Use exp_manager.mode" in str(caught.value)
 
 
 def test_a_group_of_another_algorithm_of_ours_is_not_called_theirs():
@@ -212,7 +212,7 @@ def test_lightnings_precisions(given, meant):
 
 @pytest.mark.parametrize("given", [16, "16", "16-mixed", "16-true"])
 def test_float16_is_refused_with_what_to_use(given):
-    with pytest.raises(ConfigError, match=r"trainer.precision=16.*loss scale.*bf16"):
+    with pytest.raises(ConfigError, match=r"trainer.precision=16.*loss scaling.*bf16"):
         build(ProcessConfig, {"precision": given}, "trainer")
 
 

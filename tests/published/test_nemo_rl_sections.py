@@ -220,7 +220,7 @@ def test_all_refusals_are_one_table():
     with pytest.raises(ConfigError) as refused:
         published_role(values)
     head, titles, *rows = str(refused.value).splitlines()
-    assert head == "policy: asks for what cannot be done here"
+    assert head == "policy: these settings are not supported"
     assert titles.split("  ")[1] == "their key"
     assert [row.split()[:2] for row in rows] == [
         ["policy.model_name", "null"],

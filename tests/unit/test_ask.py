@@ -381,7 +381,9 @@ def test_the_commands_of_the_page(tmp_path, models, prompts):
 def test_settings_of_training_runs_are_refused(section, key, value, kept):
     values = {"model": {"restore_from_path": "m.nemo"}, "prompt": ["a"], section: {key: value}}
     told = str(value).lower()
-    with pytest.raises(ConfigError, match=rf"^{section}.{key}={told} is of .*; set it to {kept}$"):
+    with pytest.raises(
+        ConfigError, match=rf"^{section}.{key}={told} applies to .*\. Set it to {kept}$"
+    ):
         parse_config(values, GenerateConfig)
     del values["prompt"]
     # There are no prompts either, and both are named.

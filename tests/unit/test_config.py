@@ -2,10 +2,12 @@
 
 import copy
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
@@ -110,7 +112,7 @@ def test_configuration_is_frozen():
                 "cluster__colocated": False,
                 "model__tensor_model_parallel_size": 2,
             },
-            ["cluster.value_workers=3", "multiple", "use 4"],
+            ["cluster.value_workers=3", "multiple", "Use 4"],
         ),
         ({"cluster__object_store_mb": 8}, ["cluster.object_store_mb", "at least 80"]),
         ({"policy__backend": "jax"}, ["policy.backend", "jax", "dtensor"]),
@@ -129,7 +131,7 @@ def test_configuration_is_frozen():
                 "model__sequence_parallel": True,
                 "trainer__devices": 2,
             },
-            ["model.sequence_parallel=true", "set model.sequence_parallel=false"],
+            ["model.sequence_parallel=true", "Set model.sequence_parallel=false"],
         ),
         ({"generation__backend": "vllm"}, ["generation.backend=vllm", "megatron"]),
         (
@@ -145,7 +147,7 @@ def test_configuration_is_frozen():
                 "model__context_parallel_size": 2,
                 "trainer__devices": 2,
             },
-            ["model.sequence_packing.train_mb_tokens=1001", "by 4", "1000 or 1004"],
+            ["model.sequence_packing.train_mb_tokens=1001", "multiple of 4", "1000 or 1004"],
         ),
         (
             {
@@ -182,7 +184,7 @@ def test_configuration_is_frozen():
                 "trainer__ppo__advantage__estimator": "grpo",
                 "model__ppo__num_rollouts_per_prompt": 4,
             },
-            ["trainer.ppo.normalize_advantages=true", "estimator=grpo", "set it to false"],
+            ["trainer.ppo.normalize_advantages=true", "estimator=grpo", "Set it to false"],
         ),
         (
             {
@@ -201,7 +203,7 @@ def test_configuration_is_frozen():
                 "model__ppo__num_rollouts_per_prompt": 4,
                 "model__optim__sched__name": "cosine",
             },
-            ["model.optim.sched.name=cosine", "max_epochs", "set model.optim.sched.max_steps"],
+            ["model.optim.sched.name=cosine", "max_epochs", "Set model.optim.sched.max_steps"],
         ),
         ({"data__train__source": ""}, ["data.train.source", "empty"]),
         ({"model__restore_from_path": ""}, ["model.restore_from_path", ".nemo"]),
@@ -407,6 +409,48 @@ def test_an_option_of_another_script_is_refused(root, argument, options):
     assert str(refusal.value).startswith(reason + options)
 
 
+@pytest.mark.parametrize(
+    ("defaults", "words"),
+    [
+        (["/gpt_ppo", {"override /data": "arithmetic_pairs"}], "data=arithmetic_pairs: this is an"),
+        (["/gpt_ppo", {"override /data": "gsm8"}], r"data=gsm8: .*Did you mean gsm8k\?"),
+        (["/gpt_ppo", {"override /model@model": "student"}], "model=student: this is an option"),
+        (["/gpt_ppo", {"override /modle": "gpt"}], r"modle=gpt: no config group .*mean model\?"),
+        (["/parent"], "parent.yaml: reward=foo: reward is a group of settings"),
+    ],
+)
+def test_options_of_a_users_recipe_are_checked(tmp_path, defaults, words):
+    """As on the command line: key, value, remedy, before hydra composes the recipe."""
+    parent = {"defaults": ["/gpt_ppo", {"override /reward": "foo"}, "_self_"]}
+    for name, content in (("mine", {"defaults": [*defaults, "_self_"]}), ("parent", parent)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError, match=words):
+        check_overrides(["--config-dir", str(tmp_path), "--config-name=mine"], RunConfig, CONF)
+
+
+def test_a_users_recipe_may_use_options_of_its_folder(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.yaml").write_text("# data\ntrain:\n  source: t.jsonl\n")
+    defaults = ["/gpt_ppo", {"override /data": "mine"}, {"override /reward": "model"}]
+    defaults += [{"override /parallel@model": "tensor2"}, {"override hydra/job_logging": "none"}]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"defaults": [*defaults, "_self_"]}))
+    arguments = ["--config-dir", str(tmp_path), "--config-name=mine", "data=mine"]
+    assert check_overrides(arguments, RunConfig, CONF) == arguments
+    with pytest.raises(ConfigError, match=r"data=nine: .*Did you mean mine"):
+        check_overrides([*arguments[:3], "data=nine"], RunConfig, CONF)
+
+
+def test_several_refused_options_of_a_recipe_are_one_table(tmp_path):
+    recipe = {"defaults": ["/gpt_ppo", {"override /data": "rewards"}]}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    arguments = ["--config-dir", str(tmp_path), "--config-name=mine", "sead=1"]
+    with pytest.raises(ConfigError, match="2 arguments cannot be used") as caught:
+        check_overrides(arguments, RunConfig, CONF)
+    assert re.search(
+        rf"  sead +1 .*seed.*\n  {tmp_path}/mine.yaml: data +rewards +this is", str(caught.value)
+    )
+
+
 @pytest.mark.parametrize("root", [RunConfig, RSRunConfig])
 def test_an_option_that_belongs_to_no_script_is_accepted_by_all_that_have_the_group(root):
     given = ["optim@model.optim=sgd", "parallel@model=tensor2", "cluster=ray", "reward=model"]
@@ -541,17 +585,17 @@ def architecture(**changes):
         (ParallelConfig(tensor=2), 2, ["9 attention heads", "3 query groups", "1, 3"]),
         (ParallelConfig(pipeline=4), 4, ["6 layers", "3", "2, 3, 6"]),
         (ParallelConfig(tensor=3), 4, ["4 processes", "3", "3 or 6"]),
-        (ParallelConfig(tensor=3), 2, ["2 processes", "start 3"]),
+        (ParallelConfig(tensor=3), 2, ["2 processes", "Start 3"]),
         (ParallelConfig(sequence_parallel=True), 1, ["model.sequence_parallel=true"]),
         (ParallelConfig(expert=2), 2, ["no experts"]),
         (
             ParallelConfig(first_stage=2),
             1,
-            ["first_pipeline_stage=2", "4 are left"],
+            ["first_pipeline_stage=2", "4 of 6 layers"],
         ),
-        (ParallelConfig(pipeline=3, first_stage=3), 3, ["of 6 layers 3", "other 2 stages"]),
-        (ParallelConfig(pipeline=2, first_stage=6), 2, ["of 6 layers 0", "other 1 stages"]),
-        (ParallelConfig(pipeline=2, first_stage=2, last_stage=3), 2, ["of 6 layers 1"]),
+        (ParallelConfig(pipeline=3, first_stage=3), 3, ["3 of 6 layers", "2 other stages"]),
+        (ParallelConfig(pipeline=2, first_stage=6), 2, ["0 of 6 layers", "1 other stages"]),
+        (ParallelConfig(pipeline=2, first_stage=2, last_stage=3), 2, ["1 of 6 layers"]),
     ],
 )
 def test_impossible_layouts_are_refused_with_numbers(parallel, world, words):
@@ -590,7 +634,7 @@ def test_experts_under_tensor_parallelism():
     check_layout(moe, shared, 3)
     with pytest.raises(LayoutError, match="64 expert columns"):
         check_layout(moe, dataclasses.replace(shared, expert=1), 3)
-    with pytest.raises(LayoutError, match=r"needs model\.sequence_parallel=true"):
+    with pytest.raises(LayoutError, match=r"Set model\.sequence_parallel=true"):
         check_layout(moe, dataclasses.replace(shared, sequence_parallel=False), 3)
 
 

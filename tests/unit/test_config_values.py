@@ -92,7 +92,7 @@ PATHS = [
 @pytest.mark.parametrize("key", PATHS)
 def test_paths_are_not_empty(key):
     for blank in ("''", "' '"):
-        with pytest.raises(ConfigError, match=rf"^{key}: empty, got {blank} \(str\); give "):
+        with pytest.raises(ConfigError, match=rf"^{key}: empty, got {blank} \(str\). Give "):
             ppo(f"{key}={blank}")
 
 

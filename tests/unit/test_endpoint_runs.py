@@ -74,7 +74,7 @@ def test_an_evaluation(tiny_nemo, tmp_path):
         ([], "neither environment.command nor environment.factory"),
         (["environment.command=a", "environment.factory=b.py:c"], "an agent is one of them"),
         (["environment.command=''"], "is empty; give a program"),
-        (['environment.command="a \'b"'], "No closing quotation; write it as a list of words"),
+        (['environment.command="a \'b"'], "No closing quotation. Write it as a list of words"),
         (["environment.kind=messages", "environment.command=a"], "set environment.kind=endpoint"),
         (["environment.command=a", "environment.rewritten_history=keep"], "set it to fork"),
         (

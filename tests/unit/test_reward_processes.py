@@ -30,7 +30,7 @@ def test_a_function_that_forks_answers_once(load):
         ("base", "raised BaseException: base"),
         ("interrupt", "raised KeyboardInterrupt: "),
         ("exit", "raised GeneratorExit: g"),
-        ("odd", r"raised Odd: \(its text cannot be had: RuntimeError\)"),
+        ("odd", r"raised Odd: \(the text is not available: RuntimeError\)"),
         ("huge", r"raised ValueError: z+… and 4998000 characters more"),
     ],
 )

@@ -383,8 +383,8 @@ class PolicyPPOConfig(RolloutConfig):
             )
         if sampling.top_k > most:
             yield (
-                f"{record} is below {key}.sampling_params.top_k={sampling.top_k}, so that no tokens "
-                f"would be recorded. Set it to {sampling.top_k}"
+                f"{record} is below {key}.sampling_params.top_k={sampling.top_k}, so that no "
+                f"tokens would be recorded. Set it to {sampling.top_k}"
             )
         if run.generation.backend != "megatron":
             record = f"{record} with generation.backend={run.generation.backend}"
