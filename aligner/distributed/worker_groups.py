@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-import aligner
 from aligner.config.layout import ParallelConfig
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import SlicedDataDict
@@ -337,7 +336,7 @@ class RayWorkerGroup:
 
         options: dict[str, Any] = dict(self.cluster.worker_resources)
         if python_executable is not None:
-            path = [str(Path(aligner.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+            path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
             options["runtime_env"] = {
                 "py_executable": python_executable,
                 "env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, path))},
