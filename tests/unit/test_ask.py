@@ -229,7 +229,7 @@ def test_runs_and_evaluations_side_by_side(tmp_path, prompts, models, capsys):
     assert "Mine &amp; yours" in page
     left = [path for path in sorted(tmp_path.rglob("*")) if tmp_path / "out" not in path.parents]
     assert [path for path in left if path != tmp_path / "out"] == before
-    with pytest.raises(DataError, match=r"holds neither metrics\.jsonl"):
+    with pytest.raises(DataError, match=r"contains neither metrics\.jsonl"):
         compare_runs([tmp_path], tmp_path / "out", "x")
 
 
