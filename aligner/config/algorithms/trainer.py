@@ -159,9 +159,10 @@ class DynamicSamplingConfig:
     """
 
     max_rollouts: Count = 4
-    """Most rollouts per step. Rollouts after the first only sample the missing prompts.
+    """Most prompts that a step samples, as a multiple of its number of prompts.
 
-    If prompts are still missing after the last rollout, prompts with equal rewards are used.
+    Rollouts after the first only sample the missing prompts. If prompts are still missing at the
+    end, prompts with equal rewards are used.
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:

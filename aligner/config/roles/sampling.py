@@ -349,7 +349,7 @@ class PolicyPPOConfig(RolloutConfig):
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     record_kept_tokens: Natural = 0
-    """Most tokens per position that are recorded after top-k and top-p filtering. `0`: none.
+    """Most tokens per position that are recorded after top-k and top-p. `0` records none.
 
     Policy and reference then compute log-probs over the recorded tokens, so that ratios and KL are
     exact. If more tokens remain at a position, none is recorded and the trainer repeats the
