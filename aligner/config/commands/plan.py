@@ -16,6 +16,7 @@ from pydantic import StrictBool, StrictFloat, StrictStr
 from aligner.catalog import BY_SCRIPT
 from aligner.config.cli import option_value
 from aligner.config.combinations import multiples_near
+from aligner.config.commands.lengths import longest_lengths
 from aligner.config.fields import Count, FilePath
 from aligner.config.load import parse_config
 from aligner.config.parse import build
@@ -155,6 +156,11 @@ def varied(config: BaseRunConfig, changes: Mapping[str, Any]) -> BaseRunConfig:
             section = section[name]
         section[last] = value
     return parse_config(values, type(config))
+
+
+def with_length(config: BaseRunConfig, plan: PlanConfig, positions: int) -> tuple[int, int]:
+    """Return `longest_lengths` with the lengths of ``plan``, for a number of model positions."""
+    return longest_lengths(config, positions, prompt=plan.prompt_length, length=plan.length)
 
 
 def _parsed(argument: str) -> tuple[str, Any]:
