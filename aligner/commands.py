@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
         hint = f". Did you mean {near[0]}?" if near else ""
         sys.exit(f"aligner {name}: no such command{hint}\n\n{usage()}")
+    # Run the script as if it had been started with these arguments.
     script = shipped("examples") / f"{COMMANDS[name].script}.py"
     sys.argv = [str(script), *COMMANDS[name].arguments, *options]
     runpy.run_path(str(script), run_name="__main__")

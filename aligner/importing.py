@@ -145,6 +145,8 @@ def _import_module(module_path: str, name: str, key: str) -> ModuleType:
     path = Path(module_path).expanduser().resolve() if module_path.endswith(".py") else None
     if path is not None and not path.is_file():
         raise ConfigError(f"{key}={name!r}: the file {path} does not exist. Correct the path")
+
+    # The module, also from the current directory.
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)  # `python examples/SCRIPT.py` searches only the script's folder

@@ -23,6 +23,7 @@ def plain(value: Any, depth: int = 0) -> Any:
     ``"-Infinity"``. Integers of more than 64 bits, other objects, and values below 64 levels become
     the beginning of their ``repr``. Lone surrogates in text become ``?``.
     """
+    # Scalars, converted by the base class so that no code of a subclass runs.
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -32,6 +33,8 @@ def plain(value: Any, depth: int = 0) -> Any:
         return number if number.bit_length() <= _LONGEST_INTEGER else shown(number)
     if isinstance(value, float):
         return _finite(float.__float__(value))
+
+    # Containers.
     if depth < _DEEPEST:
         if isinstance(value, Enum):
             return plain(value.value, depth + 1)

@@ -76,6 +76,7 @@ def check(folder: Path, step: int, conditions: list[Condition]) -> bool:
                 f"step {step} has no {condition.metric}. Metrics of validation exist for the steps "
                 "of validations (val_check_interval)"
             )
+    # All conditions are printed, also after one that fails.
     results = []
     for condition in conditions:
         value = float(measured[condition.metric])

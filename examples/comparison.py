@@ -168,6 +168,7 @@ def compare_runs(folders: Sequence[Path], output: Path, title: str) -> Path:
     Raises:
         DataError: a directory contains neither file.
     """
+    # Results of training runs and of evaluations.
     learned: list[Learned] = []
     policies: list[ComparedPolicy] = []
     for folder, name in zip(folders, _names(folders), strict=True):
@@ -180,6 +181,8 @@ def compare_runs(folders: Sequence[Path], output: Path, title: str) -> Path:
                 f"{folder} contains neither {_METRICS} (a training run) nor {_EVALUATION} (an "
                 "evaluation). Give directories of runs"
             )
+
+    # Report and table.
     comparison = Comparison(
         title=title,
         policies=policies,
@@ -209,6 +212,8 @@ def _run(folder: Path, name: str) -> Learned:
     metrics = read_metrics(folder / _METRICS)
     if not metrics:
         raise DataError(f"{folder / _METRICS} has no complete line, so the run made no step")
+
+    # Initial model and written files.
     model = _config(folder).get("model", {})
     files = {
         kind: str(folder / file)
@@ -280,6 +285,7 @@ def _table(comparison: Comparison) -> Table:
     for column in ("run", "began with", "measured", "before", "after", "steps", "minutes"):
         is_number = column in ("before", "after", "steps", "minutes")
         table.add_column(column, justify="right" if is_number else "left")
+    # A row per measure. The first row of a run contains its name and length.
     for run in comparison.learned:
         steps, minutes = str(int(run.metrics[-1]["step"])), f"{run.seconds / 60:.1f}"
         for index, measure in enumerate(run.measures or [None]):
@@ -316,6 +322,7 @@ def held_out_measures(
         is_counted: whether the reward equals the share of right answers and is omitted. None means
             to compare the two metrics.
     """
+    # Lines of validations.
     held_out = [line for line in metrics if any(name.startswith("val_") for name in line)]
     if not held_out:
         return
@@ -327,6 +334,8 @@ def held_out_measures(
     if is_counted is None:
         right = "val_rollouts/accuracy"
         is_counted = all(line.get(right) == line.get(_REWARD) for line in held_out)
+
+    # Reward models are also compared with a preference for the longer response.
     for metric, label, better in _MEASURES:
         if metric in last and not (metric == _REWARD and is_counted):
             count = counts.get(metric)

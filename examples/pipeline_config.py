@@ -103,6 +103,7 @@ def _check(pipeline: PipelineConfig) -> None:
                 f"{key}.name: {stage.name!r} must consist of lower-case letters, digits and "
                 f"underscores, and differ from {', '.join(reserved)}"
             )
+        # A stage can only use models of earlier stages.
         for source in stage.takes.values():
             if source not in names:
                 raise ConfigError(

@@ -126,6 +126,7 @@ def run_pipeline(path: Path, conf_dir: Path, scripts: Path) -> Path:
 
     ``scripts``: folder of the training scripts. The report is updated after every stage.
     """
+    # Compose all stages first, so that an error is raised before any stage runs.
     pipeline = load_pipeline(path)
     stages = plan(pipeline, conf_dir, scripts)
     if not Path(pipeline.start).exists():
@@ -133,6 +134,8 @@ def run_pipeline(path: Path, conf_dir: Path, scripts: Path) -> Path:
             f"start={pipeline.start} does not exist. `make {pipeline.start}` creates the models of "
             "the shipped pipelines"
         )
+
+    # Run the unfinished stages in order.
     console = Console(highlight=False, soft_wrap=True)
     report = Path(pipeline.folder) / "report.html"
     for position, stage in enumerate(stages, start=1):
@@ -329,6 +332,8 @@ def pair_summary(config: BaseRunConfig) -> dict[str, float]:
         return {}
     if config.data.validation is None:
         return {}
+
+    # Imports torch.
     from aligner.algorithms.run.startup import describe_model_of
     from aligner.data.preferences import PairDataset, length_accuracy
 

@@ -105,6 +105,7 @@ class Notes:
 def judge(path: str, value: Any, known: list[str], notes: Notes) -> None:
     """Note a key without a counterpart as ignored or refused, unless its value is neutral."""
     full, is_neutral = f"{notes.name}.{path}", is_off(value)
+    # In order of precedence: remedies, tuning, keys of experts, nested settings, unknown keys.
     section, _, key = full.rpartition(".")
     if path in _REMEDIES:
         if not is_neutral and value not in _DONE_ANYWAY.get(path, ()):

@@ -110,6 +110,7 @@ def _from_nemo_rl(
     values: Mapping[str, Any], section: str, loop: str, notes: Notes
 ) -> Iterator[tuple[str, Any]]:
     """Yield keys of this library and values. Refused and ignored keys are added to ``notes``."""
+    # Models.
     roles: tuple[Literal["policy"], Literal["value"]] = ("policy", "value")
     for name in roles:
         if name in values:
@@ -118,11 +119,15 @@ def _from_nemo_rl(
             notes.ignored += role_notes.ignored
             if role is not None:
                 yield from _role_settings(role, name, loop)
+
+    # Keys with a counterpart.
     leaves = dict(_leaves({key: values[key] for key in values if key not in roles}))
     for nemo_key, key in _KEYS.items():
         value = leaves.pop(nemo_key.format(a=section), None)
         if value is not None:
             yield key.format(t=loop), value
+
+    # Settings that depend on several keys, or on the algorithm.
     prompts = leaves.pop(f"{section}.num_prompts_per_step", None)
     if prompts is not None:
         answers = values[section].get("num_generations_per_prompt", 1)

@@ -40,6 +40,7 @@ def default_tree(section: Any) -> dict[str, Any]:
     value: Any
     for field, hint in zip(dataclasses.fields(cls), field_types(cls).values(), strict=True):
         below = section_in(hint)
+        # In order of precedence: null for derived values, required values, then the default.
         if DERIVED in get_args(hint):
             value = None
         elif REQUIRED_BY_SCRIPTS in get_args(hint):

@@ -124,6 +124,7 @@ def check_overrides(
             holds for options in the ``defaults`` of the recipe that ``--config-name`` names.
             Several errors are shown as one table.
     """
+    # Arguments.
     folders = _config_folders(arguments, conf_dir)
     sweeps = any(argument in ("-m", "--multirun") for argument in arguments)
     accepted, is_value = [], False
@@ -138,12 +139,16 @@ def check_overrides(
             accepted += _accepted(_unescaped(argument), root, conf_dir, folders, sweeps)
         except ConfigError as error:
             refused.append(("", argument.partition("=")[2], error))
+
+    # Options in the defaults of a recipe.
     recipe = option_value(arguments, "--config-name", "-cn")
     for path, group, option in _selected_options(recipe, folders) if recipe else ():
         try:
             _check_option(f"{path}: {group}={option}", group, option, root, folders)
         except ConfigError as error:
             refused.append((f"{path}: {group}", option, error))
+
+    # A single error is raised unchanged, several are shown as a table.
     if len(refused) == 1:
         raise refused[0][2]
     if refused:
@@ -185,6 +190,7 @@ def _selected_options(recipe: str, folders: Sequence[Path]) -> Iterator[tuple[Pa
         path = next((file for file in files if file.is_file()), None)
         if path is None or path.parent == folders[0] or path in visited:
             continue
+        # A recipe of the user, or of conf/recipes.
         visited.add(path)
         try:
             content = OmegaConf.to_container(OmegaConf.load(path))
@@ -235,6 +241,8 @@ def _accepted(
             f"{argument}: several values. Write a list as "
             f"'{override.key_or_group}=[...]', or add --multirun for a run of each"
         )
+
+    # Overrides of hydra itself, and options of config groups.
     key = override.key_or_group
     if re.match(r"hydra\b", key):
         return [argument]
@@ -246,6 +254,8 @@ def _accepted(
         if not (override.is_delete() or override.is_sweep_override()):
             _check_option(argument, key, value, root, folders)
         return [argument]
+
+    # Keys of the dataclasses.
     if is_inert(key, value):
         return []
     check_key(key, root)
@@ -273,6 +283,8 @@ def _check_option(label: str, group: str, value: Any, root: type, folders: Seque
     """
     if not folders:
         return
+
+    # The group and its options.
     files = {
         path.relative_to(folder / group).with_suffix("").as_posix(): path
         for folder in folders
@@ -284,6 +296,8 @@ def _check_option(label: str, group: str, value: Any, root: type, folders: Seque
         hint = f"Did you mean {near[0]}?" if near else f"The groups are the folders of {folders[0]}"
         raise ConfigError(f"{_short(label)}: no config group {group}. {hint}")
     options = _options_of(root, group, files, folders[0])
+
+    # The selected options.
     for choice in value if isinstance(value, list) else [value]:
         name = str(choice).removesuffix(".yaml")
         if name in options:
@@ -308,6 +322,7 @@ def _options_of(root: type, group: str, files: Mapping[str, Path], conf_dir: Pat
     """
     name = f"{root.__module__}:{root.__qualname__}"
     scripts = {base.replace("base", "gpt") for base, path in BASES.items() if path == name}
+    # Options in the defaults of this script, and of the other scripts.
     defaults, foreign_defaults = set[str](), set[str]()
     for path in conf_dir.glob("gpt_*.yaml"):
         entries = (entry for entry in OmegaConf.load(path).defaults if not isinstance(entry, str))
@@ -333,6 +348,7 @@ def check_key(key: str, root: type = RunConfig) -> None:
     hint: Any = root
     prefix = ""
     for name in key.split("."):
+        # `level` is the section of `name`, or None below a value.
         level, below = section_in(hint), type_below(hint, name)
         if below is None and level is not None:
             wrong = key if remedy(key) else f"{prefix}.{name}".lstrip(".")

@@ -161,6 +161,8 @@ class EnvironmentConfig:
         yield from self.kind_class.problems(key, run)
         if not self.is_set:
             return
+
+        # Limits of a conversation.
         response = run.model.rollout.length_params.max_length
         if self.max_tokens <= response:
             yield (

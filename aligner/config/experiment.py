@@ -114,6 +114,7 @@ class ExpManagerConfig:
             yield f"{key}.explicit_log_dir={self.explicit_log_dir} is a file. Give a directory"
         for name in self.resume_changed:
             section: Any = run
+            # Keys below a null section or a mapping are not known in advance.
             for step in name.split("."):
                 if section is None or isinstance(section, Mapping):
                     break

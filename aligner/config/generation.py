@@ -122,6 +122,7 @@ class GenerationConfig:
             yield from engine.engine_problems(self.engine_key, run)
 
     def _async_problems(self, key: str, run: Any, engine: EngineConfig | None) -> Iterator[str]:
+        # Engine.
         if engine is None or not engine.draws_ahead:
             engines = " or ".join(name for name in ENGINES if getattr(self, name).draws_ahead)
             sampler = "the policy's workers" if engine is None else engine.title
@@ -130,6 +131,8 @@ class GenerationConfig:
                 f"but {key}.backend={self.backend} samples with {sampler}. Set "
                 f"{key}.backend={engines}"
             )
+
+        # Algorithm.
         ppo = getattr(run.model, "ppo", None)
         if ppo is None:
             return

@@ -57,6 +57,8 @@ def with_built_in_task(config: DictConfig) -> str:
     settings = {key: reduce(below, key.split("."), plain) for key in _TASK}
     if settings[REWARD] != "???" or current_path(str(settings[DATA])) not in ("???", _TASK[DATA]):
         return ""
+
+    # The task has validation data, unless the run names other data.
     validates = settings["data.validation.source"] not in (None, "???")
     for key, value in _TASK.items():
         is_set = settings[key] not in (None, "???")
@@ -160,6 +162,7 @@ def plain_mapping(values: Mapping[str, Any], keys: Sequence[str] | None = None) 
     ``keys``: the keys to convert. Other keys are left out, and their interpolations may be invalid.
     """
     selected = [key for key in values if keys is None or key in keys]
+    # A mapping without interpolations.
     if not isinstance(values, DictConfig):
         return {key: values[key] for key in selected}
     plain = {}

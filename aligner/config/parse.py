@@ -186,6 +186,7 @@ def type_below(hint: Any, step: str | int) -> Any:
     Return None if the type does not contain the key or the index.
     """
     for arm in arms_of(hint):
+        # A section, a mapping or a list, in this order.
         origin, args, section = get_origin(arm), get_args(arm), section_in(arm)
         if arm is Any:
             return Any
@@ -233,6 +234,7 @@ def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str
 def _problems(cls: Any, errors: Sequence[Mapping[str, Any]], prefix: str) -> Iterator[str]:
     """Yield a message for each unknown key and for each invalid value."""
     # A value of a union has consecutive errors, of all types of the union.
+    # Join them to groups, by their keys.
     groups: list[list[_Problem]] = []
     for error in errors:
         problem = _problem(cls, error, prefix)
@@ -274,6 +276,8 @@ def _problem(cls: Any, error: Mapping[str, Any], prefix: str) -> _Problem:
         return _Problem(key, unknown_key(key, list(field_types(section)), section_key), False, True)
     if kind == "missing" and isinstance(path[-1], int):  # a list that is too short
         kind, path = "too_long", path[:-1]
+
+    # An invalid value.
     key, hint = _key_and_type(cls, path, prefix)
     if kind in _TEXTS:
         text = _TEXTS[kind].format(**_words(error, key, hint))

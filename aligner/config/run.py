@@ -126,6 +126,7 @@ class BaseRunConfig:
             value_world_size: processes of the critic.
         """
         for role, section in self.trained_roles.items() if not self.model.token_budgets else ():
+            # The critic may have another layout and other workers.
             is_critic = role == "critic"
             layout = self.value_parallel if is_critic else self.model.parallel
             ranks = max(1, layout.data_size(value_world_size if is_critic else world_size))

@@ -92,6 +92,7 @@ def arithmetic_prompts(
     if shots < 0 or size < 1:
         raise ConfigError(f"arithmetic: shots={shots} must be >= 0 and size={size} >= 1")
     for index, problem in enumerate(_ask_in_turn(pools[split], size, f"{seed}/{split}")):
+        # A generator per row, so that a row does not depend on the others.
         rng = random.Random(f"{seed}/{split}/row/{index}")
         examples = _sample_examples(problem, pools["train"], shots, rng)
         solved = [_write(question + answer, example) for example in examples]

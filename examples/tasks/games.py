@@ -54,6 +54,7 @@ class GuessingGame:
         guess = _number(message)
         right = guess == self._secret
         reward = {"reward": 1.0 if right else 0.0, "accuracy": float(right)}
+        # A guess narrows the range, inside of which later guesses earn `hint_reward`.
         answer = "a number?"
         if guess is not None and not right:
             if self._low <= guess <= self._high:
@@ -121,6 +122,7 @@ class NextNumber:
         """Compare the number at the beginning of a message, and answer with the next number."""
         answer = _number(message)
         right = answer == self._numbers[self._turn] + 1
+        # Right for another number between `low` and `high`.
         fits = answer is not None and self._low < answer <= self._high + 1
         self._turn += 1
         self._right_turns += right
@@ -217,6 +219,7 @@ class SlidingPuzzle:
         if match is not None:
             slide = next(name for name in _SLIDES if name.startswith(match[1]))
             tile = _tile(gap, slide, self._width, self._height)
+        # Slide the tile, and compare the distances.
         old_distance = _distance(self._board, self._width)
         if tile is not None:
             self._board[gap], self._board[tile] = self._board[tile], 0
@@ -290,6 +293,7 @@ def _mixed(rng: random.Random, width: int, height: int, scramble: int) -> list[i
     previous_gap: int | None = None
     moves = 0
     while moves < scramble or _distance(board, width) == 0:
+        # A random tile next to the gap, except the one that was moved last.
         tiles = [_tile(gap, slide, width, height) for slide in _SLIDES]
         tile = rng.choice([item for item in tiles if item is not None and item != previous_gap])
         board[gap], board[tile] = board[tile], 0
@@ -305,6 +309,7 @@ def _checked(board: Sequence[int], width: int, height: int) -> list[int]:
     size = width * height
     is_valid = sorted(board) == list(range(size))
     if is_valid:
+        # The parities of permutation and gap must agree.
         targets = [(tile - 1) % size for tile in board]
         swaps = sum(a > b for index, a in enumerate(targets) for b in targets[index + 1 :])
         is_valid = (swaps + _steps(list(board).index(0), size - 1, width)) % 2 == 0

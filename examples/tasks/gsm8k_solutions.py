@@ -46,6 +46,7 @@ def solution_pairs(
         )
     for row in read_rows(path):
         question, right, wrong = _solutions(row.columns, row.place)
+        # The question decides the split, so that its pairs are in one split.
         generator = random.Random(f"{seed}/{question}")
         if (generator.random() < validation_fraction) != (split == "validation"):
             continue

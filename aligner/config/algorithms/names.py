@@ -35,10 +35,13 @@ def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
 
     The configuration may be that of a run saved by an earlier version.
     """
+    # Section of the trainer.
     sections = ("ppo", "rs", "sft", "dpo", "reward_model", "distill")
     trainer = config["trainer"]
     section = next(name for name in sections if name in trainer)
     loop = trainer[section]
+
+    # Name, with the variant of the algorithm.
     names = {
         "rs": "Rejection sampling",
         "sft": "Fine-tuning",

@@ -175,6 +175,7 @@ class DynamicSamplingConfig:
                 f"{key} compares the rewards of responses to one prompt, but "
                 f"model.ppo.num_rollouts_per_prompt={per_prompt}. Set it to 2 or more"
             )
+        # The number of steps is unknown before the run, unless it is limited.
         for role in ("model", "critic") if run.trainer.ppo.max_steps < 0 else ():
             section = getattr(run, role)
             sched = None if section is None else section.optim.sched
@@ -345,6 +346,7 @@ class TrainerPPOConfig(SamplingLoopConfig):
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Refuse options that the estimator of advantages does not use."""
+        # Options that need a critic or an estimator.
         advantage = self.advantage
         estimator = f"{key}.advantage.estimator={advantage.estimator}"
         if self.critic_warmup_steps and run.critic is None:
@@ -364,6 +366,8 @@ class TrainerPPOConfig(SamplingLoopConfig):
                 f"{key}.discount_factor={self.discount_factor} needs a reward per token, but "
                 f"{estimator} uses one per response. Set it to 1"
             )
+
+        # Turns of conversations.
         if self.timestep == "turn" and not run.has_environment:
             yield _without_turns(f"{key}.timestep")
         if self.timestep == "turn" and advantage.estimator != "gae":

@@ -219,6 +219,7 @@ class GenerateConfig(PromptedConfig):
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Refuse also a command without prompts, and a chat of several processes."""
         yield from super().problems(key, run)
+        # A chat reads its prompts from the terminal.
         has_prompts = bool(self.prompt or self.data.prompts or self.data.sets)
         if self.chat and (has_prompts or self.output is not None):
             yield (

@@ -37,6 +37,7 @@ def longest_lengths(
     Raises:
         ConfigError: prompt and response together exceed the positions of the model.
     """
+    # Limit of a prompt, or of an example, by the configuration.
     most = positions or _MOST_POSITIONS
     limit = None
     if isinstance(config, SamplingRunConfig):
@@ -46,10 +47,14 @@ def longest_lengths(
             limit = config.environment.max_tokens - answer
     elif isinstance(config, SupervisedRunConfig):
         limit = config.data.max_length
+
+    # Given examples.
     if not samples_responses(config):
         budgets = config.model.token_budgets
         usual = _EXAMPLE if budgets is None else budgets.train_mb_tokens
         return 0, length or min(limit or read or usual, most)
+
+    # Sampled responses.
     response = length or config.model.rollout.length_params.max_length
     prompt = prompt or max(1, min(limit or read or _PROMPT, most - response))
     if prompt + response > most:

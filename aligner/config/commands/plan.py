@@ -179,6 +179,7 @@ def _script(config_name: str, conf_dir: Path) -> str:
     """Return the training script of a configuration, which its ``defaults`` name first."""
     name = config_name.removesuffix(".yaml")
     for _ in range(16):  # recipes that extend recipes
+        # A script has the same name, a recipe names its parent first.
         if f"train_{name}" in BY_SCRIPT:
             return f"train_{name}"
         path = conf_dir / f"{name}.yaml"

@@ -40,6 +40,7 @@ def check_policy_backend(backend: str, model: TrainedModelConfig) -> None:
 
 def model_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
     """Yield a message for each rule that the section ``model`` breaks with a backend."""
+    # Micro-batches and communication.
     if model.sequence_packing.enabled and model.dynamic_batching.enabled:
         yield (
             "model.sequence_packing.enabled=true and model.dynamic_batching.enabled=true exclude "
@@ -51,6 +52,8 @@ def model_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
             "model.overlap_param_gather=true uses the buckets of model.overlap_grad_reduce. Set "
             "model.overlap_grad_reduce=true too, or model.overlap_param_gather=false"
         )
+
+    # Adapters and backend.
     if model.peft.lora is not None:
         yield from _adapter_problems(backend, model)
     elif model.peft.restore_from_path is not None:
@@ -127,6 +130,7 @@ def _dtensor_problems(model: TrainedModelConfig, key: str, names: Sequence[str])
         )
     for name in names:
         value, default = getattr(model, name), getattr(TrainedModelConfig, name, None)
+        # `MegatronOnly` marks the options in their types.
         for mark in get_args(field_types(type(model))[name]):
             if isinstance(mark, MegatronOnly) and value != default:
                 yield (

@@ -374,6 +374,8 @@ class PolicyPPOConfig(RolloutConfig):
             )
         if self.record_kept_tokens == 0:
             return
+
+        # Recording of filtered tokens.
         sampling, most = self.sampling_params, self.record_kept_tokens
         record = f"{key}.record_kept_tokens={most}"
         if sampling.top_k == 0 and sampling.top_p == 1:
