@@ -330,13 +330,13 @@ def test_prompts_arrive_as_they_were_typed():
     ("changes", "words"),
     [
         ({"prompt": ()}, "no prompts"),
-        ({"chat": True}, "chat=true is a conversation"),
+        ({"chat": True}, "chat=true reads prompts"),
         ({"prompt": (), "chat": True, "trainer": {"devices": 2}}, "chat=true with 2 processes"),
         (
             {"sampling": {"use_greedy": True, "samples_per_prompt": 2}},
             r"sampling\.samples_per_prompt=2",
         ),
-        ({"sampling": {"min_length": 300}}, r"sampling\.min_length=300 is more than"),
+        ({"sampling": {"min_length": 300}}, r"sampling\.min_length=300 exceeds"),
         ({"sampling": {"max_new_tokens": 3}}, r"Did you mean sampling\.max_length"),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_run_is_refused_before_anything_starts(without, package, overrides, se
     without(package)
     with ExitStack() as closing, pytest.raises(MissingPackageError, match=setting) as raised:
         open_engine(config, closing)
-    assert f"needs {package}, not installed" in str(raised.value)
+    assert f"needs {package}, which is not installed" in str(raised.value)
 
 
 def test_files_are_refused(without, tmp_path):

@@ -221,7 +221,7 @@ def test_a_directory_with_a_run_of_its_own_is_not_taken_over(place):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("name: reward", "name: sft", "stages.1..name: 'sft' must be"),
+        ("name: reward", "name: sft", "stages.1..name: 'sft' must consist"),
         ("path: sft", "path: ppo", "'ppo' is not an earlier stage. Use one of start, sft"),
         ("script: train_gpt_reward", "script: train_gpt_rewards", "Did you mean train_gpt_reward"),
         ("recipe: reward_tiny_cpu", "recipe: no_such", "recipe no_such"),

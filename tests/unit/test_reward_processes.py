@@ -52,7 +52,7 @@ def test_answers_are_bounded_and_of_this_library(load):
         score(load("returns_much"), ["x"])
     assert len(str(refusal.value)) < 400
     with pytest.raises(
-        RewardError, match=r"sent what is no answer \((JSON|Unicode)DecodeError\)|died"
+        RewardError, match=r"sent an invalid answer \((JSON|Unicode)DecodeError\)|died"
     ):
         score(load("writes_everywhere"), ["x"])
 
