@@ -48,11 +48,11 @@ def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
 
     ``or_path``: form of a path, for messages. If it is empty, paths are refused.
     """
-    expected = [*names, or_path] if or_path else names
 
     def check(text: str) -> str:
         if text in names or (or_path and re.search("[:.]", text)):
             return text
+        expected = [*names, or_path] if or_path else names
         raise PydanticKnownError("literal_error", {"expected": ", ".join(map(repr, expected))})
 
     return AfterValidator(check)

@@ -76,7 +76,7 @@ def test_boards_that_cannot_be_solved_are_refused():
         assert taken == can
         assert len(taken) in (12, 360)
     for board in ([1, 2, 3], [1, 1, 2, 0], [1, 2, 3, 4]):
-        with pytest.raises(ConfigError, match="from 0 .* to 3 once"):
+        with pytest.raises(ConfigError, match=r"from 0 .* to 3 once"):
             SlidingPuzzle(seed=0, board=board, width=2, height=2)
     with pytest.raises(ConfigError, match="width=1 and height=3"):
         SlidingPuzzle(seed=0, width=1)

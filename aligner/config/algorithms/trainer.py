@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 from pydantic import StrictBool, StrictFloat, StrictStr
 
+from aligner.catalog import ESTIMATORS
 from aligner.config.algorithms.process import TrainingConfig
 from aligner.config.combinations import ReadIf
 from aligner.config.fields import (
@@ -49,16 +50,6 @@ class KLControllerConfig:
             )
 
 
-ESTIMATORS = (
-    "gae",
-    "reinforce",
-    "rloo",
-    "grpo",
-    "dr_grpo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-)
-GROUP_ESTIMATORS = ("rloo", "grpo", "dr_grpo", "reinforce_plus_plus_baseline")
 Estimator = Annotated[StrictStr, one_of(ESTIMATORS, or_path="package.module:function")]
 
 
@@ -89,14 +80,20 @@ class AdvantageConfig:
     """
 
     @property
-    def is_user_defined(self) -> bool:
-        """True if the estimator is a user-defined function."""
-        return self.estimator not in ESTIMATORS
+    def function(self) -> str | None:
+        """Path of the function that computes the advantages. None for a built-in formula."""
+        entry = ESTIMATORS.get(self.estimator)
+        return self.estimator if entry is None else entry.function
+
+    @property
+    def is_function(self) -> bool:
+        """True if the estimator is a function, not a built-in formula."""
+        return self.function is not None
 
     @property
     def reads_gae_lambda(self) -> bool:
         """True if the estimator may use γ and λ."""
-        return self.estimator == "gae" or self.is_user_defined
+        return self.estimator == "gae" or self.is_function
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Refuse an estimator without its requirements, and options of other estimators."""
@@ -104,7 +101,7 @@ class AdvantageConfig:
         estimator = f"{key}.estimator={self.estimator}"
         if self.estimator == "gae" and run.critic is None:
             yield f"{estimator} needs a critic, but critic is null. Set the section, or use rloo"
-        if self.estimator != "gae" and not self.is_user_defined and run.critic is not None:
+        if self.estimator != "gae" and not self.is_function and run.critic is not None:
             yield (
                 f"{estimator} uses no critic, but the section critic is set. Run aligner "
                 "train-reinforce (examples/train_gpt_reinforce.py), whose critic is null, or set "
@@ -112,13 +109,13 @@ class AdvantageConfig:
             )
 
         # Options of single estimators.
-        if self.kwargs and not self.is_user_defined:
+        if self.kwargs and not self.is_function:
             yield (
-                f"{key}.kwargs={dict(self.kwargs)} needs a user-defined function, but {estimator}. "
-                f"Leave it out, or set {key}.estimator to the path of the function"
+                f"{key}.kwargs={dict(self.kwargs)} needs a user-defined estimator, but "
+                f"{estimator}. Leave it out, or set {key}.estimator to the path of a function"
             )
-        per_prompt = run.model.ppo.num_rollouts_per_prompt
-        if self.estimator in GROUP_ESTIMATORS and per_prompt < 2:
+        entry, per_prompt = ESTIMATORS.get(self.estimator), run.model.ppo.num_rollouts_per_prompt
+        if entry is not None and entry.compares_group and per_prompt < 2:
             yield (
                 f"{estimator} compares responses to one prompt, but "
                 f"model.ppo.num_rollouts_per_prompt={per_prompt}. Set it to 2 or more (usually 4 "
@@ -373,7 +370,7 @@ class TrainerPPOConfig(SamplingLoopConfig):
         if self.timestep == "turn" and advantage.estimator != "gae":
             yield (
                 f"{key}.timestep=turn works only with gae, but {estimator}. Set it to token"
-                + ("" if advantage.is_user_defined else f", and {key}.advantage.credit=turn")
+                + ("" if advantage.is_function else f", and {key}.advantage.credit=turn")
             )
 
 
