@@ -9,6 +9,7 @@ import ast
 import re
 import shlex
 from functools import cache
+from inspect import signature
 
 import pytest
 from documented import CONF, ROOT, Command, commands, tables
@@ -18,6 +19,7 @@ from test_docs import options as every_option
 from test_docs_commands import composed_of, hint_of, kind_of
 from test_layering import PACKAGES, modules
 
+import aligner
 from aligner.config.cli import check_key, check_overrides
 from aligner.config.parse import build
 from aligner.errors import AlignerError
@@ -215,7 +217,27 @@ def explained(why):
 
 
 # First cells of a header: what holds the rows.
+def api_functions(table):
+    problems = []
+    for function, script, _ in table.rows:
+        name, keywords = code(function)[0].removeprefix("aligner."), {"model", "data", "overrides"}
+        parameters = signature(getattr(aligner, name, dict)).parameters
+        if name not in aligner.__all__ or not keywords <= parameters.keys():
+            problems.append(f"{table.place}: no training function {name}")
+        if not (ROOT / "examples" / code(script)[0]).exists():
+            problems.append(f"{table.place}: no script {script}")
+    return problems
+
+
+def result_attributes(table):
+    names = [re.match(r"\w+", text)[0] for row in table.rows for text in code(row[0])]
+    missing = [name for name in names if not hasattr(aligner.Result, name)]
+    return [f"{table.place}: no attribute {name}" for name in missing]
+
+
 TABLES = {
+    ("function", "script", "data"): api_functions,
+    ("attribute", "content"): result_attributes,
     ("key", "default", "meaning"): written,
     ("key", "meaning"): explained("test_every_key_that_is_named_is_one_and_takes_the_value"),
     ("layout", "key"): explained("the same; docs/parity.md's tests have every layout"),
