@@ -81,7 +81,7 @@ def main() -> None:
     torch.set_num_threads(1)
     architecture = shape_of(arguments.megabytes)
     targets = {name: torch.zeros(shape) for name, shape in expected_shapes(architecture).items()}
-    without = mock.patch.multiple(Record, begin=lambda _: None, check=lambda _: None)
+    without = mock.patch.multiple(Record, begin=lambda *_: None, check=lambda _: None)
     with tempfile.TemporaryDirectory() as folder:
         for kind, path in write_files(Path(folder), architecture).items():
             read(path, targets)  # into the page cache
