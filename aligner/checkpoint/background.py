@@ -14,7 +14,7 @@ from torch import Tensor
 from aligner.device import accelerator
 from aligner.errors import AlignerError
 
-_ALIGNMENT = 64  # bytes; of any dtype, and of the processor's cache
+_ALIGNMENT = 64  # bytes, for any dtype and for cache lines of the processor
 _TOUCHED = 16 << 20  # bytes between two checks of the stop event
 _LEAVING_S = 2.0  # time for a thread to stop in the middle of a file
 

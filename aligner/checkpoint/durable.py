@@ -16,7 +16,7 @@ from typing import Any
 from aligner.checkpoint.background import AbandonedError
 from aligner.errors import StorageError
 
-_BLOCK = 1 << 24  # bytes per write; their checksum is computed while they are in the cache
+_BLOCK = 1 << 24  # bytes per write, whose checksum is computed from the cache
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 

@@ -272,7 +272,7 @@ def test_a_generators_half_character_is_named(tokenizer, monkeypatch):
 def test_rows_know_their_place(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", ROWS)
     path.write_text("\n" + path.read_text())
-    assert [row.place for row in read_rows(path)] == [f"{path}, line 2", f"{path}, line 3"]
+    assert [row.location for row in read_rows(path)] == [f"{path}, line 2", f"{path}, line 3"]
 
 
 @pytest.mark.parametrize(

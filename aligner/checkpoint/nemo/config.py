@@ -77,7 +77,7 @@ def parse_config(data: bytes) -> Config:
 
 
 def _resolved(config: Config, value: Any) -> Any:
-    for _ in range(8):  # a chain of references; a cycle ends here too
+    for _ in range(8):  # limits chains and cycles of references
         match = _INTERPOLATION.match(value) if isinstance(value, str) else None
         if match is None or match[1] not in config:
             break

@@ -68,14 +68,14 @@ class Record:
         """Raise `CheckpointError` unless `is_intact`."""
         if not self.is_intact():
             raise CheckpointError(
-                f"{self._name} is damaged: its CRC-32 differs from the CRC-32 that was written; "
-                "copy the file anew"
+                f"{self._name} is damaged: its CRC-32 differs from the CRC-32 that was written. "
+                "Copy the file anew"
             )
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of any shape and dtype in a file; ``view`` is unchecked memory of the file."""
+    """A tensor of any shape and dtype in a file. ``view`` is unchecked memory of the file."""
 
     view: Tensor
     record: Record | None = None  # None: the bytes have been read and compared already
@@ -90,7 +90,7 @@ class StoredTensor:
         return [] if self.record is None else [self.record]
 
     def tensor(self, index: tuple[int, ...] = ()) -> Tensor:
-        """Return the tensor with its leading axes fixed at ``index``; its record is not compared.
+        """Return the tensor with its leading axes fixed at ``index``, without CRC-32 checks.
 
         A view of the file if the bytes are aligned to the dtype, as they are in rank files.
         """

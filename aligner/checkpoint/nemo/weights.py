@@ -69,7 +69,7 @@ Part = StoredTensor | StackedPart
 
 
 class LazyWeights(LazyTensors):
-    """Canonical weights that are read when indexed; names and shapes are checked.
+    """Canonical weights that are read when indexed. Names and shapes are checked.
 
     Threads compare the CRC-32 of records while the caller copies tensors.
 
@@ -104,7 +104,7 @@ class LazyWeights(LazyTensors):
         return tensor
 
     def share(self, name: str, tp_rank: int, tp_size: int) -> Tensor:
-        """Return `split` of a tensor; of several parts only those that it needs are read.
+        """Return `split` of a tensor. Of several parts only the required parts are read.
 
         The result is a view of one part if the rows were together. Its records are compared in
         the background: call `check` after the last tensor, before any value is used.
@@ -120,7 +120,7 @@ class LazyWeights(LazyTensors):
         """Wait for the comparisons of all records read so far.
 
         Raises:
-            CheckpointError: a record is damaged; the message names it.
+            CheckpointError: a record is damaged. The message names the record.
         """
         for record in self._unchecked:
             record.check()
