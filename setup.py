@@ -13,13 +13,13 @@ SHIPPED = {
 }
 
 setup(
-    packages=[*find_packages(include=["aligner", "aligner.*"]), *SHIPPED],
+    packages=[*find_packages(include=["aligner*"]), *SHIPPED],
     package_dir=SHIPPED,
     package_data={
         "aligner.conf": ["**/*.yaml"],
         "aligner.device": ["pages.cpp"],
         "aligner.examples": ["templates/*"],
-        "aligner.dry": ["guard.cpp"],
+        "aligner_plan.dry": ["guard.cpp"],
         "aligner.observe": ["metric_names.md"],
         "aligner.observe.report": ["templates/*"],
     },

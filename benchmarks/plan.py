@@ -51,7 +51,7 @@ def planned(model: str, layout: str, batches: str) -> Any:
     from aligner.config.load import parse_config
     from aligner.config.run import SFTRunConfig
     from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
-    from aligner.plan.rehearsal import planned_run
+    from aligner_plan.rehearsal import planned_run
 
     smollm2 = SMOLLM2
     if layout == "tensor2":  # 9 heads in 3 groups cannot be cut in two
@@ -80,12 +80,12 @@ def planned(model: str, layout: str, batches: str) -> Any:
 
 
 def predicted(model: str, layout: str, batches: str) -> dict[str, float]:
-    """Numbers of `aligner.plan`."""
-    from aligner.dry.guard import load_guard
+    """Numbers of `aligner_plan`."""
+    from aligner_plan.dry.guard import load_guard
 
     load_guard()
-    from aligner.plan.amounts import total
-    from aligner.plan.measure import measure
+    from aligner_plan.amounts import total
+    from aligner_plan.measure import measure
 
     role, train = planned(model, layout, batches)
     found = measure(dataclasses.replace(role, phases=(train,)), 0, "cpu")
@@ -103,7 +103,7 @@ def measured(model: str, layout: str, batches: str) -> dict[str, float]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-    from aligner.plan.measure import call_worker, start_worker, without_weights
+    from aligner_plan.measure import call_worker, start_worker, without_weights
 
     role, train = planned(model, layout, batches)
     memory = counting_allocator()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from aligner.dry.guard import load_guard
+from aligner_plan.dry.guard import load_guard
 
 if __name__ == "__main__":  # before torch is loaded, so that --help is quick
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
@@ -27,8 +27,8 @@ from aligner.checkpoint.hf.families import architecture_from_hf
 from aligner.config.commands.plan import PlanConfig, varied
 from aligner.config.load import parse_config
 from aligner.config.run import RunConfig, SFTRunConfig
-from aligner.plan.devices import DEVICES
-from aligner.plan.estimate import Estimate, Estimator
+from aligner_plan.devices import DEVICES
+from aligner_plan.estimate import Estimate, Estimator
 from benchmarks.shapes import QWEN_1_5B
 
 TOLERANCE = {"train": 0.20, "generate": 0.25}

@@ -9,7 +9,7 @@ from pathlib import Path
 from aligner.config import BaseRunConfig
 from aligner.config.cli import launch, reported_errors
 from aligner.config.commands.plan import plan_request
-from aligner.dry.guard import load_guard
+from aligner_plan.dry.guard import load_guard
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
 
     def run(config: BaseRunConfig) -> None:
         load_guard()
-        from aligner.plan.command import run_plan
+        from aligner_plan.command import run_plan
 
         run_plan(config, request.plan)
 

@@ -105,6 +105,7 @@ def test_an_installed_wheel_needs_no_checkout(tmp_path):
     assert {path.name for path in (ROOT / "aligner" / templates).iterdir()} == {
         path.name for path in (site / "aligner" / templates).iterdir()
     }
+    assert (site / "aligner_plan" / "dry" / "guard.cpp").is_file()
     job = aligner("train-ppo", "--config-name", "recipes/ppo_tiny_cpu", "--cfg", "job")
     assert "restore_from_path: models/tiny.nemo" in job
     made = ("-m", "aligner.checkpoint.tiny", "--output", "tiny.nemo")  # its published path

@@ -19,6 +19,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from test_conf import ROOTS
+from test_layering import modules
 
 from aligner.config import load_config
 from aligner.config.cli import check_key, check_overrides
@@ -198,7 +199,7 @@ def misdrawn(drawing):
     labelled = set(re.findall(r'\b(\w+)\["', drawing))
     arrows = [re.sub(r"\[.*?\]", "", line) for line in lines if "-->" in line]
     joined = {name.strip() for line in arrows for name in line.split("-->")}
-    known = "\n".join(path.read_text() for path in (ROOT / "aligner").rglob("*.py"))
+    known = "\n".join(path.read_text() for path in modules())
     classes = {name for name in labelled if re.fullmatch(r"[A-Z][A-Za-z]*", name)}
     if not lines[0].startswith("flowchart "):
         yield f"begins with '{lines[0]}', not with a kind of drawing"

@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_conf import ROOTS
 from test_docs import options as every_option
 from test_docs_commands import composed_of, hint_of, kind_of
-from test_layering import PACKAGES
+from test_layering import PACKAGES, modules
 
 from aligner.config.cli import check_key, check_overrides
 from aligner.config.parse import build
@@ -171,7 +171,7 @@ FOREIGN = "No space left on device, Connection refused, Unauthorized"
 def said_in_the_code():
     """Every string of the package, values of f-strings left out."""
     texts = []
-    for path in (ROOT / "aligner").rglob("*.py"):
+    for path in modules():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [

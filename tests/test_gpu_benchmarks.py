@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aligner.device import accelerator
-from aligner.plan.devices import DEVICES, READ_SECONDS, WIRE_REACHED
+from aligner_plan.devices import DEVICES, READ_SECONDS, WIRE_REACHED
 from benchmarks.common import with_repository
 from benchmarks.gpu import machine
 from benchmarks.gpu.__main__ import PARTS, PYTEST, command_of

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "aligner"
+FOLDERS = [ROOT / "aligner", ROOT / "aligner_plan"]
 # From the bottom up: a module imports from its own package and from those above it in this list.
 # The longest name that fits is a module's package.
 PACKAGES = [
@@ -59,11 +59,10 @@ PACKAGES = [
         "generation",
         "serving",
         "algorithms",
-        "dry",
-        "plan",
         "commands",
     ]
 ]
+PACKAGES += ["aligner_plan.dry", "aligner_plan"]
 MODULES_IN_A_FOLDER = 16
 LINES_OF_A_FILE = 450
 CONFINED = {
@@ -80,7 +79,7 @@ CONFINED = {
 
 @cache
 def modules():
-    return sorted(PACKAGE.rglob("*.py"))
+    return sorted(path for folder in FOLDERS for path in folder.rglob("*.py"))
 
 
 @cache
@@ -124,9 +123,21 @@ def test_imports_point_down():
         f"{relative(path)}: {name}"
         for path in modules()
         for name in imports_of(path)
-        if name.startswith("aligner.") and 0 <= place_of(name_of(path)) < place_of(name)
+        if name.startswith(("aligner.", "aligner_plan"))
+        and 0 <= place_of(name_of(path)) < place_of(name)
     ]
     assert upward == []
+
+
+def test_the_library_runs_without_the_planner():
+    """Only the script behind ``aligner plan`` imports the planner."""
+    importers = {
+        relative(path)
+        for path in [*modules(), *sorted((ROOT / "examples").rglob("*.py"))]
+        if not relative(path).startswith("aligner_plan/")
+        and any(name.partition(".")[0] == "aligner_plan" for name in imports_of(path))
+    }
+    assert importers == {"examples/plan.py"}
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -156,7 +167,7 @@ def test_only_the_device_seam_mentions_cuda():
         relative(path)
         for path in modules()
         # The dry device replaces what the seam calls.
-        if not relative(path).startswith(("aligner/device/accelerator.py", "aligner/dry/"))
+        if not relative(path).startswith(("aligner/device/accelerator.py", "aligner_plan/dry/"))
         and (
             any(name.startswith("torch.cuda") for name in imports_of(path))
             or any(map(mentions_cuda, ast.walk(ast.parse(path.read_text()))))

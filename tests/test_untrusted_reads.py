@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "aligner"
+ROOT = Path(__file__).parents[1]
 _NAMES = {"loads", "load", "Unpickler", "recv", "recv_bytes"}
 _MODULES = {"pickle", "cloudpickle", "_pickle", "dill", "marshal", "torch", "joblib", "shelve"}
 
@@ -18,9 +18,10 @@ KNOWN = {
 
 
 def _places():
-    for path in sorted(PACKAGE.rglob("*.py")):
+    files = [*(ROOT / "aligner").rglob("*.py"), *(ROOT / "aligner_plan").rglob("*.py")]
+    for path in sorted(files):
         tree = ast.parse(path.read_text())
-        file = path.relative_to(PACKAGE).as_posix()
+        file = path.relative_to(ROOT).as_posix().removeprefix("aligner/")
         for place, node in _calls(tree, ""):
             function = node.func
             if isinstance(function, ast.Name):

@@ -5,7 +5,8 @@ also be ``async def``. All arguments are lists of the same length, one entry per
 
 * ``prompts``: prompt text as the model saw it, chat template included;
 * ``responses``: response text without the end-of-sequence token;
-* ``ground_truths``: the data's ground truth, None where the data has none;
+* ``ground_truths``: the data's ground truth, None where the data has none. A function of two
+  positional parameters gets them by keyword;
 * ``columns``: by keyword, every other column of the data, and from the trainer ``is_end``
   (bool: the response ended by itself, with EOS or a stop string) and ``response_lengths``
   (int, in tokens). Only those that the signature names are passed, all of them if it has
@@ -39,7 +40,8 @@ class Signature:
     named: tuple[str, ...]  # columns it names
     required: tuple[str, ...]  # those of them without a default
     takes_all: bool  # it has **columns
-    first: tuple[str, ...] = ()  # parameters of the three lists, which no column can be named like
+    first: tuple[str, ...] = ()  # parameters of the lists, which no column can be named like
+    lists: int = 3  # lists passed by position; 2: the ground truths go by keyword
 
     @classmethod
     def of(
@@ -48,7 +50,7 @@ class Signature:
         """Inspect ``function``, to be called with the keyword arguments ``kwargs``.
 
         Raises:
-            ConfigError: it cannot take three lists, or does not know an option.
+            ConfigError: the function cannot be called with the lists, or does not know an option.
         """
         parameters = list(inspect.signature(function).parameters.values())
         positional = [
@@ -56,34 +58,45 @@ class Signature:
         ]
         takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        if len(positional) < 3 and not takes_any:
+        by_keyword = takes_all or any(
+            p.name == "ground_truths" for p in parameters if p.kind is p.KEYWORD_ONLY
+        )
+        lists = 2 if len(positional) == 2 and by_keyword and not takes_any else 3
+        if len(positional) < lists and not takes_any:
             raise ConfigError(
                 f"reward function {name!r} must take (prompts, responses, ground_truths, "
                 f"**columns), but its signature is {inspect.signature(function)}"
             )
-        keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY] + positional[3:]
+        keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY] + positional[lists:]
         known = {p.name for p in keyword}
-        first = tuple(p.name for p in positional[:3] if p.kind is p.POSITIONAL_OR_KEYWORD)
+        first = tuple(p.name for p in positional[:lists] if p.kind is p.POSITIONAL_OR_KEYWORD)
         unknown = sorted(set(kwargs) - known if not takes_all else set(kwargs) & set(first))
         if unknown:
             raise ConfigError(
                 f"reward.kwargs: function {name!r} has no keyword arguments {unknown}; it has "
                 f"{sorted(known)}"
             )
-        free = [p for p in keyword if p.name not in kwargs]
+        passed = {*kwargs, "ground_truths"} if lists == 2 else set(kwargs)
+        free = [p for p in keyword if p.name not in passed]
         return cls(
             name=name,
             named=tuple(p.name for p in free),
             required=tuple(p.name for p in free if p.default is p.empty),
             takes_all=takes_all,
             first=first,
+            lists=lists,
         )
 
     @classmethod
     def of_plain(cls, fields: Mapping[str, Any]) -> "Signature":
         """The signature whose ``vars`` came as JSON."""
         lists = {name: tuple(fields[name]) for name in ("named", "required", "first")}
-        return cls(name=str(fields["name"]), takes_all=bool(fields["takes_all"]), **lists)
+        return cls(
+            name=str(fields["name"]),
+            takes_all=bool(fields["takes_all"]),
+            lists=int(fields["lists"]),
+            **lists,
+        )
 
     def check_columns(self, available: Collection[str]) -> None:
         """Refuse data that lacks a column which the function cannot do without.

@@ -29,7 +29,7 @@ def choose_device(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device")
     device = parser.parse_known_args(arguments)[0].device
     if device == "dry":
-        from aligner.dry.guard import load_guard
+        from aligner_plan.dry.guard import load_guard
 
         load_guard()
     elif device == "cpu":
@@ -64,7 +64,7 @@ class Machine:
         from aligner.device import accelerator
 
         if self.device == "dry":
-            from aligner.dry.device import DryDevice
+            from aligner_plan.dry.device import DryDevice
 
             with DryDevice(memory_bytes=141 << 30) as self._dry:
                 yield self
@@ -192,8 +192,8 @@ def planned_amounts(options: argparse.Namespace, phase: str, **fields: Any) -> d
 
 def _at_rates(record: Any, card: str) -> dict[str, Any]:
     """Counts of the dry device in `plan`'s seconds."""
-    from aligner.plan.amounts import Amounts, time_of
-    from aligner.plan.devices import device_named
+    from aligner_plan.amounts import Amounts, time_of
+    from aligner_plan.devices import device_named
 
     time_ = time_of(Amounts.of(record), device_named(card))
     fields = {"seconds": time_.total, "bound": time_.bound, "peak_bytes": record.peak_bytes}

@@ -1,6 +1,6 @@
 """Estimates of `plan` for a phase that a benchmark of this folder runs: seconds, peak on a card.
 
-The role is by itself on the card, as in the benchmark: `aligner.plan.estimate.Estimator` measures
+The role is by itself on the card, as in the benchmark: `aligner_plan.estimate.Estimator` measures
 it on the dry device with few layers and extrapolates. So it runs in a process of ``--device dry``,
 before the benchmark's own role is built on a dry device of its own.
 """
@@ -12,10 +12,10 @@ from typing import Any
 from aligner.config.commands.plan import PlanConfig, varied
 from aligner.config.load import parse_config
 from aligner.config.run import RunConfig
-from aligner.plan.devices import device_named
-from aligner.plan.estimate import Estimator
-from aligner.plan.rehearsal import planned_run
-from aligner.plan.roles import Phase, PlannedRole, PlannedRun
+from aligner_plan.devices import device_named
+from aligner_plan.estimate import Estimator
+from aligner_plan.rehearsal import planned_run
+from aligner_plan.roles import Phase, PlannedRole, PlannedRun
 from benchmarks.shapes import SHAPES
 
 _RUN = {"reward": {"function": "not.read:reward"}, "data": {"train": {"source": "not-read.jsonl"}}}

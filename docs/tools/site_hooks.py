@@ -1,11 +1,12 @@
 """What `make docs` adds to the pages of docs/: the API, pages outside docs/, links between them.
 
-MkDocs calls the functions below (`hooks` of mkdocs.yml). The API has a page for every module of the
-package that is in the tree when the site is built; no page names one by hand.
+MkDocs calls the functions below (`hooks` of mkdocs.yml). The API has a page for every module of
+`PACKAGES` that is in the tree when the site is built. No page lists modules by hand.
 """
 
 import posixpath
 import re
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = "aligner"
+PACKAGES = ("aligner", "aligner_plan")
 REFERENCE = "reference/"
 # Pages that stand where one looks for them in the repository, and in the site under the same path.
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "benchmarks/LOG.md")
@@ -23,8 +24,13 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Replace the entry of the API by the tree of its modules."""
+    library, *others = PACKAGES
+    api = [
+        *modules_below(ROOT / library),
+        *({package: modules_below(ROOT / package)} for package in others),
+    ]
     config.nav = [
-        {title: modules_below(ROOT / PACKAGE) if target == REFERENCE else target}
+        {title: api if target == REFERENCE else target}
         for entry in config.nav
         for title, target in entry.items()
     ]
@@ -66,7 +72,7 @@ def sources(folder: Path) -> list[Path]:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for every module, and the pages outside docs/."""
-    for source in sources(ROOT / PACKAGE):
+    for source in chain.from_iterable(sources(ROOT / package) for package in PACKAGES):
         names = source.relative_to(ROOT).with_suffix("").parts
         module = ".".join(names[:-1] if names[-1] == "__init__" else names)
         files.append(

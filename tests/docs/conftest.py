@@ -125,7 +125,10 @@ def write_data(folder):
 def shelf(tmp_path_factory, tiny_nemo, teacher):
     """One of each file that the pages name, made by the commands that they give."""
     folder = tmp_path_factory.mktemp("shelf")
-    for name in ("aligner", "benchmarks", "conf", "examples", "Makefile", "docs", "tests"):
+    for name in (
+        *("aligner", "aligner_plan", "benchmarks", "conf", "docs", "examples", "tests"),
+        "Makefile",
+    ):
         (folder / name).symlink_to(ROOT / name)
     (folder / ".venv").symlink_to(sys.prefix)
     write_data(folder)

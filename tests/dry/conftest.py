@@ -1,4 +1,4 @@
-"""The fixture `dry`, which runs cases on the dry device (`aligner.dry`).
+"""The fixture `dry`, which runs cases on the dry device (`aligner_plan.dry`).
 
 To add cases, write ``tests/dry/dry_NAME.py`` with functions that take and return what JSON has, and
 that enter a `DryDevice` themselves; torch and the library may be imported at the top, the guard is

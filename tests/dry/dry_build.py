@@ -12,7 +12,6 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from aligner.config import LayerOptions, LengthParams, OptimConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
-from aligner.dry.device import DryDevice
 from aligner.errors import ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.policy import PPOPolicyLoss
@@ -22,6 +21,7 @@ from aligner.models.gpt.megatron.build import build_gpt, transformer_config
 from aligner.models.gpt.role.offload import SwappedWeights
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel
+from aligner_plan.dry.device import DryDevice
 from benchmarks.shapes import SHAPES
 
 ROWS, LENGTH = 8, 48

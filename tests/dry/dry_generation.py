@@ -10,13 +10,13 @@ from dry_roles import ROWS, build, rollout, settings_of, share_of_batch
 import aligner.models.gpt.decode.model as incremental
 from aligner.config import LengthParams
 from aligner.device import accelerator
-from aligner.dry.device import DryDevice
 from aligner.errors import DryDeviceError
 from aligner.logprobs import top_k_top_p as kept_set
 from aligner.logprobs.output_layer import VocabShard
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt.layers.attention import attend_rows
 from aligner.models.gpt.role.offload import ModelOffload
+from aligner_plan.dry.device import DryDevice
 
 FEW, MANY = 6, 14
 

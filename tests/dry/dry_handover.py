@@ -15,8 +15,6 @@ import torch
 from aligner.config import LengthParams, SamplingParams
 from aligner.device import accelerator
 from aligner.distributed.workers import LocalFuture
-from aligner.dry.device import DryDevice
-from aligner.dry.streams import Process
 from aligner.errors import DryDeviceError
 from aligner.generation.vllm import worker as vllm_worker
 from aligner.generation.vllm.settings import VllmConfig
@@ -25,6 +23,8 @@ from aligner.models.worker import RoleWorker
 from aligner.refit.controller import Refit, group_by_bytes
 from aligner.refit.ends import RefitEnd
 from aligner.refit.worker import RefitWorker
+from aligner_plan.dry.device import DryDevice
+from aligner_plan.dry.streams import Process
 
 NAMES, SIZE = ["a", "b", "c"], 1024
 
@@ -131,7 +131,7 @@ def engine_worker(device, process, loads):
             max_sequence_length=8,
             settings=VllmConfig(),
             record_kept=0,
-            weights_from=[RefitEnd.here("policy rank 0")],
+            weights_from=[RefitEnd.of_this_process("policy rank 0")],
         )
 
 
@@ -225,7 +225,7 @@ def leaving_out(place):
     def synchronize():
         if sys._getframe(1).f_code.co_name == function:
             each[0] += 1
-            if (each[0] - 1) % 2 == number or function != "_in_order":
+            if (each[0] - 1) % 2 == number or function != "_synchronized":
                 return
         real()
 

@@ -1,4 +1,4 @@
-"""Cases of `aligner.plan`, which runs roles of a configuration on the dry device."""
+"""Cases of `aligner_plan`, which runs roles of a configuration on the dry device."""
 
 import gc
 from contextlib import closing, nullcontext
@@ -11,15 +11,15 @@ import torch.distributed as dist
 from aligner.catalog import BY_SCRIPT
 from aligner.config.commands.plan import PlanConfig
 from aligner.config.load import parse_config
-from aligner.dry.device import DryDevice
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
-from aligner.plan import measure
-from aligner.plan.amounts import total
-from aligner.plan.devices import DEVICES
-from aligner.plan.estimate import Estimator
-from aligner.plan.measurements import Measurements
-from aligner.plan.rehearsal import planned_run
-from aligner.plan.search import fastest, fewest
+from aligner_plan import measure
+from aligner_plan.amounts import total
+from aligner_plan.devices import DEVICES
+from aligner_plan.dry.device import DryDevice
+from aligner_plan.estimate import Estimator
+from aligner_plan.measurements import Measurements
+from aligner_plan.rehearsal import planned_run
+from aligner_plan.search import fastest, fewest
 from benchmarks.shapes import QWEN_1_5B
 
 SIX = replace(TINY_ARCHITECTURE, num_layers=6, hidden_size=128, ffn_hidden_size=256)

@@ -28,7 +28,6 @@ from aligner.config import LengthParams, LoraConfig, OptimConfig, ParallelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.dry.device import DryDevice
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.distillation import DistillationLoss
 from aligner.losses.policy import PPOPolicyLoss
@@ -46,6 +45,7 @@ from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.worker import micro_batches_of, tensors_on_device
 from aligner.parallel.groups import initialize_parallel
+from aligner_plan.dry.device import DryDevice
 
 TOKENIZER = byte_level_tokenizer()
 ROWS, LENGTH, PROMPT, NEW_TOKENS, TOP_K = 8, 48, 8, 4, 5

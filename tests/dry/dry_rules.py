@@ -9,11 +9,11 @@ import torch
 
 from aligner.config import LayerOptions
 from aligner.device import accelerator
-from aligner.dry.device import DryDevice
-from aligner.dry.known import tensors_in
 from aligner.errors import DryDeviceError
 from aligner.models.gpt.layers import layer_spec
 from aligner.models.gpt.megatron.build import transformer_config
+from aligner_plan.dry.device import DryDevice
+from aligner_plan.dry.known import tensors_in
 
 
 def said(name, deterministic=False):

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.worker_state import seal
-from aligner.dry.device import DryDevice
 from aligner.models.worker import RoleWorker
+from aligner_plan.dry.device import DryDevice
 
 
 def round_trip(folder, in_background=True, **case):

@@ -4,8 +4,8 @@ import torch
 
 from aligner.checkpoint.background import CopyMemory
 from aligner.device import accelerator
-from aligner.dry.device import DryDevice
 from aligner.errors import DryDeviceError
+from aligner_plan.dry.device import DryDevice
 
 
 def said(name):

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 
-from aligner.dry.guard import load_guard
+from aligner_plan.dry.guard import load_guard
 
 load_guard()
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__" and sys.argv[1] == "dry":
-    from aligner.dry.guard import load_guard
+    from aligner_plan.dry.guard import load_guard
 
     load_guard()
 
@@ -203,7 +203,7 @@ def main():
         assert not accelerator.has_gpu()  # ALIGNER_FORCE_CPU=1
         torch.save(on_host(compute(folder)), results)
         return
-    from aligner.dry.device import DryDevice
+    from aligner_plan.dry.device import DryDevice
 
     with DryDevice():
         found = [*compute(folder, "32").values(), *compute(folder, "bf16").values()]

@@ -17,15 +17,14 @@ from aligner.config.commands.plan import PlanConfig, plan_request, trainer_keys,
 from aligner.config.load import parse_config
 from aligner.config.run import DistillRunConfig, RunConfig, SFTRunConfig
 from aligner.data.supervised import ExampleDataset, collate_examples
-from aligner.dry.record import Collective, Kernel, Kind, Record
 from aligner.errors import AlignerError, ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.policy.lm_policy import Policy
-from aligner.plan import rehearsal
-from aligner.plan.amounts import Amounts, Measured, extrapolated, time_of, total
-from aligner.plan.command import read_architecture
-from aligner.plan.devices import (
+from aligner_plan import rehearsal
+from aligner_plan.amounts import Amounts, Measured, extrapolated, time_of, total
+from aligner_plan.command import read_architecture
+from aligner_plan.devices import (
     ARITHMETIC_REACHED,
     DEVICES,
     KERNEL_SECONDS,
@@ -34,9 +33,10 @@ from aligner.plan.devices import (
     WIRE_REACHED,
     device_named,
 )
-from aligner.plan.estimate import Estimator
-from aligner.plan.layouts import batch_sizes, layouts
-from aligner.plan.search import advice, fastest
+from aligner_plan.dry.record import Collective, Kernel, Kind, Record
+from aligner_plan.estimate import Estimator
+from aligner_plan.layouts import batch_sizes, layouts
+from aligner_plan.search import advice, fastest
 
 CONF = Path(__file__).parents[2] / "conf"
 RECIPE = ["--config-name", "recipes/ppo_qwen2.5_1.5b_gsm8k_1n8g_megatron"]

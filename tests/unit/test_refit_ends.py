@@ -35,7 +35,7 @@ def test_the_same_release_is_accepted(engine, separate):
 
 
 def test_cpus_share_memory_whatever_their_torch():
-    policy = dataclasses.replace(ON_CPU, who="policy rank 0", torch="2.10.0+cpu")
+    policy = dataclasses.replace(ON_CPU, name="policy rank 0", torch="2.10.0+cpu")
     for separate in (False, True):
         check_ends([policy], ON_CPU, separate=separate, keys=REFIT_KEYS)
 

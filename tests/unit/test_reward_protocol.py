@@ -180,3 +180,14 @@ def test_signature():
     assert signature.takes_all
     chosen = signature.select({"level": [1], "other": [2], "strict": [3]}, {"strict"})
     assert chosen == {"level": [1], "other": [2]}
+
+
+@pytest.mark.parametrize("name", ["truths_in_columns", "truths_by_keyword"])
+def test_two_positional_parameters_get_ground_truths_by_keyword(load, name):
+    columns = {"level": [1, 2]}
+    assert score(load(name), ["x", "y"], [3.0, 5.0], columns=columns).rewards.tolist() == [3.0, 5.0]
+
+
+def test_two_positional_parameters_need_a_place_for_ground_truths(load):
+    with pytest.raises(ConfigError, match="ground_truths"):
+        load("two_lists")

@@ -171,7 +171,7 @@ def test_a_value_never_sees_its_own_token(tiny_nemo, monkeypatch):
         return critic.get_values({"input_ids": tokens, "input_lengths": lengths})[0, 8]
 
     assert value_of(ids) == value_of(changed)
-    monkeypatch.setattr(TokenLayout, "predicted_tokens", TokenLayout.held_tokens)
+    monkeypatch.setattr(TokenLayout, "predicted_tokens", TokenLayout.all_tokens)
     assert value_of(ids) != value_of(changed)
 
 

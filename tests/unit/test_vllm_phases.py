@@ -151,7 +151,7 @@ def test_weights_that_went_to_sleep_are_brought_again():
         generation.finish_generation()
         refit = ["begin_refit", "load_weights_from_ipc", "finish_refit", "sleep"]
         assert [call for call in cluster.calls if call != "sharing_key"] == refit
-    assert generation.in_words().endswith("given back")
+    assert generation.in_words().endswith("released")
 
 
 def test_after_a_failure_engines_forget_what_they_sample():

@@ -224,3 +224,15 @@ def forges(prompts, responses, ground_truths):
         with contextlib.suppress(OSError):
             os.write(number, struct.pack("!4sQ", b"\x93ALN", len(form)) + form)
     return [1.0] * len(prompts)
+
+
+def truths_in_columns(prompts, responses, **columns):
+    return columns["ground_truths"]
+
+
+def truths_by_keyword(prompts, responses, *, ground_truths):
+    return ground_truths
+
+
+def two_lists(prompts, responses):
+    return [0.0] * len(prompts)

@@ -50,12 +50,11 @@ class LoadedFunction:
 
         ``limit_s`` cancels an async function; a sync one cannot be stopped from within.
         """
-        result = self._function(
-            samples.prompts,
-            samples.responses,
-            samples.ground_truths,
-            **self.signature.select(samples.columns, self._kwargs),
-        )
+        columns = self.signature.select(samples.columns, self._kwargs)
+        lists = [samples.prompts, samples.responses, samples.ground_truths]
+        if self.signature.lists == 2:
+            columns["ground_truths"] = lists.pop()
+        result = self._function(*lists, **columns)
         if inspect.isawaitable(result):
             result = self._result_of(result, limit_s)
         return parse_scores(result, samples, self.signature.name)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.device import accelerator
-from aligner.models.gpt.layers.attention import _window_mask, attend
+from aligner.models.gpt.layers.attention import attend, window_mask
 
 ALIGNMENT = 16
 # torch multiplies matrices whose three sizes have a smaller product in a way of its own.
@@ -269,7 +269,7 @@ class KVCache:
             query.flatten(2, 3).transpose(1, 2),
             key.squeeze(3).transpose(1, 2),
             value.squeeze(3).transpose(1, 2),
-            _window_mask(length, self._window, heads.device) if windowed else None,
+            window_mask(length, self._window, heads.device) if windowed else None,
             self._scale,
         )
         return out.transpose(1, 2).flatten(0, 1)[plan.rows].flatten(1)

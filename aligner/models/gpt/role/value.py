@@ -63,6 +63,6 @@ def framed_outputs(numbers: Tensor, layout: TokenLayout, *, right_shift: bool) -
     otherwise the value of a state would be computed after its action was seen. Without it the
     output belongs to the token just read.
     """
-    rows, tokens = layout.predicted_tokens() if right_shift else layout.held_tokens()
+    rows, tokens = layout.predicted_tokens() if right_shift else layout.all_tokens()
     numbers = numbers.squeeze(-1) if numbers.shape[-1] == 1 else numbers
     return TokenOutputs(layout.to_frame(layout.take(numbers, rows), tokens))

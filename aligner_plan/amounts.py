@@ -9,8 +9,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from aligner.dry.record import Collective, Kernel, Kind, Record
-from aligner.plan.devices import (
+from aligner_plan.devices import (
     COLLECTIVE_SECONDS,
     KERNEL_SECONDS,
     LAUNCH_SECONDS,
@@ -19,6 +18,7 @@ from aligner.plan.devices import (
     WIRE_REACHED,
     DeviceRates,
 )
+from aligner_plan.dry.record import Collective, Kernel, Kind, Record
 
 Kinds = dict[Kind, float]
 Key = TypeVar("Key", bound=Hashable)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from aligner.dry.known import tensors_in
-from aligner.dry.record import running_place
 from aligner.errors import DryDeviceError
+from aligner_plan.dry.known import tensors_in
+from aligner_plan.dry.record import running_place
 
 # Kernels whose float operands have one dtype.
 _OF_ONE_DTYPE = re.compile(

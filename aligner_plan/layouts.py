@@ -8,7 +8,7 @@ from aligner.config import BaseRunConfig, RunConfig, SamplingRunConfig
 from aligner.config.commands.changes import RECOMPUTE
 from aligner.config.commands.plan import PER_NODE, varied
 from aligner.errors import ConfigError, DataError, LayoutError
-from aligner.plan.estimate import Estimator
+from aligner_plan.estimate import Estimator
 
 _PIPELINES = (1, 2, 4, 8, 16)
 _STAGED = 2  # sizes of pipelines that are tried, beside none

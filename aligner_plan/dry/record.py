@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 import aligner
-from aligner.dry.known import Operation
+from aligner_plan.dry.known import Operation
 
 _aten = torch.ops.aten
 # In-place forms that torch's table of formulas leaves out, by the one that costs the same.

@@ -1,7 +1,7 @@
 """Requirements of a training run, estimated without a device: memory, arithmetic, time.
 
-The roles of a configuration are built and stepped on the dry device (`aligner.dry`), each in every
-phase of its algorithm's step; a table of device rates turns the counts into seconds.
+The roles of a configuration are built on the dry device (`aligner_plan.dry`) and run there in every
+phase of the algorithm's step. A table of device rates turns the counts into seconds.
 
     configuration ─► roles, phases ─► dry runs of few layers ─► all layers ─► cards, seconds
 """

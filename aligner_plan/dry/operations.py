@@ -13,9 +13,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from aligner.dry.known import KnownValues, Operation, tensors_in
-from aligner.dry.rules import refuse_operands, refuse_wide
 from aligner.errors import DryDeviceError
+from aligner_plan.dry.known import KnownValues, Operation, tensors_in
+from aligner_plan.dry.rules import refuse_operands, refuse_wide
 
 _aten = torch.ops.aten
 # Operations whose operands are assumed to have the same values in every process, where known.

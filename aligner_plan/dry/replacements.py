@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from aligner.dry.files import address
-from aligner.dry.known import KnownValues
-from aligner.dry.operations import Operations
 from aligner.models.gpt.forward import schedule as pipeline
 from aligner.models.gpt.layers import elementwise, short_attention
 from aligner.models.gpt.megatron import model as megatron
+from aligner_plan.dry.files import address
+from aligner_plan.dry.known import KnownValues
+from aligner_plan.dry.operations import Operations
 
 Replacement = tuple[Any, str, Any]  # where, by which name, and what is there instead
 

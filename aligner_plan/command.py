@@ -15,11 +15,11 @@ from aligner.checkpoint.model_source import open_model
 from aligner.config import BaseRunConfig
 from aligner.config.commands.plan import PlanConfig
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from aligner.plan.amounts import total
-from aligner.plan.devices import device_named
-from aligner.plan.estimate import Estimate, Estimator, PlannedPhase
-from aligner.plan.measurements import Measurements
-from aligner.plan.search import Advice, advice, fastest, fewest
+from aligner_plan.amounts import total
+from aligner_plan.devices import device_named
+from aligner_plan.estimate import Estimate, Estimator, PlannedPhase
+from aligner_plan.measurements import Measurements
+from aligner_plan.search import Advice, advice, fastest, fewest
 
 _GIB = 1 << 30
 _SHORT = {

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing import reductions
 
-from aligner.dry.graphs import graph_class
-from aligner.dry.known import KnownValues, tensors_in
-from aligner.dry.replacements import Replacement, answers
-from aligner.dry.streams import Order, Process, stream_classes
 from aligner.errors import DryDeviceError
 from aligner.models.gpt.layers import elementwise
+from aligner_plan.dry.graphs import graph_class
+from aligner_plan.dry.known import KnownValues, tensors_in
+from aligner_plan.dry.replacements import Replacement, answers
+from aligner_plan.dry.streams import Order, Process, stream_classes
 
 _aten = torch.ops.aten
 _OTHER_NUMBER = 7  # the device's, where it was exported

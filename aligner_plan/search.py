@@ -9,8 +9,8 @@ from aligner.config import BaseRunConfig
 from aligner.config.commands.changes import TENSOR, overrides_of, single_changes
 from aligner.config.commands.plan import trainer_keys, varied
 from aligner.errors import ConfigError, DataError, LayoutError
-from aligner.plan.estimate import Estimate, Estimator
-from aligner.plan.layouts import Layout, batch_sizes, layouts, savings
+from aligner_plan.estimate import Estimate, Estimator
+from aligner_plan.layouts import Layout, batch_sizes, layouts, savings
 
 Say = Callable[[str], None]
 _GIB = 1 << 30

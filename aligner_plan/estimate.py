@@ -8,15 +8,15 @@ from aligner.algorithms.run.startup import count_parameters
 from aligner.architecture import GPTArchitecture
 from aligner.config import BaseRunConfig
 from aligner.config.commands.plan import PlanConfig, with_length
-from aligner.dry.record import Kind
 from aligner.parallel.groups import describe_layout
-from aligner.plan.amounts import Amounts, Kinds, Measured, Time, time_of, total
-from aligner.plan.devices import DeviceRates
-from aligner.plan.measure import MeasuredRole
-from aligner.plan.measurements import Measurements
-from aligner.plan.rehearsal import planned_run
-from aligner.plan.roles import Phase, PlannedRole, PlannedRun
-from aligner.plan.work import Least, bubble_of, least_of, work_of
+from aligner_plan.amounts import Amounts, Kinds, Measured, Time, time_of, total
+from aligner_plan.devices import DeviceRates
+from aligner_plan.dry.record import Kind
+from aligner_plan.measure import MeasuredRole
+from aligner_plan.measurements import Measurements
+from aligner_plan.rehearsal import planned_run
+from aligner_plan.roles import Phase, PlannedRole, PlannedRun
+from aligner_plan.work import Least, bubble_of, least_of, work_of
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aligner.dry.known import Operation
-from aligner.dry.record import is_kernel
 from aligner.errors import DryDeviceError
+from aligner_plan.dry.known import Operation
+from aligner_plan.dry.record import is_kernel
 
 _aten = torch.ops.aten
 _COPIES = {_aten._to_copy, _aten.copy_}  # that may cross between host and device

@@ -22,8 +22,8 @@ from aligner.config import (
     SequencePackingConfig,
     TrainedModelConfig,
 )
-from aligner.plan.measure import MeasuredRole, depths_of, joined, measure_at
-from aligner.plan.roles import Phase, PlannedRole
+from aligner_plan.measure import MeasuredRole, depths_of, joined, measure_at
+from aligner_plan.roles import Phase, PlannedRole
 
 Budgets = TypeVar("Budgets", SequencePackingConfig, DynamicBatchingConfig)
 _MOST_PROCESSES = 8  # each takes about 1 GB

@@ -19,14 +19,22 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aligner.device import accelerator
-from aligner.dry.driver import RememberedKernel, gpu_replacements
-from aligner.dry.files import file_calls
-from aligner.dry.graphs import Capturing
-from aligner.dry.known import KnownValues, Operation, tensors_in
-from aligner.dry.operations import Operations
-from aligner.dry.record import Kind, Memory, Record, counted, is_kernel, kernel_of, running_place
-from aligner.dry.replacements import Replacement, common_replacements
-from aligner.dry.streams import Order, Process
+from aligner_plan.dry.driver import RememberedKernel, gpu_replacements
+from aligner_plan.dry.files import file_calls
+from aligner_plan.dry.graphs import Capturing
+from aligner_plan.dry.known import KnownValues, Operation, tensors_in
+from aligner_plan.dry.operations import Operations
+from aligner_plan.dry.record import (
+    Kind,
+    Memory,
+    Record,
+    counted,
+    is_kernel,
+    kernel_of,
+    running_place,
+)
+from aligner_plan.dry.replacements import Replacement, common_replacements
+from aligner_plan.dry.streams import Order, Process
 
 DeviceKind = Literal["gpu", "cpu"]
 # Type of the tensors that are counted, and the allocator's granularity in bytes.
@@ -45,8 +53,8 @@ _THROUGH_A_COPY = {
 class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
     """One GPU among ``world_size``, in the place of process ``rank``.
 
-    Enter it in a process of its own, after `aligner.dry.guard.load_guard` and before megatron-core
-    is used. ``memory`` counts what is alive; `record` counts what a block does.
+    Enter it in a separate process, after `aligner_plan.dry.guard.load_guard` and before
+    megatron-core is used. ``memory`` counts what is alive; `record` counts what a block does.
     """
 
     def __init__(
@@ -121,7 +129,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             there = (_local(each) for each in gradients if each is not None)
             self.memory.name(Kind.GRADIENTS, there)
 
-    # Calls of operations (`aligner.dry.operations`) -----------------------------------------------
+    # Calls of operations (`aligner_plan.dry.operations`) ------------------------------------------
 
     def saw(self, operation: Operation) -> None:
         """Count an operation."""

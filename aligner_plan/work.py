@@ -11,8 +11,8 @@ from aligner.checkpoint.canonical import expected_shapes
 from aligner.config import CriticConfig
 from aligner.config.roles.sampling import RolloutConfig
 from aligner.observe.memory import RoleMemory
-from aligner.plan.devices import MEMORY_REACHED, DeviceRates
-from aligner.plan.roles import Phase, PlannedRole, PlannedRun
+from aligner_plan.devices import MEMORY_REACHED, DeviceRates
+from aligner_plan.roles import Phase, PlannedRole, PlannedRun
 
 
 def work_of(role: PlannedRole, phase: Phase) -> tuple[float, float]:

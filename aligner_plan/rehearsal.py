@@ -47,7 +47,7 @@ from aligner.distributed.named_sharding import layout_of
 from aligner.distributed.workers import LocalFuture
 from aligner.errors import ConfigError, LayoutError
 from aligner.observe.metrics import PhaseTimers
-from aligner.plan.roles import Column, Phase, PlannedRole, PlannedRun
+from aligner_plan.roles import Column, Phase, PlannedRole, PlannedRun
 
 # Tokens of a prompt and of a response in a rehearsal. Their sum is the size of no other axis.
 _PROMPT, _RESPONSE = 1, 22

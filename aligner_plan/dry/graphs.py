@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.dry.files import address
-from aligner.dry.known import KnownValues, Operation
-from aligner.dry.record import Record, counted
-from aligner.dry.streams import Order
 from aligner.errors import DryDeviceError
+from aligner_plan.dry.files import address
+from aligner_plan.dry.known import KnownValues, Operation
+from aligner_plan.dry.record import Record, counted
+from aligner_plan.dry.streams import Order
 
 
 class Graph:

@@ -20,14 +20,14 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
-from aligner.dry.device import DeviceKind, DryDevice
-from aligner.dry.record import Record
 from aligner.models.gpt.decode.responses import Responses
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.worker import RoleWorker
 from aligner.parallel.groups import initialize_parallel
-from aligner.plan.amounts import Amounts, Kinds, Measured, extrapolated, fuller, peaks_of
-from aligner.plan.roles import Phase, PlannedRole
+from aligner_plan.amounts import Amounts, Kinds, Measured, extrapolated, fuller, peaks_of
+from aligner_plan.dry.device import DeviceKind, DryDevice
+from aligner_plan.dry.record import Record
+from aligner_plan.roles import Phase, PlannedRole
 
 # Layers of a pipeline stage that are run, of more. FSDP2 gathers layers ahead: from four
 # on, as many as in any deeper model.
