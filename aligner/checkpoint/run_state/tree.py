@@ -137,19 +137,12 @@ def _copy_bytes(source: Tensor, target: Tensor) -> None:
 
     A copy from a device is complete once `accelerator.synchronize` returns.
     """
-    if source.is_cpu:
-        copy_on_host(source, target)
-    else:
+    if not source.is_cpu:
         target.copy_(source, non_blocking=True)
-
-
-def copy_on_host(source: Tensor, target: Tensor) -> None:
-    """Copy uint8 ``[n]`` within host memory, in this thread only.
-
-    torch's copy synchronises its threads for each tensor, which costs more than it gains if cores
-    are busy, for example with a writer. NumPy is not used, because a tensor that was viewed as an
-    array cannot be resized in place, and offloading resizes tensors.
-    """
+        return
+    # torch's copy synchronises its threads for each tensor, which costs more than it gains if cores
+    # are busy, for example with a writer. NumPy is not used, because a tensor that was viewed as an
+    # array cannot be resized in place, and offloading resizes tensors.
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
 
