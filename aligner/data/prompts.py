@@ -170,7 +170,7 @@ def make_prompt(
         if not ids:
             raise DataError(f"column {data.prompt_column!r} contains no token")
     except DataError as error:
-        raise DataError(f"{row.location}: {error}. Columns: {sorted(row.columns)}") from error
+        raise DataError(f"{row.location}: {error}. Columns found: {sorted(row.columns)}") from error
     return Prompt(index, text, ids, ground_truth, columns)
 
 

@@ -46,7 +46,7 @@ class RatedDataset(Dataset[Rated]):
         if all(rating is None for rating in ratings):
             raise DataError(
                 f"{row.location}: none of the columns {list(columns)} contains a rating. Name the "
-                "columns with ratings (data.attribute_columns) or remove the row. Columns: "
+                "columns with ratings (data.attribute_columns) or remove the row. Columns found: "
                 f"{sorted(row.columns)}"
             )
         return Rated(example, ratings)

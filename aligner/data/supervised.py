@@ -139,7 +139,7 @@ def make_example(
             context = len(chat) - num_answers
             ids, learned = encode_chat(tokenizer, chat, learn, tools, context=context)
     except DataError as error:
-        raise DataError(f"{row.location}: {error}. Columns: {sorted(row.columns)}") from error
+        raise DataError(f"{row.location}: {error}. Columns found: {sorted(row.columns)}") from error
     if data.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
         ids = [tokenizer.bos_id, *ids]
         learned = [(start + 1, end + 1) for start, end in learned]
@@ -156,7 +156,7 @@ def encode_pair(
     """
     prompt_ids = tokenizer.encode(prompt)
     if not prompt_ids:
-        raise DataError("the prompt contains no token")
+        raise DataError("the prompt is empty")
     response_ids = _encode_after(tokenizer, prompt_ids, prompt, response)
     if not response_ids or response_ids[-1] not in tokenizer.end_ids:
         response_ids = [*response_ids, tokenizer.eos_id]

@@ -277,7 +277,7 @@ def test_preferences_in_every_public_form(tmp_path):
         ({"rejected": CHAT[:4]}, "'chosen' and 'rejected' differ before their last message"),
         ({"prompt": "three"}, "in which no user says what column 'prompt' holds"),
         ({"prompt": CHAT[2:3]}, "does not begin with the messages of column 'prompt'"),
-        ({"chosen": CHAT[1:2]}, "so column 'prompt' must hold what it answers"),
+        ({"chosen": CHAT[1:2]}, "so column 'prompt' must contain the prompt"),
         ({"chosen": CHAT[:1]}, "must be the assistant's"),
         ({"chosen": []}, "the list of chat messages is empty"),
         ({"chosen": 5}, "'chosen' must be text or a list of chat messages, got int"),
@@ -312,7 +312,7 @@ def test_half_a_character_in_the_arguments_of_a_call_is_refused(tmp_path):
 def test_tools_of_a_row_without_place_for_them_are_refused(tmp_path):
     row = {"prompt": "a", "response": "b", "tools": [{"name": "f"}]}
     path = written(tmp_path, row)
-    with pytest.raises(DataError, match=r"'tools' holds tools, .*data\.tools_column=null"):
+    with pytest.raises(DataError, match=r"'tools' contains tools, .*data\.tools_column=null"):
         load_set(ExampleDataset, path, byte_level_tokenizer())
     load_set(ExampleDataset, path, byte_level_tokenizer(), tools_column=None)
     load_set(ExampleDataset, written(tmp_path, {**row, "tools": None}), byte_level_tokenizer())

@@ -49,7 +49,7 @@ def test_a_tokenizer_without_a_template_gets_one(tmp_path):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for m in messages %}", "refuses the messages.*mend the template"),
+        ("{% for m in messages %}", "refuses the messages.*correct the template"),
         ("{{ raise_exception('never') }}", "never; mend the template"),
         ("{{ messages[1].content }}", "shows nothing of what the user says"),
         (OWN.split("{%- if")[0].replace("m.content", "m.content[:3]"), "what the user says"),

@@ -52,7 +52,7 @@ def test_spellings_that_transformers_takes_for_the_same():
 
 def test_a_config_file_in_place_of_its_directory(tmp_path):
     path = directory(tmp_path) / "config.json"
-    message = re.escape(f"give its directory, {str(tmp_path)!r}")
+    message = re.escape(f"Give its directory, {str(tmp_path)!r}")
     with pytest.raises(CheckpointError, match=message), open_model(path):
         pass
 

@@ -19,6 +19,8 @@ from aligner.examples.tasks.tiny_model import write_tiny_nemo
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.role.settings import RoleSettings
 
+NAME = "decoder.layers.1.mlp.linear_fc2.weight"
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
@@ -86,7 +88,7 @@ def test_bytes_that_a_thread_has_checked_are_refused():
     record = tensor_file.Record(content, zlib.crc32(content) ^ 1, "a record")
     with ThreadPoolExecutor(1) as threads:
         record.begin(threads)
-    with pytest.raises(CheckpointError, match="a record .*CRC-32"):
+    with pytest.raises(CheckpointError, match=r"a record .*CRC-32"):
         record.check()
 
 
@@ -94,13 +96,14 @@ def test_a_model_with_a_damaged_weight_is_not_built(whole, tmp_path):
     """Weights are copied before their CRC-32 is known, and refused before anything uses them."""
     data = bytearray(whole.read_bytes())
     with open_nemo(whole) as model:
-        content_of_weight = model.weights["decoder.layers.1.mlp.linear_fc2.weight"].numpy().tobytes()
+        content_of_weight = model.weights[NAME].numpy().tobytes()
+            model.weights["decoder.layers.1.mlp.linear_fc2.weight"].numpy().tobytes()
+        )
     data[data.index(content_of_weight) + 99] ^= 4
     path = tmp_path / "flipped.nemo"
     path.write_bytes(data)
     with open_nemo(path) as model:
-        name = "decoder.layers.1.mlp.linear_fc2.weight"
-        model.weights.share(name, 0, 1)
+        model.weights.share(NAME, 0, 1)
         with pytest.raises(CheckpointError, match=r"linear_fc2\.weight.*CRC-32"):
             model.weights.check()
     with pytest.raises(CheckpointError, match=r"linear_fc2\.weight.*CRC-32"):

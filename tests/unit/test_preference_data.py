@@ -54,7 +54,7 @@ def test_a_pair_is_as_long_as_its_longer_sequence(tmp_path):
     ("row", "message"),
     [
         ({"prompt": "x", "chosen": "a"}, "line 1: column 'rejected' is missing"),
-        ({"prompt": "x", "chosen": "a", "rejected": "a"}, "are the same; remove the row"),
+        ({"prompt": "x", "chosen": "a", "rejected": "a"}, "are equal"),
         ({**ROWS[0], "good": "high"}, "column 'good' must be a finite number, it is 'high'"),
         ({**ROWS[0], "good": float("nan")}, "column 'good' must be a finite number, it is nan"),
         ({**ROWS[0], "good": 10**400}, "column 'good' must be a finite number, it is 1000"),
