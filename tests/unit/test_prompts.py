@@ -252,7 +252,7 @@ def test_bad_settings(tmp_path, tokenizer):
         ('{"prompt": "a", "ground_truth": {"x": 1, "x": 2}}', "the key 'x' occurs twice"),
         ('{"prompt": "a", "ground_truth": ' + "[" * 100_000 + "]" * 100_000 + "}", "too deep"),
         ('{"prompt": "a", "ground_truth": 1' + "0" * 5000 + "}", "not JSON: Exceeds the limit"),
-        ('{"question": "a"}', "'prompt' is missing; name another with data.prompt_column"),
+        ('{"question": "a"}', "'prompt' is missing. Name another column with data.prompt_column"),
         ('{"prompt": "a"}', "data.ground_truth_column=null if the data has none"),
     ],
 )

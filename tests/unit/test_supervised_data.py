@@ -180,7 +180,7 @@ def test_too_long_is_dropped_and_counted(tmp_path, tokenizer):
     rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "2+3=", "response": "5" * 9}]
     dataset = load(tmp_path, tokenizer, rows, max_length=6)
     assert (len(dataset), dataset.dropped_too_long, dataset.max_length) == (1, 1, 6)
-    with pytest.raises(DataError, match="none is left: raise max_length"):
+    with pytest.raises(DataError, match="None is left: raise max_length"):
         load(tmp_path, tokenizer, rows, max_length=5)
     with pytest.raises(ConfigError, match="max_length=1 must be at least 2"):
         load(tmp_path, tokenizer, rows, max_length=1)
