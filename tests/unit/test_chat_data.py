@@ -165,7 +165,7 @@ def test_preferences_between_reasoned_answers(tmp_path):
 
 
 def test_what_cannot_be_learned_is_refused_with_the_remedy():
-    with pytest.raises(DataError, match="message 1 is added. Set learn=last"):
+    with pytest.raises(DataError, match=r"message 1 is added\. Set learn=last"):
         encode_chat(chatml(R1), CHAT)
     opens_otherwise = R1.replace("<think>\\n", "Answer: ")
     with pytest.raises(DataError, match=r"opens an answer with .*Answer: .*plain-text prompts"):
@@ -216,10 +216,10 @@ def test_tools_calls_and_reasoning_reach_the_template(tools, tmp_path):
     [
         (CHAT[:2], {"tools": TOOLS}, "ignores tools "),
         (USE[:2], {}, "ignores tool_calls"),
-        ([QUESTION, {**CHAT[1], "reasoning_content": "hm"}], {}, "nothing of reasoning_content;"),
-        ([*CHAT[:2], USE[2], CHAT[3]], {}, "nothing of messages of role 'tool';"),
+        ([QUESTION, {**CHAT[1], "reasoning_content": "hm"}], {}, "ignores reasoning_content"),
+        ([*CHAT[:2], USE[2], CHAT[3]], {}, "ignores messages of role 'tool'"),
         (CHAT[:2], {"tools": 5}, "column 'tools' must be a list of functions"),
-        (CHAT[:2], {"tools": "{"}, "column 'tools' is text that is no JSON"),
+        (CHAT[:2], {"tools": "{"}, "column 'tools' is text that is not JSON"),
         ([{**QUESTION, "weight": 1}, CHAT[1]], {}, r"optionally tool_calls.*got .*'weight'"),
         (
             [QUESTION, {"role": "assistant", "tool_calls": [5]}],

@@ -50,9 +50,12 @@ def test_a_tokenizer_without_a_template_gets_one(tmp_path):
     ("template", "said"),
     [
         ("{% for m in messages %}", "refuses the messages.*correct the template"),
-        ("{{ raise_exception('never') }}", "never; Correct the template"),
+        ("{{ raise_exception('never') }}", "never; correct the template"),
         ("{{ messages[1].content }}", "omits the message of the user"),
-        (OWN.split("{%- if")[0].replace("m.content", "m.content[:3]"), "what the user says"),
+        (
+            OWN.split("{%- if")[0].replace("m.content", "m.content[:3]"),
+            "omits the message of the user",
+        ),
         ("{{ messages[0].content }}", "omits the message of the assistant"),
         (b"\xff\xfe\x00", "cannot be read as text"),
         (None, "cannot be read as text.*No such file"),

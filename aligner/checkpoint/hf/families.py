@@ -127,8 +127,8 @@ class Family:
         """Return the ``config.json`` of an architecture."""
         config = {key: getattr(architecture, name) for name, key in self.keys.items()}
         if self._is_gpt2:
-            names = {value: key for key, value in reversed(_GPT2_ACTIVATIONS.items())}
-            activation = names.get(architecture.activation, architecture.activation)
+            activations = {value: key for key, value in reversed(_GPT2_ACTIVATIONS.items())}
+            activation = activations.get(architecture.activation, architecture.activation)
             config |= {"activation_function": activation, "embd_pdrop": architecture.hidden_dropout}
         else:
             scaling, rope = architecture.rope_scaling, None
