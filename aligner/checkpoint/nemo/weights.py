@@ -109,12 +109,12 @@ class LazyWeights(LazyTensors):
         The result is a view of one part if the rows were together. Its records are compared in
         the background: call `check` after the last tensor, before any value is used.
         """
-        parts = self._parts[name]
-        axis, shape = split_axis(name), parts[0].shape
-        is_resplit = isinstance(parts[0], StoredTensor) and axis is not None and len(shape) > axis
-        if not is_resplit or any(part.shape != shape for part in parts):
-            return split(name, self._joined(name), self._architecture, tp_rank, tp_size)
-        return self._resplit(name, axis, parts[0].view, tp_rank, tp_size)
+        parts, axis = self._parts[name], split_axis(name)
+        first, shapes = parts[0], {tuple(part.shape) for part in parts}
+        is_split = axis is not None and axis < len(first.shape) and len(shapes) == 1
+        if isinstance(first, StoredTensor) and axis is not None and is_split:
+            return self._resplit(name, axis, first.view, tp_rank, tp_size)
+        return split(name, self._joined(name), self._architecture, tp_rank, tp_size)
 
     def check(self) -> None:
         """Wait for the comparisons of all records read so far.
