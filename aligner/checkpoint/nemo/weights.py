@@ -89,14 +89,15 @@ class LazyWeights(LazyTensors):
         # The last pipeline stage's copy of a tied embedding is not a separate weight.
         tied_copy = OUTPUT_LAYER if architecture.tie_embeddings else None
         self._parts = {name: parts[name] for name in parts if name != tied_copy}
-        self._positions = {name: position for position, name in enumerate(self._parts)}
+        self._order = list(self._parts)
+        self._positions = {name: position for position, name in enumerate(self._order)}
         self._threads = ThreadPoolExecutor(_THREADS, "aligner-crc32")
         self._unchecked: list[Record] = []
         super().__init__(self._parts)
 
     def __getitem__(self, name: str) -> Tensor:
         start = self._positions[name]
-        for upcoming in itertools.islice(self._parts, start, start + _TENSORS_AHEAD):
+        for upcoming in self._order[start : start + _TENSORS_AHEAD]:
             for part in self._parts[upcoming]:
                 self._begin(part)
         tensor = self._joined(name)
