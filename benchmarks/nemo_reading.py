@@ -100,7 +100,8 @@ def compare(name: str, measure: Callable[[], tuple[float, float]], repetitions: 
         compared, plain = (statistics.median(seconds[key]) for key in (True, False))
         print(
             f"  {kind}: {compared:.3f} s with, {plain:.3f} s without, "
-            f"ratio {compared / plain:.2f}, minima {min(seconds[True]):.3f} s, {min(seconds[False]):.3f} s"
+            f"ratio {compared / plain:.2f}, "
+            f"minima {min(seconds[True]):.3f} s, {min(seconds[False]):.3f} s"
         )
 
 

@@ -67,6 +67,7 @@ def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str,
             "mixture of experts, and those support adapters in attention only. Set "
             "target_modules=[attention]"
         )
+    # Two matrices for each adapted linear.
     shapes: dict[str, Shape] = {}
     for name, shape in expected_shapes(architecture).items():
         linear, _, kind = name.rpartition(".")
@@ -117,6 +118,7 @@ def read_adapters(path: str | os.PathLike[str], architecture: GPTArchitecture) -
         described, nemo_keys = header[_LORA], header[_NEMO_KEYS]
         targets = tuple(described.pop("target_modules"))
         lora = LoraConfig(target_modules=targets, **described)
+    # The file is intact. Check that it fits the model.
     shapes = adapter_shapes(architecture, lora)
     problems = misfits(set(tensors), set(shapes), set(REWARD_HEAD))
     if problems:

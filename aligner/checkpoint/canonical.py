@@ -105,12 +105,14 @@ def _layer_shapes(architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:
     if architecture.qk_layernorm:
         yield from _norm("self_attention.q_layernorm", head, architecture)
         yield from _norm("self_attention.k_layernorm", head, architecture)
+    # Attention output and the norm before the MLP.
     bias = architecture.bias_linear
     yield from _linear("self_attention.linear_proj", hidden, heads * head, bias=bias)
     yield from _norm("pre_mlp_layernorm", hidden, architecture)
     if architecture.num_moe_experts is None:
         yield from _mlp("mlp", architecture.ffn_hidden_size, architecture)
         return
+    # Experts replace the MLP.
     yield from _linear("mlp.router", architecture.num_moe_experts, hidden, bias=bias)
     for expert in range(architecture.num_moe_experts):
         prefix = f"mlp.experts.local_experts.{expert}"
@@ -195,6 +197,7 @@ def split(
     if name in _VOCABULARY:
         rows = architecture.padded_vocab_size(tp_size) - tensor.shape[0]
         tensor = F.pad(tensor, (0, 0, 0, rows)) if rows else tensor
+    # Check that the ranks' parts have equal sizes, then cut.
     axis = split_axis(name)
     if axis is None or tp_size == 1:
         return tensor
@@ -224,6 +227,7 @@ def merge(name: str, parts: list[Tensor], architecture: GPTArchitecture) -> Tens
         tensor = torch.cat([torch.cat(half) for half in halves])
     else:
         tensor = torch.cat(parts, dim=axis)
+    # Remove the padding of the vocabulary.
     if name not in _VOCABULARY:
         return tensor
     if tensor.shape[0] < architecture.vocab_size:

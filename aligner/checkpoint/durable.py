@@ -79,6 +79,7 @@ class _File:
         while total < len(view):
             if self._stop is not None and self._stop.is_set():
                 raise AbandonedError(f"writing {self._path} was cancelled")
+            # The checksum is computed while the block is in the cache.
             block = view[total : total + _BLOCK]
             written = 0
             try:
@@ -143,6 +144,7 @@ def atomic_file(path: str | os.PathLike[str], size: int | None = None) -> Iterat
         target.parent.mkdir(parents=True, exist_ok=True)
         with durable_file(partial, size) as file:
             yield file
+        # The rename and the entry of the directory make the file visible.
         os.replace(partial, target)
         sync_path(target.parent)
     except StorageError:

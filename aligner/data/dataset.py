@@ -32,7 +32,6 @@ class Measured(Protocol):
     @property
     def length(self) -> int:
         """Number of tokens of the (longest) sequence."""
-        ...
 
 
 T = TypeVar("T", bound=Measured)
@@ -224,6 +223,7 @@ class PromptSampler:
                 f"data: a batch of {batch_size} prompts is larger than the data set ({size}), and "
                 "last_batch=drop would drop everything. Use last_batch=wrap or smaller batches"
             )
+        # The position in the order is the whole state.
         self.size = size
         self.batch_size = batch_size
         self.seed = seed

@@ -69,6 +69,7 @@ class PromptDataset(Dataset[Prompt]):
             truth_column = data.ground_truth_column if has_ground_truth else None
         if data.prompt_column == truth_column:
             raise ConfigError(f"data: prompt and ground truth are both column {truth_column!r}")
+        # Rows become prompts. Prompts that are too long are dropped.
         check_bos(data, tokenizer)
         prompts, dropped = read_items(
             source,
@@ -187,6 +188,7 @@ def _render(
     if isinstance(raw, str) and not data.chat:
         check_plain_text(data)
         return raw
+    # Chats, and plain text as the user's message.
     tools = parse_tools(columns, data.tools_column)
     return render_chat(
         tokenizer,

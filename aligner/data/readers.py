@@ -65,6 +65,7 @@ def source_files(source: str | Path) -> list[Path] | None:
     path, name = Path(source).expanduser(), str(source)
     if not path.exists() and ":" in name and not name.endswith(tuple(_READERS)):
         return None
+    # A directory, or one file.
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet"))
         if not files:
@@ -120,6 +121,7 @@ def _reason(error: ValueError | RecursionError) -> str:
 def _check_text(row: Row) -> Row:
     """Raise `DataError` for text that is not encodable: a lone surrogate such as ``\\ud800``."""
     for name, column in row.columns.items():
+        # Traverse nested values without recursion.
         parts: list[Any] = [name, column]
         while parts:
             part = parts.pop()
@@ -233,6 +235,7 @@ def _from_function(name: str, arguments: Mapping[str, Any]) -> Iterator[Row]:
         rows = function(**arguments)
     if not isinstance(rows, Iterable):
         raise DataError(f"data: {name} must return or yield rows, got {type(rows).__name__}")
+    # Errors of the user's function name the last row.
     number = 0
     is_arrow = type(rows).__module__.partition(".")[0] == "datasets"
     try:

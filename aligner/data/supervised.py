@@ -260,6 +260,7 @@ def _after_tag(opening: str, message: Message) -> str:
             "plain-text prompts"
         )
     closing, content = f"</{tag[1:]}", message["content"]
+    # Close the tag before the content.
     if message.get("reasoning_content") is not None:
         return f"{message['reasoning_content'].strip()}\n{closing}\n\n{content}"
     if closing not in content:
@@ -276,6 +277,7 @@ def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDic
     them, ``ref_logprobs`` float32 [B, S], 0 outside of the mask.
     """
     ids, lengths = pad_right([example.ids for example in examples], pad_id)
+    # Learned tokens are 1.
     mask = torch.zeros(ids.shape)
     for row, example in zip(mask, examples, strict=True):
         for start, end in example.learned:
@@ -331,6 +333,7 @@ def _conversation(
             f"column {column!r} is missing, but column 'messages' contains a list. Set "
             "data.messages_column=messages if it is the chat to learn"
         )
+    # The response is a list of messages, or text after a prompt.
     response = take(row, column, (str, list), f"data.{response_key}")
     prompt = row.columns.get(data.prompt_column)
     if isinstance(response, list):
@@ -359,6 +362,7 @@ def _answered(
             )
         messages = _prompt_messages(prompt)
         return parse_conversation([*messages, *response]), len(messages)
+    # A complete chat must contain the prompt, if the row has one.
     chat = parse_conversation(response)
     users = [message["content"].strip() for message in chat if message["role"] == "user"]
     problem = None

@@ -137,6 +137,7 @@ class Family:
                 rope = {"rope_type": scaling.kind, **settings}
             config |= {"hidden_act": "silu", "rope_theta": architecture.rotary_base}
             config["rope_scaling"] = rope
+        # Keys with another form or meaning than the architecture's fields.
         if "moe_router_pre_softmax" in self.keys:
             config["moe_intermediate_size"] = architecture.expert_ffn_hidden_size
             config["norm_topk_prob"] = not architecture.moe_router_pre_softmax
@@ -153,6 +154,7 @@ def _read_llama(config: Config) -> dict[str, Any]:
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    # Scaling of the rotary frequencies.
     scaling = None
     if kind in _ROPE_SETTINGS:
         settings: dict[str, Any] = {name: float(rope[name]) for name in _ROPE_SETTINGS[kind]}
@@ -165,6 +167,7 @@ def _read_llama(config: Config) -> dict[str, Any]:
             f"rope type {kind!r} in config.json is not supported. Supported: default, linear, "
             "llama3"
         )
+    # One flag covers the biases of attention and MLP.
     biases = {bool(config.get("attention_bias")), bool(config.get("mlp_bias"))}
     if len(biases) > 1:
         raise CheckpointError(
@@ -323,6 +326,7 @@ def _differences(expected: GPTArchitecture, actual: GPTArchitecture) -> list[str
     ignored = set(_NOT_CARRIED)
     if expected.position_embedding != "rope":
         ignored |= {"rotary_base", "rotary_percent", "rope_scaling"}
+    # Fields of experts are compared only for mixtures of experts.
     if expected.num_moe_experts is not None:
         expected, actual = (
             dataclasses.replace(a, moe_ffn_hidden_size=a.expert_ffn_hidden_size)

@@ -138,6 +138,7 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
             settings.pop(key, None)
     config = {ours: settings.pop(key) for key, ours in _SIZES.items()}
     config |= {ours: settings.pop(key) for key, ours in _OPTIONAL.items() if key in settings}
+    # Sizes of heads and of the vocabulary.
     head = settings.pop("attention.key_length", None)
     head = head or config["hidden_size"] // config["num_attention_heads"]
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -148,6 +149,7 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
     rows = int(tensors["token_embd.weight"].shape[-1])
     config |= {"head_dim": head, "vocab_size": settings.pop("vocab_size", rows)}
     config |= {"tie_word_embeddings": "output.weight" not in tensors}
+    # The remaining keys depend on the family. Unused keys are refused.
     config |= _family(str(architecture), config, settings, tensors)
     config |= _rope(settings, config, tensors)
     if settings:
@@ -174,6 +176,7 @@ def _family(
         return {**moved, "model_type": kind, "layer_norm_epsilon": epsilon}
     if kind != "llama":
         return {"model_type": kind}
+    # A llama has biases in all projections or in none.
     biases = [name for name in tensors if name.endswith(".bias")]
     if len(biases) not in (0, 7 * config["num_hidden_layers"]):  # q, k, v, output, gate, up, down
         raise CheckpointError(f"{biases[0]}: all projections must have biases, or none")
@@ -230,6 +233,7 @@ class GGUFTensors(LazyTensors):
             layer = _BLOCK.match(name)
             target = f"{names[module]}.{leaf}" if module in names else name
             target = target.replace("{n}", layer[1] if layer else "")
+            # A tensor of experts is split into one tensor per expert.
             if "{e}" not in target:
                 self._sources[target] = tensor, None
                 continue
@@ -253,5 +257,6 @@ class GGUFTensors(LazyTensors):
             if count is not None:  # llama.cpp interleaves the two halves of a head's rotation
                 pairs = value.reshape(count, -1, 2, *value.shape[1:])
                 value = pairs.transpose(1, 2).reshape(value.shape)
+        # GPT-2 stores weights transposed.
         is_conv = self._config["model_type"] == "gpt2" and ".c_" in name and value.dim() == 2
         return value.T.contiguous() if is_conv else value

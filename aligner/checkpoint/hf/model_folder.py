@@ -78,6 +78,7 @@ def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
         config, state, tokenizer_files = read_gguf(path)
     else:
         raise CheckpointError(f"{str(path)!r} is neither a Hugging Face directory nor a .gguf file")
+    # The tensors are checked against the architecture and read later.
     architecture = architecture_from_hf(config)
     weights = HuggingFaceWeights(state, family_of(architecture.family).table, architecture)
     return HuggingFaceModel(architecture, weights, tokenizer_files)
@@ -187,6 +188,7 @@ def save_hf(
         if not is_tokenizer_file(name):
             raise CheckpointError(f"{name!r} is not the name of a tokenizer file")
     check_names(weights, architecture, "the model to be saved")
+    # A model with a scalar head becomes a token classifier.
     family, config = config_to_hf(architecture)
     if REWARD_HEAD[0] in set(weights):
         config |= _classifier(family)
@@ -209,6 +211,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise StorageError(
             f"{str(folder)!r} exists and is not empty. Remove it or give another --output"
         )
+    # Write under another name and rename.
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     text, remedy = f"cannot write {str(folder)!r}", "free space or choose a writable directory"

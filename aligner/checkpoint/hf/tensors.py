@@ -138,12 +138,14 @@ def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
     for mark, pattern in (("{n}", _NUMBERED), ("{e}", _NUMBERED_EXPERT)):
         match = pattern.search(name)
         indices[mark] = match[1] if match else ""
+    # The table contains names without indices.
     unnumbered = _NUMBERED.sub("decoder.layers.{n}.", name)
     unnumbered = _NUMBERED_EXPERT.sub(".local_experts.{e}.", unnumbered)
     module, _, kind = unnumbered.rpartition(".")
     if module not in table:
         raise CheckpointError(f"{name} does not exist in this Hugging Face family")
     layout, sources = table[module]
+    # Insert the indices into Hugging Face's names.
     names = []
     for source in sources:
         for mark, index in indices.items():
@@ -193,6 +195,7 @@ class HuggingFaceWeights(LazyTensors):
         for name in expected:
             shorter = name.partition(".")[2]
             actual[name] = name if name in self._state or shorter not in self._state else shorter
+        # Every tensor must be used. Buffers and a copy of the tied output layer are exceptions.
         surplus = set(self._state) - set(actual.values())
         _, tied_copy = _row(OUTPUT_LAYER, table)
         surplus = {n for n in surplus if not _BUFFERS.search(n) and n not in tied_copy}
@@ -202,6 +205,7 @@ class HuggingFaceWeights(LazyTensors):
                 "the tensors do not fit config.json: "
                 f"missing {absent[:4] or 'none'}, unexpected {sorted(surplus)[:4] or 'none'}"
             )
+        # A stored copy of a tied output layer must equal the embedding.
         is_tied = not any(name in self._rows for name in (OUTPUT_LAYER, *REWARD_HEAD))
         (embedding,), (copy,) = self._rows[EMBEDDING][1], tied_copy
         if is_tied and copy in self._state:

@@ -17,7 +17,6 @@ import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import IO, Any, Self
 
 from aligner.checkpoint.nemo.inflated import open_inflated
@@ -124,6 +123,7 @@ class ArchiveReader:
                     else "Is it a .nemo file?"
                 )
             )
+        # A directory has one mapping per file, a tar one mapping for all members.
         if self._tar is None:
             if name not in self._mapped:
                 with open(self.path / name, "rb") as stream:
@@ -180,12 +180,7 @@ class ArchiveReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -120,6 +120,7 @@ def write_tokenizer_files(archive: ArchiveWriter, files: Mapping[str, bytes]) ->
     references = {name: _add(archive, name, content) for name, content in sorted(files.items())}
     section: dict[str, Any] = {"type": None, "model": None, "vocab_file": None, "merge_file": None}
     extra = {name: references.pop(name) for name in [GENERATION_CONFIG] if name in references}
+    # NeMo's keys depend on the kind of tokenizer. Other files are listed individually.
     if set(references) == {"tokenizer.model"}:
         section |= {"library": "sentencepiece", "model": references["tokenizer.model"]}
     elif set(references) == {"vocab.json", "merges.txt"}:

@@ -20,11 +20,9 @@ class NemoModel(Protocol):
         cls, checkpoint: NemoCheckpoint, *, trainer: Any = None, strict: bool = True
     ) -> Self:
         """Build the model and load its weights."""
-        ...
 
     def write_nemo(self, path: str) -> None:
         """Write the model. Called on every rank."""
-        ...
 
 
 class GPTSaveRestoreConnector(SaveRestoreConnector):
@@ -56,6 +54,7 @@ class GPTSaveRestoreConnector(SaveRestoreConnector):
                 return checkpoint.config
             folder = tempfile.TemporaryDirectory(prefix="nemo_artifacts_")
             checkpoint.extract_artifacts(Path(folder.name))
+            # NeMo's ``register_artifact`` finds the files through the global state.
             state = AppState()
             previous, state.nemo_file_folder = state.nemo_file_folder, folder.name
             try:

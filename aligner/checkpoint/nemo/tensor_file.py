@@ -169,6 +169,7 @@ def _load_zip(file: zipfile.ZipFile, content: memoryview, name: str) -> Any:
                 record.check()
                 values = values.clone()
                 values.untyped_storage().byteswap(dtype)
+            # Tensors find their record by the address of their storage.
             untyped = values.untyped_storage()
             checked_by[untyped.data_ptr()] = record
             storages[key] = torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)

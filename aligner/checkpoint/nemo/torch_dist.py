@@ -109,6 +109,7 @@ class TorchDistSource:
             for key, entry in self._metadata.state_dict_metadata.items()
             if isinstance(entry, dcp.TensorStorageMetadata)
         }
+        # File and offset of each box, by key and offset of the box.
         self._storage: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
             (index.fqn, tuple(index.offset or ())): info
             for index, info in self._metadata.storage_data.items()
@@ -125,6 +126,7 @@ class TorchDistSource:
         for box, local in self._boxes_at(entry, index):
             start, size = box.offsets[lead:], box.sizes[lead:]
             part = self._box(key, box).tensor(local)
+            # Without copying if one box covers the tensor.
             if part.shape == result.shape:
                 return part
             result[tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))] = part
@@ -154,6 +156,7 @@ class TorchDistSource:
         info = self._storage.get(identity)
         if info is None:
             raise CheckpointError(f".metadata states no file for box {identity[1]} of {key}")
+        # Open the part of the file as a file of `torch.save`.
         name = f"{self._folder}/{pathlib.PurePosixPath(info.relative_path).name}"
         content = self._archive.view(name)[info.offset : info.offset + info.length]
         if len(content) != info.length:
@@ -198,6 +201,7 @@ def write_torch_dist(
                 ),
             )
             entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offset), tensor.shape))
+    # Write the files that describe the boxes.
     metadata = dcp.Metadata(state_dict_metadata=dict(tensors), storage_data=storage)
     metadata.mcore_data = {key: {} for key in tensors}
     archive.add(f"{folder}/.metadata", pickle.dumps(metadata, protocol=4))

@@ -96,6 +96,7 @@ class LazyWeights(LazyTensors):
         super().__init__(self._parts)
 
     def __getitem__(self, name: str) -> Tensor:
+        # A thread compares the records of the next tensors while the caller copies this tensor.
         start = self._positions[name]
         for upcoming in self._order[start : start + _TENSORS_AHEAD]:
             for part in self._parts[upcoming]:
@@ -148,11 +149,13 @@ class LazyWeights(LazyTensors):
         ranks = {"tp_rank": tp_rank, "tp_size": tp_size}
         origin = origin_of_rows(name, shape, len(parts), self._architecture, **ranks)
         runs = list(runs_of_rows(origin, shape[axis]))
+        # Read only the parts with rows of the share.
         rows = [
             self._read(parts[part]).narrow(axis, start, length) for _, part, start, length in runs
         ]
         if len(rows) == 1 and runs[0][3] == len(origin):
             return rows[0]
+        # Several runs are copied into one tensor. Padding rows are zero.
         sizes = [len(origin) if dim == axis else size for dim, size in enumerate(shape)]
         result = like.new_zeros(sizes)
         for (first, _, _, length), part in zip(runs, rows, strict=True):
@@ -212,6 +215,7 @@ def _stacked_parts(
         name = canonical_name(key)
         if name is None:
             continue
+        # Leading axes are layers and, for experts, experts.
         stacked = _STACKED.match(name)
         has_experts = stacked is not None and _STACKED_EXPERTS in f".{stacked[1]}"
         axes = 0 if stacked is None else 1 + has_experts

@@ -133,10 +133,12 @@ def read_manifest(path: Path) -> SavedState:
                 f"{FORMAT}. Continue with the version that wrote it, or set "
                 "exp_manager.explicit_log_dir to another directory"
             )
+        # Compare sizes. Checksums are compared when a state is loaded.
         for name, size in manifest["files"].items():
             if (path / name).stat().st_size != size:
                 raise ValueError(f"{name} does not have {size} bytes")
         checksums = {str(n): str(c) for n, c in manifest.get("checksums", {}).items()}
+        # The step must agree with the name of the directory.
         step, metric = manifest["step"], manifest["metric"]
         match = _STEP_NAME.fullmatch(path.name)
         if type(step) is not int or (match is not None and step != int(match[1])):

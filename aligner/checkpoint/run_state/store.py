@@ -94,19 +94,15 @@ class SavedRole(Protocol):
     @property
     def num_shares(self) -> int:
         """Number of shares."""
-        ...
 
     def prepare_saving(self) -> None:
         """Let each worker allocate the memory of a copy of its share beforehand."""
-        ...
 
     def begin_saving(self, folder: Path, in_background: bool) -> None:
         """Let each worker write its current share, or a copy of it in the background."""
-        ...
 
     def check_saving(self, wait: bool) -> None:
         """Raise the error of writing. ``wait``: first wait for the end of writing."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -240,6 +236,7 @@ class RunStateStore:
             return
         task, is_finished = pending.task, True
         try:
+            # Errors of the workers, then of rank 0.
             with self._raised_on_all(), _as_storage_error(pending.path, pending.size):
                 for role in pending.roles.values():
                     role.check_saving(wait)

@@ -48,6 +48,7 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], where: str = "sta
                     f"{where} has the key {key!r}. Keys must be strings or integers"
                 )
         return {key: map_tensors(value, change, f"{where}.{key}") for key, value in tree.items()}
+    # Subclasses such as named tuples are not trees.
     if type(tree) in (list, tuple):
         return type(tree)(map_tensors(v, change, f"{where}[{i}]") for i, v in enumerate(tree))
     return _plain(tree, where)
@@ -116,6 +117,7 @@ def copied(tree: Any, memory: CopyMemory) -> Any:
             target = memory.take(tensor.numel() * tensor.element_size())
             _copy_bytes(tensor.view(-1).view(torch.uint8), target)
             return target.view(tensor.dtype).view(tensor.shape)
+        # Views of one storage share one copy.
         storage = tensor.untyped_storage()
         if storage._cdata not in copies:
             copies[storage._cdata] = target = memory.take(storage.nbytes())

@@ -74,11 +74,9 @@ class StatefulWorker(Protocol):
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return this process's share."""
-        ...
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore from the `state_dict` of every worker of the saved run, in rank order."""
-        ...
 
 
 class ShareWriter:
@@ -118,6 +116,7 @@ class ShareWriter:
         """
         if (failure := self.failure(wait=True)) is not None:
             raise StorageError(failure)
+        # Copy the share if there is memory, else write it in place.
         target, rank = Path(folder), self._rank
         tree = map_tensors(_share_of(self._worker), lambda tensor: tensor, "worker")
         target.mkdir(exist_ok=True)
@@ -202,6 +201,7 @@ def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> 
     checksums = {}
     for rank in range(num_shares):
         share, mark_path = folder / _name(rank), folder / _mark(rank)
+        # Poll for the mark, which any machine may write.
         while not mark_path.exists():
             if stop is None:
                 time.sleep(_POLL_S)

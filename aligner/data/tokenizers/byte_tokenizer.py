@@ -27,6 +27,7 @@ def byte_level_tokenizer() -> HuggingFaceTokenizer:
     backend.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
     )
+    # Settings in the form of Hugging Face.
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|im_start|>",

@@ -143,6 +143,7 @@ def _check(path: Path, keys: dict[str, Any]) -> None:
         problem = "add_space_prefix=false is not supported"
     elif model == "llama" and keys.pop("remove_extra_whitespaces", False):
         problem = "remove_extra_whitespaces=true is not supported"
+    # All remaining keys must be known.
     keys.pop("remove_extra_whitespaces", None)
     unknown = sorted(set(keys) - _KNOWN)
     if not problem and unknown:
@@ -164,6 +165,7 @@ def _with_rule(tokenizer: bytes, name: str) -> bytes:
         for expression in _RULES[name]
         if expression is not None
     ]
+    # The byte-level step is the last.
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=None in _RULES[name])
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, last]) if splits else last
     if name in ("qwen2", "deepseek-r1-qwen"):

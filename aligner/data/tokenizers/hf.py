@@ -52,6 +52,7 @@ class HuggingFaceTokenizer:
                 ``files()`` includes all other keys.
             origin: source of the tokenizer, for errors.
         """
+        # Truncation and padding of the file would change ids.
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -140,6 +141,7 @@ class HuggingFaceTokenizer:
                     "end_strings for longer text"
                 )
             ids.append(token_id)
+        # The end tokens are stored like transformers' ``eos_token_id``.
         ends = tuple(dict.fromkeys((*self.end_ids, *ids)))
         if ends == self.end_ids:
             return self
@@ -161,6 +163,7 @@ class HuggingFaceTokenizer:
             raise DataError(
                 f"chat_template_kwargs: {', '.join(reserved)}: reserved, not a template variable"
             )
+        # A variable without effect is refused.
         text = str(self._config.get("chat_template"))
         unused = [name for name in values if not re.search(rf"\b{re.escape(name)}\b", text)]
         if unused:
@@ -242,6 +245,7 @@ class HuggingFaceTokenizer:
         extra = self._config.get("extra_special_tokens")
         if isinstance(extra, Mapping):
             special["extra_special_tokens"] = dict(extra)
+        # A list of named templates becomes a mapping.
         template = self._config["chat_template"]
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}
@@ -291,6 +295,7 @@ def _add_missing_tokens(backend: RustTokenizer, config: Mapping[str, Any]) -> No
             (int(token_id), str(token["content"]), bool(token.get("special")))
             for token_id, token in declared.items()
         )
+    # Added tokens must receive their declared ids.
     for token_id, content, special in tokens:
         if backend.token_to_id(content) is None:
             backend.add_tokens([AddedToken(content, special=special)])

@@ -87,6 +87,7 @@ def named_tokenizer(name: str, *, key: str) -> Tokenizer:
     """
     if ":" not in name or Path(name).expanduser().exists():
         return load_tokenizer(name)
+    # Call the user's function.
     function = load_function(name, key=key)
     check_call(function, (), f"{key}={name}", "It is called without arguments")
     try:
@@ -98,6 +99,7 @@ def named_tokenizer(name: str, *, key: str) -> Tokenizer:
             f"{key}={name}: returned a {type(tokenizer).__name__}. Return a tokenizer of "
             "transformers, or of aligner.data.tokenizers.tokenizer"
         )
+    # A trained model contains only the files, which must encode text equally.
     with raised_as(ConfigError, f"{key}={name}: its files make no tokenizer", TokenizerError):
         rebuilt = tokenizer_from_files(tokenizer.files(), origin=f"{key}={name}")
     if rebuilt.encode(_PROBE) != tokenizer.encode(_PROBE) or rebuilt.end_ids != tokenizer.end_ids:
@@ -265,6 +267,7 @@ def _convert_with_transformers(directory: Path, origin: str | None = None) -> To
         expected = converted.encode(_PROBE, add_special_tokens=False)
         if "tokenizer.json" not in files:
             raise TypeError(f"{type(converted).__name__} makes no tokenizer.json")
+    # The conversion must encode text like the slow tokenizer.
     tokenizer = HuggingFaceTokenizer.from_files(files, origin=origin)
     if tokenizer.encode(_PROBE) != expected:
         raise TokenizerError(

@@ -62,6 +62,7 @@ class SentencePieceTokenizer:
             token if isinstance(token, int) else int(self._processor.piece_to_id(token))
             for token in tokens
         ]
+        # Unknown texts have the id of the unknown piece.
         for token, piece_id in zip(tokens, ids, strict=True):
             is_piece = 0 <= piece_id < self.vocab_size
             if not (is_piece and token in (piece_id, self._processor.id_to_piece(piece_id))):

@@ -44,16 +44,13 @@ class Tokenizer(Protocol):
         Others are in ``generation_config.json``, at the end of an assistant's message in the chat
         template, and in `with_end_tokens`.
         """
-        ...
 
     @property
     def turn_end_id(self) -> int:
         """Token that ends an assistant's message in the chat template, default ``eos_id``."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text`` without additions. Spelt special tokens are found."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, with special tokens and incomplete UTF-8 as U+FFFD.
@@ -64,7 +61,6 @@ class Tokenizer(Protocol):
         For a response use :func:`aligner.data.tokenizers.decoding.decode_response`, which accounts
         for the prompt.
         """
-        ...
 
     def apply_chat_template(
         self,
@@ -77,11 +73,9 @@ class Tokenizer(Protocol):
 
         ``tools``: JSON schemas of functions that the assistant may call.
         """
-        ...
 
     def with_template_kwargs(self, values: Mapping[str, Any]) -> "Tokenizer":
         """Return a tokenizer with these template variables, which ``files`` do not contain."""
-        ...
 
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "Tokenizer":
         """Return a tokenizer for which these tokens (text or ids) also end a response.
@@ -89,11 +83,9 @@ class Tokenizer(Protocol):
         Raises:
             TokenizerError: a text or id is not a token.
         """
-        ...
 
     def files(self) -> dict[str, bytes]:
         """Return name → content of the files for ``tokenizer_from_files``."""
-        ...
 
 
 def known_ids(ids: Sequence[int], size: int) -> list[int]:
