@@ -337,7 +337,7 @@ def test_adapters_of_another_form_or_model_are_refused(load, tmp_path):
     path = tmp_path / "a.lora.safetensors"
     save_adapters(path, filled())
     for changed, message in (
-        (dataclasses.replace(LORA, adapter_dim=8), r"adapter_dim=8, and .* trained with 4"),
+        (dataclasses.replace(LORA, adapter_dim=8), r"adapter_dim=8, but .* trained with 4"),
         (dataclasses.replace(LORA, alpha=4.0), r"alpha=4\.0, and .* set alpha=6\.0"),
         (dataclasses.replace(LORA, target_modules=("mlp",)), r"Set target_modules=\[all\]"),
     ):

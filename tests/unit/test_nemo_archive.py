@@ -59,7 +59,7 @@ def add_member(path, name, kind=tarfile.REGTYPE, link=""):
         ("./hard", tarfile.LNKTYPE, "link or a device"),
         ("./device", tarfile.CHRTYPE, "link or a device"),
         ("./pipe", tarfile.FIFOTYPE, "link or a device"),
-        ("./model_config.yaml", tarfile.REGTYPE, "holds 'model_config.yaml' twice"),
+        ("./model_config.yaml", tarfile.REGTYPE, "contains 'model_config.yaml' twice"),
     ],
 )
 def test_unsafe_members(good, name, kind, message):
