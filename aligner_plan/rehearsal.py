@@ -153,7 +153,7 @@ class _Group:
     """Stand-in for a group of workers, which notes calls; results are zeros of the right shape."""
 
     sharding_annotations = layout_of(1, 1, 1, 1)
-    is_whole = True
+    is_healthy = True
 
     def __init__(
         self, cluster: _Cluster, role: str, worker: str, options: Mapping[str, Any]

@@ -36,6 +36,7 @@ def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy
     )
     if config.critic is None:
         return policy, None
+    # The critic also trains in the warm-up steps.
     value = Value(
         workers.clusters.value,
         config.critic,
@@ -201,11 +202,13 @@ def make_estimator(config: RunConfig) -> UserEstimator | None:
         ConfigError: ``trainer.ppo.advantage.estimator`` names a function that does not work.
     """
     trainer = config.trainer.ppo
-    if not trainer.advantage.is_own:
+    function = trainer.advantage.function
+    if function is None:
         return None
     estimator = UserEstimator(
-        trainer.advantage.estimator, trainer.advantage.kwargs, has_critic=config.critic is not None
+        function, trainer.advantage.kwargs, has_critic=config.critic is not None
     )
+    # The run's own keys must have an effect.
     if trainer.discount_factor != 1 and not estimator.takes("discount_factor"):
         raise ConfigError(
             f"trainer.ppo.discount_factor={trainer.discount_factor}, but {estimator} does not "

@@ -92,6 +92,7 @@ class EndpointRollouts(ConversationRollouts):
             add_bos=data.add_bos,
             special_tokens_in_text=data.special_tokens_in_text,
         )
+        # The driver's time limits apply, so requests have none.
         self._service = Service(served, self._queue, MOST_SECONDS, new_token(None))
         self._base_url = ""
 
@@ -112,6 +113,7 @@ class EndpointRollouts(ConversationRollouts):
         Once the session has exceeded a limit, the agent's result is ignored, unless the engine
         failed.
         """
+        # Validation may sample with other options than training.
         defaults, sessions = options or self._options, self._service.sessions
         if self._service.served.defaults is not defaults:
             self._service.served = dataclasses.replace(self._service.served, defaults=defaults)
@@ -127,6 +129,7 @@ class EndpointRollouts(ConversationRollouts):
             failure = error.failure
         finally:
             sessions.end(session)
+        # After an engine error the conversation is repeated, so its reward is not needed.
         if failure is None or failure.reason != "engine_error":
             failure = self._rewarded(session, turn, failure)
         if not session.answers:

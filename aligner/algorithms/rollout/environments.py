@@ -211,6 +211,7 @@ class EnvironmentRollouts(ConversationRollouts):
         except Exception as error:  # any exception of a tokenizer or a template
             text = f"{self._pool.name}: {describe_exception(error)}"
             failure = Failure("env_error", text, error)
+        # Close the environment, unless one of its calls failed.
         if is_alive:
             try:
                 yield self._call(episode, "close")
@@ -229,6 +230,7 @@ class EnvironmentRollouts(ConversationRollouts):
                 f"response may add {length}. Raise max_tokens, or lower "
                 "length_params.max_length"
             )
+        # Each message of the policy is a sample with a separate id.
         first_id, is_last = episode.sample_id + episode.attempt * _ATTEMPT, False
         while not is_last:
             sample_id = first_id + len(conversation.turns) * _TURN
@@ -259,6 +261,7 @@ class EnvironmentReward:
         `ConversationRollouts.collect`. A part that a conversation lacks counts as 0. The reward of
         a conversation without any reward is 0.
         """
+        # Every conversation gets a value for every part.
         parts = data["reward_parts"]
         names = dict.fromkeys(name for row in parts for name in row)
         ends, failed = Counter(data["end_reasons"]), Counter(chain(*data["failures"]))

@@ -189,7 +189,7 @@ def _packed(
     inside = offset < runs.lengths[run]
     position = runs.starts[run] + offset
     frame_indices = np.full(total, PADDING)
-    first_token = sequences.places[runs.examples[run]]
+    first_token = sequences.offsets[runs.examples[run]]
     frame_indices[:used] = np.where(inside, first_token + position, PADDING)
     positions = np.zeros(total, np.int64)
     positions[:used] = np.minimum(position, width - 1)
@@ -213,7 +213,7 @@ def _packed(
             cp_group=rules.cp_group,
         ),
         cp_group=rules.cp_group,
-        shared_tokens=_shared_tokens(runs, local, inside, position, sequences.places),
+        shared_tokens=_shared_tokens(runs, local, inside, position, sequences.offsets),
     )
 
 
@@ -260,5 +260,5 @@ def round_up(value: Number, multiple: int) -> Number:
 
 def _ends(sequences: Sequences, size: int) -> BoolArray:
     ends = np.zeros(size, np.bool_)
-    ends[sequences.places + sequences.lengths.clip(1) - 1] = True
+    ends[sequences.offsets + sequences.lengths.clip(1) - 1] = True
     return ends

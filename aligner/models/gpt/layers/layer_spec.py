@@ -37,7 +37,7 @@ from aligner.config import LayerOptions, LayerSpec, LoraConfig
 from aligner.device import accelerator
 from aligner.errors import ConfigError
 from aligner.kernels.linear_product import ColumnLinear, RowLinear
-from aligner.logprobs.output_layer import weight_is_read
+from aligner.logprobs.output_layer import ready_weight
 from aligner.models.gpt.layers.attention import CoreAttention
 from aligner.models.gpt.layers.elementwise import Norm, SwiGLU
 from aligner.models.gpt.layers.short_attention import ShortSelfAttention
@@ -105,7 +105,7 @@ class GroupedExperts(SequentialMLP):
 
         def grouped(linears: list[nn.Module]) -> Any:
             def product(rows: Tensor) -> tuple[Tensor, None]:
-                weights = [weight_is_read(linear) for linear in linears]
+                weights = [ready_weight(linear) for linear in linears]
                 return _GroupedLinear.apply(rows, ends, counts, *weights), None
 
             return product
