@@ -215,7 +215,9 @@ class PromptSampler:
         if size < 1:
             raise DataError("data: the data set is empty")
         if batch_size < 1:
-            raise ConfigError(f"data: a batch has {batch_size} prompts, but needs at least 1")
+            raise ConfigError(
+                f"data: a batch of {batch_size} prompts is too small. Give at least 1"
+            )
         if last_batch not in ("wrap", "drop"):
             raise ConfigError(f"data: last_batch={last_batch!r} must be wrap or drop")
         if last_batch == "drop" and batch_size > size:

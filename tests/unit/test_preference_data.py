@@ -71,7 +71,7 @@ def test_bad_row_is_named(tmp_path, row, message):
 def test_a_preference_of_negative_strength_is_refused_where_strength_counts(tmp_path):
     columns = {"chosen_reward_column": "good", "rejected_reward_column": "bad"}
     swapped = {**ROWS[0], "good": 0.25, "bad": 0.9}
-    with pytest.raises(DataError, match=r"line 1: .* 0\.25 \('good'\) .* 0\.9 \('bad'\); swap"):
+    with pytest.raises(DataError, match=r"line 1: .* 0\.25 \('good'\) .* 0\.9 \('bad'\)\. Swap"):
         load(tmp_path, [swapped], OrderedPairDataset, **columns)
     even = {**ROWS[0], "good": 0.9, "bad": 0.9}
     assert load(tmp_path, [even], OrderedPairDataset, **columns)[0].rewards == (0.9, 0.9)
