@@ -164,8 +164,8 @@ def converted(row: Row, name: str, convert: Callable[[Any], V | None], expected:
     if result is None:
         actual = "missing" if value is None else f"{value!r:.60} ({type(value).__name__})"
         raise DataError(
-            f"{row.location}: column {name!r} must be {expected}, but is {actual}. Columns found: "
-            f"{sorted(row.columns)}"
+            f"{row.location}: column {name!r} must be {expected}, but it is {actual}. "
+            f"Columns found: {sorted(row.columns)}"
         )
     return result
 

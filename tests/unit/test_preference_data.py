@@ -55,11 +55,11 @@ def test_a_pair_is_as_long_as_its_longer_sequence(tmp_path):
     [
         ({"prompt": "x", "chosen": "a"}, "line 1: column 'rejected' is missing"),
         ({"prompt": "x", "chosen": "a", "rejected": "a"}, "are equal"),
-        ({**ROWS[0], "good": "high"}, "column 'good' must be a finite number, it is 'high'"),
-        ({**ROWS[0], "good": float("nan")}, "column 'good' must be a finite number, it is nan"),
-        ({**ROWS[0], "good": 10**400}, "column 'good' must be a finite number, it is 1000"),
-        ({**ROWS[0], "good": 1e39}, "finite number, it is 1e\\+39"),
-        ({**ROWS[0], "good": True}, "column 'good' must be a finite number, it is True"),
+        ({**ROWS[0], "good": "high"}, "column 'good' must be a finite number, but it is 'high'"),
+        ({**ROWS[0], "good": float("nan")}, "column 'good' must be a finite number, but it is nan"),
+        ({**ROWS[0], "good": 10**400}, "column 'good' must be a finite number, but it is 1000"),
+        ({**ROWS[0], "good": 1e39}, "finite number, but it is 1e\\+39"),
+        ({**ROWS[0], "good": True}, "column 'good' must be a finite number, but it is True"),
     ],
 )
 def test_bad_row_is_named(tmp_path, row, message):
