@@ -165,7 +165,7 @@ def test_reward_function_that_needs_a_missing_column(run):
     refused(
         run,
         DataError,
-        ["difficulty", "Columns found"],
+        ["difficulty", "columns found"],
         reward__function=f"{run.folder}/rewards.py:wants_column",
     )
 

@@ -169,7 +169,7 @@ def make_prompt(
         if data.add_bos and bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]
         if not ids:
-            raise DataError(f"column {data.prompt_column!r} contains no token")
+            raise DataError(f"column {data.prompt_column!r} is empty")
     except DataError as error:
         raise DataError(f"{row.location}: {error}. Columns found: {sorted(row.columns)}") from error
     return Prompt(index, text, ids, ground_truth, columns)

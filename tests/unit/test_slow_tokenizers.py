@@ -101,7 +101,7 @@ def test_a_directory_with_a_sentencepiece_model_alone_is_refused(vocabularies, t
     path = tmp_path / "tokenizer.model"
     path.write_bytes(vocabularies["pieces"]["tokenizer.model"])
     with pytest.raises(
-        TokenizerError, match=r"give .*tokenizer\.model for SentencePiece's"
+        TokenizerError, match=r"Give .*tokenizer\.model for SentencePiece's"
     ) as said:
         load_tokenizer(tmp_path)
     assert '{"tokenizer_class": "LlamaTokenizer"}' in str(said.value)
