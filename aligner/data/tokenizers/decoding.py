@@ -58,8 +58,8 @@ class IncrementalDecoder:
         return new
 
 
-def common_prefix(first: str, second: str) -> int:
-    """Return the number of leading characters that both texts share."""
+def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the length of the common prefix of two texts or sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
