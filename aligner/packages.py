@@ -162,7 +162,7 @@ def _outside(
 
 @dataclass(frozen=True)
 class PackageStatus:
-    """Whether a package is installed. ``version`` is None without metadata."""
+    """Status of a package. ``version`` is None without metadata."""
 
     package: OptionalPackage
     is_installed: bool
