@@ -9,6 +9,7 @@ from setuptools import find_packages, setup
 SHIPPED = {
     "aligner.conf": "conf",
     "aligner.examples": "examples",
+    "aligner.examples.python": "examples/python",
     "aligner.examples.tasks": "examples/tasks",
 }
 

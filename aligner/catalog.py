@@ -1,8 +1,8 @@
-"""The algorithms and the rollout engines: tables that scripts, commands, plans and tests use.
+"""Tables of algorithms, rollout engines, environment kinds, estimators and surrogates.
 
 A new algorithm is a row here, a script, a configuration and a recipe in conf/, and a page. A new
-rollout engine is a row here and a folder of `aligner.generation`. Nothing heavy is imported before
-it is needed.
+rollout engine is a row here and a folder of `aligner.generation`. A new estimator or surrogate is a
+row here and a function. Nothing heavy is imported before it is needed.
 """
 
 import importlib
@@ -112,4 +112,37 @@ ENGINES = {"vllm": "aligner.generation.vllm.settings:VllmConfig"}
 ENVIRONMENT_KINDS = {
     "messages": "aligner.algorithms.rollout.kinds.messages:Messages",
     "endpoint": "aligner.algorithms.rollout.kinds.endpoint:Endpoint",
+}
+
+
+class EstimatorEntry(NamedTuple):
+    """An estimator of advantages by its name in `trainer.ppo.advantage.estimator`."""
+
+    title: str  # name of the algorithm, for reports
+    compares_group: bool = False  # needs at least two responses to a prompt
+    # Path of an `aligner.algorithms.ppo.user_estimator.AdvantageEstimator`. None: one of the
+    # formulas of `aligner.losses.advantages`.
+    function: str | None = None
+
+
+class SurrogateEntry(NamedTuple):
+    """A surrogate objective of the policy loss by its name in `model.ppo.surrogate`."""
+
+    function: str  # path of an `aligner.losses.policy.SurrogateFunction`
+    title: str | None = None  # name of the algorithm, for reports, if the surrogate decides it
+
+
+# A program may add rows to both tables before it parses a configuration.
+ESTIMATORS = {
+    "gae": EstimatorEntry("PPO"),
+    "reinforce": EstimatorEntry("REINFORCE"),
+    "rloo": EstimatorEntry("RLOO", compares_group=True),
+    "grpo": EstimatorEntry("GRPO", compares_group=True),
+    "dr_grpo": EstimatorEntry("Dr. GRPO", compares_group=True),
+    "reinforce_plus_plus": EstimatorEntry("REINFORCE++"),
+    "reinforce_plus_plus_baseline": EstimatorEntry("REINFORCE++ with a baseline", True),
+}
+SURROGATES = {
+    "clip": SurrogateEntry("aligner.losses.policy:clip_surrogate"),
+    "cispo": SurrogateEntry("aligner.losses.policy:cispo_surrogate", "CISPO"),
 }

@@ -160,7 +160,7 @@ class _Group:
     """Substitute for a group of workers, which records calls and returns zeros."""
 
     sharding_annotations = layout_of(1, 1, 1, 1)
-    is_whole = True
+    is_healthy = True
 
     def __init__(
         self, cluster: _Cluster, role: str, worker: str, options: Mapping[str, Any]

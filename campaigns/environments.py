@@ -171,7 +171,7 @@ def _meet_always(campaign: Campaign, name: str) -> None:
     body, _ = _FAULTS[name]
     at = campaign.rng.randint(0, 3)
     _, _, outcome = played(campaign, name, body, bad=campaign.rng.randrange(_GAMES), at=at)
-    named = f"{_RETRIES + 1} conversations or calls of the engine failed" in outcome.output
+    named = f"{_RETRIES + 1} conversations or engine calls failed" in outcome.output
     good = outcome.status == 2 and not outcome.timed_out and not outcome.left and named
     note = f"call {at}: {outcome.verdict} in {outcome.seconds:.0f} s, left {outcome.left}"
     campaign.record(f"{name} always", good, f"{note}; {outcome.last}")

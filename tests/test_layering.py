@@ -60,6 +60,7 @@ PACKAGES = [
         "serving",
         "algorithms",
         "commands",
+        "api",
     ]
 ]
 PACKAGES += ["aligner_plan.dry", "aligner_plan"]

@@ -44,7 +44,7 @@ def test_the_port_of_workers_on_ray_is_kept():
     pytest.importorskip("ray")
     worker = WorkerProcess.__new__(WorkerProcess)  # its constructor moves this process's output
     is_kept(worker.free_port()[1])
-    worker._kept.close()
+    worker._reserved_socket.close()
 
 
 def test_ranks_meet_where_others_look_for_ports(tmp_path, monkeypatch):

@@ -1,1 +1,1 @@
-"""Algorithms: a folder each, and what their runs share."""
+"""Algorithms, one folder each, and the code that their runs share."""

@@ -1,4 +1,4 @@
-"""Callbacks: a user's own classes that follow a run, by the paths in ``trainer.callbacks``."""
+"""Callbacks: user classes that observe a run, named by ``trainer.callbacks``."""
 
 import difflib
 import inspect
@@ -19,9 +19,8 @@ KEY = "trainer.callbacks"
 class CallbackRun:
     """The run, as a callback sees it.
 
-    ``config``: the whole configuration, as JSON has it. ``folder``: the run's directory, with
-    ``metrics.jsonl`` and, at the end, the trained ``.nemo``. ``total_steps``: number of the last
-    step.
+    ``config`` is the whole configuration in JSON types. ``folder`` is the run's directory, with
+    ``metrics.jsonl`` and finally the trained ``.nemo``. ``total_steps`` is the last step's index.
     """
 
     config: Mapping[str, Any]
@@ -30,60 +29,61 @@ class CallbackRun:
     _stop: Callable[[str], None]
 
     def stop(self, reason: str) -> None:
-        """End the run as its last step does: validated, saved, its ``.nemo`` written.
+        """End the run as after its last step: validated and saved, with a ``.nemo`` file.
 
-        In `Callback.on_step_end` and `Callback.on_validation_end` after this step, elsewhere after
-        the next one. ``reason`` is printed. The same command goes on from there.
+        The run ends after the current step if `Callback.on_step_end` or
+        `Callback.on_validation_end` calls this method, else after the next step. ``reason`` is
+        printed. The same command continues the run.
         """
         self._stop(reason)
 
 
 class Callback:
-    """Base of the classes that ``trainer.callbacks`` names; a subclass has the methods it needs.
+    """Base of the classes in ``trainer.callbacks``. A subclass overrides the methods it needs.
 
-    They are called in the one process that prints and writes files (on Ray the driver, else rank 0;
-    the others wait), in the order of the list, and not in dry runs. What a method raises ends the
-    run with an error that names the callback. Metrics are those of ``metrics.jsonl`` by their
-    names; changing them changes nothing.
+    Methods run in the process that prints and writes files (on Ray the driver, else rank 0, for
+    which the other ranks wait), in the order of the list, and not in dry runs. An exception ends
+    the run with an error that names the callback. ``metrics`` has the names of ``metrics.jsonl``.
+    It is a copy.
     """
 
     def on_run_start(self, run: CallbackRun, step: int) -> None:
-        """Everything is built; ``step`` steps are made, 0 in a new run.
+        """Handle the start of a run that has finished ``step`` steps (0: a new run).
 
-        On Ray also when the run goes on after a worker has died.
+        Everything is built. On Ray this is also called after a worker died and the run continues.
         """
 
     def on_step_end(self, run: CallbackRun, step: int, metrics: Mapping[str, float]) -> None:
-        """Step ``step`` (from 1) is made, not yet validated or saved.
+        """Handle the end of step ``step`` (from 1), before its validation and run state.
 
-        ``metrics``: of the step, without times.
+        ``metrics`` are metrics of the step, without times.
         """
 
     def on_validation_end(self, run: CallbackRun, step: int, metrics: Mapping[str, float]) -> None:
-        """The model was validated after ``step`` (0: before the first one); ``metrics`` of that."""
+        """Handle the metrics of the validation after ``step`` (0: before the first step)."""
 
     def on_save(self, run: CallbackRun, step: int, path: Path) -> None:
-        """The run state of ``step`` is complete in the directory ``path``.
+        """Handle the complete run state of ``step`` in the directory ``path``.
 
-        With ``exp_manager.async_save`` that may be some steps later. It is deleted once it is
-        neither among the last nor the best.
+        With ``exp_manager.async_save`` later steps may have finished. The run state is deleted once
+        it is neither among the last nor among the best.
         """
 
     def on_run_end(self, run: CallbackRun, step: int, reason: str) -> None:
-        """The run is over after ``step``; report and ``.nemo``, if any, are written.
+        """Handle the end of the run after ``step``, with report and ``.nemo`` file written.
 
-        ``reason``: why, in words; after an error its name and message.
+        ``reason`` is the reason, or after an error its type and message.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run's callback needs, as JSON has it; kept in run states."""
+        """Return the state that a resumed run's callback needs, in JSON types."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned; called before `on_run_start`."""
+        """Restore the result of `state_dict`, before `on_run_start`."""
 
 
-# Methods of `Callback` that a run calls, each with the names of its arguments.
+# Methods of `Callback` that a run calls, with the names of their arguments.
 _HOOKS = {
     name: list(inspect.signature(method).parameters)[1:]
     for name, method in vars(Callback).items()
@@ -92,107 +92,110 @@ _HOOKS = {
 
 
 class Callbacks:
-    """The callbacks of a run; every rank calls the methods, only rank 0 has the callbacks."""
+    """The callbacks of a run. Every rank calls the methods, only rank 0 contains the callbacks."""
 
-    def __init__(self, named: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> None:
-        """``named``: ``key=value`` of each, on every rank; ``callbacks``: none but on rank 0."""
-        self._named, self._callbacks = list(named), list(callbacks)
+    def __init__(self, names: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> None:
+        """``names``: ``key=value`` of each callback. ``callbacks``: empty except on rank 0."""
+        self._names, self._callbacks = list(names), list(callbacks)
         self.stop_reason: str | None = None  # the same on every rank
-        self._asked: str | None = None
+        self._requested: str | None = None
         self._run: CallbackRun | None = None
 
     @classmethod
     def load(cls, configured: Sequence[str | CallbackConfig]) -> "Callbacks":
-        """Import and construct them on rank 0.
+        """Import and construct the callbacks on rank 0.
 
         Raises:
-            ConfigError: one cannot be imported or constructed, or is no `Callback`.
+            ConfigError: a class cannot be imported or constructed, or is not a `Callback`.
         """
         entries = [
-            one if isinstance(one, CallbackConfig) else CallbackConfig(one) for one in configured
+            entry if isinstance(entry, CallbackConfig) else CallbackConfig(entry)
+            for entry in configured
         ]
-        named = [f"{KEY}[{place}]={one.callback}" for place, one in enumerate(entries)]
-        made: list[Callback] = []
+        names = [f"{KEY}[{index}]={entry.callback}" for index, entry in enumerate(entries)]
+        callbacks: list[Callback] = []
 
         def construct() -> None:
-            for place, (name, entry) in enumerate(zip(named, entries, strict=True)):
-                made.append(_construct(f"{KEY}[{place}]", name, entry))
+            for index, (name, entry) in enumerate(zip(names, entries, strict=True)):
+                callbacks.append(_construct(f"{KEY}[{index}]", name, entry))
 
-        if named:
+        # Other ranks need the names only.
+        if names:
             on_rank_zero(construct)
-        return cls(named, made)
+        return cls(names, callbacks)
 
     def begin(self, config: Mapping[str, Any], folder: Path, total_steps: int) -> None:
-        """Set the run; a stop that an earlier attempt asked for is forgotten."""
-        self.stop_reason = self._asked = None
-        self._run = CallbackRun(config, folder, total_steps, self._ask_to_stop)
+        """Set the run and clear a stop request of an earlier attempt."""
+        self.stop_reason = self._requested = None
 
-    def tell(self, hook: str, *arguments: Any) -> None:
-        """Call ``hook`` of every callback; what one raises is raised on every rank.
+        def stop(reason: str) -> None:
+            self._requested = self._requested or str(reason)
+
+        self._run = CallbackRun(config, folder, total_steps, stop)
+
+    def notify(self, hook: str, *arguments: Any) -> None:
+        """Call ``hook`` of every callback. An exception is raised on every rank.
 
         Raises:
-            CallbackError: one of them raised.
+            CallbackError: a callback raised an exception.
         """
-        if not self._named:
+        if not self._names:
             return
 
         def call() -> str | None:
-            for name, callback in zip(self._named, self._callbacks, strict=True):
+            for name, callback in zip(self._names, self._callbacks, strict=True):
                 _call(name, callback, hook, self._run, *arguments)
-            return self._asked
+            return self._requested
 
         self.stop_reason = on_rank_zero(call)
 
     def failed(self, step: int, error: BaseException) -> None:
-        """Report a run that ends with ``error``, on this rank only: others may be gone."""
+        """Notify callbacks that ``error`` ends the run. Rank-local, because ranks may be gone."""
         reason = f"{type(error).__name__}: {error}"
-        for name, callback in zip(self._named, self._callbacks, strict=False):
+        for name, callback in zip(self._names, self._callbacks, strict=False):
             try:
                 _call(name, callback, "on_run_end", self._run, step, reason)
             except CallbackError as second:
-                error.add_note(str(second))  # the first error is the one that is raised
+                error.add_note(str(second))  # raise the first error
 
     def state_dict(self) -> dict[str, Any]:
-        """States of the callbacks that have one, by their paths; the same on every rank."""
+        """Return the non-empty states of callbacks by path, the same on every rank."""
 
         def states() -> dict[str, Any]:
             pairs = zip(self._keys(), self._callbacks, strict=True)
-            found = {key: _call(name, callback, "state_dict") for (key, name), callback in pairs}
-            return {key: state for key, state in found.items() if state}
+            by_key = {key: _call(name, callback, "state_dict") for (key, name), callback in pairs}
+            return {key: state for key, state in by_key.items() if state}
 
-        return on_rank_zero(states) if self._named else {}
+        return on_rank_zero(states) if self._names else {}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; a callback that was not there then begins anew."""
+        """Restore `state_dict`. A callback without a saved state starts anew."""
 
         def load() -> None:
             for (key, name), callback in zip(self._keys(), self._callbacks, strict=True):
                 if key in states:
                     _call(name, callback, "load_state_dict", states[key])
 
-        if self._named:
+        if self._names:
             on_rank_zero(load)
 
     def _keys(self) -> list[tuple[str, str]]:
-        """Key of the state and ``key=value`` of each: the path, numbered where it occurs again."""
-        paths = [name.partition("=")[2] for name in self._named]
+        """Return for each callback the key of its state (path and occurrence) and its name."""
+        paths = [name.partition("=")[2] for name in self._names]
         return [
-            (f"{path}#{paths[:place].count(path)}", name)
-            for place, (path, name) in enumerate(zip(paths, self._named, strict=True))
+            (f"{path}#{paths[:index].count(path)}", name)
+            for index, (path, name) in enumerate(zip(paths, self._names, strict=True))
         ]
-
-    def _ask_to_stop(self, reason: str) -> None:
-        self._asked = self._asked or str(reason)
 
 
 def _call(name: str, callback: Callback, hook: str, *arguments: Any) -> Any:
-    given = [dict(one) if isinstance(one, Mapping) else one for one in arguments]
+    copies = [dict(value) if isinstance(value, Mapping) else value for value in arguments]
     try:
-        return getattr(callback, hook)(*given)
+        return getattr(callback, hook)(*copies)
     except Exception as error:
         raise CallbackError(
-            f"{name}: {hook} raised {describe_exception(error)}; correct it, or leave it out of "
-            f"{KEY}: the same command goes on from the last run state"
+            f"{name}: {hook} raised {describe_exception(error)}. Correct it, or leave it out of "
+            f"{KEY}. The same command continues from the last run state"
         ) from error
 
 
@@ -210,18 +213,21 @@ def _construct(key: str, name: str, entry: CallbackConfig) -> Callback:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{name}: its constructor raised {describe_exception(error)}; it was given "
+            f"{name}: its constructor raised {describe_exception(error)}. Its arguments were "
             f"{dict(entry.kwargs)}"
         ) from error
     if not isinstance(callback, Callback):
         raise ConfigError(
-            f"{name}: makes a {type(callback).__name__}, which is no {__name__}.Callback; derive "
-            "the class from that"
+            f"{name}: its type {type(callback).__name__} is not a {__name__}.Callback. Derive the "
+            "class from that"
         )
-    for hook in (one for one in dir(callback) if one.startswith("on_") and one not in _HOOKS):
+    # Reject methods with misspelt names, and methods that do not accept the hook's arguments.
+    for hook in (attribute for attribute in dir(callback) if attribute.startswith("on_")):
+        if hook in _HOOKS:
+            continue
         near = difflib.get_close_matches(hook, _HOOKS, n=1)
-        meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(_HOOKS)}."
-        raise ConfigError(f"{name}: nobody calls {hook}; {meant} Begin other names otherwise")
+        hint = f"Did you mean {near[0]}?" if near else f"Hooks are {', '.join(_HOOKS)}."
+        raise ConfigError(f"{name}: {hook} is never called. {hint} Only hooks may start with on_")
     for hook, names in _HOOKS.items():
         check_call(
             getattr(callback, hook),

@@ -49,11 +49,11 @@ def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
     ``or_path``: form of another value, the path of a user's own function or class, which has a
     colon or a dot in it; empty: there is none.
     """
-    expected = [*names, or_path] if or_path else names
 
     def check(text: str) -> str:
         if text in names or (or_path and re.search("[:.]", text)):
             return text
+        expected = [*names, or_path] if or_path else names
         raise PydanticKnownError("literal_error", {"expected": ", ".join(map(repr, expected))})
 
     return AfterValidator(check)

@@ -1,4 +1,4 @@
-"""Interfaces of workers: groups of them, their calls, and where they are started."""
+"""Interfaces of worker groups, their calls, and the clusters that start workers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -8,10 +8,10 @@ from aligner.distributed.named_sharding import NamedSharding
 
 
 class WorkerFuture(Protocol):
-    """A call on many workers that was started."""
+    """Result of a method call that was started on many workers."""
 
     def get_results(self) -> list[Any]:
-        """Wait for the call; one result per group of workers with the same output."""
+        """Wait for the call and return one result per group of workers with the same output."""
         ...
 
 
@@ -19,7 +19,7 @@ class WorkerGroup(Protocol):
     """Interface of a group of workers, for handles."""
 
     sharding_annotations: NamedSharding
-    is_whole: bool  # no worker waits for another that does not come: no call failed, or `recover`
+    is_healthy: bool  # False after a failed call, until `recover`: workers may wait for a dead peer
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> WorkerFuture:
         """Call a method with the same arguments on every worker."""
@@ -44,23 +44,23 @@ class WorkerGroup(Protocol):
         ...
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
-        """Results of a call, in order of the sharded axis."""
+        """Wait for a call and return its results, in order of the sharded axis."""
         ...
 
     def recover(self) -> bool:
-        """After a call failed that has no collectives: wait for all workers; whether they answer.
+        """Wait for the answer of all workers after a failed call without collectives.
 
-        Then they may be called again, and ``is_whole`` is true.
+        Returns True if all workers answer. They may then be called again, ``is_healthy`` is true.
         """
         ...
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """End the workers, calling ``cleanup_method`` on each first."""
+        """Call ``cleanup_method`` on each worker, then end the workers."""
         ...
 
 
 class Cluster(Protocol):
-    """Interface of places where workers can be started."""
+    """Interface of a cluster on which workers can be started."""
 
     engine: str  # local | ray
 
@@ -71,18 +71,17 @@ class Cluster(Protocol):
 
     @property
     def sharding_annotations(self) -> NamedSharding:
-        """Places of a training group's workers."""
+        """Layout of a training group's workers."""
         ...
 
     def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> WorkerGroup:
         """Construct ``worker_class`` (a dotted path) with ``kwargs`` on every worker.
 
-        Further keywords: ``parallel``, ``workers_per_node`` and ``env_vars``; on Ray ``layout`` and
-        ``python_executable`` make workers of another kind; see
-        `RayVirtualCluster.start_workers`.
+        Other keywords are ``parallel``, ``workers_per_node`` and ``env_vars``, and on Ray
+        ``layout`` and ``python_executable``, see `RayVirtualCluster.start_workers`.
         """
         ...
 
     def world_size(self) -> int:
-        """Number of workers."""
+        """Return the number of workers."""
         ...

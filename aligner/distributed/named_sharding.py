@@ -1,4 +1,4 @@
-"""Places of workers: an n-dimensional array of worker ranks with named axes."""
+"""Layout of workers: an n-dimensional array of worker ranks with named axes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ MODEL_AXES = ["pipeline_parallel", "context_parallel", "tensor_parallel"]
 
 
 class NamedSharding:
-    """Worker ranks laid out over named axes.
+    """Array of worker ranks with named axes.
 
     ``NamedSharding(np.arange(8).reshape(2, 4), ["pipeline_parallel", "data_parallel"])`` means that
     worker 5 is pipeline stage 1 of data-parallel replica 1.
@@ -30,13 +30,13 @@ class NamedSharding:
         if len(set(names)) != len(names):
             raise LayoutError(f"axis names must differ, got {list(names)}")
         if len(np.unique(array)) != array.size:
-            raise LayoutError(f"every rank may occur once in a layout, got {array.tolist()}")
+            raise LayoutError(f"every rank must occur only once in a layout, got {array.tolist()}")
         self._layout: NDArray[np.int64] = array.astype(np.int64)
         self._names = list(names)
 
     @property
     def layout(self) -> NDArray[np.int64]:
-        """The ranks, as a copy."""
+        """Copy of the array of ranks."""
         return self._layout.copy()
 
     @property
@@ -46,7 +46,7 @@ class NamedSharding:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Size of each axis by name."""
+        """Mapping from axis names to sizes."""
         return dict(zip(self._names, self._layout.shape, strict=True))
 
     @property
@@ -60,28 +60,28 @@ class NamedSharding:
         return int(self._layout.size)
 
     def get_axis_index(self, name: str) -> int:
-        """Position of the axis ``name``."""
+        """Return the position of the axis ``name``."""
         if name not in self._names:
-            raise LayoutError(f"unknown axis {name!r}; the axes are {self._names}")
+            raise LayoutError(f"unknown axis {name!r}. The axes are {self._names}")
         return self._names.index(name)
 
     def get_axis_size(self, name: str) -> int:
-        """Number of coordinates along the axis ``name``."""
+        """Return the number of coordinates along the axis ``name``."""
         return int(self._layout.shape[self.get_axis_index(name)])
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
-        """Coordinates of a rank, by axis name."""
-        found = np.argwhere(self._layout == worker_id)
-        if not len(found):
+        """Return the coordinates of a rank, keyed by axis name."""
+        positions = np.argwhere(self._layout == worker_id)
+        if not len(positions):
             raise LayoutError(f"rank {worker_id} is not in the layout {self._layout.tolist()}")
-        return {name: int(i) for name, i in zip(self._names, found[0], strict=True)}
+        return {name: int(i) for name, i in zip(self._names, positions[0], strict=True)}
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """All ranks at the given coordinates, in layout order; axes not given are free."""
+        """Return all ranks at the given coordinates, in layout order."""
         return [int(rank) for rank in np.ravel(self._select(coords))]
 
     def get_ranks(self, **coords: int) -> "NamedSharding | int":
-        """Sharding that remains at the given coordinates: one rank when all are given."""
+        """Return the sharding over the remaining axes, or one rank if no axis remains."""
         selected = self._select(coords)
         if selected.ndim == 0:
             return int(selected)
@@ -96,10 +96,10 @@ class NamedSharding:
             index[self.get_axis_index(name)] = coordinate
         return np.asarray(self._layout[tuple(index)])
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, NamedSharding):
+    def __eq__(self, value: object) -> bool:
+        if not isinstance(value, NamedSharding):
             return NotImplemented
-        return self._names == other._names and np.array_equal(self._layout, other._layout)
+        return self._names == value._names and np.array_equal(self._layout, value._layout)
 
     __hash__ = None  # type: ignore[assignment]  # the layout is an array
 
@@ -108,6 +108,6 @@ class NamedSharding:
 
 
 def layout_of(pipeline: int, data: int, context: int, tensor: int) -> NamedSharding:
-    """Ranks as megatron-core orders them: tensor fastest, then context, data, pipeline."""
+    """Order ranks as in megatron-core: tensor fastest, then context, data, pipeline."""
     ranks = np.arange(pipeline * data * context * tensor)
     return NamedSharding(ranks.reshape(pipeline, data, context, tensor), AXES)

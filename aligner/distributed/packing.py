@@ -1,8 +1,8 @@
-"""Sequence packing: which sequences share a row of at most ``bin_capacity`` tokens.
+"""Sequence packing: assignment of sequences to rows of at most ``bin_capacity`` tokens.
 
     lengths [5, 3, 4, 2], capacity 8 ──► bins [[0, 1], [2, 3]]
 
-A packer sees only lengths and never cuts a sequence. It is a pure function of its arguments:
+A packer reads only lengths and never cuts a sequence. Packing is a pure function of the arguments:
 every process that packs the same lengths gets the same bins.
 """
 
@@ -23,20 +23,21 @@ from aligner.errors import ConfigError, DataError
 Bins = list[list[int]]
 
 
-def bin_count(needed: int, least: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is below neither ``needed`` nor ``least``."""
-    return ceil(max(needed, least) / multiple) * multiple
+def bin_count(count: int, minimum: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``count`` and ``minimum``."""
+    return ceil(max(count, minimum) / multiple) * multiple
 
 
 def decreasing(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """``indices`` by falling length; equal lengths keep their order."""
+    """Sort ``indices`` by decreasing length. Equal lengths keep their order."""
     return sorted(indices, key=lambda index: -lengths[index])
 
 
 def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
-    """Split the bin with the most tokens in two level halves until there are ``count``.
+    """Split the bin with the most tokens into balanced halves until there are ``count`` bins.
 
-    A bin of one sequence cannot be split. One half stays in place, the other goes to the end.
+    A bin of one sequence cannot be split. The first half stays in place, the second half is
+    appended to the end.
 
     Raises:
         DataError: there are fewer sequences than ``count``.
@@ -44,29 +45,33 @@ def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
     sequences = sum(len(items) for items in bins)
     if count > sequences:
         raise DataError(
-            f"{count} bins cannot be filled from {sequences} sequences; lower min_bin_count or "
+            f"{count} bins cannot be filled with {sequences} sequences. Lower min_bin_count or "
             "bin_count_multiple, or pack more sequences at once"
         )
     bins = list(bins)
-    heap = [_fullness(number, items, lengths) for number, items in enumerate(bins)]
+
+    def heap_entry(index: int) -> tuple[int, int]:
+        return -sum(lengths[item] for item in bins[index]), index
+
+    # Heap of all bins, fullest first.
+    heap = [heap_entry(index) for index in range(len(bins))]
     heapq.heapify(heap)
     while len(bins) < count:
-        _, number = heapq.heappop(heap)
-        if len(bins[number]) < 2:  # stays whole, and does not come back into the heap
+        _, index = heapq.heappop(heap)
+        if len(bins[index]) < 2:  # cannot be split, so the bin does not return to the heap
             continue
-        bins[number], new = _halves(bins[number], lengths)
-        bins.append(new)
-        for changed in (number, len(bins) - 1):
-            heapq.heappush(heap, _fullness(changed, bins[changed], lengths))
+        bins[index], second_half = _halves(bins[index], lengths)
+        bins.append(second_half)
+        heapq.heappush(heap, heap_entry(index))
+        heapq.heappush(heap, heap_entry(len(bins) - 1))
     return bins
 
 
-def _fullness(number: int, items: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
-    return -sum(lengths[index] for index in items), number
-
-
 def _halves(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Longest first to the half with fewer tokens; neither stays empty, both keep the order."""
+    """Assign items, longest first, to the half with fewer tokens. No half is empty.
+
+    Each half keeps the order of the items.
+    """
     halves: tuple[set[int], set[int]] = (set(), set())
     tokens = [0, 0]
     for index in decreasing(items, lengths):
@@ -77,15 +82,15 @@ def _halves(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], li
 
 
 class SequencePacker(ABC):
-    """Puts sequences into bins; subclasses define how, this class keeps the guarantees.
+    """Base of packers: checks lengths, calls the algorithm of a subclass, and adjusts the count.
+
+    If the algorithm returns too few bins, the fullest bins are split until the count is right.
 
     Args:
         bin_capacity: tokens of a bin, at least 1.
-        collect_metrics: keep `PackingMetrics` over all calls, in ``metrics``.
-        min_bin_count: least number of bins.
-        bin_count_multiple: the number of bins is a multiple of it.
-
-    Where the algorithm makes too few bins, the fullest ones are split until the count is right.
+        collect_metrics: record `PackingMetrics` over all calls in ``metrics``.
+        min_bin_count: minimum number of bins.
+        bin_count_multiple: the number of bins is a multiple of this value.
     """
 
     def __init__(
@@ -104,23 +109,24 @@ class SequencePacker(ABC):
 
     @abstractmethod
     def _pack(self, lengths: Sequence[int]) -> Bins:
-        """Bins of indices into ``lengths``, every index once, none over capacity."""
+        """Return bins of indices into ``lengths``, every index once, no bin over capacity."""
 
     def pack(self, sequence_lengths: Sequence[int]) -> Bins:
-        """Bins of indices into ``sequence_lengths``; every index stands in exactly one bin.
+        """Return bins of indices into ``sequence_lengths``. Every index is in exactly one bin.
 
         Raises:
             DataError: a sequence is longer than the capacity, or there are fewer sequences than
-                bins that must be made.
+                required bins.
         """
         lengths = [int(length) for length in sequence_lengths]
         for index, length in enumerate(lengths):
             if not 0 <= length <= self.bin_capacity:
                 raise DataError(
-                    f"sequence {index} has {length} tokens, a packed row holds 0 to "
-                    f"{self.bin_capacity}; raise the token budget of a micro-batch or drop the "
+                    f"sequence {index} has {length} tokens, but a packed row has room for 0 to "
+                    f"{self.bin_capacity}. Raise the token budget of a micro-batch or drop the "
                     "sequence"
                 )
+        # Pack, then split bins until the count is valid.
         started = time.perf_counter()
         bins = self._pack(lengths)
         count = bin_count(len(bins), self.min_bin_count, self.bin_count_multiple)
@@ -131,7 +137,7 @@ class SequencePacker(ABC):
 
 
 class ConcatenativePacker(SequencePacker):
-    """Sequences in their order; a new bin whenever the next one does not fit."""
+    """Packer that keeps the order and opens a new bin if the next sequence does not fit."""
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
         bins: Bins = []
@@ -146,20 +152,20 @@ class ConcatenativePacker(SequencePacker):
 
 
 def at_least(key: str, value: int, least: int) -> int:
-    """``value`` of ``key``; `ConfigError` where it is below ``least``."""
+    """Return ``value`` of ``key``, or raise `ConfigError` below ``least``."""
     if value < least:
         raise ConfigError(f"{key}={value} must be at least {least}")
     return value
 
 
 class _Packing(NamedTuple):
-    """Numbers of one packing, or sums over several."""
+    """Counts of one packing, or sums over several packings."""
 
     sequences: int = 0
     tokens: int = 0
     capacity: int = 0  # of all bins together
-    fewest_bins: int = 0  # that could hold the tokens, were sequences divisible
-    utilisations: tuple[float, ...] = ()  # of each bin
+    fewest_bins: int = 0  # lower bound, as if sequences were divisible
+    utilisations: tuple[float, ...] = ()  # per bin
 
     @classmethod
     def of(cls, lengths: Sequence[int], bins: Sequence[Sequence[int]], capacity: int) -> "_Packing":
@@ -168,15 +174,15 @@ class _Packing(NamedTuple):
         return cls(len(lengths), tokens, len(bins) * capacity, ceil(tokens / capacity), shares)
 
     def stats(self) -> dict[str, float]:
-        """The published statistics.
+        """Compute the published statistics.
 
-        ``waste_ratio`` is the share of the capacity left empty, ``imbalance`` the utilisation of
-        the fullest bin less that of the emptiest, ``bin_efficiency`` the fewest bins over those
-        used.
+        ``waste_ratio`` is the unused share of the capacity, ``imbalance`` the difference between
+        the highest and the lowest utilisation, ``bin_efficiency`` the lower bound of the number of
+        bins divided by the number of bins.
         """
         used = self.tokens / self.capacity if self.capacity else 0.0
-        least = min(self.utilisations, default=0.0)
-        most = max(self.utilisations, default=0.0)
+        lowest = min(self.utilisations, default=0.0)
+        highest = max(self.utilisations, default=0.0)
         bins = len(self.utilisations)
         return {
             "num_sequences": self.sequences,
@@ -185,9 +191,9 @@ class _Packing(NamedTuple):
             "waste_tokens": self.capacity - self.tokens,
             "waste_ratio": 1 - used if self.capacity else 0.0,
             "mean_utilization": used,
-            "min_utilization": least,
-            "max_utilization": most,
-            "imbalance": most - least,
+            "min_utilization": lowest,
+            "max_utilization": highest,
+            "imbalance": highest - lowest,
             "bin_efficiency": self.fewest_bins / bins if bins else 1.0,
         }
 
@@ -209,7 +215,7 @@ class PackingMetrics:
         bin_capacity: int,
         packing_time: float = 0.0,
     ) -> dict[str, float]:
-        """Count one packing, which took ``packing_time`` seconds; returns its own statistics."""
+        """Add one packing of ``packing_time`` seconds and return its statistics."""
         packing = _Packing.of(sequence_lengths, bins, bin_capacity)
         self._total = _Packing(*map(operator.add, self._total, packing))
         self._seconds += packing_time
@@ -218,23 +224,23 @@ class PackingMetrics:
     def calculate_stats_only(
         self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]], bin_capacity: int
     ) -> dict[str, float]:
-        """Statistics of one packing, which is not counted; see `_Packing.stats`."""
+        """Return the statistics of one packing without adding it, see `_Packing.stats`."""
         return _Packing.of(sequence_lengths, bins, bin_capacity).stats()
 
     def get_aggregated_stats(self) -> dict[str, float]:
-        """Statistics over all packings, and ``packing_time``: their seconds together."""
+        """Return statistics over all packings and their total seconds, ``packing_time``."""
         return {**self._total.stats(), "packing_time": self._seconds}
 
 
 class FirstFitDecreasingPacker(SequencePacker):
-    """Each sequence into the first bin with room, longest first; equal ones in their order."""
+    """Packer that puts sequences, longest first, into the first bin with room (stable order)."""
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
         return first_fit(decreasing(range(len(lengths)), lengths), lengths, self.bin_capacity)
 
 
 class FirstFitShufflePacker(SequencePacker):
-    """First fit in a random order that ``seed`` and the number of sequences decide."""
+    """First-fit packer in a random order, determined by ``seed`` and the number of sequences."""
 
     def __init__(
         self,
@@ -248,28 +254,31 @@ class FirstFitShufflePacker(SequencePacker):
         self.seed = seed
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
-        # A fresh generator per call: the order may not depend on how often a process has packed.
+        # A new generator per call: the order must not depend on earlier calls.
         order = np.random.Generator(np.random.PCG64(self.seed)).permutation(len(lengths))
         return first_fit(order.tolist(), lengths, self.bin_capacity)
 
 
 def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bins:
-    """First fit in O(n log n): a tournament tree holds the largest room of every run of bins."""
-    # A leaf for every bin that there can be; unopened ones have the whole capacity, so the first
-    # leaf with room is at most the next bin.
+    """Pack by first fit in O(n log n) with a tournament tree over the room of bins."""
+    # One leaf per possible bin, inner nodes store the largest room below. Unopened bins have the
+    # full capacity, so the first leaf with room is at most the next bin.
     leaves = 1 << max(0, len(order) - 1).bit_length()
     room = [capacity] * (2 * leaves)
     bins: Bins = []
     for index in order:
         node = 1
+        # Descend to the first leaf with enough room.
         while node < leaves:
             node *= 2
-            if room[node] < lengths[index]:  # not on the left: the parent knows it is on the right
+            if room[node] < lengths[index]:  # the left half has no room, so the right half has
                 node += 1
+        # Add the sequence, which may open the next bin.
         if node - leaves == len(bins):
             bins.append([])
         bins[node - leaves].append(index)
         room[node] -= lengths[index]
+        # Update the largest room of all parent nodes.
         while node > 1:
             node //= 2
             room[node] = max(room[2 * node], room[2 * node + 1])
@@ -277,56 +286,62 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bi
 
 
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
-    """Johnson and Garey, "A 71/60 theorem for bin packing", 1985.
+    """Packer of Johnson and Garey, "A 71/60 theorem for bin packing", 1985.
 
-    Sequences over half the capacity open a bin each; these bins are then filled on purpose, with
-    one medium sequence (over a third) or two small ones (over a sixth), before anything else is
-    packed first fit decreasing.
+    Every sequence over half the capacity opens a bin. These bins are first filled with one medium
+    sequence (over a third of the capacity) or two small sequences (over a sixth). First fit
+    decreasing packs the remaining sequences.
     """
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
         order = decreasing(range(len(lengths)), lengths)
+        # One bin per large sequence.
         large = [i for i in order if 2 * lengths[i] > self.bin_capacity]
-        rest = _Pool(order[len(large) :], lengths)
+        pool = _Pool(order[len(large) :], lengths)
         bins = [[index] for index in large]
         room = [self.bin_capacity - lengths[index] for index in large]
-        self._add_medium(bins, room, rest)
-        self._add_small_pairs(bins, room, rest)
-        for number, items in enumerate(bins):
-            while (item := rest.take_largest(room[number])) is not None:
+        # Fill these bins with one medium or two small sequences, then with any that fit.
+        self._add_medium(bins, room, pool)
+        self._add_small_pairs(bins, room, pool)
+        for index, items in enumerate(bins):
+            while (item := pool.take_largest(room[index])) is not None:
                 items.append(item)
-                room[number] -= lengths[item]
-        return bins + first_fit(rest.decreasing(), lengths, self.bin_capacity)
+                room[index] -= lengths[item]
+        # Pack the remaining sequences into new bins.
+        return bins + first_fit(pool.decreasing(), lengths, self.bin_capacity)
 
-    def _add_medium(self, bins: Bins, room: list[int], rest: "_Pool") -> None:
-        """Forward: to each bin the largest medium sequence that fits."""
+    def _add_medium(self, bins: Bins, room: list[int], pool: "_Pool") -> None:
+        """Add to each bin, first to last, the largest medium sequence that fits."""
         third = self.bin_capacity // 3
-        for number, items in enumerate(bins):
-            item = rest.take_largest(room[number], longer_than=third)
+        for index, items in enumerate(bins):
+            item = pool.take_largest(room[index], longer_than=third)
             if item is not None:
                 items.append(item)
-                room[number] -= rest.lengths[item]
+                room[index] -= pool.lengths[item]
 
-    def _add_small_pairs(self, bins: Bins, room: list[int], rest: "_Pool") -> None:
-        """Backward, where no medium one went: the smallest small and the largest that fits."""
+    def _add_small_pairs(self, bins: Bins, room: list[int], pool: "_Pool") -> None:
+        """Add two small sequences, the smallest and the largest that fits, to bins without medium.
+
+        The order is last bin to first bin.
+        """
         third, sixth = self.bin_capacity // 3, self.bin_capacity // 6
-        for number in reversed(range(len(bins))):
-            if len(bins[number]) > 1:
+        for index in reversed(range(len(bins))):
+            if len(bins[index]) > 1:
                 continue
-            pair = rest.smallest_two(sixth, third)
-            if pair is None or sum(pair) > room[number]:
+            pair = pool.smallest_two(sixth, third)
+            if pair is None or sum(pair) > room[index]:
                 continue
-            first = rest.take_smallest(longer_than=sixth)
-            left = room[number] - rest.lengths[first]
-            # The second smallest is still there and fits, so there is one.
-            second = rest.take_largest(min(left, third), longer_than=sixth)
+            first = pool.take_smallest(longer_than=sixth)
+            free = room[index] - pool.lengths[first]
+            # The second smallest sequence is still in the pool and fits.
+            second = pool.take_largest(min(free, third), longer_than=sixth)
             assert second is not None
-            bins[number] += [first, second]
-            room[number] = left - rest.lengths[second]
+            bins[index] += [first, second]
+            room[index] = free - pool.lengths[second]
 
 
 class _Pool:
-    """Sequences not packed yet, found by length."""
+    """Unpacked sequences, searchable by length."""
 
     def __init__(self, decreasing: Sequence[int], lengths: Sequence[int]) -> None:
         self.lengths = lengths
@@ -334,25 +349,25 @@ class _Pool:
         self._sizes = [lengths[index] for index in self._items]
 
     def take_largest(self, at_most: int, longer_than: int = -1) -> int | None:
-        """Remove the longest with ``longer_than < length <= at_most``, if there is one."""
+        """Remove and return the longest with ``longer_than < length <= at_most``, or None."""
         position = bisect_right(self._sizes, at_most) - 1
         if position < 0 or self._sizes[position] <= longer_than:
             return None
         return self._take(position)
 
     def take_smallest(self, longer_than: int) -> int:
-        """Remove the shortest with ``length > longer_than``; the caller knows there is one."""
+        """Remove and return the shortest with ``length > longer_than``, which must exist."""
         return self._take(bisect_right(self._sizes, longer_than))
 
     def smallest_two(self, longer_than: int, at_most: int) -> list[int] | None:
-        """The two smallest lengths with ``longer_than < length <= at_most``."""
+        """Return the two smallest lengths with ``longer_than < length <= at_most``, or None."""
         start = bisect_right(self._sizes, longer_than)
         if start + 2 > bisect_right(self._sizes, at_most):
             return None
         return self._sizes[start : start + 2]
 
     def decreasing(self) -> list[int]:
-        """Remaining sequences, longest first."""
+        """Return the remaining sequences, longest first."""
         return self._items[::-1]
 
     def _take(self, position: int) -> int:
@@ -361,7 +376,7 @@ class _Pool:
 
 
 class PackingAlgorithm(Enum):
-    """Names of the algorithms, as the configuration spells them."""
+    """Names of the algorithms in the configuration."""
 
     CONCATENATIVE = "concatenative"
     FIRST_FIT_DECREASING = "first_fit_decreasing"
@@ -384,12 +399,12 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
-    """The packer of that name (case does not matter); see `SequencePacker` for the arguments."""
+    """Construct a packer by name (in any case), see `SequencePacker` for the arguments."""
     if isinstance(algorithm, str):
         names = {name.value: name for name in PackingAlgorithm}
         if algorithm.lower() not in names:
             raise ConfigError(
-                f"packing algorithm={algorithm!r} is unknown; choose one of {', '.join(names)}"
+                f"packing algorithm={algorithm!r} is unknown. Choose one of {', '.join(names)}"
             )
         algorithm = names[algorithm.lower()]
     return _PACKERS[algorithm](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)

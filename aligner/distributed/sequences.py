@@ -1,22 +1,22 @@
-"""Sequences of a batch, and the tree of runs of tokens that they make; what they share is one run.
+"""Sequences of a batch, and the tree of token runs in which shared prefixes are one run.
 
-A row holds one sequence, or several, one behind the other: a conversation whose history was
-rewritten is one sample and several sequences. Its column ``position_ids`` is then 0 where each
-begins, as in packed batches of transformers.
+A row contains one sequence or several consecutive sequences: a conversation with rewritten history
+is one sample of several sequences. The column ``position_ids`` is then 0 at the first token of each
+sequence, as in packed batches of transformers.
 
     input_ids      a b c d e a b x y
-    position_ids   0 1 2 3 4 0 1 2 3      no token attends to one of another sequence
+    position_ids   0 1 2 3 4 0 1 2 3      no token attends to another sequence
 
-Sequences that begin alike are a tree:
+Sequences with a common prefix form a tree:
 
     a b c d e            ┌─ [d e]
     a b c f      [a b c] ┼─ [f]
     a b c                │
     g h          [g h]
 
-A trie over token ids whose chains are runs. Nothing says beforehand which sequences belong
-together: responses to one prompt, forks of a conversation, the chosen and the rejected response of
-a pair are found by their tokens.
+The tree is a trie over token ids with chains merged into runs. It is built from the tokens alone,
+so it finds common prefixes of responses to one prompt, forks of a conversation, and the chosen and
+the rejected response of a pair.
 """
 
 from collections.abc import Sequence
@@ -28,107 +28,114 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 
-LEAST_SAVED = 32  # tokens that a run of several sequences saves, so that headers split no rows
-LEAST_PART = 8  # sharing saves at least one token in so many, or there is none
+LEAST_SAVED = 32  # minimum tokens saved by a shared run, so that short headers are not shared
+LEAST_PART = 8  # sharing must save at least 1 in LEAST_PART tokens
 
 
 class Sequences(NamedTuple):
-    """Places of the sequences of a batch ``[b, S]``; int64 ``[m]`` each.
+    """Positions and lengths of the sequences of a batch ``[b, S]``, int64 ``[m]`` each.
 
-    ``places``: of their first tokens, into ``b * S``. ``lengths``: tokens.
+    ``offsets``: indices of first tokens into ``b * S``. ``lengths``: in tokens.
     """
 
-    places: IntArray
+    offsets: IntArray
     lengths: IntArray
 
     @classmethod
     def rows(cls, lengths: IntArray, width: int) -> "Sequences":
-        """One in each row, of ``lengths`` ``[b]``; ``width``: ``S``."""
+        """Return one sequence per row, of ``lengths`` ``[b]`` and row ``width`` ``S``."""
         return cls(np.arange(len(lengths)) * width, lengths)
 
     @classmethod
     def find(cls, position_ids: IntArray, lengths: IntArray) -> "Sequences | None":
-        """Those of rows that hold several; None: every row holds one.
+        """Find the sequences of a batch, or return None if no row contains two sequences.
 
-        ``position_ids``: ``[b, S]``, from 0 in every sequence; ``lengths``: ``[b]``, of the rows.
+        ``position_ids``: ``[b, S]``, from 0 in every sequence. ``lengths``: ``[b]``, of the rows.
         """
         width = position_ids.shape[1]
-        begins = (position_ids == 0) & (np.arange(width) < lengths[:, None])
-        if begins.sum(1).max(initial=0) <= 1:
+        is_start = (position_ids == 0) & (np.arange(width) < lengths[:, None])
+        if is_start.sum(1).max(initial=0) <= 1:
             return None
-        places = np.flatnonzero(begins)
-        row = places // width
-        ends = np.append(places[1:], 0)
+        offsets = np.flatnonzero(is_start)
+        row = offsets // width
+        # A sequence ends at the next sequence of its row, or at the end of the row.
+        ends = np.append(offsets[1:], 0)
         last = np.append(row[1:] != row[:-1], True)
         ends[last] = row[last] * width + lengths[row[last]]
-        return cls(places, ends - places)
+        return cls(offsets, ends - offsets)
 
     def cut(self, input_ids: IntArray) -> IntArray:
-        """The sequences as rows, right-padded with 0: ``[m, L]`` out of ``[b, S]``."""
+        """Return the sequences of ``[b, S]`` as rows ``[m, L]``, right-padded with 0."""
         tokens = input_ids.ravel()
-        rows = np.zeros((len(self.places), int(self.lengths.max(initial=0))), input_ids.dtype)
-        for row, (place, length) in enumerate(zip(self.places, self.lengths, strict=True)):
-            rows[row, :length] = tokens[place : place + length]
+        rows = np.zeros((len(self.offsets), int(self.lengths.max(initial=0))), input_ids.dtype)
+        for row, (offset, length) in enumerate(zip(self.offsets, self.lengths, strict=True)):
+            rows[row, :length] = tokens[offset : offset + length]
         return rows
 
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """Runs of tokens, a parent before its children.
+    """Runs of tokens, each parent before its children.
 
-    A sequence is the runs from a root to the one where it ends. Runs have at least one token.
+    A sequence consists of the runs on the path from a root to its last run. Every run contains at
+    least one token.
     """
 
     starts: IntArray  # [n] position of a run's first token in its sequences
     lengths: IntArray  # [n] tokens
-    parents: IntArray  # [n] run that it follows; -1: none, it begins its sequences
-    examples: IntArray  # [n] one of the sequences that have it
-    owners: IntArray  # [m] with `owned`: every sequence with each of its runs
-    owned: IntArray  # [m]
+    parents: IntArray  # [n] previous run, or -1 at the start of sequences
+    examples: IntArray  # [n] index of one sequence that contains the run
+    owners: IntArray  # [m] sequence of each pair (sequence, run)
+    owned: IntArray  # [m] run of each pair
 
     def num_tokens(self, multiple: int = 1) -> int:
-        """Tokens of all runs, each run rounded up to a multiple."""
+        """Return the tokens of all runs, each run rounded up to a multiple."""
         return int((-(-self.lengths // multiple) * multiple).sum())
 
 
 def build_prefix_tree(
     input_ids: IntArray, lengths: IntArray, least_saved: int = LEAST_SAVED
 ) -> PrefixTree:
-    """The tree of a batch.
+    """Build the tree of a batch.
 
     Args:
         input_ids: token ids ``[b, S]``, right-padded.
         lengths: ``[b]``, at most ``S``.
-        least_saved: a run of several sequences saves at least so many tokens, its length times the
-            sequences but one; else each sequence has these tokens in its own run.
+        least_saved: minimum number of tokens that a shared run must save, length times (number of
+            sequences - 1). Tokens of a shorter prefix are in a separate run of each sequence.
     """
-    order = _in_order(input_ids, lengths)
+    # In lexicographic order, sequences with a common prefix are adjacent.
+    order = _sorted_sequences(input_ids, lengths)
     common = _common_with_previous(input_ids[order], lengths[order])
     runs: list[tuple[int, int, int]] = []  # start, length, parent
-    sequences: list[IntArray] = []  # that have each run
+    sequences: list[IntArray] = []  # sequences that contain the run, per run
 
     def add(start: int, end: int, parent: int, owners: IntArray) -> int:
-        """Add a run unless it is empty; its number."""
+        """Add a run unless it is empty, and return its index."""
         if end > start:
             runs.append((start, end - start, parent))
             sequences.append(owners)
         return len(runs) - 1
 
-    waiting = [(0, len(order), 0, -1)] if len(order) else []
-    while waiting:
-        low, high, depth, parent = waiting.pop()
+    # Depth-first over ranges [low, high) of sequences that agree in their first `depth` tokens.
+    stack = [(0, len(order), 0, -1)] if len(order) else []
+    while stack:
+        low, high, depth, parent = stack.pop()
         if high - low == 1:
             add(depth, int(lengths[order[low]]), parent, order[low:high])
             continue
-        end = int(common[low + 1 : high].min())  # all of them are alike up to here
+        # Add the common prefix as a run if sharing saves enough tokens.
+        end = int(common[low + 1 : high].min())  # length of the prefix that all of them share
         if (end - depth) * (high - low - 1) >= max(1, least_saved):
             parent = add(depth, end, parent, order[low:high])
             depth = end
+        # Split the range at the first token after the common prefix.
         forks = low + 1 + np.flatnonzero(common[low + 1 : high] == end)
         bounds = [low, *forks.tolist(), high]
-        waiting += [
+        stack += [
             (bounds[i], bounds[i + 1], depth, parent) for i in reversed(range(len(bounds) - 1))
         ]
+    # Convert the lists to arrays.
     counts = [len(owners) for owners in sequences]
     starts, sizes, parents = np.array(runs, np.int64).reshape(-1, 3).T
     return PrefixTree(
@@ -142,42 +149,43 @@ def build_prefix_tree(
 
 
 def shared_prefixes(input_ids: IntArray, lengths: IntArray, multiple: int = 1) -> PrefixTree | None:
-    """The tree of a batch where it saves enough; None: its sequences better stand for themselves.
+    """Build the tree of a batch, or return None if sharing saves too few tokens.
 
-    Arguments as in `build_prefix_tree`; ``multiple``: runs, and sequences for themselves, are
-    padded to a multiple of it.
+    Arguments as in `build_prefix_tree`. ``multiple``: runs and unshared sequences are padded to a
+    multiple of this value.
     """
     if len(lengths) < 2:
         return None
-    alone = int((-(-lengths // multiple) * multiple).sum())
+    # Compare the tokens without and with sharing.
+    unshared = int((-(-lengths // multiple) * multiple).sum())
     tree = build_prefix_tree(input_ids, lengths)
-    saved = alone - tree.num_tokens(multiple)
-    return tree if saved * LEAST_PART >= alone and saved > 0 else None
+    saved = unshared - tree.num_tokens(multiple)
+    return tree if saved * LEAST_PART >= unshared and saved > 0 else None
 
 
-def _in_order(input_ids: IntArray, lengths: IntArray) -> IntArray:
-    """Sequences in lexicographic order, a prefix before what it begins; equal ones as they come."""
-    # Numbers from 0 on compare like their bytes, the highest first.
+def _sorted_sequences(input_ids: IntArray, lengths: IntArray) -> IntArray:
+    """Sort sequences in lexicographic order, a prefix first. The sort is stable."""
+    # Non-negative integers compare like their big-endian bytes.
     rows = np.ascontiguousarray(input_ids).astype(">i8")
     keys = [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
     return np.array(sorted(range(len(keys)), key=keys.__getitem__), np.int64)
 
 
 def _common_with_previous(input_ids: IntArray, lengths: IntArray) -> IntArray:
-    """Tokens that a sequence and the one before it begin with alike, ``[b]``; 0 for the first."""
+    """Return the length of each row's common prefix with the previous row, ``[b]``."""
     common = np.zeros(len(lengths), np.int64)
     for row in range(1, len(lengths)):
         shorter = min(lengths[row - 1], lengths[row])
-        unlike = input_ids[row - 1, :shorter] != input_ids[row, :shorter]
-        first = int(unlike.argmax()) if shorter else 0
-        common[row] = first if shorter and unlike[first] else shorter
+        differs = input_ids[row - 1, :shorter] != input_ids[row, :shorter]
+        first = int(differs.argmax()) if shorter else 0
+        common[row] = first if shorter and differs[first] else shorter
     return common
 
 
 class RowGroup(NamedTuple):
-    """Adjacent rows that one micro-batch holds, and their tokens in the model.
+    """Adjacent rows of one micro-batch, and the number of tokens in the model.
 
-    ``shares``: prefixes of theirs are computed once; else ``tokens`` counts every row.
+    ``shares``: common prefixes are computed once, otherwise ``tokens`` counts every row.
     """
 
     rows: range
@@ -190,52 +198,55 @@ def prefix_groups(
     lengths: IntArray,
     batches: Sequence[range],
     *,
-    together: int,
+    rows_per_group: int,
     multiple: int,
     max_tokens: int,
     shards: int,
 ) -> list[list[RowGroup]]:
-    """Adjacent rows of every global batch, taken together where they begin alike.
+    """Group adjacent rows with a common prefix in every global batch.
 
-    A group is cut where it would have more tokens than a micro-batch may, or, prefixes counted in
-    every row, more than a shard's part of the batch: each of its parts has the prefix once.
+    A group ends before it exceeds the tokens of a micro-batch, or, with prefixes counted in every
+    row, the shard's part of the batch. The prefix is then computed once per group.
 
     Args:
-        input_ids: token ids ``[B, S]``, right-padded; None: nothing begins alike.
+        input_ids: token ids ``[B, S]``, right-padded. None: no common prefixes.
         lengths: ``[B]``.
-        batches: rows of each global batch, multiples of ``together``.
-        together: number of adjacent rows that stay together whatever they are.
-        multiple: runs, and sequences for themselves, are padded to a multiple of it.
-        max_tokens: of a micro-batch.
+        batches: rows of each global batch, multiples of ``rows_per_group``.
+        rows_per_group: number of adjacent rows that always stay together.
+        multiple: runs and unshared sequences are padded to a multiple of this value.
+        max_tokens: limit of a micro-batch.
         shards: number of data-parallel ranks.
     """
     common = np.zeros_like(lengths)
     if input_ids is not None:
         common = _common_with_previous(input_ids, lengths)
-    begins_alike = (common >= LEAST_SAVED) & (common * LEAST_PART >= lengths)
-    alone = -(-lengths // multiple) * multiple
-    new = -(-(lengths - common) // multiple) * multiple  # behind what the row before has
+    shares_prefix = (common >= LEAST_SAVED) & (common * LEAST_PART >= lengths)
+    unshared = -(-lengths // multiple) * multiple
+    new = -(-(lengths - common) // multiple) * multiple  # tokens after the common prefix
     groups = []
     for batch in batches:
-        share = -(-int(alone[batch.start : batch.stop].sum()) // shards)
-        found: list[RowGroup] = []
+        shard_tokens = -(-int(unshared[batch.start : batch.stop].sum()) // shards)
+        batch_groups: list[RowGroup] = []
         start = batch.start
         while start < batch.stop:
-            end = start + together
-            tokens = int(alone[start] + new[start + 1 : end].sum())
-            while end < batch.stop and begins_alike[end]:
-                tokens += int(new[end : end + together].sum())
-                if tokens > max_tokens or alone[start : end + together].sum() > share:
+            # Extend the group by an estimate of its tokens.
+            end = start + rows_per_group
+            tokens = int(unshared[start] + new[start + 1 : end].sum())
+            while end < batch.stop and shares_prefix[end]:
+                next_end = end + rows_per_group
+                tokens += int(new[end:next_end].sum())
+                if tokens > max_tokens or unshared[start:next_end].sum() > shard_tokens:
                     break
-                end += together
+                end = next_end
+            # Count the tokens exactly, and shrink the group to the limit.
             group = _group(input_ids, lengths, range(start, end), multiple)
-            while group.tokens > max_tokens and len(group.rows) > together:
-                group = _group(input_ids, lengths, group.rows[:-together], multiple)
-            if not group.shares:  # then nothing holds more together than must be
-                group = _group(input_ids, lengths, group.rows[:together], multiple)
-            found.append(group)
+            while group.tokens > max_tokens and len(group.rows) > rows_per_group:
+                group = _group(input_ids, lengths, group.rows[:-rows_per_group], multiple)
+            if not group.shares:  # without sharing there is no reason for a larger group
+                group = _group(input_ids, lengths, group.rows[:rows_per_group], multiple)
+            batch_groups.append(group)
             start = group.rows.stop
-        groups.append(found)
+        groups.append(batch_groups)
     return groups
 
 

@@ -1,19 +1,19 @@
 """Assignment of the rows of a global batch to shards and micro-batches.
 
-Only index arithmetic: no tensor is touched here. Every function is pure, so that all processes
-of a group compute the same plan from the same lengths.
+The module computes only indices. Every function is pure, so that all processes of a group compute
+the same plan from the same lengths.
 
-    lengths ─► rows of each shard (tokens level) ─► micro-batches of each shard (same number)
+    lengths ─► rows of each shard (balanced tokens) ─► micro-batches of each shard (same number)
 
-Shards may have different numbers of rows: level tokens matter more. A shard with fewer rows than
-there are micro-batches gets micro-batches without rows at the end.
+Shards may contain different numbers of rows, because balanced tokens matter more. A shard with
+fewer rows than micro-batches gets micro-batches without rows at the end.
 
-Padded micro-batches have the least padding there is (`LengthGroups`). Of a given number of groups,
-the best ones hold neighbours in length order, each group as wide as its longest row. Dynamic
-programming over the suffixes of that order finds the best of them all.
+Padded micro-batches contain the least possible padding (`LengthGroups`). For a given number of
+groups, an optimal solution consists of neighbours in length order, each group as wide as its
+longest row. Dynamic programming over the suffixes of that order finds the optimum.
 
-Micro-batches by tokens are formed in two ways: padded under a budget, or packed. What is dealt are
-items: rows, or adjacent rows that stay together, because they are compared or share prefixes.
+Micro-batches by tokens are either padded under a budget or packed. The unit of assignment is an
+item: a row, or adjacent rows that stay together because they are compared or share prefixes.
 """
 
 import heapq
@@ -27,7 +27,6 @@ import torch
 from numpy.typing import NDArray
 
 from aligner.distributed.packing import (
-    SequencePacker,
     at_least,
     bin_count,
     get_packer,
@@ -38,10 +37,10 @@ from aligner.errors import DataError
 
 
 class MicrobatchPlan(NamedTuple):
-    """Rows that go through the model together.
+    """Rows of one forward pass.
 
-    ``rows``: their indices. ``length``: the width of the padded micro-batch or, packed, the
-    tokens of the packed row, each a multiple of the configured one; 0 without rows.
+    ``rows``: row indices. ``length``: the width of a padded micro-batch, or the tokens of a packed
+    row, a multiple of the configured value, or 0 without rows.
     """
 
     rows: list[int]
@@ -53,28 +52,26 @@ ShardPlan = list[list[MicrobatchPlan]]
 
 
 def global_batches(total: int, batch_size: int) -> list[range]:
-    """Consecutive runs of ``batch_size`` rows; the last one may be shorter."""
+    """Return consecutive ranges of ``batch_size`` rows. The last range may be shorter."""
     return [range(low, min(low + batch_size, total)) for low in range(0, total, max(1, batch_size))]
 
 
 def split_evenly(rows: range, parts: int) -> list[range]:
-    """``parts`` contiguous runs of ``rows``, sizes differing by at most one."""
+    """Split ``rows`` into ``parts`` contiguous ranges whose sizes differ by at most one."""
     base, extra = divmod(len(rows), parts)
-    bounds = [0]
-    for part in range(parts):
-        bounds.append(bounds[-1] + base + (part < extra))
+    bounds = [part * base + min(part, extra) for part in range(parts + 1)]
     return [rows[low:high] for low, high in pairwise(bounds)]
 
 
 def balance_rows(rows: Sequence[int], weights: Sequence[int], shards: int) -> list[list[int]]:
-    """Share out ``rows`` so that every shard has about the same sum of ``weights[row]``.
+    """Assign ``rows`` to shards with about equal sums of ``weights[row]``.
 
-    Longest processing time first (Graham 1969): heaviest row first, each to the lightest shard;
-    the sums then differ by at most the weight of the last row that tipped the scale. Rows of a
-    shard keep their order.
+    Longest processing time first (Graham 1969): each row, heaviest first, goes to the lightest
+    shard. The sums then differ by at most the weight of the last row of the heaviest shard. Rows of
+    a shard keep their order.
     """
     parts: list[list[int]] = [[] for _ in range(shards)]
-    # Weight, rows, shard: among equal weights the fewest rows, so that empty rows spread too.
+    # Weight, number of rows, shard. The number of rows breaks ties, so that empty rows spread too.
     heap = [(0, 0, shard) for shard in range(shards)]
     for row in sorted(rows, key=lambda row: -weights[row]):
         weight, count, shard = heap[0]
@@ -83,121 +80,30 @@ def balance_rows(rows: Sequence[int], weights: Sequence[int], shards: int) -> li
     return [sorted(part) for part in parts]
 
 
-def plan_dynamic(
-    lengths: Sequence[int],
-    batches: Sequence[range],
-    shards: int,
-    max_tokens: int,
-    multiple: int,
-    shared: Mapping[int, int] | None = None,
-    packer: SequencePacker | None = None,
-) -> list[ShardPlan]:
-    """Padded micro-batches of at most ``max_tokens`` tokens, padding included.
-
-    Args:
-        lengths: tokens of each item's longest row.
-        batches: items of each global batch.
-        shards: number of data-parallel ranks.
-        max_tokens: items of a micro-batch times their padded length.
-        multiple: padded lengths are rounded up to a multiple of it.
-        shared: tokens of the items that share prefixes: these stand in one row without padding.
-        packer: packs those, into micro-batches of their own.
-
-    Raises:
-        DataError: a single item is over ``max_tokens``.
-    """
-    padded = _padded(lengths, multiple, max_tokens)
-    tokens = shared or {}
-    rows = packer.bin_capacity // max_tokens if packer is not None else 1  # of an item
-    weights = [tokens.get(item, rows * length) for item, length in enumerate(lengths)]
-
-    def form(parts: list[list[int]]) -> list[list[list[int]]]:
-        loose = [[item for item in items if item not in tokens] for items in parts]
-        groups = [LengthGroups(items, padded, max_tokens) for items in loose]
-        bins = [
-            _bins(packer, [item for item in items if item in tokens], tokens) for items in parts
-        ]
-        count = max(len(own) + shard.fewest for own, shard in zip(bins, groups, strict=True))
-        return [
-            own + shard.cut(max(shard.fewest, count - len(own)))
-            for own, shard in zip(bins, groups, strict=True)
-        ]
-
-    def length(items: list[int]) -> int:
-        return max((padded[item] for item in items), default=0)
-
-    return _plan(batches, shards, weights, form, length)
-
-
-def _bins(
-    packer: SequencePacker | None, items: list[int], tokens: Mapping[int, int]
-) -> list[list[int]]:
-    if packer is None or not items:
-        return []
-    return [[items[i] for i in found] for found in packer.pack([tokens[item] for item in items])]
-
-
-def plan_packed(
-    lengths: Sequence[int],
-    batches: Sequence[range],
-    shards: int,
-    packer: SequencePacker,
-    multiple: int,
-    min_bin_count: int = 0,
-    bin_count_multiple: int = 1,
-) -> list[ShardPlan]:
-    """Micro-batches that are one packed row each, of at most ``packer.bin_capacity`` tokens.
-
-    Args:
-        lengths: tokens of each row.
-        batches: rows of each global batch.
-        shards: number of data-parallel ranks.
-        packer: packs the rows of one shard.
-        multiple: the length of every sequence is rounded up to a multiple of it.
-        min_bin_count: least number of micro-batches of a shard from every global batch.
-        bin_count_multiple: the number of micro-batches is a multiple of it.
-
-    Raises:
-        DataError: a single row is over the capacity.
-    """
-    padded = _padded(lengths, multiple, packer.bin_capacity)
-
-    def form(parts: list[list[int]]) -> list[list[list[int]]]:
-        sizes = [[padded[row] for row in rows] for rows in parts]
-        packed = [packer.pack(size) for size in sizes]
-        count = bin_count(max(len(bins) for bins in packed), min_bin_count, bin_count_multiple)
-        formed = []
-        for rows, size, bins in zip(parts, sizes, packed, strict=True):
-            split = split_fullest(bins, size, min(count, len(rows)))
-            groups = [[rows[i] for i in items] for items in split]
-            formed.append(groups + [[]] * (count - len(groups)))
-        return formed
-
-    def length(rows: list[int]) -> int:
-        return sum(padded[row] for row in rows)
-
-    return _plan(batches, shards, lengths, form, length)
-
-
 def _plan(
+    items: Sequence[RowGroup],
     batches: Sequence[range],
     shards: int,
-    lengths: Sequence[int],
+    weights: Sequence[int],
     form: Callable[[list[list[int]]], list[list[list[int]]]],
     length: Callable[[list[int]], int],
 ) -> list[ShardPlan]:
-    """Level the tokens, ``form`` every shard's micro-batches, make up numbers with empty ones.
+    """Balance the weights of items over shards, ``form`` micro-batches, and append empty ones.
 
-    Micro-batches go through the model largest first: a rank that runs out of memory does so at
-    once, and ranks that meet inside the model (expert parallelism) bring about as much each.
+    ``batches``: item indices of each global batch. Micro-batches are sorted by decreasing length. A
+    rank that runs out of memory then fails at the first micro-batch, and ranks with collectives
+    inside the model (expert parallelism) process micro-batches of similar size at the same time.
     """
     plans: list[ShardPlan] = [[] for _ in range(shards)]
     for batch in batches:
-        formed = form(balance_rows(batch, lengths, shards))
+        formed = form(balance_rows(batch, weights, shards))
         count = max(len(groups) for groups in formed)
         for plan, groups in zip(plans, formed, strict=True):
             groups += [[]] * (count - len(groups))
-            microbatches = (MicrobatchPlan(rows, length(rows)) for rows in groups)
+            microbatches = [
+                MicrobatchPlan([row for item in group for row in items[item].rows], length(group))
+                for group in groups
+            ]
             plan.append(sorted(microbatches, key=lambda microbatch: -microbatch.length))
     return plans
 
@@ -208,8 +114,8 @@ def _padded(lengths: Sequence[int], multiple: int, max_tokens: int) -> list[int]
         if length > max_tokens:
             raise DataError(
                 f"row {row} has {lengths[row]} tokens, {length} when padded to a multiple of "
-                f"{multiple}, and max_tokens_per_microbatch={max_tokens}; raise the token budget "
-                f"to at least {max(padded)} or drop the row"
+                f"{multiple}, more than max_tokens_per_microbatch={max_tokens}. Raise the token "
+                f"budget to at least {max(padded)} or drop the row"
             )
     return padded
 
@@ -218,98 +124,100 @@ IntArray = NDArray[np.int64]
 
 
 class LengthGroups:
-    """Groups into which given rows can be cut under a budget of ``max_tokens`` each.
+    """Partition of rows into groups of at most ``max_tokens`` tokens, padding included.
 
     Args:
-        rows: their indices, in any order.
-        padded: padded length of every row; none over ``max_tokens``.
-        max_tokens: rows of a group times the padded length of its longest.
+        rows: row indices, in any order.
+        padded: padded length of every row, at most ``max_tokens``.
+        max_tokens: limit of (rows of a group) times (padded length of its longest row).
     """
 
     def __init__(self, rows: Sequence[int], padded: Sequence[int], max_tokens: int) -> None:
         self._rows = sorted(rows, key=lambda row: -padded[row])
         self._widths = np.array([padded[row] for row in self._rows], dtype=np.int64)
         count = len(self._rows)
-        # Where the largest group that starts at j ends. Empty sequences take no room.
+        # End of the largest group that starts at j. The size of empty sequences is not limited.
         largest = np.where(self._widths > 0, max_tokens // np.maximum(self._widths, 1), count)
-        self._reach: IntArray = np.minimum(np.arange(count) + largest, count)
-        self._need: IntArray = np.zeros(count + 1, dtype=np.int64)
+        self._furthest_end: IntArray = np.minimum(np.arange(count) + largest, count)
+        # Minimum number of groups of the rows j..
+        self._min_groups: IntArray = np.zeros(count + 1, dtype=np.int64)
         for j in reversed(range(count)):
-            self._need[j] = 1 + self._need[self._reach[j]]
+            self._min_groups[j] = 1 + self._min_groups[self._furthest_end[j]]
 
     @property
     def fewest(self) -> int:
-        """The smallest number of groups that keeps the budget."""
-        return int(self._need[0])
+        """The smallest number of groups within the budget."""
+        return int(self._min_groups[0])
 
     def cut(self, count: int) -> list[list[int]]:
-        """``count`` groups (or one per row, where there are fewer rows), longest rows first.
+        """Return ``count`` groups with the fewest padded tokens in total, longest rows first.
 
-        Their padded tokens together are as few as they can be.
+        If there are fewer rows than ``count``, every row is a group.
         """
         count = min(count, len(self._rows))
         best_end = self._solve(count - self.fewest)
         groups = []
         start = 0
         while start < len(self._rows):
-            end = int(best_end[start, count - self._need[start]])
+            end = int(best_end[start, count - self._min_groups[start]])
             groups.append(self._rows[start:end])
             start, count = end, count - 1
         return groups
 
     def _solve(self, spare: int) -> IntArray:
-        """End of the first group of rows ``j..``, cut into ``need[j] + t`` groups, at ``[j, t]``.
+        """Return at ``[j, t]`` the end of the first group of rows ``j..``.
 
-        ``t`` runs from 0 to ``spare``: more groups than that cannot be left over.
+        The rows are cut into ``min_groups[j] + t`` groups, with ``t`` from 0 to ``spare``, the
+        number of groups above the minimum.
         """
         rows = len(self._rows)
-        # tokens[j, t + 1]: the fewest for rows j.. in need[j] + t groups; t = -1 is impossible.
+        # tokens[j, t + 1]: minimum for rows j.. in min_groups[j] + t groups (t = -1 is impossible).
         tokens = np.full((rows + 1, spare + 2), np.inf)
         tokens[rows, 1] = 0.0
         best_end = np.zeros((rows, spare + 1), dtype=np.int64)
-        left_over = np.arange(spare + 1)
+        spare_groups = np.arange(spare + 1)
         for j in reversed(range(rows)):
-            ends = np.arange(j + 1, self._reach[j] + 1)
-            # A group that ends early makes the rest need as many groups as j.. did: one less to
-            # spare.
-            used = self._need[ends] - (self._need[j] - 1)
-            after = tokens[ends[:, None], 1 - used[:, None] + left_over]
-            total = after + (self._widths[j] * (ends - j))[:, None]
+            ends = np.arange(j + 1, self._furthest_end[j] + 1)
+            # If the first group ends early, the remaining rows may need as many groups as j..,
+            # which uses one of the spare groups.
+            used = self._min_groups[ends] - (self._min_groups[j] - 1)
+            remaining_tokens = tokens[ends[:, None], 1 - used[:, None] + spare_groups]
+            total = remaining_tokens + (self._widths[j] * (ends - j))[:, None]
             choice = total.argmin(axis=0)
-            tokens[j, 1:] = total[choice, left_over]
+            tokens[j, 1:] = total[choice, spare_groups]
             best_end[j] = ends[choice]
         return best_end
 
 
 class DynamicBatchingArgs(TypedDict):
-    """Arguments by which ``shard_by_batch_size`` forms micro-batches under a token budget."""
+    """Arguments of ``shard_by_batch_size`` for padded micro-batches under a token budget."""
 
     max_tokens_per_microbatch: int  # rows times padded length, per rank
-    sequence_length_round: int  # padded lengths are rounded up to a multiple of it
+    sequence_length_round: int  # padded lengths are rounded up to a multiple of this value
     input_key: str  # column of token ids [B, S]
     input_lengths_key: str  # column of lengths [B]
-    rows_per_group: NotRequired[int]  # adjacent rows that stay in one micro-batch; default 1
-    shared_prefixes: NotRequired[bool]  # and those that begin alike; what they share counts once
+    rows_per_group: NotRequired[int]  # adjacent rows that stay in one micro-batch, default 1
+    shared_prefixes: NotRequired[bool]  # group rows with a common prefix, counted once
 
 
 class SequencePackingArgs(TypedDict):
-    """Arguments by which ``shard_by_batch_size`` packs several sequences into one row."""
+    """Arguments of ``shard_by_batch_size`` for packed rows of several sequences."""
 
     max_tokens_per_microbatch: int  # tokens of a packed row
     input_key: str  # column of token ids [B, S]
     input_lengths_key: str  # column of lengths [B]
     algorithm: str  # name of a packing algorithm
-    sequence_length_pad_multiple: int  # each sequence is padded to a multiple of it
-    min_bin_count: NotRequired[int]  # packed rows per rank and global batch, at least
-    bin_count_multiple: NotRequired[int]  # their number is a multiple of it
-    rows_per_group: NotRequired[int]  # adjacent rows that stay in one packed row; default 1
-    shared_prefixes: NotRequired[bool]  # and those that begin alike; what they share counts once
-    train_mb_tokens: NotRequired[int]  # not read: callers set max_tokens_per_microbatch by phase
-    logprob_mb_tokens: NotRequired[int | None]  # likewise
+    sequence_length_pad_multiple: int  # each sequence is padded to a multiple of this value
+    min_bin_count: NotRequired[int]  # minimum number of packed rows per rank and global batch
+    bin_count_multiple: NotRequired[int]  # the number of packed rows is a multiple of this value
+    rows_per_group: NotRequired[int]  # adjacent rows that stay in one packed row, default 1
+    shared_prefixes: NotRequired[bool]  # group rows with a common prefix, counted once
+    train_mb_tokens: NotRequired[int]  # unused: callers set max_tokens_per_microbatch by phase
+    logprob_mb_tokens: NotRequired[int | None]  # unused
 
 
 class MicroBatching(TypedDict, total=False):
-    """Formation of micro-batches by tokens: one of these, or neither."""
+    """Arguments for micro-batches by tokens: at most one of the two keys."""
 
     dynamic_batching_args: DynamicBatchingArgs
     sequence_packing_args: SequencePackingArgs
@@ -318,44 +226,88 @@ class MicroBatching(TypedDict, total=False):
 def dynamic_plan(
     columns: Mapping[str, Any], args: DynamicBatchingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
-    """`plan_dynamic` of a batch; ``batches`` are the rows of its global batches."""
+    """Plan padded micro-batches of at most ``max_tokens_per_microbatch`` tokens with padding.
+
+    Items with shared prefixes form one row without padding and are packed into separate
+    micro-batches. ``batches``: rows of each global batch.
+
+    Raises:
+        DataError: a single item exceeds the token budget.
+    """
     multiple = at_least("sequence_length_round", args["sequence_length_round"], 1)
     tokens = args["max_tokens_per_microbatch"]
     size = at_least("rows_per_group", args.get("rows_per_group", 1), 1)
     budget = at_least("max_tokens_per_microbatch", tokens // size, 1)
-    lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
-    items, item_batches = _items(columns, args, lengths, batches, multiple, shards)
-    plans = plan_dynamic(
-        [max(lengths[row] for row in item.rows) for item in items],
-        item_batches,
-        shards,
-        budget,
-        multiple,
-        {number: item.tokens for number, item in enumerate(items) if item.shares},
-        get_packer("first_fit_decreasing", tokens),
-    )
-    return _rows_of_items(plans, items)
+    # Items and their weights, in tokens.
+    row_lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
+    items, item_batches = _items(columns, args, row_lengths, batches, multiple, shards)
+    lengths = [max(row_lengths[row] for row in item.rows) for item in items]
+    packer = get_packer("first_fit_decreasing", tokens)
+    padded = _padded(lengths, multiple, budget)
+    shared = {index: item.tokens for index, item in enumerate(items) if item.shares}
+    rows_per_item = packer.bin_capacity // budget
+    weights = [shared.get(item, rows_per_item * length) for item, length in enumerate(lengths)]
+
+    def pack_shared(indices: list[int]) -> list[list[int]]:
+        packable = [index for index in indices if index in shared]
+        if not packable:
+            return []
+        bins = packer.pack([shared[index] for index in packable])
+        return [[packable[i] for i in positions] for positions in bins]
+
+    def form(parts: list[list[int]]) -> list[list[list[int]]]:
+        packed = [pack_shared(indices) for indices in parts]
+        unshared = [[index for index in indices if index not in shared] for indices in parts]
+        groups = [LengthGroups(indices, padded, budget) for indices in unshared]
+        # All shards get the number of micro-batches of the shard that needs the most.
+        shard_parts = list(zip(packed, groups, strict=True))
+        count = max(len(bins) + group.fewest for bins, group in shard_parts)
+        return [
+            bins + group.cut(max(group.fewest, count - len(bins))) for bins, group in shard_parts
+        ]
+
+    def length(indices: list[int]) -> int:
+        return max((padded[index] for index in indices), default=0)
+
+    return _plan(items, item_batches, shards, weights, form, length)
 
 
 def packed_plan(
     columns: Mapping[str, Any], args: SequencePackingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
-    """`plan_packed` of a batch; ``batches`` are the rows of its global batches."""
+    """Plan micro-batches of one packed row each. ``batches``: rows of each global batch.
+
+    Raises:
+        DataError: a single item exceeds the token budget.
+    """
     capacity = at_least("max_tokens_per_microbatch", args["max_tokens_per_microbatch"], 1)
     multiple = at_least("sequence_length_pad_multiple", args["sequence_length_pad_multiple"], 1)
     at_least("rows_per_group", args.get("rows_per_group", 1), 1)
-    lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
-    items, item_batches = _items(columns, args, lengths, batches, multiple, shards)
-    plans = plan_packed(
-        [item.tokens for item in items],
-        item_batches,
-        shards,
-        get_packer(args["algorithm"], capacity),
-        multiple,
-        args.get("min_bin_count", 0),
-        at_least("bin_count_multiple", args.get("bin_count_multiple", 1), 1),
-    )
-    return _rows_of_items(plans, items)
+    # Items, packer, and padded lengths.
+    row_lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
+    items, item_batches = _items(columns, args, row_lengths, batches, multiple, shards)
+    lengths = [item.tokens for item in items]
+    packer = get_packer(args["algorithm"], capacity)
+    minimum = args.get("min_bin_count", 0)
+    count_multiple = at_least("bin_count_multiple", args.get("bin_count_multiple", 1), 1)
+    padded = _padded(lengths, multiple, capacity)
+
+    def form(parts: list[list[int]]) -> list[list[list[int]]]:
+        sizes = [[padded[index] for index in indices] for indices in parts]
+        packed = [packer.pack(size) for size in sizes]
+        # All shards get the same number of rows, so the fullest bins of other shards are split.
+        count = bin_count(max(len(bins) for bins in packed), minimum, count_multiple)
+        formed = []
+        for indices, size, bins in zip(parts, sizes, packed, strict=True):
+            split = split_fullest(bins, size, min(count, len(indices)))
+            groups = [[indices[i] for i in positions] for positions in split]
+            formed.append(groups + [[]] * (count - len(groups)))
+        return formed
+
+    def length(indices: list[int]) -> int:
+        return sum(padded[index] for index in indices)
+
+    return _plan(items, item_batches, shards, lengths, form, length)
 
 
 def _items(
@@ -366,56 +318,47 @@ def _items(
     multiple: int,
     shards: int,
 ) -> tuple[list[RowGroup], list[range]]:
-    """Items that are dealt, and those of each global batch."""
+    """Return all items, and the range of item indices of each global batch."""
     size = args.get("rows_per_group", 1)
-    _check_whole(len(lengths), batches, size)
+    _check_divisible(len(lengths), batches, size)
+    # Group rows, then number the groups over all global batches.
     ids = torch.as_tensor(columns[args["input_key"]])
     groups = prefix_groups(
         ids.cpu().numpy() if args.get("shared_prefixes") else None,
         np.array(lengths, np.int64),
         batches,
-        together=size,
+        rows_per_group=size,
         multiple=multiple,
         max_tokens=args["max_tokens_per_microbatch"],
         shards=shards,
     )
     bounds = accumulate((len(batch) for batch in groups), initial=0)
-    return [item for batch in groups for item in batch], [range(*each) for each in pairwise(bounds)]
+    items = [item for batch in groups for item in batch]
+    return items, [range(start, stop) for start, stop in pairwise(bounds)]
 
 
-def _check_whole(rows: int, batches: Sequence[range], size: int) -> None:
-    """Refuse batches that cut through ``size`` adjacent rows."""
+def _check_divisible(rows: int, batches: Sequence[range], size: int) -> None:
+    """Refuse batches that split groups of ``size`` adjacent rows."""
     if rows % size:
-        raise DataError(f"{rows} rows cannot be taken {size} at a time")
+        raise DataError(f"{rows} rows are not a multiple of rows_per_group={size}")
     for batch in batches:
         if batch.start % size or batch.stop % size:
             raise DataError(
-                f"a global batch of rows {batch.start} to {batch.stop} cuts a group of {size} "
-                "adjacent rows; make the batch size a multiple of it"
+                f"a global batch of rows {batch.start} to {batch.stop} splits a group of {size} "
+                f"adjacent rows. Make the batch size a multiple of {size}"
             )
-
-
-def _rows_of_items(plans: list[ShardPlan], items: Sequence[RowGroup]) -> list[ShardPlan]:
-    """Plans over items as plans over their rows."""
-
-    def expanded(part: MicrobatchPlan) -> MicrobatchPlan:
-        return part._replace(rows=[row for item in part.rows for row in items[item].rows])
-
-    return [[[expanded(part) for part in batch] for batch in plan] for plan in plans]
 
 
 def _row_lengths(columns: Mapping[str, Any], input_key: str, lengths_key: str) -> list[int]:
     for name, key in (("input_key", input_key), ("input_lengths_key", lengths_key)):
         if key not in columns:
-            raise DataError(
-                f"{name}={key!r}: there is no such column; the columns are {sorted(columns)}"
-            )
+            raise DataError(f"{name}={key!r} is not a column. The columns are {sorted(columns)}")
     lengths = torch.as_tensor(columns[lengths_key]).tolist()
     width = columns[input_key].shape[1]
     for row, length in enumerate(lengths):
         if not 0 <= length <= width:
             raise DataError(
                 f"{lengths_key}[{row}]={length} is outside 0..{width}, the width of "
-                f"{input_key}; give lengths in tokens, padding not counted"
+                f"{input_key}. Give lengths in tokens without padding"
             )
     return lengths

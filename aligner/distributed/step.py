@@ -1,4 +1,4 @@
-"""The training step that a call belongs to, in the process that drives a run and in its workers."""
+"""Index of the current training step, in the driver of a run and in its workers."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _step: ContextVar[int] = ContextVar("training step", default=0)
 def training_step(step: int) -> Iterator[None]:
     """Attribute errors raised inside the block to step ``step`` of the run.
 
-    The models that find a non-finite number know their own updates only.
+    Models that detect a non-finite value count only their own updates.
     """
     token = _step.set(step)
     try:
@@ -21,5 +21,5 @@ def training_step(step: int) -> Iterator[None]:
 
 
 def current_step() -> int:
-    """The step at hand; 0 outside of a run."""
+    """Return the current step, 0 outside of a run."""
     return _step.get()

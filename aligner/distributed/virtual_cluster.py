@@ -1,4 +1,4 @@
-"""Room for workers on a Ray cluster: bundles of CPUs or a GPU each, reserved on chosen nodes.
+"""Bundles on the nodes of a Ray cluster, each with CPUs and optionally a GPU, for workers.
 
     node A: [bundle 0] [bundle 1]     node B: [bundle 2] [bundle 3]
                │ policy rank 0           …
@@ -23,8 +23,8 @@ from aligner.distributed.ray.bundles import Bundle
 from aligner.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from aligner.errors import ConfigError, LayoutError, WorkerError
 
-_PLACING_S = 60.0  # for the cluster to have room
-_ATTEMPT_S = 10.0  # for one choice of nodes to turn out free
+_PLACING_S = 60.0  # limit of the wait for free resources
+_ATTEMPT_S = 10.0  # limit of one attempt to reserve bundles on selected nodes
 
 
 class RayVirtualCluster:
@@ -49,24 +49,25 @@ class RayVirtualCluster:
         """Reserve the bundles.
 
         Args:
-            bundle_ct_per_node_list: number of bundles on each node, one entry a node.
-            use_gpus: a GPU to each bundle; default where the cluster has GPUs.
-            max_colocated_worker_groups: groups that share the bundles, an equal part each.
-            name: of the cluster in messages.
+            bundle_ct_per_node_list: number of bundles per node.
+            use_gpus: reserve one GPU per bundle, default true if the cluster has GPUs.
+            max_colocated_worker_groups: number of groups that share the bundles in equal parts.
+            name: name of the cluster in messages.
             cpus_per_bundle: CPUs of a bundle.
-            parallel: model-parallel sizes of training workers that bring none; default none.
-            seed: of the generators of training workers.
-            timeout_s: longest wait for a worker, or of one worker for another.
-            log_dir: where workers write their logs, a folder that all nodes see; default a
-                temporary one.
-            env_vars: environment of all workers, there before they import anything.
+            parallel: default model-parallel sizes of training workers, default no model
+            parallelism. seed: seed of the random generators of training workers. timeout_s: limit
+            of the wait for a worker, and of one worker's wait for another worker. log_dir:
+            directory of the workers' logs, visible on all nodes, default a temporary
+                directory.
+            env_vars: environment of all workers, set before the workers import anything.
 
         Raises:
-            WorkerError: the cluster has no such room, and had none for a minute.
+            WorkerError: the cluster lacks the resources for a minute.
         """
         import ray
 
         self.name, self.timeout_s = name, timeout_s
+        # Resources of a bundle.
         if use_gpus is None:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             use_gpus = has_gpus and os.environ.get("ALIGNER_FORCE_CPU") != "1"
@@ -74,6 +75,7 @@ class RayVirtualCluster:
         self._parallel, self._seed = parallel or ParallelConfig(), seed
         self._counts = list(bundle_ct_per_node_list)
         self._bundle = {"CPU": cpus_per_bundle, **({"GPU": 1.0} if use_gpus else {})}
+        # State of the groups that use the bundles.
         self._env_vars = dict(env_vars or {})
         self._max_groups = max_colocated_worker_groups
         self._groups: list[RayWorkerGroup] = []
@@ -86,13 +88,13 @@ class RayVirtualCluster:
 
     @property
     def use_gpus(self) -> bool:
-        """True if a bundle has a GPU."""
+        """True if each bundle includes a GPU."""
         return self._use_gpus
 
     @property
     def sharding_annotations(self) -> NamedSharding:
-        """Places of a training group's workers."""
-        return self._places(self._parallel, self.world_size())
+        """Layout of a training group's workers."""
+        return self._layout(self._parallel, self.world_size())
 
     def start_workers(
         self,
@@ -108,39 +110,42 @@ class RayVirtualCluster:
     ) -> RayWorkerGroup:
         """Construct ``worker_class(parallel=..., **kwargs)`` in a process on every bundle.
 
-        Training groups are constructed side by side, while the driver goes on.
+        Training groups are constructed concurrently, while the driver continues.
 
         Args:
             worker_class: dotted path.
             name_prefix: role, for messages and logs.
-            layout: places of the workers; default ``parallel``'s on all of them.
-            python_executable: an interpreter of their own. Such workers train nothing: they get no
-                ``parallel`` and share no torch.distributed world. They start once the others stand,
-                so that what they measure of memory stays true.
-            parallel: model-parallel sizes of this group; default the cluster's.
-            workers_per_node: number of bundles used on each node; default all.
-            env_vars: environment of this group's workers, over the cluster's.
+            layout: layout of the workers, default the layout of ``parallel`` on all bundles.
+            python_executable: another interpreter for the workers. Such workers do not train: they
+                get no ``parallel`` and no torch.distributed world. They start after all other
+                groups, so that their measurements of free memory stay valid.
+            parallel: model-parallel sizes of this group, default the sizes of the cluster.
+            workers_per_node: number of bundles to use on each node, default all.
+            env_vars: environment of this group's workers, which overrides the cluster's.
             kwargs: arguments of the class.
         """
         parallel = parallel or self._parallel
         if layout is None:
-            layout = self._places(parallel, len(self.bundles_for(workers_per_node)))
+            layout = self._layout(parallel, len(self.bundles_for(workers_per_node)))
+        # Check for free bundles.
         self._groups = [group for group in self._groups if group.is_alive]
         if len(self._groups) == self._max_groups:
             raise WorkerError(
-                f"{name_prefix}: {self._max_groups} groups of workers have the cluster {self.name} "
-                "to themselves already; raise max_colocated_worker_groups"
+                f"{name_prefix}: {self._max_groups} groups of workers already use the cluster "
+                f"{self.name}. Raise max_colocated_worker_groups"
             )
+        # Wait until the memory use of all other groups is stable.
         if python_executable is not None:
-            for other in self._groups:
-                other.wait_until_started()
+            for running_group in self._groups:
+                running_group.wait_until_started()
+        environment = {**self._env_vars, **(env_vars or {})}
         group = RayWorkerGroup(
             self,
             RayWorkerBuilder(worker_class, **kwargs),
             name_prefix,
             workers_per_node,
             sharding_annotations=layout,
-            env_vars={key: str(x) for key, x in {**self._env_vars, **(env_vars or {})}.items()},
+            env_vars={key: str(value) for key, value in environment.items()},
             parallel=parallel if python_executable is None else None,
             seed=self._seed,
             python_executable=python_executable,
@@ -149,69 +154,71 @@ class RayVirtualCluster:
         return group
 
     def world_size(self) -> int:
-        """Number of bundles."""
+        """Return the number of bundles."""
         return sum(self._counts)
 
     def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
-        """Bundles of a group with this many workers on each node (one number, or one per node).
+        """Return the bundles of a group with this many workers per node, one value or a list.
 
         Raises:
-            ConfigError: a node has fewer bundles, or the numbers are not one per node.
+            ConfigError: a node has fewer bundles, or the list has another length than the nodes.
         """
         if workers_per_node is None:
             return self.bundles
-        wanted = (
+        counts = (
             [workers_per_node] * len(self._counts)
             if isinstance(workers_per_node, int)
             else list(workers_per_node)
         )
-        fits = len(wanted) == len(self._counts) and all(
-            0 <= count <= room for count, room in zip(wanted, self._counts, strict=True)
+        # Check against the bundles of each node.
+        fits = len(counts) == len(self._counts) and all(
+            0 <= count <= available for count, available in zip(counts, self._counts, strict=True)
         )
-        if not fits or not sum(wanted):
+        if not fits or not sum(counts):
             raise ConfigError(
                 f"workers_per_node={workers_per_node}: the nodes of the cluster {self.name} have "
-                f"{self._counts} bundles; give at most that many"
+                f"{self._counts} bundles. Give at most these numbers"
             )
-        chosen: list[Bundle] = []
+        # The first bundles of each node.
+        selected: list[Bundle] = []
         start = 0
-        for count, room in zip(wanted, self._counts, strict=True):
-            chosen += self.bundles[start : start + count]
-            start += room
-        return chosen
+        for count, available in zip(counts, self._counts, strict=True):
+            selected += self.bundles[start : start + count]
+            start += available
+        return selected
 
-    def _places(self, sizes: ParallelConfig, workers: int) -> NamedSharding:
+    def _layout(self, sizes: ParallelConfig, workers: int) -> NamedSharding:
         if not workers or workers % sizes.model_parallel_size:
             raise LayoutError(
                 f"{workers} workers of the cluster {self.name} cannot be split into tensor "
                 f"{sizes.tensor} x pipeline {sizes.pipeline} x context {sizes.context} = "
-                f"{sizes.model_parallel_size}; change the sizes or the number of bundles"
+                f"{sizes.model_parallel_size}. Change the sizes or the number of bundles"
             )
         return layout_of(sizes.pipeline, sizes.data_size(workers), sizes.context, sizes.tensor)
 
     def node_count(self) -> int:
-        """Number of nodes."""
+        """Return the number of nodes."""
         return len(self._counts)
 
     def get_placement_groups(self) -> list[Any]:
-        """Ray's placement groups, one per node."""
+        """Return Ray's placement groups, one per node."""
         return list(dict.fromkeys(bundle.group for bundle in self.bundles))
 
     @property
     def shares_bundles(self) -> bool:
-        """True if workers of several groups may compute on one bundle, and on its GPU."""
+        """True if workers of several groups may share a bundle and its GPU."""
         return self._max_groups > 1
 
     @property
     def worker_resources(self) -> dict[str, float]:
-        """Resources that an actor takes of its bundle."""
+        """Resources of an actor, Ray's options ``num_cpus`` and ``num_gpus``."""
         share = {
             kind: floor(1e4 * size / self._max_groups) / 1e4 for kind, size in self._bundle.items()
         }
         return {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0.0)}
 
     def shutdown(self) -> bool:
-        """End all workers and give the room back."""
+        """End all workers and release the bundles."""
         for group in self._groups:
             group.shutdown()
         self._groups = []
@@ -221,13 +228,13 @@ class RayVirtualCluster:
             shutil.rmtree(self.log_dir, ignore_errors=True)
         return True
 
-    # Room -------------------------------------------------------------------------------------
+    # Reservation ------------------------------------------------------------------------------
 
     def _reserve(self) -> list[Bundle]:
-        """Bundles on nodes with room for them; tries again for a while, for room may get free."""
+        """Reserve the bundles. Retry for up to a minute, because resources may be released."""
         deadline = time.monotonic() + min(_PLACING_S, self.timeout_s)
         while True:
-            nodes = self._nodes_with_room()
+            nodes = self._select_nodes()
             if nodes is not None:
                 groups = self._reserve_on(nodes)
                 if groups is not None:
@@ -237,30 +244,30 @@ class RayVirtualCluster:
                         for index in range(count)
                     ]
             if time.monotonic() > deadline:
-                raise WorkerError(self._no_room())
+                raise WorkerError(self._describe_shortage())
             time.sleep(0.5)
 
-    def _nodes_with_room(self) -> list[str] | None:
-        """A different node for each count, those that fit most tightly; None if there are none."""
+    def _select_nodes(self) -> list[str] | None:
+        """Select a different node per count, the tightest fit first, or return None."""
         from ray._private.state import available_resources_per_node
 
         free = available_resources_per_node()
-        chosen: dict[int, str] = {}
+        selected: dict[int, str] = {}
         for position in sorted(range(len(self._counts)), key=lambda i: -self._counts[i]):
-            need = {kind: size * self._counts[position] for kind, size in self._bundle.items()}
+            required = {kind: size * self._counts[position] for kind, size in self._bundle.items()}
             fitting = [
                 node
                 for node, resources in free.items()
-                if node not in chosen.values()
-                and all(resources.get(kind, 0.0) >= size for kind, size in need.items())
+                if node not in selected.values()
+                and all(resources.get(kind, 0.0) >= size for kind, size in required.items())
             ]
             if not fitting:
                 return None
-            chosen[position] = min(fitting, key=lambda node: (free[node].get("CPU", 0.0), node))
-        return [chosen[position] for position in range(len(self._counts))]
+            selected[position] = min(fitting, key=lambda node: (free[node].get("CPU", 0.0), node))
+        return [selected[position] for position in range(len(self._counts))]
 
     def _reserve_on(self, nodes: Sequence[str]) -> list[Any] | None:
-        """A placement group on each node; None if others were faster."""
+        """Create a placement group on each node, or return None on a timeout."""
         import ray
         from ray.util.placement_group import placement_group
 
@@ -272,9 +279,10 @@ class RayVirtualCluster:
             )
             for node, count in zip(nodes, self._counts, strict=True)
         ]
-        ready = [group.ready() for group in groups]
-        done, _ = ray.wait(ready, num_returns=len(ready), timeout=_ATTEMPT_S)
-        if len(done) == len(ready):
+        # Wait until all groups are placed, else release all groups.
+        pending = [group.ready() for group in groups]
+        ready, _ = ray.wait(pending, num_returns=len(pending), timeout=_ATTEMPT_S)
+        if len(ready) == len(pending):
             return groups
         self._release(groups)
         return None
@@ -286,18 +294,18 @@ class RayVirtualCluster:
             with contextlib.suppress(Exception):  # the connection may be gone
                 remove_placement_group(group)
 
-    def _no_room(self) -> str:
+    def _describe_shortage(self) -> str:
         import ray
 
         alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         kinds = ("CPU", "GPU")
-        have = ", ".join(
+        nodes = ", ".join(
             "(" + ", ".join(f"{kind} {node.get(kind, 0):g}" for kind in kinds) + ")"
             for node in alive
         )
         return (
-            f"the Ray cluster has no room for {self.name}: wanted {self._counts} bundles of "
-            f"{self._bundle} on {len(self._counts)} nodes; it has {len(alive)} nodes with {have}, "
-            "some of it perhaps in use. Lower trainer.devices, trainer.num_nodes or "
+            f"the Ray cluster has no room for {self.name}: required are {self._counts} bundles of "
+            f"{self._bundle} on {len(self._counts)} nodes. The cluster has {len(alive)} nodes with "
+            f"{nodes}, possibly in use. Lower trainer.devices, trainer.num_nodes or "
             "cluster.cpus_per_worker, or add nodes"
         )

@@ -1,15 +1,17 @@
-"""A group of workers that are actors of a Ray cluster.
+"""Groups of workers that are actors of a Ray cluster.
 
-The driver hands a group one shard of data per coordinate of the sharded axes and gets one result
-per coordinate back. Data go through Ray's object store once, however many workers read them.
+The driver sends one shard of data per coordinate of the sharded axes to a group and receives one
+result per coordinate. Each shard goes through Ray's object store once, for any number of workers.
 
     driver   shard 0 ──► worker 0, worker 1 (its tensor-parallel peer)  ──► result of worker 0
              shard 1 ──► worker 2, worker 3                             ──► result of worker 2
 
-The workers of a training group share a torch.distributed world of their own.
+The workers of a training group form a separate torch.distributed world.
 """
 
 import contextlib
+import functools
+import operator
 import os
 import sys
 import time
@@ -20,13 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-import aligner
 from aligner.config.layout import ParallelConfig
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import SlicedDataDict
 from aligner.distributed.interfaces import WorkerFuture
 from aligner.distributed.named_sharding import NamedSharding
-from aligner.distributed.ray.bundles import Bundle, Room
+from aligner.distributed.ray.bundles import Bundle, BundleCluster
 from aligner.distributed.ray.calls import WorkerHandle, wait_for
 from aligner.distributed.ray.worker import Seat, TorchWorld, WorkerProcess
 from aligner.distributed.step import current_step
@@ -38,20 +39,20 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalCluster", "MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
 
-_CLEANUP_S = 10.0  # for a worker's cleanup method, and for its process to be gone
-# Prefixes of the driver's environment variables that workers see on other nodes too.
+_CLEANUP_S = 10.0  # limit of a worker's cleanup method, and of the end of its process
+# Prefixes of the driver's environment variables that are set on every node.
 _FORWARDED = (
     *("ALIGNER_", "CUDA_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "NVTE_", "OMP_"),
     *("PYTORCH_", "TOKENIZERS_", "TORCH_", "VLLM_"),
 )
-# Ray decides which GPUs a worker sees; where they stand differs from node to node.
+# Ray selects the GPUs of a worker, and the selection differs between nodes.
 _NOT_FORWARDED = {"CUDA_VISIBLE_DEVICES"}
 
 
 class RayWorkerBuilder:
-    """Recipe for a worker: its class, which may be a dotted path, and its arguments.
+    """Class of a worker, which may be a dotted path, and the arguments of its constructor.
 
-    Where ``worker_sharding_annotations`` is among them, the workers of a group form a
+    If the keyword ``worker_sharding_annotations`` is given, the workers of a group form a
     torch.distributed world of that layout.
     """
 
@@ -63,11 +64,11 @@ class RayWorkerBuilder:
 
     @property
     def layout(self) -> ParallelConfig | None:
-        """Layout of the workers' world; None: they have none."""
-        places: NamedSharding | None = self.kwargs.get("worker_sharding_annotations")
-        if places is None:
+        """Layout of the workers' torch.distributed world, or None without such a world."""
+        sharding: NamedSharding | None = self.kwargs.get("worker_sharding_annotations")
+        if sharding is None:
             return None
-        sizes = places.shape
+        sizes = sharding.shape
         return ParallelConfig(
             tensor=sizes.get("tensor_parallel", 1),
             pipeline=sizes.get("pipeline_parallel", 1),
@@ -76,15 +77,16 @@ class RayWorkerBuilder:
 
 
 class MultiWorkerFuture(list["ObjectRef"]):
-    """A method call that was started on many workers: the list of their results to come.
+    """References to the results of a method call on many workers, one per worker.
 
-    ``ray.get`` of it gives the results of all; it raises `Failure` where a worker raised.
+    ``ray.get`` of the list returns the results of all workers, or raises `Failure` if a worker
+    raised.
 
     Args:
-        method_name: what was called.
-        calls: of every worker that was called, its result to come and its seat.
+        method_name: the called method, for messages.
+        calls: result reference and seat of every called worker.
         returned: positions in ``calls`` of the results that `get_results` returns, in order.
-        timeout_s: longest wait for an answer.
+        timeout_s: limit of the wait for results.
     """
 
     def __init__(
@@ -99,12 +101,12 @@ class MultiWorkerFuture(list["ObjectRef"]):
         self.returned, self.timeout_s = returned, timeout_s
 
     def get_results(self) -> list[Any]:
-        """Wait for all workers; one result per group of workers with the same output.
+        """Wait for all workers and return one result per group of workers with the same output.
 
         Raises:
             WorkerDiedError: a worker's process ended.
-            WorkerError: a worker raised what is not an `AlignerError`, or did not answer in time.
-            AlignerError: what a worker raised, of its own type.
+            WorkerError: a worker raised another exception than an `AlignerError`, or timed out.
+            AlignerError: a worker raised this error (the type is preserved).
         """
         results = wait_for(self.calls, self.method_name, self.timeout_s)
         return [results[position] for position in self.returned]
@@ -115,7 +117,7 @@ class RayWorkerGroup:
 
     def __init__(
         self,
-        cluster: Room,
+        cluster: BundleCluster,
         worker_builder: RayWorkerBuilder,
         name_prefix: str,
         workers_per_node: int | Sequence[int] | None = None,
@@ -128,46 +130,50 @@ class RayWorkerGroup:
     ) -> None:
         """Start one worker on each bundle.
 
-        The workers are constructed while the driver goes on; what goes wrong there is raised by
-        `wait_until_started` or the first call.
+        The workers are constructed while the driver continues. `wait_until_started` or the first
+        call raises errors of the construction.
 
         Args:
-            cluster: where.
-            worker_builder: what.
+            cluster: cluster whose bundles the workers use.
+            worker_builder: class and arguments of the workers.
             name_prefix: role in messages and log names.
-            workers_per_node: number of each node's bundles that are used (or one per node);
+            workers_per_node: number of bundles to use on each node, one value or one per node,
                 default all.
-            sharding_annotations: place of every worker; default only data parallel. Workers sit
-                on as many bundles as it has ranks, the first ones.
-            env_vars: further environment of the workers, there before they import anything.
-            parallel: the workers form a torch.distributed world with these model-parallel sizes
-                and are constructed with ``parallel=ParallelState``; default that of the builder.
-            seed: of such a world.
-            python_executable: interpreter of the workers; default that of the Ray node. It needs
-                the same version of Ray; aligner's source is on its path.
+            sharding_annotations: layout of the workers, default only data parallel. The workers use
+                the first bundles, one per rank of the layout.
+            env_vars: additional environment variables, set before the workers import anything.
+            parallel: model-parallel sizes of a torch.distributed world that the workers form. They
+                are then constructed with ``parallel=ParallelState``. Default: the builder's layout.
+            seed: seed of this world.
+            python_executable: interpreter of the workers, default the interpreter of the Ray node.
+                It needs the same version of Ray. aligner's source is added to its path.
         """
         bundles = cluster.bundles_for(workers_per_node)
+        # Layout and bundles of the workers.
         if sharding_annotations is None:
             sharding_annotations = NamedSharding(np.arange(len(bundles)), ["data_parallel"])
         if sharding_annotations.size > len(bundles):
             raise WorkerError(
                 f"{name_prefix} needs {sharding_annotations.size} workers, but the cluster "
-                f"{cluster.name} has room for {len(bundles)}; make it larger, or raise "
+                f"{cluster.name} has room for {len(bundles)}. Use a larger cluster, or raise "
                 "workers_per_node"
             )
         self.cluster, self.name_prefix = cluster, name_prefix
         self.sharding_annotations = sharding_annotations
         self._timeout_s = cluster.timeout_s
-        self.is_whole = True
+        self.is_healthy = True
         self._actors: list[Any] = []
         self._seats: list[Seat] = []
         self._starting: list[Any] = []
+        # Start the processes, then the workers in them.
         used = bundles[: sharding_annotations.size]
         try:
-            self._start_processes(used, {**_forwarded(), **(env_vars or {})}, python_executable)
+            self._start_processes(
+                used, {**_driver_environment(), **(env_vars or {})}, python_executable
+            )
             self._start_workers(used, worker_builder, parallel or worker_builder.layout, seed)
         except BaseException:
-            self.is_whole = False
+            self.is_healthy = False
             self.shutdown()
             raise
 
@@ -175,10 +181,11 @@ class RayWorkerGroup:
 
     @property
     def workers(self) -> list[WorkerHandle]:
-        """The workers by rank, to be called one by one; see `WorkerHandle`."""
+        """Handles of single workers in rank order, see `WorkerHandle`."""
         if self._starting:
             self.wait_until_started()
-        return [WorkerHandle(*each) for each in zip(self._actors, self._seats, strict=True)]
+        actors = zip(self._actors, self._seats, strict=True)
+        return [WorkerHandle(actor, seat) for actor, seat in actors]
 
     @property
     def is_alive(self) -> bool:
@@ -186,13 +193,13 @@ class RayWorkerGroup:
         return bool(self._actors)
 
     def wait_until_started(self) -> None:
-        """Wait until every worker has been constructed; raises what one of them raised."""
+        """Wait until every worker is constructed, or re-raise an error of a worker."""
         starting, self._starting = self._starting, []
-        with self._breaking():
+        with self._unhealthy_on_error():
             wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> MultiWorkerFuture:
-        """Call a method with the same arguments on every worker; every worker's result."""
+        """Call a method with the same arguments on every worker and return all results."""
         common = self._arguments(kwargs)
         calls = [self._call(rank, method_name, common) for rank in range(len(self._actors))]
         return self._future(method_name, calls, range(len(calls)))
@@ -213,49 +220,51 @@ class RayWorkerGroup:
         output_is_replicated: Sequence[str],
         common_kwargs: Mapping[str, Any] | None = None,
     ) -> MultiWorkerFuture:
-        """Call a method with ``data=`` the shard of each worker's coordinates.
+        """Call a method with ``data=`` the shard at each worker's coordinates.
 
         Args:
-            method_name: the method.
-            data: shards by coordinate of the sharded axis; nested for several axes, in their order.
+            method_name: name of the method.
+            data: shards by coordinate of the sharded axis, nested in axis order for several axes.
             in_sharded_axes: axes along which workers get different data.
-            replicate_on_axes: axes along which workers get the same data. Along an axis that is in
-                neither, only the workers at coordinate 0 are called.
-            output_is_replicated: axes along which results are the same; that at coordinate 0 is
-                returned.
-            common_kwargs: the same for every worker.
+            replicate_on_axes: axes along which workers get the same data. Along all other axes only
+                the workers at coordinate 0 are called.
+            output_is_replicated: axes along which results are equal. Only the result at coordinate
+                0 is returned.
+            common_kwargs: arguments that are the same for every worker.
 
         Returns:
             One result per coordinate of the other axes, outermost axis first.
         """
+        # Check the axes and the number of shards.
         sizes = self.sharding_annotations.shape
         for name in (*in_sharded_axes, *replicate_on_axes, *output_is_replicated):
             if name not in sizes:
-                raise WorkerError(f"{method_name}: no axis {name!r}; the axes are {list(sizes)}")
+                raise WorkerError(f"{method_name}: no axis {name!r}. The axes are {list(sizes)}")
         _check_shards(method_name, data, [sizes[name] for name in in_sharded_axes])
         common, shards = self._arguments(common_kwargs or {}), {}
-        free = set(sizes) - set(in_sharded_axes) - set(replicate_on_axes)
+        # Call every worker, except along unused axes only the worker at coordinate 0.
+        unused_axes = set(sizes) - set(in_sharded_axes) - set(replicate_on_axes)
         calls: list[Any] = []
         returned: list[int] = []
         for rank in np.ravel(self.sharding_annotations.layout).tolist():
-            place = self.sharding_annotations.get_worker_coords(rank)
-            if any(place[axis] for axis in free):
+            coordinates = self.sharding_annotations.get_worker_coords(rank)
+            if any(coordinates[axis] for axis in unused_axes):
                 continue
-            index = tuple(place[axis] for axis in in_sharded_axes)
+            index = tuple(coordinates[axis] for axis in in_sharded_axes)
             if index not in shards:
-                shards[index] = self._put(_at(data, index))
-            if not any(place[axis] for axis in output_is_replicated):
+                shards[index] = self._put(functools.reduce(operator.getitem, index, data))
+            if not any(coordinates[axis] for axis in output_is_replicated):
                 returned.append(len(calls))
             calls.append(self._call(rank, method_name, common, shards[index]))
         return self._future(method_name, calls, returned)
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
-        """Wait for a call; see `MultiWorkerFuture.get_results`."""
-        with self._breaking():
+        """Wait for a call and return its results, see `MultiWorkerFuture.get_results`."""
+        with self._unhealthy_on_error():
             return future.get_results()
 
     def recover(self) -> bool:
-        """See `WorkerGroup.recover`. A worker answers its calls in their order."""
+        """Wait for every worker to answer, in call order, see `WorkerGroup.recover`."""
         calls = [
             (actor.seat.remote(), seat)
             for actor, seat in zip(self._actors, self._seats, strict=True)
@@ -264,43 +273,48 @@ class RayWorkerGroup:
             wait_for(calls, f"{self.name_prefix}, after a failure", self._timeout_s)
         except WorkerError:
             return False
-        self.is_whole = bool(calls)
-        return self.is_whole
+        self.is_healthy = bool(calls)
+        return self.is_healthy
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """End the processes, calling ``cleanup_method`` on each first; whether that went well.
+        """Call ``cleanup_method`` on each worker, end the processes, and return the success.
 
-        A group in which a call has failed is ended without it: its workers may not answer.
+        After a failed call ``cleanup_method`` is not called, because workers may not answer.
         """
-        if sys.is_finalizing():  # nothing can be imported any more; Ray ends the workers itself
+        if sys.is_finalizing():  # imports are impossible now. Ray ends the workers itself
             return False
         import ray
 
         if not ray.is_initialized():  # the workers ended with the connection
             self._actors, self._seats, self._starting = [], [], []
             return True
-        went_well = True
-        if cleanup_method is not None and self.is_whole and not self._starting and self._actors:
+        is_clean = True
+        if cleanup_method is not None and self.is_healthy and not self._starting and self._actors:
             future = self.run_all_workers_single_data(cleanup_method)
             future.timeout_s = _CLEANUP_S
             try:
                 future.get_results()
             except AlignerError:
-                went_well = False
+                is_clean = False
+        # Kill all processes, also after a failed cleanup.
         for actor in self._actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
-        _wait_until_gone(self._seats)
+        # Wait until the local worker processes have ended, because others may need their memory.
+        host, deadline = os.uname().nodename, time.monotonic() + _CLEANUP_S
+        for seat in self._seats:
+            while seat.host == host and psutil.pid_exists(seat.pid) and time.monotonic() < deadline:
+                time.sleep(0.05)
         self._actors, self._seats, self._starting = [], [], []
-        return went_well
+        return is_clean
 
     @contextlib.contextmanager
-    def _breaking(self) -> Iterator[None]:
-        """Mark the group as failed if the block raises: its workers may wait for one another."""
+    def _unhealthy_on_error(self) -> Iterator[None]:
+        """Mark the group as failed if the block raises: workers may be waiting for one another."""
         try:
             yield
         except AlignerError:
-            self.is_whole = False
+            self.is_healthy = False
             raise
 
     def _put(self, value: Any) -> Any:
@@ -309,7 +323,7 @@ class RayWorkerGroup:
         return ray.put(value)
 
     def _arguments(self, kwargs: Mapping[str, Any]) -> Any:
-        """A reference to the arguments that all workers are given; none go with the call."""
+        """Store the arguments of all workers once and return a reference."""
         return self._put(dict(kwargs)) if kwargs else {}
 
     def _call(self, rank: int, method_name: str, *arguments: Any) -> Any:
@@ -321,8 +335,9 @@ class RayWorkerGroup:
     def _future(
         self, method_name: str, calls: list[Any], returned: Sequence[int]
     ) -> MultiWorkerFuture:
-        what = f"{self.name_prefix}.{method_name}"
-        return MultiWorkerFuture(what, calls, returned, self._timeout_s)
+        return MultiWorkerFuture(
+            f"{self.name_prefix}.{method_name}", calls, returned, self._timeout_s
+        )
 
     # Starting ---------------------------------------------------------------------------------
 
@@ -332,29 +347,28 @@ class RayWorkerGroup:
         environment: Mapping[str, str],
         python_executable: str | None,
     ) -> None:
+        """Start one actor per bundle and wait for the seats of all actors."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         options: dict[str, Any] = dict(self.cluster.worker_resources)
         if python_executable is not None:
-            path = [str(Path(aligner.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+            path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
             options["runtime_env"] = {
                 "py_executable": python_executable,
                 "env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, path))},
             }
+        # One actor per bundle.
         process, starting = ray.remote(WorkerProcess), []
         for rank, bundle in enumerate(bundles):
             log = str(self.cluster.log_dir / f"{self.name_prefix}-{rank}.log")
             strategy = PlacementGroupSchedulingStrategy(bundle.group, bundle.index)
+            workers_on_node = sum(peer.node == bundle.node for peer in bundles)
             actor = process.options(scheduling_strategy=strategy, **options).remote(
-                self.name_prefix,
-                rank,
-                log,
-                os.getcwd(),
-                environment,
-                sum(other.node == bundle.node for other in bundles),
+                self.name_prefix, rank, log, os.getcwd(), environment, workers_on_node
             )
             self._actors.append(actor)
+            # For messages until the process reports its host and pid.
             seat = Seat(self.name_prefix, rank, "not known yet", "", 0, log)
             starting.append((actor.seat.remote(), seat))
         self._seats = wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
@@ -366,29 +380,30 @@ class RayWorkerGroup:
         parallel: ParallelConfig | None,
         seed: int,
     ) -> None:
-        what = f"{self.name_prefix}, starting"
+        """Start the construction of the workers, without waiting."""
         world = None
         if parallel is not None:
-            first = [(self._actors[0].free_port.remote(), self._seats[0])]
-            ((host, port),) = wait_for(first, what, self._timeout_s)
+            call = self._actors[0].free_port.remote(), self._seats[0]
+            name = f"{self.name_prefix}, starting"
+            ((host, port),) = wait_for([call], name, self._timeout_s)
             world = TorchWorld(parallel, seed, self._timeout_s, len(self._actors), host, port)
+        # Construct each worker with its rank in the environment.
         arguments = self._put((builder.args, builder.kwargs))
         for rank, (actor, seat) in enumerate(zip(self._actors, self._seats, strict=True)):
-            node = [
-                other for other, bundle in enumerate(bundles) if bundle.node == bundles[rank].node
-            ]
-            place = {
+            node = bundles[rank].node
+            node_ranks = [peer for peer, bundle in enumerate(bundles) if bundle.node == node]
+            rank_variables = {
                 "RANK": str(rank),
-                # A worker on a GPU sees only its own.
-                "LOCAL_RANK": "0" if self.cluster.use_gpus else str(node.index(rank)),
-                "LOCAL_WORLD_SIZE": str(len(node)),
+                # A worker on a GPU sees only this GPU, as device 0.
+                "LOCAL_RANK": "0" if self.cluster.use_gpus else str(node_ranks.index(rank)),
+                "LOCAL_WORLD_SIZE": str(len(node_ranks)),
                 accelerator.SHARED_DEVICE: "1" if self.cluster.shares_bundles else "0",
             }
-            start = actor.start.remote(builder.worker_class, arguments, place, world)
+            start = actor.start.remote(builder.worker_class, arguments, rank_variables, world)
             self._starting.append((start, seat))
 
 
-def _forwarded() -> dict[str, str]:
+def _driver_environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
@@ -397,25 +412,10 @@ def _forwarded() -> dict[str, str]:
 
 
 def _check_shards(method_name: str, data: Any, sizes: Sequence[int]) -> None:
-    """Refuse a number of shards that is not the number of coordinates."""
+    """Raise `WorkerError` unless there is one shard per coordinate."""
     if not sizes:
         return
     if len(data) != sizes[0]:
         raise WorkerError(f"{method_name}: {len(data)} shards for {sizes[0]} coordinates")
     for part in data:
         _check_shards(method_name, part, sizes[1:])
-
-
-def _at(data: Any, index: tuple[int, ...]) -> Any:
-    for coordinate in index:
-        data = data[coordinate]
-    return data
-
-
-def _wait_until_gone(seats: Sequence[Seat]) -> None:
-    """Wait until the workers on this machine have ended: others may need their memory."""
-    host = os.uname().nodename
-    deadline = time.monotonic() + _CLEANUP_S
-    for seat in seats:
-        while seat.host == host and psutil.pid_exists(seat.pid) and time.monotonic() < deadline:
-            time.sleep(0.05)

@@ -1,22 +1,22 @@
-"""Calls of a role's workers by its handle, and the workers in this process or of torchrun.
+"""Calls from a role's handle to its workers, and the worker group of local processes.
 
-A handle (``Policy``, ``Value``) gives a group one shard of data per data-parallel coordinate and
-gets one result per data-parallel coordinate back. In ``LocalWorkerGroup`` this process is one of
-the workers, and the handles run in every process alike:
+A handle (``Policy``, ``Value``) sends one shard of data per data-parallel coordinate to a group and
+receives one result per data-parallel coordinate. In ``LocalWorkerGroup`` this process is one of the
+workers, and the same handle code runs in every process:
 
     handle in rank 0         handle in rank 1           (same global batch in both)
       | shard 0                | shard 1
-    worker 0                 worker 1                   worker method, collectives inside it
+    worker 0                 worker 1                   worker method with its collectives
       | result 0               | result 1
       +------ all-gather over data parallel ------+
     [result 0, result 1]     [result 0, result 1]
 
-Consumes: the shards, the data-parallel process group. Waits for: the same call on every rank;
-the process group's timeout ends the wait. An exception on one rank is raised on all ranks of its
-data-parallel group, with the rank's name, once its worker method has returned there.
+Consumes: the shards, the data-parallel process group. Waits for: the same call on every rank, at
+most for the timeout of the process group. An exception on one rank is raised on all ranks of its
+data-parallel group, with the index of the failed rank, after the worker method returns there.
 
-A handle declares what it only passes on: a call of every worker, or on shards of a batch whose rows
-are scored. Name, signature and docstring are those of the worker method::
+A handle declares methods that only forward a call to all workers or score the rows of a batch.
+Name, signature and docstring come from the worker method::
 
     prepare_for_training = phase(RoleWorker.prepare_for_training)
     num_parameters = on_all_workers(RoleWorker.num_parameters)
@@ -49,9 +49,9 @@ R = TypeVar("R")
 
 
 def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Method of a handle that calls ``method`` on every worker of its ``worker_group``.
+    """Make a handle method that calls ``method`` on every worker of the ``worker_group``.
 
-    The results are the same on all workers; one is returned.
+    The handle method returns the result of the first worker, because all results are the same.
     """
 
     @functools.wraps(method)
@@ -62,9 +62,10 @@ def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concate
 
 
 def phase(method: Callable[[Any], R]) -> Callable[..., R]:
-    """`on_all_workers` of a method without arguments; a caller's are ignored.
+    """Make a handle method like `on_all_workers`, for a method without arguments.
 
-    NeMo-RL publishes the phases of its handles with ``*args, **kwargs``.
+    The handle method ignores its arguments, because NeMo-RL publishes the phases of its handles
+    with ``*args, **kwargs``.
     """
 
     @functools.wraps(method)
@@ -80,25 +81,27 @@ def scored_rows(
     columns: Sequence[str],
     optional: Sequence[str] = (),
 ) -> Callable[Concatenate[Any, P], BatchedDataDict]:
-    """Method of a handle that scores the rows of a global batch; the scores are in their order.
+    """Make a handle method that scores the rows of a global batch and keeps their order.
 
     Args:
-        method: of a worker; takes ``data``, its share of ``columns``, and ``micro_batch_size``:
-            sequences per forward pass, default those of the handle's ``model``.
-        columns: those that ``method`` reads, see `columns_of`.
-        optional: those that it reads where they are there.
+        method: worker method with the parameters ``data``, a shard of the columns, and
+            ``micro_batch_size``, sequences per forward pass (default: the handle's ``model``).
+        columns: required columns, see `columns_of`.
+        optional: columns that are sent only if the batch contains them.
     """
 
     @functools.wraps(method)
     def call(handle: Any, /, *args: P.args, **kwargs: P.kwargs) -> BatchedDataDict:
-        given = by_name(method, *args, **kwargs)
-        data = given.pop("data")
-        there = [name for name in optional if isinstance(data, Mapping) and name in data]
-        rows = columns_of(data, [*columns, *there])
+        arguments = named_arguments(method, *args, **kwargs)
+        data = arguments.pop("data")
+        present = [name for name in optional if isinstance(data, Mapping) and name in data]
+        rows = columns_of(data, [*columns, *present])
         batching = micro_batching(
-            handle.model, training=False, micro_batch_size=given.get("micro_batch_size")
+            handle.model, training=False, micro_batch_size=arguments.get("micro_batch_size")
         )
-        results, order = run_sharded(handle.worker_group, method, rows, batching=batching, **given)
+        results, order = run_sharded(
+            handle.worker_group, method, rows, batching=batching, **arguments
+        )
         scores: BatchedDataDict = BatchedDataDict.from_batches(results)
         scores.reorder_data(order)
         return scores
@@ -106,25 +109,25 @@ def scored_rows(
     return call
 
 
-def by_name(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Arguments of ``method``, without its first parameter, by their names."""
+def named_arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Map the parameter names of ``method``, except its first parameter, to the arguments."""
     signature = inspect.signature(method)
-    signature.bind(None, *args, **kwargs)  # TypeError here, not in another process
+    signature.bind(None, *args, **kwargs)  # raises TypeError in this process, not in a worker
     return dict(zip(list(signature.parameters)[1:], args, strict=False)) | kwargs
 
 
 def start_on_all(
     group: WorkerGroup, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
 ) -> WorkerFuture:
-    """Begin to call a worker method with the same arguments everywhere; the caller waits."""
-    given = by_name(method, *args, **kwargs)
-    return group.run_all_workers_single_data(method.__name__, **given)
+    """Start a worker method with the same arguments on all workers, without waiting."""
+    arguments = named_arguments(method, *args, **kwargs)
+    return group.run_all_workers_single_data(method.__name__, **arguments)
 
 
 def run_on_all(
     group: WorkerGroup, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
 ) -> list[R]:
-    """Call a worker method with the same arguments everywhere and wait for it."""
+    """Call a worker method with the same arguments on all workers and wait for the results."""
     return group.get_all_worker_results(start_on_all(group, method, *args, **kwargs))
 
 
@@ -136,21 +139,21 @@ def run_sharded(
     batching: MicroBatching | None = None,
     **kwargs: Any,
 ) -> tuple[list[R], list[int]]:
-    """Call a worker method with each data-parallel rank's share.
+    """Call a worker method with one shard of ``data`` per data-parallel rank.
 
     Args:
         group: the workers.
-        method: the method, of which ``data`` is the first parameter.
+        method: worker method whose first parameter is ``data``.
         data: global batches.
-        batch_size: rows of a global mini-batch that every rank must get its share of; None where
-            rows are independent, which also allows shares of different sizes, or empty ones.
-        batching: forms the micro-batches that the shares bring; default nothing.
-        kwargs: passed on to the method.
+        batch_size: rows of a global mini-batch, split evenly over the ranks. None if rows are
+            independent, which also allows uneven and empty shards.
+        batching: arguments to form micro-batches in the shards, default no micro-batches.
+        kwargs: arguments of the method.
 
     Returns:
-        One result per rank, in order; and where the rows of the results, one after the other,
-        stood in ``data``.
+        One result per rank, in order, and for each row of the joined results its index in ``data``.
     """
+    # Shard the rows.
     shards: Any = data.shard_by_batch_size(
         group.sharding_annotations.get_axis_size("data_parallel"),
         batch_size=batch_size,
@@ -160,6 +163,7 @@ def run_sharded(
     order = list(range(data.size))
     if batching:
         shards, order = shards
+    # Model-parallel ranks get the same shard and return the same result.
     future = group.run_all_workers_sharded_data(
         method.__name__,
         data=shards,
@@ -178,82 +182,76 @@ def micro_batching(
     micro_batch_size: int | None = None,
     rows_per_group: int = 1,
 ) -> MicroBatching:
-    """The configured way to form micro-batches; none where a caller gives their size.
+    """Return the configured arguments for micro-batches by tokens, or none.
 
-    ``model``: None for workers that form their own. ``rows_per_group``: number of adjacent rows
-    that stay together.
+    ``model``: None for workers that form micro-batches themselves. ``micro_batch_size``: size that
+    the caller requests, which turns micro-batches by tokens off. ``rows_per_group``: number of
+    adjacent rows that stay together.
     """
     if model is None or model.token_budgets is None or micro_batch_size is not None:
         return {}
+    # Token budget of the phase.
     budgets = model.token_budgets
     tokens = budgets.train_mb_tokens
     if not training and budgets.logprob_mb_tokens is not None:
         tokens = budgets.logprob_mb_tokens
-    if model.sequence_packing.enabled:
-        return {
-            "sequence_packing_args": {
-                "max_tokens_per_microbatch": tokens,
-                "input_key": "input_ids",
-                "input_lengths_key": "input_lengths",
-                "algorithm": model.sequence_packing.algorithm,
-                "sequence_length_pad_multiple": model.parallel.sequence_multiple,
-                "rows_per_group": rows_per_group,
-                "shared_prefixes": model.plans_shared_prefixes,
-            }
-        }
-    return {
-        "dynamic_batching_args": {
-            "max_tokens_per_microbatch": tokens,
-            "input_key": "input_ids",
-            "input_lengths_key": "input_lengths",
-            "sequence_length_round": model.parallel.row_multiple(model.sequence_length_round),
-            "rows_per_group": rows_per_group,
-            "shared_prefixes": model.plans_shared_prefixes,
-        }
+    arguments: Any = {
+        "max_tokens_per_microbatch": tokens,
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+        "rows_per_group": rows_per_group,
+        "shared_prefixes": model.plans_shared_prefixes,
     }
+    if model.sequence_packing.enabled:
+        arguments["algorithm"] = model.sequence_packing.algorithm
+        arguments["sequence_length_pad_multiple"] = model.parallel.sequence_multiple
+        return {"sequence_packing_args": arguments}
+    multiple = model.parallel.row_multiple(model.sequence_length_round)
+    arguments["sequence_length_round"] = multiple
+    return {"dynamic_batching_args": arguments}
 
 
 @dataclass(frozen=True)
 class LocalFuture:
-    """Results of a call that has been made already."""
+    """Results of a completed call."""
 
     results: list[Any]
 
     def get_results(self) -> list[Any]:
-        """The results."""
+        """Return the results."""
         return self.results
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """An exception on its way to the other ranks.
+    """Exception in the form in which it is sent to the other ranks.
 
-    ``error`` is the exception itself where it is ours; others may not survive being sent, and a
-    rank that cannot send would leave its peers waiting.
+    ``error`` is the exception itself if it is an `AlignerError`. Other exceptions may not be
+    picklable, and a rank that cannot send would block its peers.
     """
 
     rank: int
-    words: str
+    message: str
     error: AlignerError | None
 
 
-def _places(parallel: ParallelState) -> NamedSharding:
+def _layout(parallel: ParallelState) -> NamedSharding:
     config = parallel.config
     return layout_of(config.pipeline, parallel.dp_size, config.context, config.tensor)
 
 
 class LocalWorkerGroup:
-    """This process is one worker; its peers are the processes started beside it."""
+    """Group in which each process of the world is one worker. This process calls its own worker."""
 
-    is_whole = True  # a call here is made in this process, which is not waiting
+    is_healthy = True  # calls run in this process, so no worker can be left waiting
 
     def __init__(self, worker: Any, parallel: ParallelState) -> None:
         self.worker = worker
         self.parallel = parallel
-        self.sharding_annotations = _places(parallel)
+        self.sharding_annotations = _layout(parallel)
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> LocalFuture:
-        """Call ``method_name(**kwargs)`` here; every process does the same with its worker."""
+        """Call ``method_name(**kwargs)`` on this process's worker, as every other process does."""
         return LocalFuture([getattr(self.worker, method_name)(**kwargs)])
 
     def run_all_workers_sharded_data(
@@ -265,89 +263,90 @@ class LocalWorkerGroup:
         output_is_replicated: Sequence[str],
         common_kwargs: Mapping[str, Any] | None = None,
     ) -> LocalFuture:
-        """Call ``method_name(data=my shard, **common_kwargs)`` here and gather over data parallel.
+        """Call ``method_name(data=shard, **common_kwargs)`` and gather results over data parallel.
 
-        Every axis is either sharded or replicated; the result of a worker is the same along
-        ``output_is_replicated`` (worker methods see to it), so one per data rank is returned.
+        Every axis is either sharded or replicated. Worker methods return the same result along
+        ``output_is_replicated``, so the call returns one result per data-parallel rank.
         """
+        # Check the axes and the number of shards.
         if list(in_sharded_axes) != ["data_parallel"]:
             raise WorkerError(
                 f"data can be sharded over data_parallel alone, not {list(in_sharded_axes)}"
             )
         for name in (*replicate_on_axes, *output_is_replicated):
             if name not in MODEL_AXES:
-                raise WorkerError(f"cannot replicate over {name!r}; the axes are {MODEL_AXES}")
+                raise WorkerError(f"cannot replicate over {name!r}. The axes are {MODEL_AXES}")
         if len(data) != self.parallel.dp_size:
             raise WorkerError(
                 f"{method_name}: {len(data)} shards for {self.parallel.dp_size} data-parallel ranks"
             )
+        # Call this process's worker, and exchange results over data parallel.
         arguments = {"data": data[self.parallel.dp_rank], **(common_kwargs or {})}
         if self.parallel.dp_size == 1:
             return LocalFuture([getattr(self.worker, method_name)(**arguments)])
 
-        def gather(mine: Any) -> list[Any]:
+        def gather(result: Any) -> list[Any]:
             results: list[Any] = [None] * self.parallel.dp_size
-            dist.all_gather_object(results, mine, group=self.parallel.dp_group)
+            dist.all_gather_object(results, result, group=self.parallel.dp_group)
             return results
 
-        return self._shared(method_name, arguments, gather)
+        return self._call_and_exchange(method_name, arguments, gather)
 
     def run_single_worker_single_data(
         self, method_name: str, worker_idx: int = 0, **kwargs: Any
     ) -> LocalFuture:
-        """Call a method in the process of rank ``worker_idx``; its result, in every process."""
+        """Call a method in the process of rank ``worker_idx``. Every process gets the result."""
         if self.parallel.world_size == 1:
             return LocalFuture([getattr(self.worker, method_name)(**kwargs)])
 
-        def broadcast(mine: Any) -> list[Any]:
-            box = [mine]
-            dist.broadcast_object_list(box, src=worker_idx)
-            return box
+        def broadcast(result: Any) -> list[Any]:
+            results = [result]
+            dist.broadcast_object_list(results, src=worker_idx)
+            return results
 
-        return self._shared(
-            method_name, kwargs if self.parallel.rank == worker_idx else None, broadcast
-        )
+        arguments = kwargs if self.parallel.rank == worker_idx else None
+        return self._call_and_exchange(method_name, arguments, broadcast)
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
-        """Results of a call, in data-parallel order."""
+        """Return the results of a call, in data-parallel order."""
         return future.get_results()
 
     def recover(self) -> bool:
-        """True: a sharded call that failed on one rank has returned, and was raised, on all."""
+        """Return True, because a failed sharded call returns and raises on all ranks."""
         return True
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Call ``cleanup_method`` on this process's worker; the process itself lives on."""
+        """Call ``cleanup_method`` on this process's worker. The process keeps running."""
         if cleanup_method is not None:
             getattr(self.worker, cleanup_method)()
         return True
 
-    def _shared(
+    def _call_and_exchange(
         self,
         method_name: str,
         arguments: Mapping[str, Any] | None,
         exchange: Callable[[Any], list[Any]],
     ) -> LocalFuture:
-        """Results of ranks that ``exchange`` them; None as ``arguments``: this rank has none."""
-        mine: Any = None
+        """Call the worker (not if ``arguments`` is None) and ``exchange`` results or failures."""
+        result: Any = None
         try:
             if arguments is not None:
-                mine = to_host(getattr(self.worker, method_name)(**arguments))
+                result = to_host(getattr(self.worker, method_name)(**arguments))
         except Exception as error:
-            own = error if isinstance(error, AlignerError) else None
-            exchange(_Failure(self.parallel.rank, f"{type(error).__name__}: {error}", own))
+            sendable = error if isinstance(error, AlignerError) else None
+            exchange(_Failure(self.parallel.rank, f"{type(error).__name__}: {error}", sendable))
             raise
-        results = exchange(mine)
+        results = exchange(result)
         for result in results:
             if isinstance(result, _Failure):
                 raise result.error or WorkerError(
-                    f"{method_name} failed on rank {result.rank}: {result.words}"
+                    f"{method_name} failed on rank {result.rank}: {result.message}"
                 )
         return LocalFuture(results)
 
 
 class LocalCluster:
-    """The processes that torchrun or Lightning's launcher started, or this one by itself."""
+    """Cluster of the processes of torchrun or Lightning's launcher, or of this process alone."""
 
     engine = "local"
 
@@ -361,8 +360,8 @@ class LocalCluster:
 
     @property
     def sharding_annotations(self) -> NamedSharding:
-        """Places of the processes."""
-        return _places(self.parallel)
+        """Layout of the processes."""
+        return _layout(self.parallel)
 
     def start_workers(
         self,
@@ -379,25 +378,27 @@ class LocalCluster:
         Args:
             worker_class: dotted path.
             name_prefix: role, for messages.
-            parallel: the configured layout; it must be that of the processes.
-            workers_per_node: must be what was started on each machine.
-            env_vars: set in this process, where they last.
+            parallel: the configured layout, which must be the layout of the processes.
+            workers_per_node: must be the number of processes on each machine.
+            env_vars: set permanently in this process.
             kwargs: arguments of the class.
         """
+        # The launcher decided the layout, so the arguments must agree with it.
         if parallel is not None and parallel != self.parallel.config:
             raise LayoutError(
-                f"{name_prefix}: the processes are laid out as {self.parallel.config}, the "
-                f"configuration says {parallel}; give both the same, or use a RayVirtualCluster, "
+                f"{name_prefix}: the layout of the processes is {self.parallel.config}, the "
+                f"configured layout is {parallel}. Use one layout, or use a RayVirtualCluster, "
                 "where every role has its own layout"
             )
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.parallel.world_size))
-        wanted = [workers_per_node] if isinstance(workers_per_node, int) else workers_per_node
-        if wanted is not None and set(wanted) != {here}:
+        local_count = int(os.environ.get("LOCAL_WORLD_SIZE", self.parallel.world_size))
+        counts = [workers_per_node] if isinstance(workers_per_node, int) else workers_per_node
+        if counts is not None and set(counts) != {local_count}:
             raise ConfigError(
-                f"workers_per_node={workers_per_node}: the processes are the workers, and {here} "
-                "were started on this machine; leave it out, or use a RayVirtualCluster"
+                f"workers_per_node={workers_per_node}, but the workers are the {local_count} "
+                "processes of this machine. Leave it out, or use a RayVirtualCluster"
             )
         os.environ.update({key: str(value) for key, value in (env_vars or {}).items()})
+        # Construct the worker in this process.
         constructor = pkgutil.resolve_name(":".join(worker_class.rsplit(".", 1)))
         try:
             worker = constructor(parallel=self.parallel, **kwargs)
@@ -407,12 +408,12 @@ class LocalCluster:
         return LocalWorkerGroup(worker, self.parallel)
 
     def world_size(self) -> int:
-        """Number of processes."""
+        """Return the number of processes."""
         return self.parallel.world_size
 
 
 def to_host(value: Any) -> Any:
-    """``value`` with every tensor in it on the host, ready to be sent as an object."""
+    """Copy every tensor in ``value`` to host memory, so that the value can be pickled."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, Mapping):

@@ -1,3 +1,3 @@
-"""Sampling: batches of the rows that wait, and engines outside the policy's own processes."""
+"""Sampling: batches of queued rows, and engines outside the policy's processes."""
 
-import aligner.config  # noqa: F401  (it imports the sections of the engines, never they it)
+import aligner.config  # noqa: F401  (imports the engines' sections, which must not import it first)

@@ -1,6 +1,8 @@
-"""The engine's side of a server: requests that wait are generated in batches, in the main thread.
+"""Loop of a sampling engine: queued rows are generated in batches, in the main thread.
 
-All ranks of a run take part; rank 0 has the requests, and the others wait for it.
+    JobQueue ─ rows ─► rank 0 ─ batch to all ranks ─► engine ─ tokens ─► rank 0 ─ reports ─► jobs
+
+Rank 0 owns the queue. The other ranks wait for rank 0's batches.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,38 +23,38 @@ from aligner.http.queue import ENDING, JobQueue, Slot
 from aligner.models.interfaces import GenerationInterface
 from aligner.parallel.collectives import from_rank_zero, is_rank_zero
 
-# The other ranks wait for rank 0 in a collective; it ends an idle wait this often.
+# Ranks wait for rank 0 in a collective. Rank 0 ends an idle wait at this interval.
 _HEARTBEAT_S = 0.5
 _RowSlot = Slot[Row]
 _Listener = Callable[[int, int, float], None]
 
 
 class _Batch(NamedTuple):
-    """Rows as every rank needs to know them."""
+    """Rows of a batch, as sent to every rank."""
 
     prompts: list[list[int]]
     sample_ids: list[int]
-    options: SamplingOptions | None  # None: the engine's own
+    options: SamplingOptions | None  # None: options of the engine
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "_Batch":
-        """The rows of a batch."""
+        """Return the batch of ``rows``."""
         prompts, sample_ids = [row.prompt for row in rows], [row.sample_id for row in rows]
         return cls(prompts, sample_ids, batch_options(rows))
 
 
-class _NobodyWaitsError(Exception):
-    """Nobody waits for the batch any more, or the server is to stop."""
+class _AbandonedError(Exception):
+    """No job waits for the batch any more, or the server is stopping."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings by which an engine is asked.
+    """Settings of an engine.
 
-    ``rows``: most answers of a batch. ``positions``: of the model. ``seed``: of the random numbers,
-    which depend on it, the prompt and the sample id only. ``end_ids``: tokens that end an answer.
-    ``listens``: the engine tells of every token as it is sampled. ``has_peers``: other ranks take
-    part, so a batch that has begun must be brought to its end.
+    ``rows``: maximum batch size. ``positions``: positions of the model. ``seed``: random numbers
+    depend only on the seed, the prompt and the sample id. ``end_ids``: tokens that end an answer.
+    ``listens``: the engine reports every token when it is sampled. ``has_peers``: other ranks take
+    part, so that a started batch must be completed.
     """
 
     rows: int
@@ -64,44 +66,35 @@ class EngineSettings:
     has_peers: bool
 
 
+@dataclass(frozen=True)
 class ServingEngine:
-    """Answers what waits, with an engine that is ready to generate."""
+    """Loop that answers queued rows with an engine that is ready to generate.
 
-    def __init__(
-        self,
-        generation: GenerationInterface,
-        queue: JobQueue[Row],
-        settings: EngineSettings,
-        survives: Callable[[Exception], bool] | None = None,
-        is_complete: Callable[[int], bool] = lambda waiting: False,
-    ) -> None:
-        """Nothing is asked yet.
+    ``survives`` decides on all ranks whether the engine can be used after an exception. By default
+    it can, unless there are other ranks, whose state is then unknown, or a worker failed.
+    ``is_complete`` decides whether a batch of n rows starts without waiting for more.
+    """
 
-        ``is_complete``: whether a batch waits for no more rows than so many.
-
-        ``survives``: whether the engine may be asked again after what it raised, on every rank; by
-        default it may unless there are other ranks, whose state is then unknown, or a worker
-        failed.
-        """
-        self._generation, self._queue, self._settings = generation, queue, settings
-        self._is_complete = is_complete
-        self._survives = survives or (
-            lambda error: not (settings.has_peers or isinstance(error, WorkerError))
-        )
+    generation: GenerationInterface
+    queue: JobQueue[Row]
+    settings: EngineSettings
+    survives: Callable[[Exception], bool] | None = None
+    is_complete: Callable[[int], bool] = lambda rows: False
 
     def serve(self, is_stopping: Callable[[], bool]) -> None:
-        """Answer until ``is_stopping`` on rank 0; collective.
+        """Answer until ``is_stopping()`` on rank 0, on all ranks.
 
-        A batch that fails is reported to those who asked; an error that the engine does not survive
-        is raised.
+        If a batch fails, its jobs get the exception. Exceptions that the engine does not survive
+        are raised.
         """
-        fit = partial(fit_together, positions=self._settings.positions)
+        fit = partial(fit_together, positions=self.settings.positions)
         while True:
+            # Rank 0 chooses the batch. None ends the loop on all ranks.
             slots: list[_RowSlot] = []
             stops = is_stopping()
             if is_rank_zero() and not stops:
-                rows = self._settings.rows
-                slots = self._queue.take(rows, _HEARTBEAT_S, fit, self._is_complete)
+                rows = self.settings.rows
+                slots = self.queue.take(rows, _HEARTBEAT_S, fit, self.is_complete)
             batch = from_rank_zero(None if stops else _Batch.of([slot.item for slot in slots]))
             if batch is None:
                 return
@@ -112,12 +105,15 @@ class ServingEngine:
         self, batch: _Batch, slots: list[_RowSlot], is_stopping: Callable[[], bool]
     ) -> None:
         try:
-            output = self._generated(batch, slots, is_stopping)
-        except _NobodyWaitsError:
+            output = self._generate(batch, slots, is_stopping)
+        except _AbandonedError:
             for slot in slots:
                 slot.fail(ConnectionAbortedError(ENDING))
         except Exception as error:
-            survives = self._survives(error)
+            if self.survives is not None:
+                survives = self.survives(error)
+            else:
+                survives = not (self.settings.has_peers or isinstance(error, WorkerError))
             failure = engine_failure(error)
             for slot in slots:
                 if survives and slot.is_wanted and isinstance(slot.job, RowJob):
@@ -126,40 +122,41 @@ class ServingEngine:
             if not survives:
                 raise
         else:
-            for number, slot in enumerate(slots):
-                _finish(slot, output, number)
+            for index, slot in enumerate(slots):
+                _finish(slot, output, index)
 
-    def _generated(
+    def _generate(
         self, batch: _Batch, slots: list[_RowSlot], is_stopping: Callable[[], bool]
     ) -> BatchedDataDict:
-        ids, lengths = pad_right(batch.prompts, self._settings.pad_id)
+        ids, lengths = pad_right(batch.prompts, self.settings.pad_id)
         columns = {"input_ids": ids, "input_lengths": lengths}
         columns["sample_ids"] = torch.tensor(batch.sample_ids)
-        further: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if batch.options is not None:
-            further["sampling_options"] = batch.options
-        if self._settings.listens:
-            further["listener"] = self._listener(slots, is_stopping)
-        output = self._generation.generate(
-            BatchedDataDict(columns), seed=self._settings.seed, **further
+            options["sampling_options"] = batch.options
+        if self.settings.listens:
+            options["listener"] = self._listener(slots, is_stopping)
+        output = self.generation.generate(
+            BatchedDataDict(columns), seed=self.settings.seed, **options
         )
         return output.to("cpu")
 
     def _listener(self, slots: list[_RowSlot], is_stopping: Callable[[], bool]) -> _Listener:
-        ends, may_leave = self._settings.end_ids, not self._settings.has_peers
+        ends, may_leave = self.settings.end_ids, not self.settings.has_peers
+        # With different limits, the engine may sample for the longest after all rows have ended.
         longest = max((slot.item.longest for slot in slots), default=0)
         is_cut = any(slot.item.longest < longest for slot in slots)
 
-        def listen(number: int, token: int, logprob: float) -> None:
-            if not slots:  # another rank
+        def listen(index: int, token: int, logprob: float) -> None:
+            if not slots:  # not rank 0
                 return
-            slot = slots[number]
+            slot = slots[index]
             end: EndKind | None = "length" if slot.reported + 1 >= slot.item.longest else None
             _report(slot, [token], [logprob], "stop" if token in ends else end)
-            if not may_leave or (not is_cut and all(each.is_ended for each in slots)):
-                return  # it comes to its end by itself
-            if is_stopping() or not any(each.is_wanted for each in slots):
-                raise _NobodyWaitsError
+            if not may_leave or (not is_cut and all(row_slot.is_ended for row_slot in slots)):
+                return  # the batch ends without intervention
+            if is_stopping() or not any(row_slot.is_wanted for row_slot in slots):
+                raise _AbandonedError
 
         return listen
 
@@ -169,26 +166,26 @@ def _report(
     ids: list[int],
     logprobs: list[float],
     end: EndKind | None,
-    kept: Tensor | None = None,
+    kept_ids: Tensor | None = None,
 ) -> None:
-    """Report further tokens of a row; tokens after its end are ignored."""
+    """Report new tokens of a row. Tokens after the row's end are ignored."""
     if not slot.is_ended and (ids or end):
-        progress = Progress(slot.index, ids, logprobs, end, kept)
+        progress = Progress(slot.index, ids, logprobs, end, kept_ids)
         slot.report(progress, parts=len(ids), is_last=end is not None)
 
 
-def _finish(slot: _RowSlot, output: BatchedDataDict, number: int) -> None:
-    """Report the tokens of a row that were not reported, and its end; longer answers are cut."""
+def _finish(slot: _RowSlot, output: BatchedDataDict, index: int) -> None:
+    """Report the unreported tokens of a row, and its end. Answers that are too long are cut."""
     begin, longest = len(slot.item.prompt), slot.item.longest
-    whole = int(output["unpadded_sequence_lengths"][number]) - begin
-    new = slice(begin + slot.reported, begin + min(whole, longest))
-    # A copy: a view is sent with all that it is a part of.
-    kept = output["kept_ids"][number, new].clone() if "kept_ids" in output else None
-    stopped = whole <= longest and bool(output["is_end"][number])
+    length = int(output["unpadded_sequence_lengths"][index]) - begin
+    new = slice(begin + slot.reported, begin + min(length, longest))
+    # Copy, because sending a view sends the whole tensor.
+    kept_ids = output["kept_ids"][index, new].clone() if "kept_ids" in output else None
+    stopped = length <= longest and bool(output["is_end"][index])
     _report(
         slot,
-        output["output_ids"][number, new].tolist(),
-        output["logprobs"][number, new].tolist(),
+        output["output_ids"][index, new].tolist(),
+        output["logprobs"][index, new].tolist(),
         "stop" if stopped else "length",
-        kept,
+        kept_ids,
     )

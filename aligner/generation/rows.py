@@ -1,7 +1,7 @@
 """Rows of requests to a policy, and the progress of their answers.
 
-A request becomes rows, one for each answer. Rows that are sampled alike are generated together,
-whatever requests they are of.
+A request becomes one row per answer. Rows with the same sampling options are generated together,
+also rows of different requests.
 """
 
 import hashlib
@@ -20,23 +20,23 @@ EndKind = Literal["stop", "length"]
 
 
 class Progress(NamedTuple):
-    """Next tokens of a row, with one log-prob each. ``end``: None: more will come.
+    """New tokens of a row, with one log-prob each. ``end`` is None while more tokens follow.
 
-    ``kept``: int32 [n, K], ids that the sampler kept for each token, where they are recorded.
+    ``kept_ids``: int32 [n, K], ids that the sampler kept for each token, if they are recorded.
     """
 
     row: int
     ids: list[int]
     logprobs: list[float]
     end: EndKind | None = None
-    kept: Tensor | None = None
+    kept_ids: Tensor | None = None
 
 
 @dataclass
 class Row:
-    """One answer that is asked for, by a session as its number ``request``.
+    """One requested answer. ``request`` is the index of the request in its session.
 
-    ``sample_id``: of which the engine makes random numbers. ``options``: None: the engine's own.
+    ``sample_id`` determines the engine's random numbers. ``options``: None for the engine's.
     """
 
     prompt: list[int]
@@ -46,26 +46,26 @@ class Row:
 
     @property
     def longest(self) -> int:
-        """Most new tokens."""
+        """Maximum number of new tokens."""
         return sys.maxsize if self.options is None else self.options.length.max_length
 
 
 @dataclass
 class RowJob(Job[Row]):
-    """The rows of one request. ``failure``: of the engine, in place of an answer."""
+    """The rows of one request. ``failure`` is set if the engine failed."""
 
     failure: Failure | None = None
 
     @property
     def is_open(self) -> bool:
-        """True as long as somebody waits for the engine."""
-        return not self.is_left and self.failure is None and self.ended < len(self.items)
+        """True while the client waits for the engine."""
+        return not self.is_abandoned and self.failure is None and self.ended < len(self.items)
 
 
 def fit_together(rows: Sequence[Row], positions: int) -> bool:
-    """Return whether the rows, of which all but the last do, can be one batch.
+    """Return whether the last of ``rows`` can join the others in one batch.
 
-    The longest prompt and the longest answer together fit into ``positions``, those of the model.
+    The longest prompt and the longest answer together must fit into the model's ``positions``.
     """
     first, last = rows[0].options, rows[-1].options
     if first is None or last is None:
@@ -76,7 +76,7 @@ def fit_together(rows: Sequence[Row], positions: int) -> bool:
 
 
 def batch_options(rows: Sequence[Row]) -> SamplingOptions | None:
-    """Sampling of a batch: that of its rows, with the length of the longest; None: the engine's."""
+    """Return the sampling options of a batch of ``rows``, or None for the engine's."""
     first = rows[0].options if rows else None
     if first is None:
         return None
@@ -85,7 +85,7 @@ def batch_options(rows: Sequence[Row]) -> SamplingOptions | None:
 
 
 def sample_id(*parts: object) -> int:
-    """Sample id, 0 <= id < 2**63, of nothing but ``parts``, which are written as text."""
+    """Return a sample id, 0 <= id < 2**63, that depends only on the text of ``parts``."""
     text = " ".join(map(str, parts))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

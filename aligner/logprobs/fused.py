@@ -1,24 +1,24 @@
-"""Log-probs and entropy straight from hidden states; [N, V] is never in memory.
+"""Log-probs and entropy from hidden states, without [N, V] logits in memory.
 
-Forward: one pass over the vocabulary in tiles keeps, per token, the running maximum ``m``, the sum
-``s = Σ exp(l - m)`` and, for the entropy, ``u = Σ exp(l - m)·(l - m)`` of the logits ``l``
+Forward: one pass over the vocabulary in tiles updates, per token, the running maximum ``m``, the
+sum ``s = Σ exp(l - m)`` and, for the entropy, ``u = Σ exp(l - m)·(l - m)`` of the logits ``l``
 (online softmax, Milakov & Gimelshein, 2018). Then ``logprob = l_target - m - log s`` and
 ``entropy = log s - u / s``.
 
-Backward: the tiles are computed again and turned into the gradient of the logits in place::
+Backward: the tiles are recomputed and converted to the gradient of the logits in place::
 
     dl_v = g·([v = target] - p_v) - e·p_v·(log p_v + entropy)
 
-with ``g`` and ``e`` the gradients of logprob and entropy. That is four matrix products instead of
-the three of log-softmax-then-gather, but every elementwise pass stays in cache.
+with ``g`` and ``e`` the gradients of logprob and entropy. The method needs four matrix products,
+log-softmax and gather need three, but every elementwise pass stays in cache.
 
-The vocabulary is the outer loop, so each row of the weight's gradient is complete after its tile
-and float32 accumulation needs no float32 copy of it.
+The vocabulary is the outer loop, so each row of the weight's gradient is complete after its tile,
+and float32 accumulation needs no float32 copy of the gradient.
 
-Sums are float32 (float64 for float64 inputs). bfloat16 states and weights are multiplied as they
-are on a GPU, where each product is exact either way; for the backward pass the gradient of
-each logit is computed in float32 and rounded to bfloat16 (`aligner.kernels.linear_product`).
-Elsewhere they are converted to float32, a block at a time, and only the result is rounded.
+Sums are float32 (float64 for float64 inputs). A GPU multiplies bfloat16 states and weights without
+conversion, because each product is exact in float32. In backward the gradient of each logit is
+computed in float32 and rounded to bfloat16 (`aligner.kernels.linear_product`). Other devices
+convert states and weights to float32 block by block, and only the result is rounded.
 """
 
 from dataclasses import dataclass
@@ -40,10 +40,10 @@ from aligner.logprobs.top_k_top_p import (
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of each token over the whole vocabulary; float32 [N] (float64 for float64)."""
+    """Statistics of each token over the whole vocabulary, float32 [N] (float64 for float64)."""
 
     logprobs: Tensor
-    log_normalizer: Tensor  # log Σ exp(l) over the tokens that the filter keeps
+    log_normalizer: Tensor  # log Σ exp(l) over the tokens within the filter
     entropy: Tensor | None
 
 
@@ -59,17 +59,19 @@ def row_statistics(
     with_entropy: bool = False,
     divisor: float = 1.0,
 ) -> RowStatistics:
-    """Forward pass over ``hidden`` [N, H], ``weight`` [V_local, H], ``target`` int64 [N].
+    """Compute statistics of ``hidden`` [N, H], ``weight`` [V_local, H], ``target`` int64 [N].
 
-    ``restriction``: the tokens that count, None: all. A target that it excludes counts all the
-    same, or has log-prob -inf without ``keep_target``.
-    Logits are divided by ``divisor``.
+    ``restriction``: the tokens that count, default all. An excluded target still counts with
+    ``keep_target``. Without ``keep_target`` its log-prob is -inf. Logits are divided by
+    ``divisor``.
     """
+    # Logits of the targets, which also initialise the running maximum.
     tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor)
     hidden = tiles.factor(hidden)
     local, owned = shard.localize(target)
     target_logits = _target_logits(tiles, hidden, weight, local, owned, shard)
-    # Any finite start does; this one is nearer than the smallest float.
+    # Any finite start is valid. The target's logit is nearer to the maximum than the smallest
+    # float.
     maximum = target_logits.clone()
     total = torch.zeros_like(maximum)
     weighted = torch.zeros_like(maximum) if with_entropy else None
@@ -78,15 +80,14 @@ def row_statistics(
         for rows in tiles.tokens():
             logits = tiles.logits(hidden[rows], weight_tile)
             if restriction is not None:
-                column, here = _target_column(local[rows], owned[rows], columns)
-                restriction.exclude(logits, rows, columns, column, here)
+                target_column, is_inside = _target_column(local[rows], owned[rows], columns)
+                restriction.exclude(logits, rows, columns, target_column, is_inside)
             higher = torch.maximum(maximum[rows], logits.amax(dim=1))
             _rescale(maximum, total, weighted, rows, higher)
             _add_tile(tiles, logits, total, weighted, rows, higher)
     if shard.group is not None:
-        # Sums of ranks may be added only once all of them are relative to the same maximum.
-        everything = slice(None)
-        _rescale(maximum, total, weighted, everything, shard.maximum(maximum.clone()))
+        # Sums of ranks can be added only relative to the same maximum.
+        _rescale(maximum, total, weighted, slice(None), shard.maximum(maximum.clone()))
         sums = torch.stack([total] if weighted is None else [total, weighted])
         total, weighted = (*shard.sum(sums), None)[:2]
     if restriction is not None:
@@ -96,8 +97,9 @@ def row_statistics(
         shifted = target_logits - maximum
         exponential = shifted.exp()
         total += exponential
-        if weighted is not None:  # clamped: a target at -inf adds 0, and 0 · -inf would be NaN
+        if weighted is not None:  # clamped, because a target at -inf adds 0, and 0 · -inf is NaN
             weighted += exponential * shifted.clamp(min=EXCLUDED)
+    # Statistics from the complete sums.
     log_total = total.log()
     log_normalizer = maximum + log_total
     entropy = None if weighted is None else log_total - weighted / total
@@ -107,8 +109,8 @@ def row_statistics(
 def _target_logits(
     tiles: Tiles, hidden: Tensor, weight: Tensor, local: Tensor, owned: Tensor, shard: VocabShard
 ) -> Tensor:
-    """``l_target`` of each token, [N]: its owner computes it, the other ranks add 0."""
-    if shard.columns == 0:  # this rank holds padding only
+    """Compute ``l_target`` of each token, [N], on the owner of the target. Other ranks add 0."""
+    if shard.columns == 0:  # this rank stores only padding
         return shard.sum(hidden.new_zeros(hidden.shape[0], dtype=tiles.dtype))
     logits = (hidden.to(tiles.dtype) * weight[local].to(tiles.dtype)).sum(dim=1)
     if tiles.divisor != 1.0:
@@ -136,8 +138,8 @@ def _add_tile(
     rows: slice,
     maximum: Tensor,
 ) -> None:
-    """Add one tile [n, v] to the running sums of ``rows``; overwrites the tile."""
-    # In place and into one buffer, which stay in the cache; fresh memory would not.
+    """Add one tile [n, v] to the running sums of ``rows``. Overwrites the tile."""
+    # In place and into one reused buffer, because both stay in the cache.
     shifted = logits.sub_(maximum.unsqueeze(1))
     if weighted is None:
         total[rows] += shifted.exp_().sum(dim=1)
@@ -148,26 +150,26 @@ def _add_tile(
 
 
 def _target_column(local: Tensor, owned: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Column of each target in a tile, [n, 1] (0 where it is elsewhere), and bool [n, 1]: here."""
+    """Return the column of each target in a tile, [n, 1], else 0, and bool [n, 1]: it is inside."""
     column = local - columns.start
-    here = owned & (column >= 0) & (column < columns.stop - columns.start)
-    return torch.where(here, column, 0).unsqueeze(1), here.unsqueeze(1)
+    is_inside = owned & (column >= 0) & (column < columns.stop - columns.start)
+    return torch.where(is_inside, column, 0).unsqueeze(1), is_inside.unsqueeze(1)
 
 
 class _LogitGradient(NamedTuple):
-    """Everything the gradient of a tile of logits needs, per token; all [N].
+    """Inputs of the gradient of a tile of logits per token, all [N].
 
-    The gradient is ``row_factor · tile``: constant row factors are applied to [N, H] instead of
+    The gradient is ``row_factor · tile``. Constant row factors are applied to [N, H], not to
     [N, V].
     """
 
     log_normalizer: Tensor
     row_factor: Tensor
-    entropy_scale: Tensor | None  # e; None: no gradient through the entropy
+    entropy_scale: Tensor | None  # e, or None without a gradient through the entropy
     offset: Tensor | None  # g + e · entropy
-    target_value: Tensor  # added at the target's column of the tile
+    target_value: Tensor  # added to the target's column of the tile
     local_target: Tensor  # int64, row of the local weight
-    owned: Tensor  # bool: the target is in this shard
+    owned: Tensor  # bool, the target is in this shard
 
 
 def _logit_gradient(
@@ -184,14 +186,14 @@ def _logit_gradient(
     local, owned = shard.localize(target)
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(logprobs)
-    # With a filter the target is left out of the tiles: p_target is added here.
+    # With a filter the tiles exclude the target, so p_target is added separately.
     probability = logprobs.exp() if restricted else torch.zeros_like(logprobs)
     if grad_entropy is None or entropy is None:
-        # dl = -g·(p - [v = target]): the tile is p itself, and -g is applied to [N, H].
+        # dl = -g·(p - [v = target]). The tile is p itself, and -g is applied to [N, H].
         row_factor, offset, scale = -grad_logprobs, None, None
         target_value = probability - 1
     else:
-        # The factor of p_v depends on v, so nothing is left to apply to [N, H].
+        # The factor of p_v depends on v, so there is no factor for [N, H].
         row_factor, scale = torch.ones_like(logprobs), grad_entropy
         offset = grad_logprobs + grad_entropy * entropy
         surprise = grad_entropy * logprobs.clamp(min=EXCLUDED)
@@ -201,7 +203,7 @@ def _logit_gradient(
         row_factor,
         scale,
         offset,
-        # A target at -inf is excluded like any other token: its logit has no gradient.
+        # A target at -inf is excluded, so its logit gets no gradient.
         torch.where(owned & ~logprobs.isneginf(), target_value, 0),
         local,
         owned,
@@ -217,17 +219,17 @@ def input_gradients(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None = None,
     *,
-    needed: tuple[bool, bool],
+    requires: tuple[bool, bool],
     restriction: Restriction | None = None,
     chunk_size: int | None = None,
     divisor: float = 1.0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of float ``hidden`` [N, H] (this shard's part) and of the local ``weight``.
+    """Compute gradients of float ``hidden`` [N, H] (this shard's part) and the local ``weight``.
 
-    Both of the two are ``needed``, or one. ``grad_logprobs`` and ``grad_entropy``: float [N]. The
-    other arguments are those, and the result, of `row_statistics`.
+    ``requires``: which of the two gradients to compute. ``grad_logprobs`` and ``grad_entropy``:
+    float [N]. Other arguments: arguments and result of `row_statistics`.
     """
-    need_hidden, need_weight = needed
+    requires_hidden, requires_weight = requires
     gradient = _logit_gradient(
         statistics,
         target,
@@ -239,16 +241,18 @@ def input_gradients(
     tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor)
     inputs = tiles.factor(hidden)
     row_factor = (gradient.row_factor / divisor).unsqueeze(1)
-    # A gradient that is rounded has its factors in it; else they are applied to [N, H].
+    # Rounded tiles are multiplied by the row factors, otherwise [N, H] is multiplied.
     scaled = inputs if tiles.narrow else row_factor * inputs
-    grad_hidden = torch.zeros_like(inputs, dtype=tiles.dtype) if need_hidden else None
-    grad_weight = torch.empty_like(weight) if need_weight else None
+    # Outputs, padding rows of the weight get gradient 0.
+    grad_hidden = torch.zeros_like(inputs, dtype=tiles.dtype) if requires_hidden else None
+    grad_weight = torch.empty_like(weight) if requires_weight else None
     if grad_weight is not None:
         grad_weight[shard.columns :] = 0
     for columns in tiles.vocabulary():
         weight_tile = tiles.factor(weight[columns])
         accumulated: Tensor | None = None
         for rows in tiles.tokens():
+            # Recompute one tile and add its products to both gradients.
             tile = _gradient_tile(
                 tiles, inputs[rows], weight_tile, gradient, restriction, rows, columns
             )
@@ -257,7 +261,7 @@ def input_gradients(
                 tile = torch.mul(tile, row_factor[rows], out=rounded)
             if grad_hidden is not None:
                 _accumulate(grad_hidden[rows], tile, weight_tile)
-            if need_weight:  # over all tokens in float32, and rounded once, below
+            if requires_weight:  # summed over all tokens in float32, rounded once below
                 accumulated = _accumulate(accumulated, tile.t(), scaled[rows])
         if grad_weight is not None:
             grad_weight[columns] = 0 if accumulated is None else accumulated
@@ -268,13 +272,13 @@ def input_gradients(
     return grad_hidden, grad_weight
 
 
-def _accumulate(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """``total + left @ right``, in place where there is a total."""
+def _accumulate(total: Tensor | None, lhs: Tensor, rhs: Tensor) -> Tensor:
+    """Compute ``total + lhs @ rhs``, in place unless ``total`` is None."""
     if total is None:
-        return wide_mm(left, right)
-    if left.dtype == total.dtype:
-        return total.addmm_(left, right)
-    return total.add_(wide_mm(left, right))
+        return wide_mm(lhs, rhs)
+    if lhs.dtype == total.dtype:
+        return total.addmm_(lhs, rhs)
+    return total.add_(wide_mm(lhs, rhs))
 
 
 def _gradient_tile(
@@ -286,27 +290,28 @@ def _gradient_tile(
     rows: slice,
     columns: slice,
 ) -> Tensor:
-    """Gradient of one tile of logits [n, v], before its row factor."""
+    """Compute the gradient of one tile of logits [n, v], without its row factor."""
     logits = tiles.logits(hidden, weight)
-    column, here = _target_column(gradient.local_target[rows], gradient.owned[rows], columns)
+    target_column, is_inside = _target_column(
+        gradient.local_target[rows], gradient.owned[rows], columns
+    )
     if restriction is not None:
-        restriction.exclude(logits, rows, columns, column, here)
+        restriction.exclude(logits, rows, columns, target_column, is_inside)
     tile = logits.sub_(gradient.log_normalizer[rows].unsqueeze(1))
     if gradient.entropy_scale is None or gradient.offset is None:
         tile.exp_()
     else:
-        # The tile is log p here, and becomes -p·(e·log p + g + e·entropy).
+        # The tile is log p, and becomes -p·(e·log p + g + e·entropy).
         probability = torch.exp(tile, out=tiles.buffer("exponential", *tile.shape))
         tile.mul_(-gradient.entropy_scale[rows].unsqueeze(1))
         tile.sub_(gradient.offset[rows].unsqueeze(1)).mul_(probability)
-    return tile.scatter_add_(
-        1, column, torch.where(here, gradient.target_value[rows].unsqueeze(1), 0)
-    )
+    target_value = torch.where(is_inside, gradient.target_value[rows].unsqueeze(1), 0)
+    return tile.scatter_add_(1, target_column, target_value)
 
 
 @dataclass(frozen=True)
 class _Options:
-    """The settings of `row_statistics`."""
+    """Options of `row_statistics`."""
 
     keep_target: bool
     chunk_size: int | None
@@ -315,7 +320,7 @@ class _Options:
 
 
 class _HiddenStatesToLogprobs(torch.autograd.Function):
-    """(hidden, weight) → (logprobs, entropy), differentiable in both inputs by either output."""
+    """Log-probs and entropy of (hidden, weight), differentiable in both inputs."""
 
     @staticmethod
     def forward(
@@ -333,22 +338,22 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
         restricted = (None, None, None) if restriction is None else restriction.tensors()
         ctx.save_for_backward(hidden, weight, target, *restricted, *statistics)
         ctx.shard, ctx.options = shard, options
-        ctx.set_materialize_grads(False)  # no entropy gradient: the cheaper backward
+        ctx.set_materialize_grads(False)  # backward is cheaper without a gradient of the entropy
         return statistics.logprobs, statistics.entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, target, thresholds, kept, is_recorded, *statistics = ctx.saved_tensors
-        restriction = None if thresholds is None else Restriction(thresholds, kept, is_recorded)
+        hidden, weight, target, *saved = ctx.saved_tensors
+        restriction = None if saved[0] is None else Restriction(*saved[:3])
         grad_hidden, grad_weight = input_gradients(
             hidden,
             weight,
             target,
             ctx.shard,
-            RowStatistics(*statistics),
+            RowStatistics(*saved[3:]),
             *grads,
-            needed=ctx.needs_input_grad[:2],
+            requires=ctx.needs_input_grad[:2],
             restriction=restriction,
             chunk_size=ctx.options.chunk_size,
             divisor=ctx.options.divisor,
@@ -370,26 +375,26 @@ def hidden_states_to_logprobs(
     with_entropy: bool = False,
     kept_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target, and the entropy of the distribution it was sampled from.
+    """Compute the log-prob of each target and the entropy of the sampling distribution.
 
     ``hidden``: float [N, H], the states that predict the targets (the caller selects and shifts).
-    ``weight``: float [V_local, H], the output layer; with ``tp_group`` the local rows of it.
+    ``weight``: float [V_local, H], the output layer, with ``tp_group`` its local rows.
     ``target``: int64 [N], global ids below ``vocab_size``. ``vocab_size``: the global vocabulary
-    without padding rows; those take no part in the softmax and get gradient 0.
+    without padding rows, which are outside the softmax and get gradient 0.
 
     ``temperature`` divides the logits. ``top_k`` (0, -1: off), then ``top_p`` (1: off) restrict the
-    distribution, renormalised over the tokens that are kept; the target always counts as kept, so
-    that a token which the filter would exclude by now has a finite log-prob (NeMo-RL's is -inf).
-    ``kept_ids``: int [N, K], ids that the sampler kept, -1 where there are fewer; rows that have
-    any are renormalised over these instead.
-    ``chunk_size``: most tokens at a time; None lets the memory of a tile decide.
+    distribution, which is renormalised over the kept tokens. The target always counts as kept, so
+    that the log-prob is finite even if the filter excludes the target now (-inf in NeMo-RL).
+    ``kept_ids``: int [N, K], ids that the sampler kept, padded with -1. A row with at least one id
+    is renormalised over its ids instead.
+    ``chunk_size``: maximum number of tokens per step. None derives it from the memory of a tile.
 
     Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs).
-    Gradients are exact for a fixed set of kept tokens, except that bfloat16 inputs on a GPU take
-    the gradient of each logit rounded to bfloat16. Under tensor parallelism every rank returns the
-    same values, the gradient of ``weight`` is that of the local rows, and the gradient
-    of ``hidden`` is the *local part*: the caller sums it over the group (megatron-core's
-    copy-to-region or gather-from-sequence-region does).
+    Gradients are exact for a fixed set of kept tokens, except for bfloat16 inputs on a GPU, for
+    which the gradient of each logit is rounded to bfloat16. With tensor parallelism every rank
+    returns the same values and the gradient of its rows of ``weight``. The gradient of ``hidden``
+    is the *local part*, which the caller sums over the group (as megatron-core's copy-to-region or
+    gather-from-sequence-region).
     """
     sampling = TrainingSamplingParams(top_k, top_p, temperature, keep_target=True)
     shard = VocabShard.of(weight, vocab_size, tp_group)
@@ -416,9 +421,9 @@ def shard_logprobs(
     with_entropy: bool = False,
     kept_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`hidden_states_to_logprobs` for any shard, with either treatment of an excluded target.
+    """Compute `hidden_states_to_logprobs` for any shard and both values of ``keep_target``.
 
-    ``hidden``: float [N, H]; ``weight``: float [V_local, H]; ``target``: int64 [N], global ids.
+    ``hidden``: float [N, H]. ``weight``: float [V_local, H]. ``target``: int64 [N], global ids.
     Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs).
     """
     assert hidden.ndim == 2, hidden.shape
@@ -430,7 +435,7 @@ def shard_logprobs(
     if has_wide_products(hidden, weight):
         divisor = sampling.temperature
     elif sampling.temperature != 1.0:
-        # In float32: scaling bfloat16 states would round them.
+        # In float32, because scaled bfloat16 states would be rounded.
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / sampling.temperature
     restriction = restriction_of(hidden, weight, shard, sampling, divisor, kept_ids)
     options = _Options(sampling.keep_target, chunk_size, with_entropy, divisor)

@@ -1,9 +1,8 @@
-"""Sampling that training log-probs must match: top-k and top-p (nucleus) filters, temperature.
+"""Sampling parameters for training log-probs: top-k and top-p (nucleus) filters, temperature.
 
-Filters are one threshold per token.
-
-The tokens kept are those whose logit is at least the threshold, so a pass over the vocabulary in
-tiles can apply it without sorting again. Tokens of equal logit are kept or dropped together.
+A filter is one threshold per position. A token is kept if its logit is at least the threshold, so a
+tiled pass over the vocabulary can apply the filter without sorting. Tokens of equal logit are kept
+or excluded together.
 """
 
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from aligner.logprobs.output_layer import Tiles, VocabShard
 from aligner.logprobs.vocab_sequence_exchange import all_to_all_vp2sq
 from aligner.parallel.collectives import gather_first
 
-# Of the logits that exist at a time; sorting them takes several times as much.
+# Limit of logits in memory. Sorting needs several times this memory.
 _CHUNK_BYTES = {"cpu": 64 * 2**20}
 _CHUNK_BYTES_ACCELERATOR = 256 * 2**20
 
 
-# Stands for a logit that the filter excludes. Not -inf: 0 · -inf would be NaN in the entropy.
+# Value of an excluded logit. Not -inf, because 0 · -inf would be NaN in the entropy.
 EXCLUDED = -1e30
 
 
@@ -33,12 +32,12 @@ EXCLUDED = -1e30
 class TrainingSamplingParams:
     """Sampling parameters of a rollout, for log-probs of the same distribution.
 
-    ``top_k``: None, 0 or -1 is off. ``top_p``: 1 is off. ``temperature`` divides the logits here,
-    so logits must not have been divided before.
+    ``top_k``: None, 0 or -1 is off. ``top_p``: 1 is off. ``temperature`` divides the logits, which
+    must not be divided already.
 
-    ``keep_target``: treatment of a target that the filter excludes. False, the published
-    behaviour: its log-prob is -inf. True, that of this library's own trainers: it counts as kept,
-    so that a token which the filter would exclude by now has a finite log-prob.
+    ``keep_target``: treatment of a target that the filter excludes. With False, the published
+    behaviour, the log-prob is -inf. With True, the behaviour of this library's trainers, the target
+    counts as kept and the log-prob is finite.
     """
 
     top_k: int | None = None
@@ -49,63 +48,71 @@ class TrainingSamplingParams:
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ConfigError(
-                f"temperature={self.temperature} must be positive: log-probs at temperature 0 do "
-                "not exist; sample greedily and train at temperature 1"
+                f"temperature={self.temperature} must be positive, because log-probs at "
+                "temperature 0 are undefined. Sample greedily and train at temperature 1"
             )
         if (self.top_k or 0) < -1 or not 0 < self.top_p <= 1:
             raise ConfigError(
                 f"top_k={self.top_k} must be None, 0 or -1 (off) or positive, and "
-                f"top_p={self.top_p} in (0, 1] (1: off)"
+                f"top_p={self.top_p} must be in (0, 1] (1 is off)"
             )
 
     @property
     def kept_count(self) -> int:
-        """Top-k as a number, 0 where it is off."""
+        """Top-k as an integer, 0 if top-k is off."""
         return max(self.top_k or 0, 0)
 
     @property
     def restricts(self) -> bool:
-        """True if some tokens are left out."""
+        """True if the filter excludes tokens."""
         return self.kept_count > 0 or self.top_p < 1.0
 
 
 @dataclass(frozen=True)
 class Restriction:
-    """The tokens that count beside each target, of ``N`` of them.
+    """Tokens that enter the softmax at ``N`` positions in addition to the targets.
 
-    ``thresholds``: float [N], logits below it are excluded. ``kept``: int64 [N, K], columns of the
-    local shard that the sampler kept, a number outside it where there is none; None: not recorded.
-    ``is_recorded``: bool [N], rows of which ``kept`` speaks.
+    ``thresholds``: float [N]. Logits below the threshold are excluded. ``kept_columns``: int64
+    [N, K], columns of the local shard that the sampler kept, padded with values outside the shard.
+    None without a record. ``is_recorded``: bool [N], rows with a record in ``kept_columns``.
     """
 
     thresholds: Tensor
-    kept: Tensor | None = None
+    kept_columns: Tensor | None = None
     is_recorded: Tensor | None = None
 
     def exclude(
-        self, logits: Tensor, rows: slice, columns: slice, column: Tensor, here: Tensor
+        self,
+        logits: Tensor,
+        rows: slice,
+        columns: slice,
+        target_column: Tensor,
+        is_inside: Tensor,
     ) -> None:
-        """Overwrite what is excluded of a tile [n, v] of ``rows`` and ``columns``, and the targets.
+        """Overwrite excluded tokens and the targets in a tile [n, v] of ``rows`` and ``columns``.
 
-        ``column``: int64 [n, 1], places of the targets in the tile, where ``here``, bool [n, 1].
-        They are counted by themselves: were they compared like the rest, two roundings of a logit
-        (tile and dot product) could fall on either side of the threshold and count it twice or
-        never.
+        ``target_column``: int64 [n, 1], columns of the targets in the tile. ``is_inside``: bool
+        [n, 1], the target is in the tile. Targets are added separately, because a target's logit is
+        rounded twice (tile and dot product). If the roundings fall on different sides of the
+        threshold, the target would count twice or never.
         """
         logits.masked_fill_(logits < self.thresholds[rows].unsqueeze(1), EXCLUDED)
-        if self.kept is not None and self.is_recorded is not None:
+        if self.kept_columns is not None and self.is_recorded is not None:
             width = logits.shape[1]
-            place = self.kept[rows] - columns.start
-            # Those of other tiles and shards go to a column of their own, which is dropped.
-            place = torch.where((place >= 0) & (place < width), place, width)
-            excluded = torch.ones(len(place), width + 1, dtype=torch.bool, device=logits.device)
-            excluded = excluded.scatter_(1, place, False)[:, :width]
+            kept_column = self.kept_columns[rows] - columns.start
+            # Columns outside this tile go to an additional column, which is dropped.
+            in_tile = (kept_column >= 0) & (kept_column < width)
+            kept_column = torch.where(in_tile, kept_column, width)
+            shape = len(kept_column), width + 1
+            excluded = torch.ones(shape, dtype=torch.bool, device=logits.device)
+            excluded = excluded.scatter_(1, kept_column, False)[:, :width]
             logits.masked_fill_(excluded & self.is_recorded[rows].unsqueeze(1), EXCLUDED)
-        logits.scatter_(1, column, torch.where(here, EXCLUDED, logits.gather(1, column)))
+        target_logits = torch.where(is_inside, EXCLUDED, logits.gather(1, target_column))
+        logits.scatter_(1, target_column, target_logits)
 
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The fields, for autograd to keep."""
-        return self.thresholds, self.kept, self.is_recorded
+        """Return the fields in constructor order, for autograd."""
+        return self.thresholds, self.kept_columns, self.is_recorded
 
 
 @torch.no_grad()
@@ -117,15 +124,16 @@ def restriction_of(
     divisor: float,
     kept_ids: Tensor | None,
 ) -> Restriction | None:
-    """The restriction of ``hidden`` [N, H]; None: every token counts. Logits are over ``divisor``.
+    """Compute the restriction of ``hidden`` [N, H], or None if every token counts.
 
-    ``kept_ids``: int [N, K], global ids that the sampler kept, -1 where there are fewer; a row of
-    -1 was not recorded and is found again. None: all are found again.
+    Logits are divided by ``divisor``. ``kept_ids``: int [N, K], global ids that the sampler kept,
+    padded with -1. Rows without an id, and all rows if ``kept_ids`` is None, are not recorded, so
+    the set is recomputed from the trainer's logits.
 
-    Found again from the trainer's own logits, the set differs from the sampler's at its edge: where
-    engines round otherwise, where the weights have moved, and always for the reference. Both then
-    renormalise over other sets. Over the recorded one ratios and KL are exact (keep sampling mask,
-    DeepSeek-V3.2, 2025).
+    A recomputed set differs from the sampler's set at its edge, if engines round differently, if
+    the weights have changed, and always for the reference model. Sampler and trainer then
+    renormalise over different sets. Over the recorded set, ratios and KL are exact (keep sampling
+    mask, DeepSeek-V3.2, 2025).
     """
     if not sampling.restricts:
         return None
@@ -137,8 +145,8 @@ def restriction_of(
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     thresholds = hidden.new_full(hidden.shape[:1], -torch.inf, dtype=dtype)
     if len(missing):
-        found = keep_thresholds(hidden[missing], weight, shard, top_k, top_p, divisor)
-        thresholds[missing] = found
+        recomputed = keep_thresholds(hidden[missing], weight, shard, top_k, top_p, divisor)
+        thresholds[missing] = recomputed
     local = torch.where(kept_ids >= 0, kept_ids.long() - shard.start, -1)
     return Restriction(thresholds, local, is_recorded)
 
@@ -151,16 +159,16 @@ def keep_thresholds(
     top_p: float,
     divisor: float = 1.0,
 ) -> Tensor:
-    """Threshold of each row's logits over ``divisor``, float [N], for ``hidden`` [N, H].
+    """Compute the threshold of each row's logits / ``divisor``, float [N], for ``hidden`` [N, H].
 
-    The logits exist a few tokens at a time.
+    Only the logits of a few tokens are in memory at a time.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     budget = _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES_ACCELERATOR)
     rows = max(1, budget // (weight.shape[0] * dtype.itemsize))
     thresholds = [hidden.new_empty(0, dtype=dtype)]
     for chunk in hidden.split(rows) if hidden.shape[0] else ():
-        # As wide as the weight, padding rows included: ranks exchange as many columns each.
+        # As wide as the weight with padding rows, because ranks exchange equal numbers of columns.
         logits = hidden.new_full((chunk.shape[0], weight.shape[0]), -torch.inf, dtype=dtype)
         tiles = Tiles(chunk, weight, shard.columns, None)
         states = tiles.factor(chunk)
@@ -175,38 +183,38 @@ def keep_thresholds(
 def shard_thresholds(
     logits: Tensor, group: dist.ProcessGroup | None, top_k: int, top_p: float
 ) -> Tensor:
-    """Threshold of each row, [n], on every rank; ``logits`` float [n, V_local], overwritten.
+    """Compute the threshold of each row, [n], on every rank, overwriting ``logits`` [n, V_local].
 
-    Sorting needs whole rows: each rank gets those of its share of the tokens. All ranks hold the
-    same number of columns; those that are padding must be -inf.
+    Sorting needs complete rows, so each rank receives the rows of its share of the tokens. All
+    ranks pass the same number of columns. Padding columns must be -inf.
     """
     if group is None:
         return threshold(logits, top_k, top_p)
     rows = logits.shape[0]
     padded = F.pad(logits, (0, 0, 0, -rows % dist.get_world_size(group)))
-    own = threshold(all_to_all_vp2sq(padded, group), top_k, top_p)
-    return gather_first(own, group)[:rows]
+    local_thresholds = threshold(all_to_all_vp2sq(padded, group), top_k, top_p)
+    return gather_first(local_thresholds, group)[:rows]
 
 
 def threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Threshold of each row of float [n, V]; top-k first, top-p over what it leaves.
+    """Compute the threshold of each row of float [n, V]: top-k, then top-p of the remaining tokens.
 
-    Top-p keeps the fewest most probable tokens whose probability adds up to ``top_p`` or more.
-    The threshold lies midway between the last token kept and the next lower logit, so that logits
-    computed again with other rounding fall on the same side. Overwrites ``logits``.
+    Top-p keeps the fewest most probable tokens whose total probability is at least ``top_p``. The
+    threshold is midway between the smallest kept logit and the next lower logit, so that recomputed
+    logits with other rounding errors fall on the same side. Overwrites ``logits``.
     """
     columns = logits.shape[1]
-    kept = min(top_k, columns) if top_k > 0 else columns
-    ordered = logits.topk(kept, dim=1).values
-    count = torch.full_like(ordered[:, :1], kept, dtype=torch.int64)
+    top_count = min(top_k, columns) if top_k > 0 else columns
+    ordered = logits.topk(top_count, dim=1).values
+    count = torch.full_like(ordered[:, :1], top_count, dtype=torch.int64)
     if top_p < 1.0:
         probabilities = ordered.softmax(dim=1)
-        # The token that crosses top_p is kept too, so each counts what comes before it.
-        before = running_sum(probabilities) - probabilities
-        count = (before < top_p).sum(dim=1, keepdim=True).clamp(min=1)
+        # The token that crosses top_p is kept, so the sum of a token excludes the token itself.
+        preceding = running_sum(probabilities) - probabilities
+        count = (preceding < top_p).sum(dim=1, keepdim=True).clamp(min=1)
     smallest = ordered.gather(1, count - 1)
     next_lower = logits.masked_fill_(logits >= smallest, -torch.inf).amax(dim=1, keepdim=True)
-    # Nothing lower: the gap is infinite and any distance does. A padding column among those kept:
-    # all others are kept, too.
+    # Without a lower logit the gap is infinite and any distance is valid. If a padding column is
+    # kept, all other columns are kept, too.
     limit = smallest - (smallest - next_lower).clamp(max=2.0) / 2
     return torch.where(smallest.isneginf(), smallest, limit).squeeze(1)

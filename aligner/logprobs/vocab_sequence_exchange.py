@@ -1,4 +1,4 @@
-"""Logits sharded over the vocabulary and logits sharded over the tokens, one into the other.
+"""Conversion between logits sharded over the vocabulary and logits sharded over the tokens.
 
 Shape legend: ``BS`` tokens (batch and sequence flattened), ``BS_local = BS / ranks``, ``V`` whole
 vocabulary, ``V_local = V / ranks``.
@@ -18,40 +18,40 @@ Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """[BS, V_local] of each rank → [BS_local, V]: whole rows of this rank's share of the tokens.
+    """Convert [BS, V_local] of each rank to [BS_local, V], complete rows of a share of the tokens.
 
-    Any dtype; differentiable (the gradient travels the way back). Rank r gets the r-th of the equal
-    parts of the flattened tokens, its columns in the order of the ranks.
+    Any dtype, differentiable (backward is the inverse exchange). Rank r gets the r-th of the equal
+    parts of the flattened tokens, with columns in rank order.
 
     Raises:
-        LayoutError: not two-dimensional, or BS is not a multiple of the group's size.
+        LayoutError: the logits are not two-dimensional, or BS is not a multiple of the group size.
     """
     return _Exchange.apply(vocab_parallel_logits, tp_group, _vocab_to_sequence, _sequence_to_vocab)
 
 
 def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """[BS_local, V] of each rank → [BS, V_local]: the inverse of `all_to_all_vp2sq`.
+    """Convert [BS_local, V] of each rank to [BS, V_local], the inverse of `all_to_all_vp2sq`.
 
     Raises:
-        LayoutError: not two-dimensional, or V is not a multiple of the group's size.
+        LayoutError: the logits are not two-dimensional, or V is not a multiple of the group size.
     """
     return _Exchange.apply(seq_parallel_logits, tp_group, _sequence_to_vocab, _vocab_to_sequence)
 
 
 class _Exchange(torch.autograd.Function):
-    """``there`` of the logits; the gradient travels ``back``."""
+    """The exchange ``convert`` of the logits, with ``invert`` of the gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, group: dist.ProcessGroup, there: Exchange, back: Exchange
+        ctx: Any, logits: Tensor, group: dist.ProcessGroup, convert: Exchange, invert: Exchange
     ) -> Tensor:
-        ctx.group, ctx.back = group, back
-        return there(logits, group)
+        ctx.group, ctx.invert = group, invert
+        return convert(logits, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(grad_outputs[0], ctx.group), None, None, None
+        return ctx.invert(grad_outputs[0], ctx.group), None, None, None
 
 
 def _vocab_to_sequence(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -71,20 +71,20 @@ def _sequence_to_vocab(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _exchange(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send the r-th of the equal parts of the memory to rank r, keep what comes in rank order."""
+    """Send the r-th of equal parts of the memory to rank r. Return received parts in rank order."""
     received = torch.empty_like(blocks)
     dist.all_to_all_single(received, blocks, group=group)
     return received
 
 
-def _check(logits: Tensor, what: str, dimension: int, ranks: int) -> None:
+def _check(logits: Tensor, dimension_name: str, dimension: int, ranks: int) -> None:
     if logits.ndim != 2:
         raise LayoutError(
-            f"logits of shape {list(logits.shape)} must have two dimensions: flatten batch and "
+            f"logits of shape {list(logits.shape)} must have two dimensions. Flatten batch and "
             "sequence into one"
         )
     if logits.shape[dimension] % ranks:
         raise LayoutError(
-            f"{logits.shape[dimension]} {what} cannot be shared equally by {ranks} tensor-parallel "
-            f"ranks: pad them to a multiple of {ranks}"
+            f"{logits.shape[dimension]} {dimension_name} cannot be split equally over {ranks} "
+            f"tensor-parallel ranks. Pad to a multiple of {ranks}"
         )

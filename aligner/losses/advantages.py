@@ -1,15 +1,15 @@
-"""Token rewards, and advantages: with a critic (GAE, Schulman et al., 2016) and without one.
+"""Token rewards, and advantages: with a critic (GAE, Schulman et al., 2016) and without a critic.
 
-Per-token tensors are padded, [B, S]: position ``t`` speaks of token ``t`` and ``values[:, t]`` is
-the value of the state before it. ``mask`` is 1 where the policy generated the token.
+Per-token tensors are padded, [B, S]: position ``t`` describes token ``t`` and ``values[:, t]`` is
+the value of the state before token ``t``. ``mask`` is 1 if the policy generated the token.
 
-Without a critic an advantage is a response's reward relative to other responses' rewards:
+Without a critic, an advantage is a response's reward relative to the rewards of other responses:
 
 ================================  =================================================================
 ``reinforce``                     r, or with ``batch_baseline`` r minus the mean of the batch
-                                  (Williams, 1992; the baseline as OpenRLHF's flash_reinforce)
+                                  (Williams, 1992, the baseline as in OpenRLHF's flash_reinforce)
 ``rloo``                          r minus the mean of the *other* responses to the prompt (Kool et
-                                  al., 2019; Ahmadian et al., 2024)
+                                  al., 2019, Ahmadian et al., 2024)
 ``grpo``                          (r - group mean) / (group std + 1e-6) (Shao et al., 2024)
 ``dr_grpo``                       r - group mean (Liu et al., 2025)
 ``reinforce_plus_plus``           returns of token rewards, whitened over all tokens of the batch
@@ -17,37 +17,38 @@ Without a critic an advantage is a response's reward relative to other responses
 ``reinforce_plus_plus_baseline``  r - group mean, then whitened over all tokens of the batch
 ================================  =================================================================
 
-``B`` responses, ``S`` tokens. ``rewards`` float [B]; ``groups`` int64 [B], equal where the prompt
-is the same (in any order, groups of any size); ``sample_mask`` [B], 1 where the sample counts. A
-sample that does not count gets advantage 0, is in no baseline, and its reward may hold
-anything.
+``B`` responses, ``S`` tokens. ``rewards`` float [B]. ``groups`` int64 [B], equal for responses to
+the same prompt (in any order, groups of any size). ``sample_mask`` [B], 1 if the sample counts. A
+sample that does not count gets advantage 0 and enters no baseline. Its reward may be any value.
 
-A KL penalty (``penalty``) comes off the reward before the baseline, and decides neither whether a
-group has signal nor ``grpo``'s deviation: both are of the rewards before it. In a group that the
-rewards do not distinguish all that is left is the noise of the KL estimate, and dividing it by its
-own deviation would make full-size advantages of it. Such a group gets exactly 0 where its group is
-the baseline (``reinforce_plus_plus_baseline``: before it is whitened). (Not refused with ``grpo``:
-with only the deviation of the rewards the penalty holds the policy to its reference there as it
-does with ``rloo`` and ``dr_grpo``.)
+A KL penalty (``penalty``) is subtracted from the reward before the baseline. The penalty affects
+neither the test whether a group has signal nor ``grpo``'s deviation: both use the rewards before
+the penalty. In a group of equal rewards only the noise of the KL estimate remains, and division by
+the deviation of that noise would produce full-size advantages. Such a group gets exactly 0 if the
+group is the baseline (with ``reinforce_plus_plus_baseline`` before whitening). The penalty is
+allowed with ``grpo``: because the deviation is computed from the rewards alone, the penalty keeps
+the policy near the reference as with ``rloo`` and ``dr_grpo``.
 
-Conversations have turns, and a turn k of sample i is worth ``G_{i,k}``, what i earned from it on
-(less the penalty there). Its baseline is the mean of ``G_{j,k}`` over the *other* samples j of the
-group that came to turn k. Where none did, it is the mean of ``G_{j,l}`` at the last turn l before k
-that others came to; without such a turn the advantage is 0. That is unbiased whatever the lengths:
-given the state before turn k, neither who else came to it, or to turn l, nor what they earned
-depends on what i does in it.
-(Centring the rewards of each turn number and summing what is left is biased: the sum takes one
-mean off for every further turn, and the policy decides how many there are.) ``rloo`` is this;
-``dr_grpo`` and ``grpo`` multiply by (n - 1)/n, n samples in the group, as they do to a response;
-``grpo`` divides by the largest deviation of returns that are compared in the group, so that no
-advantage is above sqrt(n) and turns keep their proportions; ``reinforce`` has no baseline.
+Conversations consist of turns. Turn k of sample i is worth ``G_{i,k}``, the rewards that sample i
+earns from turn k on (less the penalty from turn k on). The baseline is the mean of ``G_{j,k}`` over
+the *other* samples j of the group that reach turn k. If no other sample reaches turn k, the
+baseline is the mean of ``G_{j,l}`` at the last turn l before k that other samples reach. Without
+such a turn the advantage is 0. The baseline is unbiased for any lengths: given the state before
+turn k, neither the set of other samples that reach turn k or turn l nor their rewards depend on the
+action of sample i in turn k. (Centring the rewards of each turn index and summing the results is
+biased: the sum subtracts one mean per additional turn, and the policy decides how many turns there
+are.) ``rloo`` is this formula. ``dr_grpo`` and ``grpo`` multiply by (n - 1)/n with n samples in the
+group, as for single responses. ``grpo`` also divides by the largest deviation of the returns that
+are compared in the group, so that no advantage is above sqrt(n) and turns keep their proportions.
+``reinforce`` has no baseline.
 
-Sums of rewards are float64. What differs by no more than `TOLERANCE` is equal.
+Sums of rewards are float64. Values that differ by at most `TOLERANCE` are equal.
 
-Where peers differ: the standard deviation is unbiased (verl, TRL, OpenRLHF) and 1e-6 is added to it
-(verl; TRL 1e-4, OpenRLHF 1e-9, NeMo-RL not where it is 0); a group of one gets 0 where its group is
-the baseline (NeMo-RL, TRL, verl's vectorised RLOO; verl's others keep its reward); whitening is by
-the unbiased variance (verl; OpenRLHF and NeMo-RL by the population's).
+Differences between peers: the standard deviation is unbiased (verl, TRL, OpenRLHF). The constant
+1e-6 is added to the deviation (verl, while TRL adds 1e-4, OpenRLHF 1e-9, and NeMo-RL adds the
+constant only to a deviation of 0). A group of one gets 0 if the group is the baseline (NeMo-RL,
+TRL, verl's vectorised RLOO, while verl's other functions keep the reward). Whitening uses the
+unbiased variance (verl, while OpenRLHF and NeMo-RL use the population variance).
 """
 
 import math
@@ -69,14 +70,14 @@ def token_rewards(
     *,
     turn_ids: Tensor | None = None,
 ) -> Tensor:
-    """``r_t = R · [t is the last generated token] - β · kl_t``, and 0 where the mask is 0.
+    """Compute ``r_t = R · [t is the last generated token] - β · kl_t``, 0 at masked positions.
 
-    ``rewards``: float [B], one per sample; or [B, S], one per token, which stay where they are.
-    ``kl``: float [B, S], or None where no KL is charged.
+    ``rewards``: float [B], one per sample, or [B, S], one per token, which keep their positions.
+    ``kl``: float [B, S]. None charges no KL.
     ``token_mask``: [B, S]. A row without a generated token gets no reward. ``turn_ids``: int64
-    [B, S], of conversations: the last token is that of the last turn. Returns float [B, S].
-    (The place of the reward is that of verl, OpenRLHF, NeMo-RL and NeMo-Aligner; TRL's PPO puts it
-    one column later.)
+    [B, S], only for conversations: the last token is the last token of the last turn. Returns
+    float [B, S]. (verl, OpenRLHF, NeMo-RL and NeMo-Aligner put the reward at the same position,
+    while TRL's PPO puts the reward one column later.)
     """
     assert rewards.ndim in (1, 2), rewards.shape
     assert token_mask.ndim == 2, token_mask.shape
@@ -97,7 +98,7 @@ def token_rewards(
 
 
 def _in_time(generated: Tensor, turn_ids: Tensor | None) -> Tensor:
-    """Rank of each generated token by turn and column, from 0; -1 elsewhere: int64 [B, S]."""
+    """Return int64 [B, S], the rank of each generated token by turn and column, else -1."""
     if turn_ids is None:
         return generated.cumsum(1, dtype=torch.int64).sub_(1).masked_fill_(~generated, -1)
     latest = torch.iinfo(turn_ids.dtype).max
@@ -115,28 +116,28 @@ def generalized_advantage_estimate(
     turn_ids: Tensor | None = None,
     timestep: Literal["token", "turn"] = "turn",
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, 0 where the mask is 0.
+    """Compute advantages and returns, 0 where the mask is 0.
 
-    ``δ_t = r_t + γ·V_{t+1} - V_t``, ``A_t = δ_t + γλ·A_{t+1}``, ``return_t = A_t + V_t``, where
+    ``δ_t = r_t + γ·V_{t+1} - V_t``, ``A_t = δ_t + γλ·A_{t+1}``, ``return_t = A_t + V_t``. Here
     ``t+1`` is the *next generated token*: value and advantage are carried across holes in the mask
-    (as verl and NeMo-RL; OpenRLHF and NeMo-Aligner take a hole for a step with reward 0 and value
-    0). After the last generated token both are 0. With ``turn_ids`` the next token is that of the
-    same turn, or the first of the next turn, wherever the row has it.
+    (as in verl and NeMo-RL, while in OpenRLHF and NeMo-Aligner a hole is a step with reward 0 and
+    value 0). After the last generated token both are 0. With ``turn_ids`` the next token is the
+    next token of the same turn, or the first token of the next turn, at any column of the row.
 
-    ``values``, ``rewards``: float [B, S]; where the mask is 0 they may hold anything.
-    ``mask``: [B, S]. ``turn_ids``: int64 [B, S], number of the turn that generated a token. With
-    them and ``timestep="turn"`` γ and λ count turns: they apply between the last token of a turn
-    and the next one, and are 1 within a turn. Computed in float32 at least. Returns two float
-    [B, S], neither whitened.
+    ``values``, ``rewards``: float [B, S], any value at masked positions. ``mask``: [B, S].
+    ``turn_ids``: int64 [B, S], index of the turn that generated a token. With ``turn_ids`` and
+    ``timestep="turn"``, γ and λ count turns: both apply between the last token of a turn and the
+    first token of the next turn, and are 1 within a turn. Computed in float32 at least. Returns two
+    float [B, S], neither whitened.
     """
     assert values.ndim == 2, values.shape
     assert values.shape == rewards.shape == mask.shape, (values.shape, rewards.shape, mask.shape)
     dtype = torch.promote_types(values.dtype, torch.float32)
     generated = mask.bool()
     batch, length = mask.shape
-    # Rows without their holes: the n-th generated token goes to column n. The rest lands in one
-    # more column, which then holds the zero value and advantage after the end. In place where
-    # possible: at this size the time goes into fresh memory, not arithmetic.
+    # Close the holes: the n-th generated token goes to column n. All other tokens go to one
+    # additional column, which then contains the zero value and advantage after the end. Operations
+    # are in place if possible, because allocation costs more time than arithmetic at this size.
     column = _in_time(generated, turn_ids).masked_fill_(~generated, length)
     value, delta = torch.zeros(2, batch, length + 1, dtype=dtype, device=values.device)
     value.scatter_(1, column, values.to(dtype))
@@ -157,11 +158,11 @@ def generalized_advantage_estimate(
 
 
 def discounted_sums(x: Tensor, discount: float) -> Tensor:
-    """``y[:, t] = sum_{s >= t} discount^(s-t) · x[:, s]`` for float [B, S].
+    """Compute ``y[:, t] = sum_{s >= t} discount^(s-t) · x[:, s]`` for float [B, S].
 
-    By doubling: after pass ``k`` every ``y_t`` covers ``2^k`` terms, so ``log2(S)`` passes over
-    contiguous memory replace a loop over ``S``, and sums are pairwise (better rounded than the
-    loop's). Terms whose weight is below the rounding error are left out.
+    Doubling: after pass ``k`` every ``y_t`` covers ``2^k`` terms, so ``log2(S)`` passes over
+    contiguous memory replace a loop over ``S``, and sums are pairwise (smaller rounding errors than
+    in the loop). Terms whose weight is below the rounding error are omitted.
     """
     length = x.shape[1]
     negligible = torch.finfo(x.dtype).eps * 1e-3
@@ -169,16 +170,16 @@ def discounted_sums(x: Tensor, discount: float) -> Tensor:
     step = 1
     while step < length and abs(discount) ** step > negligible:
         torch.add(y[:, :-step], y[:, step:], alpha=discount**step, out=spare[:, :-step])
-        spare[:, -step:] = y[:, -step:]  # no term this far behind them
+        spare[:, -step:] = y[:, -step:]  # the sequence ends before the next term
         y, spare = spare, y
         step *= 2
     return y
 
 
 def weighted_sums(x: Tensor, weights: Tensor) -> Tensor:
-    """``y_t = x_t + w_t · y_{t+1}`` for ``x`` float [B, S] and ``weights`` float [B, S - 1].
+    """Compute ``y_t = x_t + w_t · y_{t+1}`` by doubling, as in `discounted_sums`.
 
-    By doubling, as `discounted_sums`.
+    ``x``: float [B, S]. ``weights``: float [B, S - 1].
     """
     y, w = x.clone(), torch.nn.functional.pad(weights, (0, 1))
     step = 1
@@ -192,11 +193,11 @@ def weighted_sums(x: Tensor, weights: Tensor) -> Tensor:
 def discounted_returns(
     rewards: Tensor, mask: Tensor, gamma: float, *, turn_ids: Tensor | None = None
 ) -> Tensor:
-    """``G_t = r_t + γ·G_{t+1}`` over generated tokens, carried across holes; 0 where masked.
+    """Compute ``G_t = r_t + γ·G_{t+1}`` over generated tokens, carried across holes, 0 if masked.
 
-    ``rewards``: float [B, S], where the mask is 0 they may hold anything. ``mask``: [B, S].
+    ``rewards``: float [B, S], any value at masked positions. ``mask``: [B, S].
     ``turn_ids``: int64 [B, S], the order of tokens as in `generalized_advantage_estimate`.
-    Computed in float32 at least. (verl's convention; OpenRLHF discounts a hole like a step.)
+    Computed in float32 at least. (verl's convention, while OpenRLHF discounts a hole like a step.)
     """
     # Without values, and with λ = 1, an advantage is the return.
     zero = torch.zeros((), dtype=rewards.dtype, device=rewards.device).expand_as(rewards)
@@ -206,25 +207,26 @@ def discounted_returns(
 
 
 def soft_overlong_penalty(lengths: Tensor, is_end: Tensor, max_length: int, cache: int) -> Tensor:
-    """Term added to the reward: 0 for short responses, down to -1 for those at the limit.
+    """Compute a reward term: 0 for short responses, down to -1 for responses at the limit.
 
-    DAPO's soft punishment (Yu et al., 2025, eq. 13): over the last ``cache`` tokens before
-    ``max_length`` it falls linearly from 0 to -1::
+    DAPO's soft punishment (Yu et al., 2025, eq. 13) falls linearly from 0 to -1 over the last
+    ``cache`` tokens before ``max_length``::
 
         min(0, (max_length - cache - length) / cache)
 
-    A response that did not end was cut, so it is longer than the limit: -1 whatever its length.
-    With ``cache=0`` nothing else is punished. (verl and OpenRLHF go only by the length; the same
-    where every response that did not end has the full length.)
+    A response that did not end was cut at the limit and gets -1, whatever its length. With
+    ``cache=0`` only such responses are punished. (verl and OpenRLHF read only the length, which is
+    the same if every response that did not end has the full length.)
 
     ``lengths``: int64 [B], generated tokens. ``is_end``: bool [B], the response ended by itself.
-    ``max_length``: most tokens a response may have. Returns float32 [B].
+    ``max_length``: limit of a response in tokens. Returns float32 [B].
     """
     if not 0 <= cache <= max_length:
         raise ConfigError(
             f"overlong cache={cache} must be between 0 and max_length={max_length}, both in tokens"
         )
     assert lengths.shape == is_end.shape, (lengths.shape, is_end.shape)
+    # Tokens over the start of the punished range.
     over = (lengths - (max_length - cache)).clamp(min=0).float()
     soft = -(over / max(1, cache)).clamp(max=1.0)
     return torch.where(is_end.bool(), soft, -1.0)
@@ -246,25 +248,25 @@ def group_advantages(
     penalty: Tensor | None = None,
     batch_baseline: bool = False,
 ) -> Tensor:
-    """One advantage per response, float [B] in the dtype of ``rewards``; see the module.
+    """Compute one advantage per response, float [B] in the dtype of ``rewards``, see the module.
 
     A group whose rewards are all equal gets exactly 0 from every estimator with a group baseline.
-    ``penalty``: float [B], subtracted from each reward. ``batch_baseline`` is an option of
-    ``reinforce`` only.
+    ``penalty``: float [B], subtracted from each reward. Only ``reinforce`` reads
+    ``batch_baseline``.
     """
     check_critic_free(estimator, batch_baseline=batch_baseline)
     assert rewards.ndim == 1, rewards.shape
     shapes = rewards.shape, groups.shape, sample_mask.shape
     assert len(set(shapes)) == 1, shapes
     counts = sample_mask.bool()
-    # float64: in float32 the mean of equal rewards may miss them by a rounding error, and GRPO
-    # would divide that error by a deviation just as small.
+    # float64: in float32 the mean of equal rewards may differ from the rewards by a rounding error,
+    # and GRPO would divide that error by a deviation of the same size.
     reward = torch.where(counts, rewards, 0).double()
     charged = reward if penalty is None else reward - torch.where(counts, penalty, 0).double()
     if estimator == "reinforce":
         baseline = charged.sum() / counts.sum().clamp(min=1) if batch_baseline else 0.0
         return torch.where(counts, charged - baseline, 0).to(rewards.dtype)
-    # Samples that do not count weigh 0 in every sum, so they are in no baseline.
+    # Samples that do not count weigh 0 in every sum, so no baseline includes such samples.
     size = sum_of_group(counts.double(), groups)
     deviation = charged - sum_of_group(charged, groups) / size.clamp(min=1)
     if estimator == "rloo":
@@ -272,8 +274,9 @@ def group_advantages(
         deviation = deviation * size / (size - 1).clamp(min=1)
     elif estimator == "grpo":
         # Unbiased standard deviation of the group's rewards, before any penalty.
-        apart = torch.where(counts, reward - sum_of_group(reward, groups) / size.clamp(min=1), 0)
-        variance = sum_of_group(apart.square(), groups) / (size - 1).clamp(min=1)
+        mean = sum_of_group(reward, groups) / size.clamp(min=1)
+        squares = torch.where(counts, reward - mean, 0).square()
+        variance = sum_of_group(squares, groups) / (size - 1).clamp(min=1)
         deviation = deviation / (variance.sqrt() + GRPO_EPSILON)
     varies = has_reward_variance(rewards, groups, sample_mask)
     return torch.where(varies, deviation, 0).to(rewards.dtype)
@@ -291,33 +294,37 @@ def token_advantages(
     batch_baseline: bool = False,
     turn_ids: Tensor | None = None,
 ) -> Tensor:
-    """Advantages as the policy's loss takes them, float [B, S], 0 where a mask is 0.
+    """Compute the advantages for the policy loss, float [B, S], 0 where a mask is 0.
 
-    ``token_mask``: [B, S], 1 where the token was generated. ``penalty``: float [B, S], what each
-    token takes off the reward (β·kl); masked positions may hold anything. REINFORCE++ charges it
-    token by token, the others its sum over the response, before the baseline (as TRL's RLOO and
-    verl; NeMo-RL's REINFORCE++ takes it off the advantage of the same token only). ``discount``
-    is REINFORCE++'s. ``turn_ids``: int64 [B, S], of conversations: the order of tokens; where
-    ``rewards`` are float [B, S], turns are compared (`turn_advantages`).
+    ``token_mask``: [B, S], 1 if the token was generated. ``penalty``: float [B, S], subtracted from
+    the reward at each token (β·kl), any value at masked positions. REINFORCE++ charges the penalty
+    token by token, the other estimators charge the sum over the response, before the baseline (as
+    TRL's RLOO and verl, while NeMo-RL's REINFORCE++ subtracts the penalty from the advantage of the
+    same token only). Only REINFORCE++ reads ``discount``. ``turn_ids``: int64 [B, S], only for
+    conversations: the order of tokens. If ``rewards`` are float [B, S], turns are compared
+    (`turn_advantages`).
     """
     check_critic_free(estimator, batch_baseline=batch_baseline, discount=discount)
     assert token_mask.ndim == 2, token_mask.shape
     generated = token_mask.bool() & sample_mask.bool().unsqueeze(1)
     if estimator == "reinforce_plus_plus":
-        each = token_rewards(rewards, penalty, generated, beta=1.0, turn_ids=turn_ids)
-        returns = discounted_returns(each, generated, discount, turn_ids=turn_ids)
+        charged_rewards = token_rewards(rewards, penalty, generated, beta=1.0, turn_ids=turn_ids)
+        returns = discounted_returns(charged_rewards, generated, discount, turn_ids=turn_ids)
         return masked_whiten(returns, generated)
-    whitened = estimator == "reinforce_plus_plus_baseline"
-    of_sample: SampleEstimator = "dr_grpo" if whitened else estimator  # type: ignore[assignment]
+    # Compare responses, or turns.
+    whitens = estimator == "reinforce_plus_plus_baseline"
+    formula: SampleEstimator = "dr_grpo" if whitens else estimator  # type: ignore[assignment]
     if turn_ids is not None and rewards.ndim == 2:
-        spread = turn_advantages(rewards, turn_ids, groups, sample_mask, of_sample, penalty=penalty)
+        advantages = turn_advantages(
+            rewards, turn_ids, groups, sample_mask, formula, penalty=penalty
+        )
     else:
         charged = None if penalty is None else torch.where(generated, penalty, 0).sum(1)
-        each = group_advantages(
-            rewards, groups, sample_mask, of_sample, penalty=charged, batch_baseline=batch_baseline
-        ).unsqueeze(1)
-        spread = torch.where(generated, each, 0)
-    return masked_whiten(spread, generated) if whitened else spread
+        per_response = group_advantages(
+            rewards, groups, sample_mask, formula, penalty=charged, batch_baseline=batch_baseline
+        )
+        advantages = torch.where(generated, per_response.unsqueeze(1), 0)
+    return masked_whiten(advantages, generated) if whitens else advantages
 
 
 def turn_advantages(
@@ -329,14 +336,15 @@ def turn_advantages(
     *,
     penalty: Tensor | None = None,
 ) -> Tensor:
-    """Advantages of turns without a critic, float [B, S], 0 where no turn is or a mask is 0.
+    """Compute advantages of turns without a critic, float [B, S], 0 outside turns or if masked.
 
-    ``turn_rewards``: float [B, S], the rewards of a turn at tokens of it. ``turn_ids``: int64
-    [B, S], number of the turn that generated a token, from 1; 0: none did. ``penalty``: float
-    [B, S], what each token takes off the reward. Positions of no turn may hold anything.
+    ``turn_rewards``: float [B, S], the rewards of a turn at tokens of the turn. ``turn_ids``: int64
+    [B, S], index of the turn that generated a token, from 1, or 0 without a turn. ``penalty``:
+    float [B, S], subtracted from the reward at each token. Positions outside turns may be any
+    value.
 
-    The formula is in the module's docstring. Turns of equal worth in all samples of a group get
-    exactly 0, and so does a group of one where its group is the baseline.
+    The module's docstring explains the formula. Turns of equal worth in all samples of a group get
+    exactly 0, and so does a group of one if the group is the baseline.
     """
     check_critic_free(estimator)
     assert turn_rewards.shape == turn_ids.shape, (turn_rewards.shape, turn_ids.shape)
@@ -344,43 +352,47 @@ def turn_advantages(
     generated = (turn_ids > 0) & counts.unsqueeze(1)
     if not generated.any():
         return torch.zeros_like(turn_rewards)
-    number = torch.where(generated, turn_ids, 0)
-    most = int(number.max())
+    turn_index = torch.where(generated, turn_ids, 0)
+    n_turns = int(turn_index.max())
 
     def by_turn(values: Tensor) -> Tensor:
-        """Sums over the tokens of a turn, float64 [B, turns]."""
-        sums = torch.zeros(len(number), most + 1, dtype=torch.float64, device=number.device)
-        return sums.scatter_add_(1, number, torch.where(generated, values, 0).double())[:, 1:]
+        """Return sums over the tokens of a turn, float64 [B, turns]."""
+        shape = len(turn_index), n_turns + 1
+        sums = torch.zeros(shape, dtype=torch.float64, device=turn_index.device)
+        return sums.scatter_add_(1, turn_index, torch.where(generated, values, 0).double())[:, 1:]
 
-    there = by_turn(torch.ones_like(turn_rewards)) > 0
+    # Returns of turns: sums from a turn to the end of the conversation.
+    has_turn = by_turn(torch.ones_like(turn_rewards)) > 0
     worth = _to_go(by_turn(turn_rewards))
+    # Subtract the penalty and the baseline.
     advantage = worth if penalty is None else worth - _to_go(by_turn(penalty))
     if estimator != "reinforce":
-        advantage, deviation = compare_turns(worth, advantage, there, groups)
+        advantage, deviation = compare_turns(worth, advantage, has_turn, groups)
         size = sum_of_group(counts.double(), groups).unsqueeze(1)
         if estimator != "rloo":
             advantage = advantage * (size - 1) / size.clamp(min=1)
         if estimator == "grpo":
             advantage = advantage / (deviation + GRPO_EPSILON)
-    spread = advantage.gather(1, (number - 1).clamp(min=0))
-    return torch.where(generated, spread, 0).to(turn_rewards.dtype)
+    # Spread the advantage of a turn over its tokens.
+    token_values = advantage.gather(1, (turn_index - 1).clamp(min=0))
+    return torch.where(generated, token_values, 0).to(turn_rewards.dtype)
 
 
 def _to_go(values: Tensor) -> Tensor:
-    """Sum of an entry of [B, K] and those behind it."""
+    """Return sums of each entry of [B, K] and all later entries of the row."""
     return values.flip(1).cumsum(1).flip(1)
 
 
 def has_reward_variance(
     rewards: Tensor, groups: Tensor, sample_mask: Tensor, turn_ids: Tensor | None = None
 ) -> Tensor:
-    """bool [B]: the sample counts and its group holds two different rewards among those that do.
+    """Return bool [B]: the sample counts, and counting samples of its group have unequal rewards.
 
-    Rewards that differ by rounding are equal (`TOLERANCE`).
+    Rewards that differ by rounding are equal (`TOLERANCE`). Other samples learn nothing from a
+    group baseline, so DAPO (Yu et al., 2025) replaces such samples with samples of other prompts.
 
-    The others learn nothing from a group baseline; DAPO (Yu et al., 2025) samples other prompts in
-    their place. ``rewards``: what is to differ, for DAPO the verdict of the verifier before any
-    shaping by length. ``turn_ids``: of rewards [B, S]; turns are compared (`turn_advantages`).
+    ``rewards``: float [B], for DAPO the verdict of the verifier before any shaping by length. With
+    ``turn_ids`` int64 [B, S], ``rewards`` are [B, S] and turns are compared (`turn_advantages`).
     """
     counts = sample_mask.bool()
     if turn_ids is not None:
@@ -400,16 +412,16 @@ def has_reward_variance(
 def check_critic_free(
     estimator: str, *, batch_baseline: bool = False, discount: float = 1.0
 ) -> None:
-    """Refuse an unknown estimator and options that are not its own."""
-    known = [*get_args(SampleEstimator), *get_args(TokenEstimator)]
-    check_choice("advantage estimator", estimator, known)
+    """Refuse an unknown estimator and options of another estimator."""
+    estimators = [*get_args(SampleEstimator), *get_args(TokenEstimator)]
+    check_choice("advantage estimator", estimator, estimators)
     if batch_baseline and estimator != "reinforce":
         raise ConfigError(
-            f"batch_baseline=true is an option of reinforce; {estimator} has a baseline or "
-            "whitening of its own, leave it out"
+            f"batch_baseline=true is an option of reinforce, and {estimator} already subtracts a "
+            "baseline or whitens. Leave batch_baseline out"
         )
     if discount != 1 and estimator != "reinforce_plus_plus":
         raise ConfigError(
-            f"discount={discount} needs rewards per token, which only reinforce_plus_plus has; "
-            f"use 1 with {estimator}"
+            f"discount={discount} needs one reward per token, as in reinforce_plus_plus. "
+            f"Use discount=1 with {estimator}"
         )

@@ -10,33 +10,32 @@ from aligner.config import KLDirection
 from aligner.losses.masked import BatchAverage
 from aligner.types import Denominators, TokenOutputs
 
-# Log-prob of tokens outside the teacher's top k, in nats, where they count: as in NeMo-RL.
+# Log-prob of tokens outside the teacher's top k with ``zero_outside_topk``, in nats (as NeMo-RL).
 LOG_OUTSIDE = -100.0
 
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """KL divergence over the teacher's ``k`` likeliest tokens, a mean over the global batch's
-    tokens.
+    """KL divergence over the teacher's ``k`` most likely tokens, mean over the global batch.
 
-    With the teacher ``q``, always renormalised over its k tokens, and the student ``p``::
+    With the teacher ``q``, always renormalised over the k tokens, and the student ``p``::
 
         forward    Σ_k q·(log q - log p)             covers every mode of the teacher
         backward   Σ_k p·(log p - log q) + rest      avoids tokens that the teacher would not choose
         mixed      w·forward + (1 - w)·backward      w = mixed_weight
 
-    ``zero_outside_topk`` takes p over the whole vocabulary, as if the teacher gave everything else
-    probability 0: the rest is then ``Σ_outside p·(log p - log ε)`` with ``log ε`` = -100 (nats per
-    unit of probability; the true KL is infinite). Without it p is renormalised over the k tokens
-    and there is no rest: the loss does not depend on the other tokens. With k the whole
-    vocabulary both are the KL divergence itself.
+    With ``zero_outside_topk`` p is normalised over the whole vocabulary, as if the teacher assigned
+    probability 0 to all other tokens. The rest is then ``Σ_outside p·(log p - log ε)`` with
+    ``log ε`` = -100 (nats per unit of probability, while the true KL is infinite). Without
+    ``zero_outside_topk`` p is renormalised over the k tokens and the rest is 0: the loss does not
+    depend on the other tokens. If k is the vocabulary size, both are the KL divergence itself.
 
-    The formulas, the constant and the names are NeMo-RL's (`DistillationLossFn`, there ``reverse``
-    for backward); Hinton et al., 2015, for forward, Gu et al., 2023 (MiniLLM) and Agarwal et al.,
-    2023 (GKD) for backward and mixed.
+    The formulas, the constant and the names are from NeMo-RL (`DistillationLossFn`, ``reverse``
+    there for backward). Hinton et al., 2015, describe forward. Gu et al., 2023 (MiniLLM) and
+    Agarwal et al., 2023 (GKD) describe backward and mixed.
 
-    Metrics are shares of global token means: ``loss``, ``forward_kl``, ``backward_kl`` (where the
-    loss has it) and ``topk_probability``, the student's probability of the k tokens.
+    Metrics are shares of global token means: ``loss``, ``forward_kl``, ``backward_kl`` (except with
+    ``kl="forward"``) and ``topk_probability``, the student's probability of the k tokens.
     """
 
     kl: KLDirection = "forward"
@@ -47,32 +46,37 @@ class DistillationLoss:
 
     @property
     def needs_entropy(self) -> bool:
-        """The rest is what the student's entropy has outside the k tokens."""
+        """True if the loss contains the rest, which is computed from the student's entropy."""
         return self.zero_outside_topk and self.kl != "forward"
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metric shares of one micro-batch.
+        """Compute the loss and metric shares of one micro-batch.
 
-        ``outputs.values_or_logprobs`` float [B, S, k]: the student's log-probs, normalised over the
-        whole vocabulary, of ``teacher_topk_indices``; ``outputs.entropy`` [B, S]. From ``batch``:
+        ``outputs.values_or_logprobs`` float [B, S, k]: the student's log-probs of
+        ``teacher_topk_indices``, normalised over the whole vocabulary. ``outputs.entropy`` [B, S].
+        From ``batch``:
         ``teacher_topk_logits`` [B, S, k], ``token_mask`` [B, S] and ``sample_mask`` [B].
         """
         counted = (batch["token_mask"] * batch["sample_mask"][:, None]) > 0
-        counted[:, 0] = False  # nothing precedes it, so no position predicts it
-        whole = _only(outputs.values_or_logprobs, counted)
-        teacher = _only(batch["teacher_topk_logits"], counted).to(whole).log_softmax(dim=-1)
-        student = whole if self.zero_outside_topk else whole.log_softmax(dim=-1)
+        counted[:, 0] = False  # no position predicts the first token
+        logprobs = _zero_uncounted(outputs.values_or_logprobs, counted)
+        teacher_logits = _zero_uncounted(batch["teacher_topk_logits"], counted)
+        teacher = teacher_logits.to(logprobs).log_softmax(dim=-1)
+        student = logprobs if self.zero_outside_topk else logprobs.log_softmax(dim=-1)
+        # Both directions of the divergence over the k tokens.
         forward = (teacher.exp() * (teacher - student)).sum(dim=-1)
         backward = (student.exp() * (student - teacher)).sum(dim=-1)
         if self.needs_entropy:
             assert outputs.entropy is not None, "this loss needs the entropy"
-            # The tokens outside of the top k: Σ p·(log p - log ε).
+            # The tokens outside the top k: Σ p·(log p - log ε).
             probability = student.exp()
             inside = (probability * student).sum(dim=-1)
             outside = LOG_OUTSIDE * (1 - probability.sum(dim=-1))
-            backward = backward + (-_only(outputs.entropy, counted) - inside - outside)
+            entropy = _zero_uncounted(outputs.entropy, counted)
+            backward = backward + (-entropy - inside - outside)
+        # Select the direction and average over tokens.
         per_token = {
             "forward": forward,
             "backward": backward,
@@ -83,14 +87,13 @@ class DistillationLoss:
         metrics = {
             "loss": loss,
             "forward_kl": average(forward),
-            "topk_probability": average(whole.exp().sum(dim=-1)),
+            "topk_probability": average(logprobs.exp().sum(dim=-1)),
         }
-        if self.kl != "forward":  # the rest would take the entropy
+        if self.kl != "forward":  # the rest would need the entropy
             metrics["backward_kl"] = average(backward)
         return loss, {name: value.detach() for name, value in metrics.items()}
 
 
-def _only(values: Tensor, counted: Tensor) -> Tensor:
-    """``values`` [B, S] or [B, S, k] where ``counted`` [B, S]; 0 instead of garbage elsewhere."""
-    where = counted if values.ndim == 2 else counted[..., None]
-    return values.where(where, 0)
+def _zero_uncounted(values: Tensor, counted: Tensor) -> Tensor:
+    """Set ``values`` [B, S] or [B, S, k] to 0 where bool ``counted`` [B, S] is False."""
+    return values.where(counted if values.ndim == 2 else counted[..., None], 0)

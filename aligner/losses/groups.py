@@ -3,43 +3,49 @@
 import torch
 from torch import Tensor
 
-# Rewards that differ by less, relative to themselves, are equal: 4 units in the last place of the
-# float32 that they come in.
+# Rewards are equal if their relative difference is below 4 units in the last place of float32, the
+# dtype of the input.
 TOLERANCE = 4 * torch.finfo(torch.float32).eps
 
 
 def sum_of_group(values: Tensor, groups: Tensor) -> Tensor:
-    """Sum of ``values`` [B] over the group of each sample, [B]."""
+    """Return the sum of ``values`` [B] over the group of each sample, [B]."""
     _, index = torch.unique(groups, return_inverse=True)
     return torch.zeros_like(values).index_add(0, index, values)[index]
 
 
 def compare_turns(
-    worth: Tensor, charged: Tensor, there: Tensor, groups: Tensor
+    worth: Tensor, charged: Tensor, has_turn: Tensor, groups: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Turns less their baselines, and the largest deviation of turns of the group, by row.
+    """Subtract baselines from turns, and compute the largest deviation of turns in each group.
 
-    ``worth``, ``charged``: float64 [B, K], without and with the penalty. ``there``: bool [B, K].
-    ``groups``: int64 [B]. Returns float64 [B, K], 0 where nothing differs, and [B, 1].
+    ``worth``, ``charged``: float64 [B, K], without and with the penalty. ``has_turn``: bool [B, K],
+    the sample reaches the turn. ``groups``: int64 [B]. Returns float64 [B, K], 0 where the returns
+    of the group are equal, and [B, 1].
     """
-    number = torch.arange(there.shape[1], device=there.device).expand(there.shape)
+    index = torch.arange(has_turn.shape[1], device=has_turn.device).expand(has_turn.shape)
 
-    def of_others(values: Tensor) -> Tensor:
-        own = torch.where(there, values, 0)
-        return sum_of_group(own, groups) - own
+    def sum_of_others(values: Tensor) -> Tensor:
+        own_values = torch.where(has_turn, values, 0)
+        return sum_of_group(own_values, groups) - own_values
 
-    others = of_others(torch.ones_like(worth))
-    last = torch.where(others > 0, number, -1).cummax(1).values  # turn that others came to
-    place = last.clamp(min=0)
-    others = others.gather(1, place).clamp(min=1)
-    # Of the others at that turn, and of the turn itself beside them.
-    squares = of_others(worth.square()).gather(1, place) + worth.square()
-    mean = (of_others(worth).gather(1, place) + worth) / (others + 1)
-    variance = (squares - (others + 1) * mean.square()).clamp(min=0) / others
-    noise = TOLERANCE**2 * squares / (others + 1)
-    varies = there & (last >= 0) & (variance > noise)
+    # The last turn, up to the current turn, that other samples of the group reach.
+    n_others = sum_of_others(torch.ones_like(worth))
+    last_shared = torch.where(n_others > 0, index, -1).cummax(1).values
+    compared = last_shared.clamp(min=0)
+    n_others = n_others.gather(1, compared).clamp(min=1)
+
+    # Variance of the other samples at the compared turn together with the turn itself.
+    squares = sum_of_others(worth.square()).gather(1, compared) + worth.square()
+    mean = (sum_of_others(worth).gather(1, compared) + worth) / (n_others + 1)
+    variance = (squares - (n_others + 1) * mean.square()).clamp(min=0) / n_others
+    noise = TOLERANCE**2 * squares / (n_others + 1)
+    varies = has_turn & (last_shared >= 0) & (variance > noise)
+
+    # Largest deviation of the group, for every row of the group.
     _, group = torch.unique(groups, return_inverse=True)
-    most = torch.where(varies, variance, 0).amax(1)
-    deviation = torch.zeros_like(most).scatter_reduce(0, group, most, "amax")[group].sqrt()
-    baseline = of_others(charged).gather(1, place) / others
+    row_largest = torch.where(varies, variance, 0).amax(1)
+    largest = torch.zeros_like(row_largest).scatter_reduce(0, group, row_largest, "amax")
+    deviation = largest[group].sqrt()
+    baseline = sum_of_others(charged).gather(1, compared) / n_others
     return torch.where(varies, charged - baseline, 0), deviation.unsqueeze(1)

@@ -1,8 +1,8 @@
-"""Losses as NeMo-RL publishes them, adapted to the roles of this library.
+"""NeMo-RL's published interface of losses, adapted to the roles of this library.
 
 A published loss is any callable ``(input, data, global_valid_seqs, global_valid_toks)`` that
-returns ``(loss, metrics)``. `as_loss` makes it an `aligner.types.LossFunction`, so that ``train``
-takes either kind.
+returns ``(loss, metrics)``. `as_loss` converts a published loss to an `aligner.types.LossFunction`,
+so that ``train`` accepts both interfaces.
 """
 
 import enum
@@ -20,16 +20,16 @@ from aligner.errors import AlignerError, ConfigError, DataError
 from aligner.types import Denominators, TokenOutputs
 
 LossFunction = Callable[..., tuple[Tensor, Mapping[str, Any]]]
-_GIVEN = ("data", "global_valid_seqs", "global_valid_toks")
+_SHARED_PARAMETERS = ("data", "global_valid_seqs", "global_valid_toks")
 
 
 class LossInputType(enum.Enum):
-    """Input that a published loss reads first.
+    """First input of a published loss.
 
-    ``LOGIT``: of a policy float32 ``[B, S, V]``, at position t the logits of token t + 1 over the
-    sampling temperature; of a critic its values ``[B, S]``. ``LOGPROB``: of a policy float32
-    ``[B, S - 1]``, at position t the log-prob of token t + 1, 0 where ``token_mask`` of that token
-    is 0.
+    ``LOGIT``: for a policy float32 ``[B, S, V]``, at position t the logits of token t + 1 divided
+    by the sampling temperature, for a critic its values ``[B, S]``. ``LOGPROB``: for a policy
+    float32 ``[B, S - 1]``, at position t the log-prob of token t + 1, 0 if ``token_mask`` of token
+    t + 1 is 0.
     """
 
     LOGIT = "logit"
@@ -38,131 +38,131 @@ class LossInputType(enum.Enum):
 
 @dataclass(frozen=True)
 class PublishedLoss:
-    """A published loss as one of this library's.
+    """Adapter of a published loss to `aligner.types.LossFunction`.
 
-    ``data`` are the columns of a micro-batch, cut to its longest row. ``global_valid_seqs`` and
-    ``global_valid_toks`` are float32 scalars of the global batch: ``sum(sample_mask)`` and
-    ``sum(token_mask * sample_mask)``, at least 1. The losses and metrics of micro-batches and ranks
-    are added up, so they are divided by one of the two; metrics that end in ``_min`` or ``_max``
-    are combined so.
+    ``data`` contains the columns of a micro-batch, cut to the longest row. ``global_valid_seqs``
+    and ``global_valid_toks`` are float32 scalars of the global batch: ``sum(sample_mask)`` and
+    ``sum(token_mask * sample_mask)``, at least 1. Losses and metrics are summed over micro-batches
+    and ranks, so the function must divide by one of the two scalars. Metrics whose names end in
+    ``_min`` or ``_max`` are combined by minimum or maximum.
 
-    The input goes to the parameter that is none of ``data``, ``global_valid_seqs`` and
-    ``global_valid_toks`` where a signature has those three, in any order; else the four are
-    positional.
+    If the signature contains ``data``, ``global_valid_seqs`` and ``global_valid_toks`` in any
+    order, the remaining parameter receives the input and all arguments are passed by keyword.
+    Otherwise the four arguments are positional.
     """
 
     function: LossFunction
     needs_entropy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _ = self.input_type  # refuses what no role can give
+        _ = self.input_type  # refuses an input that no role can provide
 
     @property
     def rows_per_group(self) -> int:
-        """``rows_per_group`` of the function, where it compares adjacent rows; else 1."""
+        """Number of adjacent rows that the function compares, its ``rows_per_group``, default 1."""
         return int(getattr(self.function, "rows_per_group", 1))
 
     @property
     def input_type(self) -> LossInputType:
-        """``input_type`` of the function, else by its parameter's name, else ``LOGIT``."""
-        given = getattr(self.function, "input_type", None)
-        if given is None:
+        """Input by the function's ``input_type``, else by its parameter's name, else ``LOGIT``."""
+        declared = getattr(self.function, "input_type", None)
+        if declared is None:
             is_logprob = self._input_name() == "next_token_logprobs"
             return LossInputType.LOGPROB if is_logprob else LossInputType.LOGIT
-        try:  # another library's enumeration has the same values
-            return LossInputType(getattr(given, "value", given))
+        try:  # the enumeration of another library uses the same values
+            return LossInputType(getattr(declared, "value", declared))
         except ValueError:
-            known = ", ".join(kind.name for kind in LossInputType)
+            names = ", ".join(kind.name for kind in LossInputType)
             raise ConfigError(
-                f"loss_fn.input_type={given}: use one of {known}; distillation is "
-                "aligner.losses.distillation"
+                f"loss_fn.input_type={declared} is not supported. Use one of {names}, or "
+                "aligner.losses.distillation for distillation"
             ) from None
 
     @property
     def reads_logits(self) -> bool:
-        """True if a policy must give all its logits."""
+        """True if the function reads all logits of a policy."""
         return self.input_type is LossInputType.LOGIT
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """``outputs.values_or_logprobs``: logits or values, or log-probs ``[B, S]``."""
-        first = outputs.values_or_logprobs
+        """Call the function on logits, values or log-probs ``[B, S]`` of one micro-batch."""
+        model_output = outputs.values_or_logprobs
         if not self.reads_logits:
-            first = first[:, 1:]
-        rest = {
+            model_output = model_output[:, 1:]
+        arguments = {
             "data": BatchedDataDict(batch),
             "global_valid_seqs": denominators.valid_seqs,
             "global_valid_toks": denominators.valid_tokens,
         }
         name = self._input_name()
-        result = (
-            self.function(first, *rest.values())
-            if name is None
-            else self.function(**{name: first}, **rest)
-        )
+        if name is None:
+            result = self.function(model_output, *arguments.values())
+        else:
+            result = self.function(**{name: model_output}, **arguments)
         return loss_and_metrics(result, "loss_fn", DataError)
 
     def _input_name(self) -> str | None:
-        """The parameter of the input, where all four are passed by name."""
+        """Return the name of the input's parameter, or None if arguments are positional."""
         try:
             parameters = inspect.signature(self.function).parameters
-        except (TypeError, ValueError):  # a function of C
+        except (TypeError, ValueError):  # a function written in C
             return None
-        if any(name not in parameters for name in _GIVEN):
+        if any(name not in parameters for name in _SHARED_PARAMETERS):
             return None
         for name, parameter in parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
-                given = getattr(self.function, "input_type", LossInputType.LOGIT)
-                is_logprob = getattr(given, "value", given) == LossInputType.LOGPROB.value
+                declared = getattr(self.function, "input_type", LossInputType.LOGIT)
+                is_logprob = getattr(declared, "value", declared) == LossInputType.LOGPROB.value
                 return "next_token_logprobs" if is_logprob else "logits"
-            if name not in _GIVEN:
+            if name not in _SHARED_PARAMETERS:
                 return None if parameter.kind is parameter.POSITIONAL_ONLY else name
         return None
 
 
 def as_loss(loss_fn: Any) -> types.LossFunction:
-    """``loss_fn`` itself where it is one of this library's; a published one as `PublishedLoss`."""
+    """Return a loss of this library unchanged, and a published loss as `PublishedLoss`."""
     if hasattr(loss_fn, "needs_entropy") and hasattr(loss_fn, "rows_per_group"):
         return loss_fn
     if not callable(loss_fn):
         raise ConfigError(
-            f"loss_fn={loss_fn!r}: give a function of (logits, data, global_valid_seqs, "
-            "global_valid_toks), or one of aligner.algorithms.losses"
+            f"loss_fn={loss_fn!r} is not callable. Give a function of (logits, data, "
+            "global_valid_seqs, global_valid_toks), or a loss of aligner.algorithms.losses"
         )
     return PublishedLoss(loss_fn)
 
 
 def reads_logits(loss_fn: types.LossFunction) -> bool:
-    """Return whether a policy must give ``loss_fn`` all its logits."""
+    """Return whether ``loss_fn`` reads all logits of a policy."""
     return isinstance(loss_fn, PublishedLoss) and loss_fn.reads_logits
 
 
 def loss_and_metrics(
     result: Any, who: str, error: type[AlignerError]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss function's ``result`` as a scalar loss and detached float32 scalars.
+    """Check a loss function's ``result`` and return a scalar loss and detached float32 scalars.
 
-    ``error``: raised where it is something else; the message begins with ``who``.
+    ``error``: class raised for any other result. The message begins with ``who``.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise error(
-            f"{who} returned a {type(result).__name__}; return a pair of the loss and a mapping "
+            f"{who} returned a {type(result).__name__}. Return a pair of the loss and a mapping "
             "of metrics"
         )
     loss, metrics = result
+    # The loss must be a scalar tensor. Numbers have no gradient.
     if not isinstance(loss, Tensor) or loss.ndim:
         shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise error(f"{who} returned {shape} as the loss; return a scalar tensor")
+        raise error(f"{who} returned {shape} as the loss. Return a scalar tensor")
     return loss, {str(key): metric_tensor(key, value, loss) for key, value in metrics.items()}
 
 
 def metric_tensor(name: str, value: Any, loss: Tensor) -> Tensor:
-    """``value`` as a detached float32 scalar beside ``loss``; `DataError` where it is no number."""
+    """Return ``value`` as a detached float32 scalar on the device of ``loss``, else `DataError`."""
     try:
-        number = torch.as_tensor(value, dtype=torch.float32, device=loss.device).detach()
+        scalar = torch.as_tensor(value, dtype=torch.float32, device=loss.device).detach()
     except (TypeError, ValueError, RuntimeError):
-        number = None
-    if number is None or number.ndim:
-        raise DataError(f"loss_fn: metric {name}={value!r} is no number; return only scalars")
-    return number
+        scalar = None
+    if scalar is None or scalar.ndim:
+        raise DataError(f"loss_fn: metric {name}={value!r} is not a number. Return only scalars")
+    return scalar

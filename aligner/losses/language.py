@@ -12,14 +12,14 @@ from aligner.types import Denominators, TokenOutputs
 
 @dataclass(frozen=True)
 class NegativeLogLikelihoodLoss:
-    """``-Σ mask·logprob / global valid tokens``: supervised fine-tuning and rejection sampling.
+    """Loss of supervised fine-tuning and rejection sampling, ``-Σ mask·logprob / valid tokens``.
 
-    ``token_mask`` is 1 at tokens that are learnt: those of the response, its end-of-sequence token
-    included. Every token of the global batch weighs the same (NeMo-RL, verl; in NeMo-Aligner and
-    Hugging Face's default a token weighs more in a micro-batch with few of them).
+    ``token_mask`` is 1 at the tokens of the response, end-of-sequence token included. Every token
+    of the global batch weighs the same (NeMo-RL, verl, while in NeMo-Aligner and Hugging Face's
+    default a token weighs more in a micro-batch with few tokens).
 
     Metrics are shares of global token means: ``loss`` in nats per token and ``token_probability``
-    (``exp(logprob)``; 1: the response is known by heart).
+    (``exp(logprob)``, where 1 means that the response is memorised).
     """
 
     needs_entropy: ClassVar[bool] = False
@@ -28,7 +28,7 @@ class NegativeLogLikelihoodLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metric shares of one micro-batch.
+        """Compute the loss and metric shares of one micro-batch.
 
         ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``token_mask`` [B, S] and
         ``sample_mask`` [B].

@@ -1,22 +1,23 @@
-"""Reductions over the tokens that count, and aggregation of their losses into one.
+"""Reductions over tokens that count, and aggregation of token losses into one loss.
 
-A mask is 1 (or True) where an element counts. Masked-out elements may hold anything, NaN
-included: they are replaced, not multiplied by zero.
+A mask is 1 (or True) if an element counts. Masked elements may be any value, NaN included, because
+they are replaced, not multiplied by zero.
 
-The loss of a batch is one of:
+The loss of a batch is one of the following:
 
 ==================  ================================================================================
 ``token_mean``      Σ over tokens / valid tokens of the global batch. Every token weighs the same
-                    (DAPO, Yu et al., 2025; the default of verl and NeMo-RL)
+                    (DAPO, Yu et al., 2025, the default of verl and NeMo-RL)
 ``sequence_mean``   Σ over sequences of (mean over their tokens) / valid sequences. Every sequence
-                    weighs the same, tokens of long ones less (GRPO, Shao et al., 2024; GSPO)
+                    weighs the same, tokens of long sequences less (GRPO, Shao et al., 2024, and
+                    GSPO)
 ``fixed_length``    Σ over tokens / (valid sequences · longest response allowed). Every token weighs
-                    the same in every batch (Dr. GRPO, Liu et al., 2025; verl divides by the padded
-                    width by default, TRL by the length allowed, as here)
+                    the same in every batch (Dr. GRPO, Liu et al., 2025, while verl divides by the
+                    padded width by default, TRL also by the longest response allowed)
 ==================  ================================================================================
 
-A sequence counts when its ``sample_mask`` is 1 (NeMo-RL; verl and OpenRLHF count those with a
-token, TRL all). One without a generated token is to have ``sample_mask`` 0.
+A sequence counts if its ``sample_mask`` is 1 (NeMo-RL, while verl and OpenRLHF count sequences with
+a token, TRL counts all). A sequence without a generated token must have ``sample_mask`` 0.
 """
 
 from collections.abc import Collection, Mapping
@@ -32,22 +33,23 @@ from aligner.types import Denominators
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """Sum of ``values`` where ``mask`` is 1, over ``dim`` (default: all dimensions).
+    """Sum ``values`` over the elements with ``mask`` 1, over ``dim`` (default: all dimensions).
 
-    ``values``: [...], of any dtype; ``mask``: [...], of the same shape.
+    ``values``: [...], of any dtype. ``mask``: [...], of the same shape.
     """
     assert values.shape == mask.shape, (values.shape, mask.shape)
-    kept = torch.where(mask.bool(), values, 0)
-    return kept.sum() if dim is None else kept.sum(dim)
+    masked = torch.where(mask.bool(), values, 0)
+    return masked.sum() if dim is None else masked.sum(dim)
 
 
 def masked_mean(
     values: Tensor, mask: Tensor, denominator: Tensor | float, dim: int | None = None
 ) -> Tensor:
-    """``sum(mask * values) / denominator``; ``values`` and ``mask`` as in `masked_sum`.
+    """Compute ``sum(mask * values) / denominator`` with the arguments of `masked_sum`.
 
-    The denominator, a scalar or of the shape of the sum, is named by the caller (usually a count
-    over the whole global batch), because a mean over one micro-batch must not be averaged again.
+    The caller provides the denominator, a scalar or a tensor in the shape of the sum (usually a
+    count over the whole global batch), because a mean over one micro-batch must not be averaged
+    again.
     """
     return masked_sum(values, mask, dim) / denominator
 
@@ -55,11 +57,11 @@ def masked_mean(
 def masked_moments(
     values: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance over all unmasked elements of all ranks of ``group``.
+    """Compute mean and unbiased variance over all unmasked elements of all ranks of ``group``.
 
-    ``values``: float [...]; ``mask``: [...], of the same shape. Two passes, accumulated in float64.
-    Without an element both are 0; a single one has variance 0. With ``group=None`` only this
-    process's elements count. Returns two float64 scalars.
+    ``values``: float [...]. ``mask``: [...], of the same shape. Two passes, accumulated in float64.
+    Without an element both are 0. The variance of a single element is 0. With ``group=None`` only
+    elements of this process count. Returns two float64 scalars.
     """
     count = mask.bool().sum().double()
     first = _all_ranks(torch.stack([count, _sum64(values, mask)]), group)
@@ -76,11 +78,11 @@ def masked_whiten(
     *,
     over: Tensor | None = None,
 ) -> Tensor:
-    """``(values - mean) * rsqrt(variance + eps)`` where ``mask`` is 1, and 0 elsewhere.
+    """Compute ``(values - mean) * rsqrt(variance + eps)``, 0 at masked positions.
 
-    ``values``: float [...]; ``mask``: [...], of the same shape. Mean and unbiased variance are
-    taken over all unmasked elements of all ranks of ``group`` (the convention of verl and TRL;
-    OpenRLHF and NeMo-Aligner use the population variance), or those where ``over`` [...] is 1.
+    ``values``: float [...]. ``mask``: [...], of the same shape. Mean and unbiased variance are over
+    all unmasked elements of all ranks of ``group`` (the convention of verl and TRL, while OpenRLHF
+    and NeMo-Aligner use the population variance), or over elements with ``over`` [...] equal to 1.
     """
     mean, variance = masked_moments(values, mask if over is None else over, group)
     scale = torch.rsqrt(variance + eps)
@@ -88,10 +90,10 @@ def masked_whiten(
 
 
 def _less(values: Tensor, mean: Tensor) -> Tensor:
-    """``values - mean`` in the dtype of ``values``, as exact as with the float64 ``mean``.
+    """Compute ``values - mean`` in the dtype of ``values``, as exact as with the float64 ``mean``.
 
-    In two parts: a mean rounded once would be off by its own rounding error, which beside small
-    deviations of large values is large.
+    The mean is subtracted in two parts, because the rounding error of a rounded mean is large
+    relative to small deviations of large values.
     """
     rounded = mean.to(values.dtype)
     return values - rounded - (mean - rounded).to(values.dtype)
@@ -112,10 +114,10 @@ Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 
 @dataclass(frozen=True)
 class BatchAverage:
-    """This micro-batch's share of an average over the global batch.
+    """Average over the global batch, of which a call returns one micro-batch's share.
 
-    ``mask``: bool [B, S], True where the token was generated and its sample counts.
-    ``max_response_length``: most tokens a response may have; only ``fixed_length`` needs it.
+    ``mask``: bool [B, S], True if the token was generated and its sample counts.
+    ``max_response_length``: limit of a response in tokens. Only ``fixed_length`` needs it.
     """
 
     mask: Tensor
@@ -124,7 +126,7 @@ class BatchAverage:
     max_response_length: int | None = None
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Scalar share for float [B, S]; masked positions may hold anything."""
+        """Return the scalar share for float [B, S]. Masked positions may be any value."""
         if self.aggregation == "token_mean":
             return masked_mean(values, self.mask, self.denominators.valid_tokens)
         if self.aggregation == "sequence_mean":
@@ -135,41 +137,41 @@ class BatchAverage:
 
 
 def row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of each row of float [B, S] over its unmasked positions, float [B]; 0 without any."""
+    """Return float [B], the mean over unmasked positions of each row of [B, S], 0 without any."""
     return masked_sum(values, mask, dim=1) / mask.sum(1).clamp(min=1)
 
 
-def counted_tokens(batch: Mapping[str, Tensor], *of_tokens: Tensor) -> Tensor:
-    """Bool [B, S]: the token was generated and its sample counts.
+def counted_tokens(batch: Mapping[str, Tensor], *per_token: Tensor) -> Tensor:
+    """Return bool [B, S]: the token was generated and its sample counts.
 
-    ``batch`` has ``token_mask`` [B, S] and ``sample_mask`` [B]. ``of_tokens``: float [B, S] each,
-    the tensors that the mask is for.
+    ``batch`` contains ``token_mask`` [B, S] and ``sample_mask`` [B]. ``per_token``: float [B, S],
+    tensors whose shapes are compared with the mask.
     """
     token_mask, sample_mask = batch["token_mask"], batch["sample_mask"]
-    shapes = [token_mask.shape, *(each.shape for each in of_tokens)]
+    shapes = [token_mask.shape, *(tensor.shape for tensor in per_token)]
     assert token_mask.ndim == 2, shapes
     assert shapes.count(token_mask.shape) == len(shapes), shapes
     assert sample_mask.shape == token_mask.shape[:1], (sample_mask.shape, token_mask.shape)
     return token_mask.bool() & sample_mask.bool().unsqueeze(1)
 
 
-def check_choice(key: str, value: str, known: Collection[str]) -> None:
-    """Refuse a value of ``key`` that is not one of the ``known`` names."""
-    if value not in known:
-        raise ConfigError(f"{key}={value!r} is unknown; use one of {', '.join(known)}")
+def check_choice(key: str, value: str, choices: Collection[str]) -> None:
+    """Refuse a ``value`` of ``key`` that is not in ``choices``."""
+    if value not in choices:
+        raise ConfigError(f"{key}={value!r} is unknown. Use one of {', '.join(choices)}")
 
 
 def check_aggregation(aggregation: str, max_response_length: int | None) -> None:
-    """Refuse an unknown aggregation, and a length that is missing or has no effect."""
+    """Refuse an unknown aggregation, and a length that is missing or without effect."""
     check_choice("aggregation", aggregation, get_args(Aggregation))
     if aggregation == "fixed_length":
         if max_response_length is None or max_response_length < 1:
             raise ConfigError(
                 f"aggregation=fixed_length needs max_response_length of at least 1, got "
-                f"{max_response_length}; give the most tokens a response may have"
+                f"{max_response_length}. Give the limit of a response in tokens"
             )
     elif max_response_length is not None:
         raise ConfigError(
-            f"max_response_length={max_response_length} says nothing with aggregation="
-            f"{aggregation}; leave it out, or use aggregation=fixed_length"
+            f"max_response_length={max_response_length} has no effect with aggregation="
+            f"{aggregation}. Leave it out, or use aggregation=fixed_length"
         )

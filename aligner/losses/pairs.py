@@ -1,8 +1,8 @@
 """Pairs of a chosen and a rejected response, in adjacent rows.
 
-Row 2i is the chosen response of pair i and row 2i + 1 the rejected one, as in NeMo-RL (TRL and
-NeMo-Aligner have all chosen rows first). So a slice of an even number of rows holds whole pairs;
-both rows of a pair go into the same micro-batch and carry the same ``sample_mask``.
+Row 2i is the chosen response of pair i and row 2i + 1 the rejected response, as in NeMo-RL (TRL and
+NeMo-Aligner put all chosen rows first). A slice of an even number of rows therefore consists of
+complete pairs. Both rows of a pair are in the same micro-batch and have the same ``sample_mask``.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from aligner.types import Denominators
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of a micro-batch that count, and means over those of the global batch.
+    """Pairs of a micro-batch that count, with means over the pairs of the global batch.
 
     ``counts``: bool [B / 2]. ``total``: pairs of the global batch that count.
     """
@@ -26,37 +26,41 @@ class Pairs:
     total: Tensor
 
     def mean(self, values: Tensor) -> Tensor:
-        """This micro-batch's share of the mean of float [B / 2] over the global batch's pairs."""
+        """Return this micro-batch's share of the mean of float [B / 2] over the global batch."""
         return torch.where(self.counts, values, 0).sum() / self.total
 
     def rows(self) -> Tensor:
-        """bool [B], True where the row's pair counts."""
+        """Return bool [B], True if the row's pair counts."""
         return self.counts.repeat_interleave(2)
 
 
 def pairs_of(batch: Mapping[str, Tensor], denominators: Denominators) -> Pairs:
-    """The pairs of a micro-batch, by its float32 ``sample_mask`` [B]; both rows must count."""
+    """Return the pairs whose rows both count by float32 ``sample_mask`` [B].
+
+    Raises:
+        DataError: the micro-batch has an odd number of rows.
+    """
     rows = batch["sample_mask"].shape[0]
     if rows % 2:
         raise DataError(
-            f"a micro-batch of {rows} rows holds half a pair; chosen and rejected responses are "
-            "adjacent rows, so make micro_batch_size even"
+            f"a micro-batch of {rows} rows splits a pair of chosen and rejected responses, which "
+            "are adjacent rows. Make micro_batch_size even"
         )
     chosen, rejected = split_pairs(batch["sample_mask"].bool())
     return Pairs(chosen & rejected, denominators.valid_seqs / 2)
 
 
 def split_pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Chosen and rejected rows of [B, ...], [B / 2, ...] each, of any dtype."""
+    """Return the chosen and the rejected rows of [B, ...], [B / 2, ...] each, of any dtype."""
     return rows[0::2], rows[1::2]
 
 
 def reward_metrics(
     chosen: Tensor, rejected: Tensor, pairs: Pairs, tie: float = 0.0
 ) -> dict[str, Tensor]:
-    """Means over pairs of float [B / 2]: both rewards, their margin, and how often it is positive.
+    """Compute means over pairs of float [B / 2]: rewards, margin, share of positive margins.
 
-    A margin up to ``tie`` is a tie, which is no success.
+    A margin up to ``tie`` does not count as positive.
     """
     chosen, rejected = chosen.detach(), rejected.detach()
     return {

@@ -1,15 +1,17 @@
 """The PPO policy loss (Schulman et al., 2017) with the options of its descendants."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from aligner.catalog import SURROGATES, imported
 from aligner.config import CorrectionConfig
 from aligner.config.fields import AboveOne, NonNegative, Positive
 from aligner.config.parse import check_fields
+from aligner.config.roles.sampling import Surrogate
 from aligner.errors import ConfigError
 from aligner.losses.corrections import correct, gap_metrics
 from aligner.losses.kl import KLEstimator, kl_estimate
@@ -23,7 +25,6 @@ from aligner.losses.masked import (
 from aligner.types import Denominators, TokenOutputs
 
 RatioLevel = Literal["token", "sequence"]
-Surrogate = Literal["clip", "cispo"]
 
 
 @dataclass(frozen=True)
@@ -33,37 +34,39 @@ class PPOPolicyLoss:
     Per generated token, with ``ρ = exp(logprob - prev_logprob)`` and advantage ``A``::
 
         surrogate = max(-A·ρ, -A·clip(ρ, 1 - ratio_eps_low, 1 + ratio_eps_high))
-        surrogate = min(surrogate, -dual_clip·A)   where A < 0     (Ye et al., 2020)
-        w         = weights of ``correction``, no gradient; 1 without
+        surrogate = min(surrogate, -dual_clip·A)   if A < 0        (Ye et al., 2020)
+        w         = weights of ``correction``, without gradient, default 1
         loss      = average of w·surrogate - entropy_bonus·entropy + kl_coefficient·kl
 
-    The average is over the global batch, by default Σ mask·x / valid tokens; `aggregation` has the
-    others. Options that make it another algorithm's loss:
+    The average is over the global batch, by default Σ mask·x / valid tokens. `losses.masked` lists
+    the other values of ``aggregation``. Options that make the loss of another algorithm:
 
     - ``ratio_level="sequence"`` (GSPO, Zheng et al., 2025): all tokens of a row share
-      ``ρ = exp(mean over the row of logprob - prev_logprob)``. Its gradient passes through that
-      mean (as NeMo-RL, TRL and OpenRLHF; verl's goes to each token with that token's advantage,
-      the same where advantages are constant in a row). GSPO itself has ``sequence_mean``.
+      ``ρ = exp(mean over the row of logprob - prev_logprob)``. The gradient passes through that
+      mean, as in NeMo-RL, TRL and OpenRLHF. In verl each token gets the gradient with its own
+      advantage, which is the same if advantages are constant in a row. GSPO itself averages with
+      ``sequence_mean``.
     - ``surrogate="cispo"`` (MiniMax-M1, 2025): ``-sg(clip(ρ, ...))·A·logprob``. The clipped ratio
-      is a weight without gradient, so every token learns (as verl and NeMo-RL; with
-      ``ratio_eps_low=1`` only the upper bound is left, as in TRL).
+      is a weight without gradient, so every token learns (as in verl and NeMo-RL). With
+      ``ratio_eps_low=1`` only the upper bound remains, as in TRL.
     - ``correction``: weights and masks for rollouts that another policy sampled
-      (`losses.corrections`), and whose log-probs ``prev_logprobs`` are. ``importance_cap`` is short
-      for weights of ``ratio_level``, truncated at it: at sequence level one of all tokens of a row
-      (as NeMo-RL).
+      (`losses.corrections`). ``prev_logprobs`` are log-probs of that policy. ``importance_cap`` is
+      short for weights of ``ratio_level``, truncated at the cap. At sequence level all tokens of a
+      row share one weight (as in NeMo-RL).
 
-    ``kl`` is the estimator of ``losses.kl`` against ``ref_logprobs``, its gradient pathwise
-    (as verl and TRL; NeMo-RL adds a score-function term): with ``k1`` it has mean 0 and holds the
-    policy to nothing, so runs refuse it. The log-ratio is not clamped (as NeMo-RL
-    and TRL; verl and OpenRLHF clamp it to ±20).
+    ``kl`` is an estimate of ``losses.kl`` against ``ref_logprobs`` with a pathwise gradient (as in
+    verl and TRL, while NeMo-RL adds a score-function term). With ``k1`` that gradient has mean 0
+    and does not restrain the policy, so runs refuse ``k1``. The log-ratio is not clamped (as in
+    NeMo-RL and TRL, while verl and OpenRLHF clamp to ±20).
 
     Metrics: ``loss`` as averaged, and shares of global token means: ``ppo_ratio`` (ρ),
-    ``ppo_ratio_clamped``, ``clip_fraction`` (tokens whose clipped term is the larger: they get no
-    gradient; with cispo tokens whose weight was clipped), ``approx_kl`` (k3 of the rollout policy
-    from this one), and by option ``dual_clip_fraction``, ``entropy``, ``kl_loss`` (before its
-    coefficient), those of `losses.corrections.correct`; with ``generation_logprobs`` in the batch
-    those of `losses.corrections.gap_metrics`. ``ppo_ratio_max`` and ``logprob_gap_max`` are maxima,
-    0 without a token.
+    ``ppo_ratio_clamped``, ``clip_fraction``, ``approx_kl`` (k3 of the rollout policy from the
+    current policy), and by option ``dual_clip_fraction``, ``entropy``, ``kl_loss`` (before the
+    coefficient) and the metrics of `losses.corrections.correct`. If the batch contains
+    ``generation_logprobs``, also the metrics of `losses.corrections.gap_metrics`.
+    ``clip_fraction`` counts tokens whose clipped term is the larger (these tokens get no gradient),
+    with cispo tokens whose weight was clipped. ``ppo_ratio_max`` and ``logprob_gap_max`` are
+    maxima, 0 without a token.
     """
 
     ratio_eps_low: float = 0.2
@@ -74,13 +77,13 @@ class PPOPolicyLoss:
     kl_estimator: KLEstimator = "k3"
     kl_input_clamp: float | None = None
     kl_output_clamp: float | None = None
-    importance_cap: Positive | None = None  # None: as ``correction`` says
+    importance_cap: Positive | None = None  # None: ``correction`` decides
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     ratio_level: RatioLevel = "token"
     surrogate: Surrogate = "clip"
     aggregation: Aggregation = "token_mean"
-    max_response_length: int | None = None  # in tokens; fixed_length divides by it
-    needs_entropy: bool = True  # as metric; cheap without gradient
+    max_response_length: int | None = None  # in tokens, the divisor of fixed_length
+    needs_entropy: bool = True  # as metric, cheap without gradient
     rows_per_group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -88,7 +91,7 @@ class PPOPolicyLoss:
         if self.importance_cap is not None and self.correction.weights != "none":
             raise ConfigError(
                 f"importance_cap={self.importance_cap} and correction.weights="
-                f"{self.correction.weights} are both weights; give one of them"
+                f"{self.correction.weights} both set importance weights. Give one of the two"
             )
         no_lower_bound = self.ratio_eps_low == 1 and self.surrogate == "cispo"
         if not (0 <= self.ratio_eps_low < 1 or no_lower_bound):
@@ -97,103 +100,77 @@ class PPOPolicyLoss:
             )
         if self.entropy_bonus != 0 and not self.needs_entropy:
             raise ConfigError(
-                f"entropy_bonus={self.entropy_bonus} needs the entropy; set needs_entropy=true"
+                f"entropy_bonus={self.entropy_bonus} needs the entropy. Set needs_entropy=true"
             )
         if self.surrogate == "cispo" and self.dual_clip is not None:
             raise ConfigError(
                 f"dual_clip={self.dual_clip} bounds the clipped surrogate, which surrogate=cispo "
-                "does not use; use null to turn it off"
+                "does not use. Use null to turn it off"
             )
         check_aggregation(self.aggregation, self.max_response_length)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metric shares of one micro-batch.
+        """Compute the loss and metric shares of one micro-batch.
 
         ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``advantages``, ``token_mask``
-        [B, S], ``sample_mask`` [B]; ``prev_logprobs`` [B, S], which may be absent in a pure
-        on-policy mini-batch (the current log-probs, detached, are those of the rollout);
-        ``ref_logprobs`` and ``generation_logprobs`` [B, S] where an option needs them.
+        [B, S], ``sample_mask`` [B], ``prev_logprobs`` [B, S], which may be absent in a pure
+        on-policy mini-batch (the detached current log-probs replace the absent column), and
+        ``ref_logprobs`` and ``generation_logprobs`` [B, S] if an option needs them.
         """
         logprobs, advantages = outputs.values_or_logprobs, batch["advantages"]
         prev_logprobs = batch.get("prev_logprobs", logprobs.detach())
         mask = counted_tokens(batch, logprobs, advantages, prev_logprobs)
-        mean = BatchAverage(mask, denominators)  # of tokens, whatever the loss averages
+        token_mean = BatchAverage(mask, denominators)  # of metrics, with every aggregation
         average = BatchAverage(mask, denominators, self.aggregation, self.max_response_length)
 
-        # Masked before exp, not after: a masked position may hold a difference that overflows,
+        # Masked before exp, not after: a masked position may contain a difference that overflows,
         # and 0 · inf would be NaN in the gradient.
         log_ratio = torch.where(mask, logprobs - prev_logprobs, 0)
-        whole = log_ratio
+        level_log_ratio = log_ratio
         if self.ratio_level == "sequence":
-            whole = row_means(log_ratio, mask).unsqueeze(1).expand_as(log_ratio)
-        ratio = whole.exp()  # 1 where masked
+            level_log_ratio = row_means(log_ratio, mask).unsqueeze(1).expand_as(log_ratio)
+        ratio = level_log_ratio.exp()  # 1 at masked positions
         advantages = torch.where(mask, advantages, 0)
-        if self.surrogate == "cispo":
-            surrogate, metrics = self._cispo(ratio, advantages, logprobs, mean)
-        else:
-            surrogate, metrics = self._clip(ratio, advantages, mean)
-        if "generation_logprobs" in batch or self._correction.is_on:
-            # With the sampler as the old policy the trainer's log-probs are the present ones.
-            trainer = logprobs if self.correction.old_logprobs == "sampler" else prev_logprobs
+        compute_surrogate: SurrogateFunction = imported(SURROGATES[self.surrogate].function)
+        surrogate, metrics = compute_surrogate(self, ratio, advantages, logprobs, token_mean)
+
+        # Correct for the difference between trainer and sampler.
+        correction = self._correction
+        if "generation_logprobs" in batch or correction.is_on:
+            # If the old policy is the sampler, the trainer's log-probs are the current log-probs.
+            trainer = logprobs if correction.old_logprobs == "sampler" else prev_logprobs
             gap = trainer.detach() - batch["generation_logprobs"]
-            left = batch.get("second_moment_mask")
-            weights, corrected = correct(self._correction, gap, mean, left)
+            moment_mask = batch.get("second_moment_mask")
+            weights, correction_metrics = correct(correction, gap, token_mean, moment_mask)
             surrogate = surrogate if weights is None else weights * surrogate
-            metrics |= gap_metrics(gap, mean) | corrected
+            metrics |= gap_metrics(gap, token_mean) | correction_metrics
         loss = average(surrogate)
+
         if self.kl_coefficient != 0:
-            kl = self._kl(logprobs, batch["ref_logprobs"], mask)
+            # Equal inputs at masked positions keep the estimate finite there, gradient included.
+            kl = kl_estimate(
+                torch.where(mask, logprobs, 0),
+                torch.where(mask, batch["ref_logprobs"], 0),
+                self.kl_estimator,
+                input_clamp=self.kl_input_clamp,
+                output_clamp=self.kl_output_clamp,
+            )
             loss = loss + self.kl_coefficient * average(kl)
-            metrics["kl_loss"] = mean(kl.detach())
+            metrics["kl_loss"] = token_mean(kl.detach())
         if self.needs_entropy:
             assert outputs.entropy is not None, "this loss needs the entropy"
             if self.entropy_bonus != 0:
                 loss = loss - self.entropy_bonus * average(outputs.entropy)
-            metrics["entropy"] = mean(outputs.entropy.detach())
-        # k3 from the policy that sampled: its samples, so the ratio is this policy's over it.
-        metrics["approx_kl"] = mean(torch.expm1(log_ratio) - log_ratio)
-        metrics["ppo_ratio"] = mean(ratio)
+            metrics["entropy"] = token_mean(outputs.entropy.detach())
+        # The tokens are samples of the rollout policy, so k3 reads the ratio current / rollout.
+        metrics["approx_kl"] = token_mean(torch.expm1(log_ratio) - log_ratio)
+        metrics["ppo_ratio"] = token_mean(ratio)
         largest = torch.where(mask, ratio, 0).amax() if ratio.numel() else ratio.new_zeros(())
         metrics["ppo_ratio_max"] = largest
         metrics["loss"] = loss
         return loss, {name: value.detach() for name, value in metrics.items()}
-
-    def _clipped(self, ratio: Tensor) -> Tensor:
-        return ratio.clamp(1 - self.ratio_eps_low, 1 + self.ratio_eps_high)
-
-    def _cispo(
-        self, ratio: Tensor, advantages: Tensor, logprobs: Tensor, mean: BatchAverage
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The policy gradient's surrogate under a clipped weight, float [B, S], and its metrics."""
-        ratio = ratio.detach()
-        clamped = self._clipped(ratio)
-        metrics = {
-            "ppo_ratio_clamped": mean(clamped),
-            "clip_fraction": mean((clamped != ratio).to(ratio.dtype)),
-        }
-        return -clamped * advantages * logprobs, metrics
-
-    def _clip(
-        self, ratio: Tensor, advantages: Tensor, mean: BatchAverage
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The pessimistic bound of the objective, negated, float [B, S], and its metrics."""
-        clamped = self._clipped(ratio)
-        free, clipped = -advantages * ratio, -advantages * clamped
-        # Negated, the smaller objective is the larger loss.
-        surrogate = torch.maximum(free, clipped)
-        metrics = {
-            "ppo_ratio_clamped": mean(clamped),
-            "clip_fraction": mean((clipped > free).to(ratio.dtype)),
-        }
-        if self.dual_clip is not None:
-            # With A < 0 the loss grows with the ratio without bound: this is the bound.
-            ceiling = -self.dual_clip * advantages
-            cut = (advantages < 0) & (surrogate > ceiling)
-            surrogate = torch.where(cut, ceiling, surrogate)
-            metrics["dual_clip_fraction"] = mean(cut.to(ratio.dtype))
-        return surrogate, metrics
 
     @property
     def _correction(self) -> CorrectionConfig:
@@ -202,13 +179,49 @@ class PPOPolicyLoss:
         bounds = (0.0, self.importance_cap)
         return replace(self.correction, weights=self.ratio_level, bounds=bounds)
 
-    def _kl(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """KL estimate to the reference at each token, 0 where masked."""
-        # Equal inputs at masked positions keep the estimator finite there, gradient included.
-        return kl_estimate(
-            torch.where(mask, logprobs, 0),
-            torch.where(mask, ref_logprobs, 0),
-            self.kl_estimator,
-            input_clamp=self.kl_input_clamp,
-            output_clamp=self.kl_output_clamp,
-        )
+
+# Loss, ratio, advantages and log-probs float [B, S] (the first two: 1 and 0 at masked positions),
+# mean over tokens -> surrogate float [B, S] with gradient, to be minimised, and metrics.
+SurrogateFunction = Callable[
+    [PPOPolicyLoss, Tensor, Tensor, Tensor, BatchAverage], tuple[Tensor, dict[str, Tensor]]
+]
+
+
+def clip_surrogate(
+    loss: PPOPolicyLoss, ratio: Tensor, advantages: Tensor, logprobs: Tensor, mean: BatchAverage
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute PPO's pessimistic bound of the objective, negated, float [B, S], and its metrics.
+
+    ``ratio``, ``advantages``: float [B, S], 1 and 0 at masked positions. ``logprobs`` is not read.
+    """
+    clamped = ratio.clamp(1 - loss.ratio_eps_low, 1 + loss.ratio_eps_high)
+    free, clipped = -advantages * ratio, -advantages * clamped
+    # Negated, the smaller objective is the larger loss.
+    surrogate = torch.maximum(free, clipped)
+    metrics = {
+        "ppo_ratio_clamped": mean(clamped),
+        "clip_fraction": mean((clipped > free).to(ratio.dtype)),
+    }
+    if loss.dual_clip is not None:
+        # With A < 0 the loss grows with the ratio without bound. The dual clip is the bound.
+        ceiling = -loss.dual_clip * advantages
+        is_cut = (advantages < 0) & (surrogate > ceiling)
+        surrogate = torch.where(is_cut, ceiling, surrogate)
+        metrics["dual_clip_fraction"] = mean(is_cut.to(ratio.dtype))
+    return surrogate, metrics
+
+
+def cispo_surrogate(
+    loss: PPOPolicyLoss, ratio: Tensor, advantages: Tensor, logprobs: Tensor, mean: BatchAverage
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the surrogate of a clipped weight without gradient, float [B, S], and its metrics.
+
+    ``ratio``, ``advantages``, ``logprobs``: float [B, S]. The ratio gets no gradient.
+    """
+    ratio = ratio.detach()
+    clamped = ratio.clamp(1 - loss.ratio_eps_low, 1 + loss.ratio_eps_high)
+    metrics = {
+        "ppo_ratio_clamped": mean(clamped),
+        "clip_fraction": mean((clamped != ratio).to(ratio.dtype)),
+    }
+    return -clamped * advantages * logprobs, metrics

@@ -1,19 +1,19 @@
 """Direct preference optimisation and its relatives: losses on pairs of log-probabilities.
 
-With the log-probabilities of a response under the policy and the frozen reference, summed over its
-tokens, its implicit reward is ``r = β·(log π - log π_ref)`` and the margin of a pair
-``m = r_chosen - r_rejected``:
+``log π`` and ``log π_ref`` are the log-probabilities of a response under the policy and the frozen
+reference, summed over its tokens. The implicit reward of the response is
+``r = β·(log π - log π_ref)`` and the margin of a pair is ``m = r_chosen - r_rejected``:
 
 ==============  ===================================================================================
-`DPOLoss`       ``-(1-ε)·log σ(m) - ε·log σ(-m)``; cDPO where ε > 0
+`DPOLoss`       ``-(1-ε)·log σ(m) - ε·log σ(-m)``, cDPO if ε > 0
 `IPOLoss`       ``(m/β - 1/(2β))²``
-`RPOLoss`       distance of ``m`` from the gap that a reward model or verifier sees
-`SimPOLoss`     ``-log σ(m - γ)``, where ``r`` is ``β·log π`` per token, without a reference
+`RPOLoss`       distance of ``m`` from the gap between rewards of a reward model or verifier
+`SimPOLoss`     ``-log σ(m - γ)`` with ``r = β·log π`` per token, without a reference
 ==============  ===================================================================================
 
-All are means over the pairs of the global batch (`losses.pairs` has their layout in a batch).
+All are means over the pairs of the global batch (`losses.pairs` describes the layout of a batch).
 
-`KTOLoss` (Kahneman–Tversky optimisation) takes responses that are good or bad, not in pairs.
+`KTOLoss` (Kahneman–Tversky optimisation) reads single responses labelled good or bad.
 """
 
 from abc import ABC, abstractmethod
@@ -32,20 +32,20 @@ from aligner.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.types import Denominators, TokenOutputs
 
 RPODistance = Literal["square", "forward_kl", "backward_kl"]
-# Log-ratios of a policy to itself, in nats: 0 but for rounding in float32, whose sign says nothing.
+# Tolerance for log-ratios of a policy to itself, in nats, which differ from 0 by float32 rounding.
 TIE = 1e-4
 
 
 @dataclass(frozen=True)
 class PairwiseLoss(ABC):
-    """Common parts of these losses: rows to rewards, pairs to a mean, and the SFT term.
+    """Base of pairwise losses: rewards of rows, mean over pairs, and the SFT term.
 
     ``sft_weight`` adds ``-mean log π`` of the chosen response: the mean over its tokens, then over
-    pairs (OpenRLHF, and NeMo-Aligner when it averages; NeMo-Aligner's default sums over tokens, TRL
-    takes the mean over all chosen tokens of a micro-batch).
+    pairs (OpenRLHF, and NeMo-Aligner with averaging, while NeMo-Aligner's default sums over tokens,
+    TRL averages over all chosen tokens of a micro-batch).
 
     Metrics are shares of means over pairs: ``loss``, ``preference_loss``, ``rewards_chosen``,
-    ``rewards_rejected``, ``rewards_margin``, ``accuracy`` (the chosen response has the higher
+    ``rewards_rejected``, ``rewards_margin``, ``accuracy`` (the chosen response gets the higher
     reward, by more than ``β·TIE``), and with an SFT term ``sft_loss`` (unweighted).
     """
 
@@ -60,16 +60,18 @@ class PairwiseLoss(ABC):
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metric shares of one micro-batch of ``B / 2`` pairs.
+        """Compute the loss and metric shares of one micro-batch of ``B / 2`` pairs.
 
-        ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``token_mask`` [B, S], 1 on the
-        response's tokens; ``sample_mask`` [B], the same for both rows of a pair; and
-        ``ref_logprobs`` float [B, S] where the loss has a reference.
+        ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``token_mask`` [B, S], 1 at the
+        response's tokens. ``sample_mask`` [B], the same for both rows of a pair, and
+        ``ref_logprobs`` float [B, S] if the loss reads a reference.
         """
+        # Rewards of both rows of each pair.
         logprobs = outputs.values_or_logprobs
         pairs = pairs_of(batch, denominators)
         mask = counted_tokens(batch, logprobs) & pairs.rows().unsqueeze(1)
         chosen, rejected = split_pairs(self.beta * self._scores(logprobs, batch, mask))
+        # Loss of the margins.
         loss = pairs.mean(self._losses(chosen - rejected, batch))
         metrics = {
             "preference_loss": loss,
@@ -84,19 +86,19 @@ class PairwiseLoss(ABC):
 
     @abstractmethod
     def _scores(self, logprobs: Tensor, batch: Mapping[str, Tensor], mask: Tensor) -> Tensor:
-        """The reward of each row before β, float [B]."""
+        """Compute the reward of each row before β, float [B]."""
 
     @abstractmethod
     def _losses(self, margin: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss of each pair, float [B / 2], from ``m``."""
+        """Compute the loss of each pair from its ``margin``, float [B / 2]."""
 
 
 @dataclass(frozen=True)
 class ReferenceLoss(PairwiseLoss):
-    """A pairwise loss whose reward is the log-ratio to a reference.
+    """Pairwise loss whose reward is the log-ratio to a reference.
 
-    ``average_logprobs``: the mean over the response's tokens in place of the sum (an option of
-    NeMo-Aligner and NeMo-RL for every loss here).
+    ``average_logprobs``: use the mean over the response's tokens, not the sum (an option of every
+    loss in NeMo-Aligner and NeMo-RL).
     """
 
     average_logprobs: bool = False
@@ -114,12 +116,12 @@ class ReferenceLoss(PairwiseLoss):
 class DPOLoss(ReferenceLoss):
     """``-(1-ε)·log σ(m) - ε·log σ(-m)`` (Rafailov et al., 2023).
 
-    ``label_smoothing`` ε: the share of pairs whose labels are thought to be the wrong way round
-    (cDPO, Mitchell, 2023; as OpenRLHF and TRL's CPO. TRL's DPO has no cDPO: its "robust" is the
-    unbiased variant of Chowdhury et al., 2024).
+    ``label_smoothing`` ε: the assumed share of pairs with swapped labels (cDPO, Mitchell, 2023, as
+    in OpenRLHF and TRL's CPO. TRL's DPO lacks cDPO: its "robust" is the unbiased variant of
+    Chowdhury et al., 2024).
     """
 
-    label_smoothing: MinorShare = 0.0  # from 0.5 on the rejected responses would be preferred
+    label_smoothing: MinorShare = 0.0  # at 0.5 or more the rejected responses would be preferred
 
     def _losses(self, margin: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         losses = -F.logsigmoid(margin)
@@ -130,9 +132,9 @@ class DPOLoss(ReferenceLoss):
 
 @dataclass(frozen=True)
 class IPOLoss(ReferenceLoss):
-    """``(m/β - 1/(2β))²``: the margin is to reach 1/2, not infinity (Azar et al., 2023).
+    """``(m/β - 1/(2β))²``: the target of the margin is 1/2, not infinity (Azar et al., 2023).
 
-    Log-probabilities are summed (NeMo-Aligner, OpenRLHF, TRL's CPO); ``average_logprobs=True``
+    Log-probabilities are summed (NeMo-Aligner, OpenRLHF, TRL's CPO). ``average_logprobs=True``
     gives TRL's DPO trainer, which divides by the response's length.
     """
 
@@ -144,14 +146,14 @@ class IPOLoss(ReferenceLoss):
 class RPOLoss(ReferenceLoss):
     """Reward-aware preference optimisation (Sun et al., 2025), NeMo-Aligner's definitions.
 
-    The pair's margin is to be ``g = η·(R_chosen - R_rejected)``, the gap of ground-truth rewards,
-    so that a pair that is nearly a tie is learnt as one. With ``p = σ(m)`` and ``q = σ(g)``::
+    The target of the margin is ``g = η·(R_chosen - R_rejected)``, the gap of ground-truth rewards,
+    so that the margin of an almost equal pair stays small. With ``p = σ(m)`` and ``q = σ(g)``::
 
         square        (m - g)²
         forward_kl    KL(p ‖ q) = p·log(p/q) + (1-p)·log((1-p)/(1-q))
         backward_kl   KL(q ‖ p)
 
-    ``reward_scale`` is η. The batch also brings ``ground_truth_rewards`` float [B].
+    ``reward_scale`` is η. The batch also contains ``ground_truth_rewards`` float [B].
     """
 
     distance: RPODistance = "backward_kl"
@@ -171,8 +173,9 @@ class RPOLoss(ReferenceLoss):
 class SimPOLoss(PairwiseLoss):
     """``-log σ(β·(mean log π_chosen - mean log π_rejected) - γ)`` (Meng et al., 2024).
 
-    No reference; log-probabilities are means over the response's tokens, so that long responses
-    have no advantage. ``target_margin`` is γ itself, not γ/β (as in the paper and in TRL's CPO).
+    The loss reads no reference. Log-probabilities are means over the response's tokens, so that
+    long responses get no advantage. ``target_margin`` is γ itself, not γ/β (as in the paper and in
+    TRL's CPO).
     """
 
     beta: float = 2.0
@@ -186,7 +189,7 @@ class SimPOLoss(PairwiseLoss):
 
 
 def _bernoulli_kl(p_logit: Tensor, q_logit: Tensor) -> Tensor:
-    """KL(σ(p_logit) ‖ σ(q_logit)) of two coins, elementwise, from their logits."""
+    """Compute KL(σ(p_logit) ‖ σ(q_logit)) of two Bernoulli distributions, elementwise."""
     heads = F.logsigmoid(p_logit) - F.logsigmoid(q_logit)
     tails = F.logsigmoid(-p_logit) - F.logsigmoid(-q_logit)
     return p_logit.sigmoid() * heads + (-p_logit).sigmoid() * tails
@@ -194,19 +197,19 @@ def _bernoulli_kl(p_logit: Tensor, q_logit: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class KTOLoss:
-    """A response's log-ratio is compared with the policy's mean drift (Ethayarajh et al., 2024).
+    """Loss of a response's log-ratio against the policy's mean drift (Ethayarajh et al., 2024).
 
     With ``r = log π - log π_ref`` of a row, summed over its response, and the baseline ``z``::
 
         λ_D · (1 - σ(β·(r - z)))    for desirable rows
-        λ_U · (1 - σ(β·(z - r)))    for the others
+        λ_U · (1 - σ(β·(z - r)))    for undesirable rows
 
-    as a mean over the sequences of the global batch. ``z`` estimates KL(π ‖ π_ref) and has no
-    gradient; see `kto_kl_baseline` (the paper's and TRL's; theirs is the mean of each micro-batch
-    or rank, ours of the global batch).
+    The loss is the mean over the sequences of the global batch. ``z`` estimates KL(π ‖ π_ref)
+    without gradient, see `kto_kl_baseline`. The estimate is a mean over the global batch. In the
+    paper and TRL it is a mean over each micro-batch or rank.
 
     Metrics are shares of means over sequences: ``loss``, ``rewards`` (``β·r``), ``rewards_margin``
-    (``±β·(r - z)``, + where desirable), ``accuracy`` (that is above ``β·TIE``),
+    (``±β·(r - z)``, + for desirable rows), ``accuracy`` (the margin is above ``β·TIE``),
     ``desirable_fraction`` and ``kl_baseline``.
     """
 
@@ -222,19 +225,21 @@ class KTOLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metric shares of one micro-batch.
+        """Compute the loss and metric shares of one micro-batch.
 
         ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``ref_logprobs``,
-        ``token_mask`` [B, S], ``sample_mask`` [B], ``desirable`` [B] (1: good) and ``kl_baseline``
-        float [B]: ``z``, the same number in every row of the global batch.
+        ``token_mask`` [B, S], ``sample_mask`` [B], ``desirable`` [B] (1 means good) and
+        ``kl_baseline`` float [B]: ``z``, the same value in every row of the global batch.
         """
         logprobs, ref_logprobs = outputs.values_or_logprobs, batch["ref_logprobs"]
         mask = counted_tokens(batch, logprobs, ref_logprobs)
         counts, desirable = batch["sample_mask"].bool(), batch["desirable"].bool()
+        # Distance of the rewards from the baseline, positive for better rows.
         rewards = self.beta * masked_sum(logprobs - ref_logprobs, mask, dim=1)
         baseline = batch["kl_baseline"].detach()
         gain = rewards - self.beta * baseline
         gain = torch.where(desirable, gain, -gain)
+        # Loss of each row, weighted by its label.
         weights = gain.new_tensor([self.undesirable_weight, self.desirable_weight])
         losses = weights[desirable.long()] * (-gain).sigmoid()
 
@@ -256,14 +261,15 @@ class KTOLoss:
 def kto_kl_baseline(
     logprobs: Tensor, ref_logprobs: Tensor, token_mask: Tensor, sample_mask: Tensor
 ) -> Tensor:
-    """``z = max(0, mean over rows of Σ mask·(logprob - ref_logprob))``, a scalar.
+    """Compute ``z = max(0, mean over rows of Σ mask·(logprob - ref_logprob))``, a scalar.
 
-    The rows, of a whole global batch, are *mismatched*: each prompt is followed by the response to
-    another one (TRL: that of the row before), so that they show what the policy has come to prefer
-    whatever the prompt. Both log-probs are of the weights that the update starts from.
+    The rows of the global batch are *mismatched*: each prompt is followed by the response to
+    another prompt (in TRL the prompt of the previous row), so that the log-ratios show preferences
+    of the policy that do not depend on the prompt. Both log-probs use the weights before the
+    update.
 
-    ``logprobs``, ``ref_logprobs``: float [B, S]; ``token_mask``: [B, S], 1 on the mismatched
-    response's tokens; ``sample_mask``: [B].
+    ``logprobs``, ``ref_logprobs``: float [B, S]. ``token_mask``: [B, S], 1 at the tokens of the
+    mismatched response. ``sample_mask``: [B].
     """
     masks = {"token_mask": token_mask, "sample_mask": sample_mask}
     mask = counted_tokens(masks, logprobs, ref_logprobs)

@@ -18,17 +18,17 @@ BradleyTerryVariant = Literal["plain", "margin", "scaled"]
 
 @dataclass(frozen=True)
 class BradleyTerryLoss:
-    """The chosen response is to score higher: ``-log σ(d)``, ``d = R_chosen - R_rejected``.
+    """Bradley–Terry loss ``-log σ(d)`` of the score difference ``d = R_chosen - R_rejected``.
 
     With the strength ``s`` of the preference, in the units of the labels::
 
-        plain     -log σ(d)         (Ouyang et al., 2022; NeMo-Aligner, NeMo-RL, TRL, OpenRLHF)
-        margin    -log σ(d - s)     (Llama 2, Touvron et al., 2023; TRL, OpenRLHF)
+        plain     -log σ(d)         (Ouyang et al., 2022, NeMo-Aligner, NeMo-RL, TRL, OpenRLHF)
+        margin    -log σ(d - s)     (Llama 2, Touvron et al., 2023, TRL, OpenRLHF)
         scaled    -s·log σ(d)       (HelpSteer2-Preference, Wang et al., 2024)
 
-    as a mean over the pairs of the global batch; `losses.pairs` has their layout in a batch. A
-    negative strength means that the other response is the better one: ``scaled`` would fall without
-    bound, so such a pair weighs 0 in it (runs refuse the data).
+    The loss is the mean over the pairs of the global batch. `losses.pairs` describes the layout of
+    a batch. A negative strength means that the rejected response is better. ``scaled`` would fall
+    without bound for such a pair, so its weight is 0 (runs refuse the data).
 
     Metrics are shares of means over pairs: ``loss``, ``rewards_chosen``, ``rewards_rejected``,
     ``rewards_margin`` (d) and ``accuracy``.
@@ -44,15 +44,15 @@ class BradleyTerryLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metric shares of one micro-batch of ``B / 2`` pairs.
+        """Compute the loss and metric shares of one micro-batch of ``B / 2`` pairs.
 
         ``outputs.values_or_logprobs`` float [B, S], the head's output at every token, not shifted.
         From ``batch``: ``input_lengths`` int64 [B], ``sample_mask`` [B], and except for ``plain``
-        ``preference_strengths`` float [B], of which the chosen rows' are read.
+        ``preference_strengths`` float [B], read at chosen rows.
         """
         pairs = pairs_of(batch, denominators)
         scores = sequence_scores(outputs.values_or_logprobs, batch["input_lengths"])
-        # Masked here too, not only afterwards: 0 · NaN would reach the gradient.
+        # Masked before the loss as well, because 0 · NaN would reach the gradient.
         chosen, rejected = split_pairs(torch.where(pairs.rows(), scores, 0))
         difference = chosen - rejected
         if self.variant == "plain":
@@ -69,12 +69,12 @@ class BradleyTerryLoss:
 
 @dataclass(frozen=True)
 class AttributeRegressionLoss:
-    """Squared error to ratings of ``K`` attributes, of which some may be missing (SteerLM).
+    """Squared error to ratings of ``K`` attributes. Ratings may be missing (SteerLM).
 
     ``mean over sequences of (mean over the rated attributes of (score - rating)²)``: every sequence
-    of the global batch weighs the same however many ratings it has. (NeMo-Aligner takes the mean
-    over all ratings of a micro-batch, which is the same where none is missing.) A sequence without
-    any rating is to have ``sample_mask`` 0.
+    of the global batch weighs the same for any number of ratings. (NeMo-Aligner averages over all
+    ratings of a micro-batch, which is the same if no rating is missing.) A sequence without any
+    rating must have ``sample_mask`` 0.
 
     Metrics are shares of means over sequences: ``loss`` and ``absolute_error``.
     """
@@ -85,12 +85,14 @@ class AttributeRegressionLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metric shares of one micro-batch.
+        """Compute the loss and metric shares of one micro-batch.
 
-        ``outputs.values_or_logprobs`` float [B, S, K], or [B, S] of a single attribute: the head's
+        ``outputs.values_or_logprobs`` float [B, S, K], or [B, S] for a single attribute: the head's
         output at every token, not shifted. From ``batch``: ``input_lengths`` int64 [B],
-        ``attributes`` float [B, K], ``attribute_mask`` [B, K] (1: rated) and ``sample_mask`` [B].
+        ``attributes`` float [B, K], ``attribute_mask`` [B, K] (1 means rated) and ``sample_mask``
+        [B].
         """
+        # Scores and ratings of rated attributes, [B, K].
         scores = sequence_scores(outputs.values_or_logprobs, batch["input_lengths"])
         scores = scores.unsqueeze(1) if scores.ndim == 1 else scores
         ratings, rated = batch["attributes"], batch["attribute_mask"].bool()
@@ -107,9 +109,9 @@ class AttributeRegressionLoss:
 
 
 def sequence_scores(outputs: Tensor, lengths: Tensor) -> Tensor:
-    """Output of the head at the last token of each sequence.
+    """Return the head's output at the last token of each sequence.
 
-    ``outputs``: float [B, S] or [B, S, K], not shifted; ``lengths``: int64 [B], at least 1. Returns
+    ``outputs``: float [B, S] or [B, S, K], not shifted. ``lengths``: int64 [B], at least 1. Returns
     float [B] or [B, K].
     """
     assert outputs.ndim in (2, 3), outputs.shape

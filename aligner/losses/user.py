@@ -1,10 +1,11 @@
-"""A user's own policy loss, by the path that ``model.ppo.loss`` gives.
+"""The user's policy loss, a class at the path ``model.ppo.loss``.
 
-The class is imported by its path in the process that reads the configuration and in every worker,
-and tried there on a made-up batch before any model is built.
+The class is imported by its path in the process that reads the configuration and in every worker.
+The process that reads the configuration also tests the loss on a synthetic batch before any model
+is built.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -16,55 +17,57 @@ from aligner.losses.interfaces import loss_and_metrics
 from aligner.types import Denominators, TokenOutputs
 
 KEY = "model.ppo.loss"
-_ROWS = 4  # of the made-up batch
+_ROWS = 4  # of the synthetic batch
 
 
 class PolicyLoss(Protocol):
     """Interface of the class of ``model.ppo.loss``: a loss over one micro-batch.
 
-    ``B`` sequences of the micro-batch, ``S`` tokens of its longest one, prompt included, the rest
-    filled up: the same padded form with packed and dynamic micro-batches and on every backend.
-    Position ``t`` speaks of token ``t``.
+    ``B`` sequences of the micro-batch, ``S`` tokens of the longest sequence, prompt included.
+    Shorter sequences are padded. The form is the same with packed and dynamic micro-batches and on
+    every backend. Position ``t`` describes token ``t``.
 
-    The constructor is called with keyword arguments: all of ``model.ppo.loss_kwargs``, and of the
-    options of the built-in loss (`aligner.losses.policy.PPOPolicyLoss`, under the names
-    of its fields) those that its signature names. An attribute ``needs_entropy`` that is true has
-    ``outputs.entropy`` computed. A loss keeps nothing from one call to the next.
+    The constructor is called with keyword arguments: all of ``model.ppo.loss_kwargs``, and the
+    options of the built-in loss (fields of `aligner.losses.policy.PPOPolicyLoss`) that the
+    signature names. If the attribute ``needs_entropy`` is true, ``outputs.entropy`` is computed. A
+    loss must not keep state between calls.
     """
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, Mapping[str, Tensor | float]]:
-        """Loss and metrics of one micro-batch, as *shares* of those of the global batch.
+        """Compute loss and metrics of one micro-batch, as *shares* of the global batch's values.
 
         Args:
             outputs: ``values_or_logprobs`` float32 [B, S], log-probs of the tokens under the
-                weights that are trained, over the sampling temperature, with gradient; ``entropy``
-                float32 [B, S] in nats, or None where the loss does not need it.
-            batch: ``token_mask`` float32 [B, S] (1 where the token was generated),
-                ``sample_mask`` float32 [B] (1 where the sample counts): a token counts where both
-                are 1, and anything finite may stand elsewhere. ``advantages``,
-                ``prev_logprobs`` (of the policy that produced the rollout; on-policy the
-                present ones, detached), ``generation_logprobs`` (of the sampling engine) and,
-                where ``model.ppo.kl_loss.coef`` or a KL in the reward is above 0,
-                ``ref_logprobs`` (of the frozen reference), all float32 [B, S]. ``input_ids``
-                int64 [B, S], ``input_lengths`` int64 [B].
+                weights in training, at the sampling temperature, with gradient, and ``entropy``
+                float32 [B, S] in nats, or None unless the loss needs the entropy.
+            batch: ``token_mask`` float32 [B, S] (1 if the token was generated) and
+                ``sample_mask`` float32 [B] (1 if the sample counts). A token counts if both masks
+                are 1. Elsewhere the other columns may be any finite value. ``advantages``,
+                ``prev_logprobs`` (of the policy that produced the rollout, on-policy the current
+                log-probs, detached), ``generation_logprobs`` (of the sampling engine) and, if
+                ``model.ppo.kl_loss.coef`` or a KL in the reward is above 0, ``ref_logprobs`` (of
+                the frozen reference), all float32 [B, S]. ``input_ids`` int64 [B, S],
+                ``input_lengths`` int64 [B].
             denominators: ``valid_tokens`` and ``valid_seqs``, float32 scalars: tokens and samples
                 that count in the whole global batch, over all micro-batches and data-parallel
-                ranks. A mean is a sum over this micro-batch divided by one of them, never by what
-                this micro-batch has; then the loss does not depend on how rows are split.
+                ranks. To compute a mean, divide a sum over this micro-batch by one of the two,
+                never by a count of this micro-batch. The loss then does not depend on the split
+                into micro-batches.
 
         Returns:
-            The loss, a scalar tensor with gradient, and scalars under the same names in every
-            call. They are added up over micro-batches and ranks as the loss is; of names that end
-            in ``_max`` or ``_min`` the extreme is taken. Names that `aligner.observe.metric_names`
-            knows below ``train_optim/`` are written there, others below ``custom/``.
+            The loss, a scalar tensor with gradient, and scalar metrics under the same names in
+            every call. Loss and metrics are summed over micro-batches and ranks. Metrics whose
+            names end in ``_max`` or ``_min`` are combined by maximum or minimum. Names below
+            ``train_optim/`` in `aligner.observe.metric_names` are written there, other names below
+            ``custom/``.
         """
         ...
 
 
 class UserPolicyLoss:
-    """A `PolicyLoss` as an `aligner.types.LossFunction`, which travels to workers by its path."""
+    """Adapter of a `PolicyLoss` to `aligner.types.LossFunction`, pickled as its path."""
 
     rows_per_group: ClassVar[int] = 1
 
@@ -72,20 +75,20 @@ class UserPolicyLoss:
         """Import the class ``name`` and call it with ``options``.
 
         Raises:
-            ConfigError: it cannot be imported or constructed, or does not make a loss.
+            ConfigError: the class cannot be imported or constructed, or is not a loss.
         """
         self.name, self.options = name, dict(options)
         self._loss = _construct(load_function(name, key=KEY, kind="class"), name, self.options)
         self.needs_entropy = bool(getattr(self._loss, "needs_entropy", False))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by path: a file's classes are not importable by their module elsewhere."""
+        """Pickle by path, because other processes cannot import a file's classes by module."""
         return type(self), (self.name, self.options)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metric shares of one micro-batch; see `PolicyLoss.__call__`."""
+        """Compute loss and metric shares of one micro-batch, see `PolicyLoss.__call__`."""
         logprobs = outputs.values_or_logprobs
         columns = {"prev_logprobs": logprobs.detach(), **batch}
         result = self._loss(outputs, columns, denominators)
@@ -97,42 +100,44 @@ def user_policy_loss(
     name: str,
     kwargs: Mapping[str, Any],
     built_in: Mapping[str, Any],
-    given: Mapping[str, tuple[str, ...]],
+    changed_settings: Mapping[str, tuple[str, ...]],
     *,
     has_reference: bool,
 ) -> UserPolicyLoss:
-    """The loss ``name``, tried on a made-up batch.
+    """Construct the loss ``name`` and test it on a synthetic batch.
 
     Args:
         name: ``package.module:Class`` or ``path/to/file.py:Class``.
         kwargs: ``model.ppo.loss_kwargs``.
-        built_in: options of the built-in loss, of which the constructor gets those it names.
-        given: settings that are not at their default, as ``key=value``, and the names of the
-            options that they set; one that the constructor does not name is refused.
-        has_reference: whether the run has ``ref_logprobs``.
+        built_in: options of the built-in loss. The constructor receives the options that its
+            signature names.
+        changed_settings: settings with other values than the default, as ``key=value``, and the
+            options that each setting changes. The constructor must name one of these options.
+        has_reference: whether batches of the run contain ``ref_logprobs``.
 
     Raises:
-        ConfigError: it cannot be imported or constructed, raises, has no gradient, depends on how
-            rows are split into micro-batches, or on tokens that do not count.
+        ConfigError: the loss cannot be imported or constructed, raises, has no gradient, depends on
+            the split into micro-batches, or depends on tokens that do not count.
     """
     factory = load_function(name, key=KEY, kind="class")
-    taken = named_by(factory, built_in)
-    for setting, options in given.items():
-        if not set(options) & (taken | kwargs.keys()):
+    option_names = named_by(factory, built_in)
+    for setting, options in changed_settings.items():
+        if not set(options) & (option_names | kwargs.keys()):
             raise ConfigError(
-                f"{setting} is an option of the built-in loss, and {KEY}={name} does not read it; "
-                f"name {' or '.join(options)} in its constructor, or leave the key out"
+                f"{setting} is an option of the built-in loss, and {KEY}={name} does not read it. "
+                f"Name {' or '.join(options)} in its constructor, or leave the key out"
             )
-    loss = UserPolicyLoss(name, {**{key: built_in[key] for key in sorted(taken)}, **kwargs})
-    _try(loss, has_reference)
+    loss = UserPolicyLoss(name, {**{key: built_in[key] for key in sorted(option_names)}, **kwargs})
+    _test_loss(loss, has_reference)
     return loss
 
 
 def _construct(factory: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Any:
     remedy = (
-        "Give what it needs in model.ppo.loss_kwargs; options of the built-in loss come by "
-        "themselves"
+        "Give the missing arguments in model.ppo.loss_kwargs. Options of the built-in loss are "
+        "passed automatically"
     )
+    # Construct the loss.
     check_call(factory, options, f"{KEY}={name}: its constructor", remedy)
     try:
         loss = factory(**options)
@@ -140,9 +145,10 @@ def _construct(factory: Callable[..., Any], name: str, options: Mapping[str, Any
         raise ConfigError(f"{KEY}={name}: {error}") from error
     except Exception as error:
         raise ConfigError(
-            f"{KEY}={name}: its constructor raised {describe_exception(error)}; it was given "
+            f"{KEY}={name}: its constructor raised {describe_exception(error)} for the arguments "
             f"{dict(options)}"
         ) from error
+    # Check its call.
     remedy = "Write it as __call__(self, outputs, batch, denominators)"
     if not callable(loss):
         raise ConfigError(f"{KEY}={name}: {type(loss).__name__} cannot be called. {remedy}")
@@ -150,81 +156,95 @@ def _construct(factory: Callable[..., Any], name: str, options: Mapping[str, Any
     return loss
 
 
-# Trying it --------------------------------------------------------------------------------------
+# Test of the loss -------------------------------------------------------------------------------
 
 
-def _try(loss: UserPolicyLoss, has_reference: bool) -> None:
-    """Call it on made-up rows: all at once, in two parts, and with others where nothing counts."""
-    whole, gradient = _shares(loss, _made_up(has_reference), [slice(None)])
-    parts, of_parts = _shares(loss, _made_up(has_reference), [slice(0, 2), slice(2, _ROWS)])
-    other, of_other = _shares(loss, _made_up(has_reference, 2.0), [slice(None)])
-    named = f"{KEY}={loss.name}"
-    if not _close(whole, other) or not _close(gradient, of_other):
+def _test_loss(loss: UserPolicyLoss, has_reference: bool) -> None:
+    """Compare the loss of four rows with two micro-batches and with other uncounted tokens."""
+
+    def evaluate(uncounted: float, *parts: slice) -> tuple[Tensor, Tensor]:
+        return _evaluate(loss, *_synthetic_batch(has_reference, uncounted), parts)
+
+    # Both the loss and the gradients must agree.
+    def agree(actual: tuple[Tensor, Tensor]) -> bool:
+        pairs = zip(expected, actual, strict=True)
+        return all(torch.allclose(*pair, rtol=1e-4, atol=1e-6) for pair in pairs)
+
+    # All rows at once, in two micro-batches, and with shifted uncounted tokens.
+    expected = evaluate(0.0, slice(None))
+    split = evaluate(0.0, slice(0, 2), slice(2, _ROWS))
+    shifted = evaluate(2.0, slice(None))
+    if not agree(shifted):
         raise ConfigError(
-            f"{named}: it reads tokens that do not count: with other numbers there the loss is "
-            f"{other.item():g} and not {whole.item():g} (or the gradients differ). A token counts "
-            "where batch['token_mask'] and batch['sample_mask'] are both 1; put 0 elsewhere with "
-            "torch.where before taking exp or a sum"
+            f"{KEY}={loss.name} reads tokens that do not count: other values at these tokens "
+            f"change the loss from {expected[0].item():g} to {shifted[0].item():g} (or change the "
+            "gradients). A token counts if batch['token_mask'] and batch['sample_mask'] are both "
+            "1. Set all other positions to 0 with torch.where before exp or a sum"
         )
-    if not _close(whole, parts) or not _close(gradient, of_parts):
+    if not agree(split):
         raise ConfigError(
-            f"{named}: it depends on how rows are split into micro-batches. Of 4 made-up rows at "
-            f"once the loss is {whole.item():g}, of two and two it adds up to {parts.item():g} "
-            "(or the gradients differ). Divide sums by denominators.valid_tokens or "
-            "denominators.valid_seqs, not by what a micro-batch has"
+            f"{KEY}={loss.name} depends on how rows are split into micro-batches: the loss of 4 "
+            f"synthetic rows is {expected[0].item():g}, the sum over two micro-batches of 2 rows "
+            f"is {split[0].item():g} (or the gradients differ). Divide sums by "
+            "denominators.valid_tokens or denominators.valid_seqs, not by a count of a micro-batch"
         )
 
 
-def _shares(
-    loss: UserPolicyLoss, made: tuple[TokenOutputs, dict[str, Tensor]], parts: list[slice]
+def _evaluate(
+    loss: UserPolicyLoss, outputs: TokenOutputs, batch: dict[str, Tensor], parts: Iterable[slice]
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the losses of ``parts`` (scalar), and gradient of the log-probs float32 [B, S]."""
-    outputs, batch = made
+    """Sum the losses of ``parts``, and compute the gradient of the log-probs, float32 [B, S]."""
+    # Sum the losses of the micro-batches.
     logprobs, entropy = outputs.values_or_logprobs, outputs.entropy
     mask = batch["token_mask"] * batch["sample_mask"][:, None]
     denominators = Denominators(mask.sum(), batch["sample_mask"].sum())
     total = torch.zeros(())
     for part in parts:
-        # As wide as the longest row, which micro-batches are cut to.
+        # Micro-batches are cut to the longest row.
         width = int(batch["input_lengths"][part].max())
         rows = {
             name: column[part, :width] if column.ndim == 2 else column[part]
             for name, column in batch.items()
         }
-        of_tokens = None if not loss.needs_entropy or entropy is None else entropy[part, :width]
+        part_entropy = None if not loss.needs_entropy or entropy is None else entropy[part, :width]
         try:
-            share, _ = loss(TokenOutputs(logprobs[part, :width], of_tokens), rows, denominators)
+            share, _ = loss(TokenOutputs(logprobs[part, :width], part_entropy), rows, denominators)
         except ConfigError:
             raise
         except Exception as error:
             raise ConfigError(
-                f"{KEY}={loss.name}: raised {describe_exception(error)} on a made-up batch of "
+                f"{KEY}={loss.name}: raised {describe_exception(error)} on a synthetic batch of "
                 f"{len(rows['sample_mask'])} rows with the columns {', '.join(sorted(rows))}"
             ) from error
         total = total + share
+    # Check loss and gradient.
     if not total.requires_grad:
         raise ConfigError(
-            f"{KEY}={loss.name}: the loss has no gradient; compute it from "
+            f"{KEY}={loss.name}: the loss has no gradient. Compute it from "
             "outputs.values_or_logprobs, without detach or item"
         )
     (gradient,) = torch.autograd.grad(total, [logprobs], allow_unused=True)
     if gradient is None or not (total.isfinite() & gradient.isfinite().all()):
         raise ConfigError(
-            f"{KEY}={loss.name}: on a made-up batch the loss is {total.item():g} and its gradient "
-            f"{'absent' if gradient is None else 'not finite'}; compute it from "
+            f"{KEY}={loss.name}: on a synthetic batch the loss is {total.item():g} and its "
+            f"gradient is {'absent' if gradient is None else 'not finite'}. Compute it from "
             "outputs.values_or_logprobs"
         )
     return total.detach(), gradient
 
 
-def _made_up(has_reference: bool, uncounted: float = 0.0) -> tuple[TokenOutputs, dict[str, Tensor]]:
-    """Four rows of up to six tokens; ``uncounted`` is added where tokens do not count."""
+def _synthetic_batch(
+    has_reference: bool, uncounted: float
+) -> tuple[TokenOutputs, dict[str, Tensor]]:
+    """Return four rows of up to six tokens. ``uncounted`` is added to tokens that do not count."""
     generator = torch.Generator().manual_seed(0)
+    # Masks: row 2 does not count.
     prompts, lengths = torch.tensor([2, 2, 1, 3]), torch.tensor([5, 4, 4, 6])
     position = torch.arange(6)
     token_mask = (position >= prompts[:, None]) & (position < lengths[:, None])
     sample_mask = torch.tensor([1.0, 1.0, 0.0, 1.0])
     idle = ~(token_mask & sample_mask.bool()[:, None])
+    # Random columns, shifted at tokens that do not count.
     reference = ["ref_logprobs"] if has_reference else []
     batch = {
         name: -torch.rand(_ROWS, 6, generator=generator) - 0.5 + uncounted * idle
@@ -241,7 +261,3 @@ def _made_up(has_reference: bool, uncounted: float = 0.0) -> tuple[TokenOutputs,
         "sample_mask": sample_mask,
     }
     return TokenOutputs(logprobs, entropy.requires_grad_()), batch
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-4, atol=1e-6)

@@ -17,7 +17,7 @@ from aligner.types import Denominators, TokenOutputs
 
 @dataclass(frozen=True)
 class PPOValueLoss:
-    """Squared error to the returns, the prediction kept near the rollout's.
+    """Squared error to the returns, with the prediction clipped to the rollout's value.
 
     Per generated token, with prediction ``V``, the rollout's value ``V_prev`` and return ``R``::
 
@@ -32,7 +32,7 @@ class PPOValueLoss:
     """
 
     value_clip: Positive | None = 0.2  # None: off
-    needs_entropy: bool = False  # a critic has none
+    needs_entropy: bool = False  # a critic computes no entropy
     rows_per_group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -41,40 +41,40 @@ class PPOValueLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metric shares of one micro-batch.
+        """Compute the loss and metric shares of one micro-batch.
 
         ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``returns``, ``token_mask``
         [B, S], ``sample_mask`` [B], and with clipping ``values`` [B, S] of the rollout.
         """
         predicted, returns = outputs.values_or_logprobs, batch["returns"]
         mask = counted_tokens(batch, predicted, returns)
-        # Masked before squaring: large finite garbage must not overflow into the gradient.
+        # Masked before squaring, so that large values at masked positions cannot overflow.
         predicted, returns = torch.where(mask, predicted, 0), torch.where(mask, returns, 0)
         mean = BatchAverage(mask, denominators)
         squared_error = (predicted - returns).square()
         worst = squared_error
         if self.value_clip is not None:
-            before = torch.where(mask, batch["values"], 0)
-            # Not before + clip(predicted - before): that is another float where nothing is clipped.
-            near = predicted.clamp(before - self.value_clip, before + self.value_clip)
-            worst = torch.maximum(squared_error, (near - returns).square())
+            previous = torch.where(mask, batch["values"], 0)
+            # Not previous + clip(predicted - previous), which rounds also without clipping.
+            clipped = predicted.clamp(previous - self.value_clip, previous + self.value_clip)
+            worst = torch.maximum(squared_error, (clipped - returns).square())
         loss = mean(worst) / 2
         metrics = {"loss": loss, "clip_fraction": mean((worst > squared_error).to(loss.dtype))}
         return loss, {name: value.detach() for name, value in metrics.items()}
 
 
 class MseValueLossConfig(TypedDict, total=False):
-    """Settings of `MseValueLossFn`; both may be absent."""
+    """Settings of `MseValueLossFn`. Both are optional."""
 
     scale: NonNegative  # default 1
-    cliprange: NonNegative | None  # default None; None and 0: no clipping
+    cliprange: NonNegative | None  # None (default) and 0 turn clipping off
 
 
 class MseValueLossFn:
-    """`PPOValueLoss` times ``scale``, as NeMo-RL publishes it.
+    """Value loss with NeMo-RL's published interface: `PPOValueLoss` times ``scale``.
 
     Args:
-        cfg: ``scale`` and ``cliprange``; by default the plain squared error, halved.
+        cfg: ``scale`` and ``cliprange``. The default is half the squared error.
     """
 
     input_type = LossInputType.LOGIT
@@ -93,13 +93,13 @@ class MseValueLossFn:
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metric shares of one micro-batch.
+        """Compute the loss and metric shares of one micro-batch.
 
         Args:
             logits: values float32 ``[B, S]`` or ``[B, S, 1]``, of the states before each token.
             data: ``returns``, ``token_mask`` ``[B, S]``, ``sample_mask`` ``[B]``, and with clipping
                 ``values`` ``[B, S]`` of the rollout.
-            global_valid_seqs: not read.
+            global_valid_seqs: unused.
             global_valid_toks: the denominator.
         """
         values = logits.squeeze(-1) if logits.ndim == 3 else logits
@@ -109,17 +109,17 @@ class MseValueLossFn:
 
 
 def right_shift_values(values: Tensor) -> Tensor:
-    """Float numbers ``[B, S]`` read at each token as values of the states before each token.
+    """Shift float ``[B, S]``, computed after each token, to values of the states before each token.
 
-    Position t gets the number read at t - 1, position 0 gets 0.
+    Position t gets the value of position t - 1, position 0 gets 0.
     """
     return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], dim=1)
 
 
 class RightShiftedLoss:
-    """A value loss for a critic whose output speaks of the token just read.
+    """Value loss for a critic whose output at position t is the value after token t.
 
-    ``loss_fn``: of values before each token; one of this library's or a published one.
+    ``loss_fn``: loss of values before each token, with this library's or the published interface.
     """
 
     needs_entropy: ClassVar[bool] = False
@@ -135,6 +135,7 @@ class RightShiftedLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of the shifted values; ``outputs.values_or_logprobs`` float32 ``[B, S]``."""
+        """Compute the loss of shifted ``outputs.values_or_logprobs`` float32 ``[B, S]``."""
+        # Values before each token.
         shifted = TokenOutputs(right_shift_values(outputs.values_or_logprobs))
         return self.loss_fn(shifted, batch, denominators)

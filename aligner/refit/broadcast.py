@@ -1,10 +1,10 @@
-"""A process group between the policy's first worker and engines that may be anywhere.
+"""A process group of the policy's first worker and the engines, for broadcasting weights.
 
-It is apart from torch.distributed's world: engines are not ranks of the run. Rank 0 is the policy
-worker and keeps the rendezvous; engines are 1, 2, ...
+The group is independent of torch.distributed's world, because engines are not ranks of the run.
+Rank 0 is the policy worker and owns the rendezvous. Engines are ranks 1, 2, ...
 
-Consumes: tensors of rank 0. Waits for: every member, at the start and in every broadcast;
-``timeout_s`` ends each wait.
+Consumes: tensors of rank 0. Waits for: every member, at the start and in every broadcast, each time
+at most ``timeout_s``.
 """
 
 import os
@@ -20,7 +20,7 @@ from aligner.errors import WorkerError
 
 
 def open_rendezvous(ip: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """Open the rendezvous; port 0: a free one, which ``store.port`` holds. Nobody is waited for."""
+    """Open the rendezvous without waiting. Port 0 chooses a free port, see ``store.port``."""
     return dist.TCPStore(
         ip,
         port,
@@ -32,8 +32,8 @@ def open_rendezvous(ip: str, port: int, world_size: int, timeout_s: float) -> di
 
 
 def own_address() -> str:
-    """An address of this machine that other nodes of the run reach."""
-    # Rank 0 is the master of the run's own rendezvous; its address is known to work.
+    """Return an address of this machine that other nodes of the run can reach."""
+    # Rank 0 is the master of the run's rendezvous, so other nodes have reached this address.
     return os.environ.get("MASTER_ADDR") or socket.gethostbyname(socket.gethostname())
 
 
@@ -41,15 +41,19 @@ class WeightBroadcast:
     """One member of the group."""
 
     def __init__(self, store: dist.TCPStore, rank: int, world_size: int, timeout_s: float) -> None:
-        """Join as ``rank``; returns when all members have."""
-        self._store = store  # of rank 0: the rendezvous itself, which must live on
+        """Join as ``rank``, and wait for all members."""
+        self._store = store  # on rank 0 the rendezvous itself, which must stay alive
         self.rank = rank
-        limit = timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=timeout_s)
+        prefix_store = dist.PrefixStore("weights", store)
         try:
-            self._group = _process_group(
-                dist.PrefixStore("weights", store), rank, world_size, limit
-            )
-            # A member that is missing is noticed here, not in the first broadcast of weights.
+            if accelerator.backend() == "gloo":
+                self._group = dist.ProcessGroupGloo(prefix_store, rank, world_size, timeout)
+            else:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._group = dist.ProcessGroupNCCL(prefix_store, rank, world_size, options)
+            # Detect missing members now instead of in the first broadcast of weights.
             self._send(torch.zeros(1, device=accelerator.device()))
         except RuntimeError as error:
             raise WorkerError(
@@ -59,22 +63,22 @@ class WeightBroadcast:
 
     @classmethod
     def join(cls, ip: str, port: int, world_size: int, timeout_s: float) -> "WeightBroadcast":
-        """Join from elsewhere; who comes first is rank 1."""
+        """Join from another process. Ranks are assigned in the order of arrival, from 1."""
         try:
             store = dist.TCPStore(ip, port, world_size, False, timedelta(seconds=timeout_s))
             rank = int(store.add("members", 1))
         except RuntimeError as error:
             raise WorkerError(
-                f"the policy cannot be reached at {ip}:{port} within {timeout_s:g} s to receive "
-                f"weights from it: {error}; is that address reachable from here?"
+                f"cannot reach the policy at {ip}:{port} within {timeout_s:g} s to receive its "
+                f"weights: {error}. Check that this machine can reach the address"
             ) from error
         return cls(store, rank, world_size, timeout_s)
 
     def send(self, tensor: Tensor) -> None:
-        """Copy rank 0's ``tensor``, of any shape and dtype, into everybody's, which has the same.
+        """Broadcast rank 0's ``tensor``, of any shape and dtype, into all members' equal tensors.
 
         Raises:
-            WorkerError: the connection failed, or a rank is gone.
+            WorkerError: the connection failed, or a rank has died.
         """
         try:
             self._send(tensor)
@@ -85,13 +89,3 @@ class WeightBroadcast:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self._group.broadcast([tensor], options).wait()
-
-
-def _process_group(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta
-) -> dist.Backend:
-    if accelerator.backend() == "gloo":
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, world_size, options)

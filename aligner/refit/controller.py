@@ -1,17 +1,18 @@
-"""Weights from a policy to the engines that sample for it: the controller's side.
+"""Refit: transfer of weights from a policy to the engines that sample for it (trainer's part).
 
 ::
 
     policy workers                          engines
-      tensor made whole on all ranks          reload begins
-      group of a byte budget  ── shared memory, CUDA IPC or broadcast ──►  loaded layer by layer
-      next group ...                          reload ends, caches of old keys and values dropped
+      gather each tensor on all ranks         begin reload
+      group of a byte budget  ── shared memory, CUDA IPC or broadcast ──►  load layer by layer
+      next group ...                          end reload, drop caches of old keys and values
 
-Nothing touches the disk, and no process holds the model a second time: a group is at most the
-budget. Names and shapes are those of a Hugging Face state dict.
+Weights are not written to disk, and no process stores a second copy of the model: the transferred
+groups are limited by the budget. Names and shapes are those of a Hugging Face state dict.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from aligner.distributed.interfaces import WorkerFuture, WorkerGroup
@@ -22,12 +23,12 @@ from aligner.refit.worker import RefitWorker
 
 
 class RefitSource:
-    """A policy's part of a refit; its workers are `RefitWorker`."""
+    """A policy's part of a refit, with `RefitWorker` as workers."""
 
     worker_group: WorkerGroup
 
     def refit_ends(self) -> list[RefitEnd]:
-        """Places of the workers and the versions they send with, by rank."""
+        """Return the location and library versions of the workers by rank."""
         return run_on_all(self.worker_group, RefitWorker.refit_end)
 
     prepare_refit_info = on_all_workers(RefitWorker.prepare_refit_info)
@@ -35,9 +36,9 @@ class RefitSource:
     def prepare_weights_for_ipc(
         self, _refit_buffer_size_gb: float | None = None
     ) -> list[list[str]]:
-        """Names of all weights in groups of at most this many GiB; default what all workers have.
+        """Return the names of all weights in groups of at most this many GiB.
 
-        A tensor that is larger than the budget is a group of its own.
+        The default budget fits all workers. A larger tensor is a separate group.
         """
         results = run_on_all(self.worker_group, RefitWorker.prepare_weights_for_ipc)
         sizes, _ = results[0]
@@ -49,27 +50,27 @@ class RefitSource:
     def get_weights_ipc_handles(
         self, keys: Sequence[str], readers: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Offer some weights; what opens them, by machine or device. See `RefitWorker`."""
+        """Offer some weights, and return handles by machine or device. See `RefitWorker`."""
         offers = run_on_all(
             self.worker_group, RefitWorker.get_weights_ipc_handles, list(keys), readers
         )
-        return {key: handle for offered in offers for key, handle in offered.items()}
+        return {key: handle for offer in offers for key, handle in offer.items()}
 
     def open_meeting_place(self, timeout_s: float) -> tuple[str, int]:
-        """Address and port of a store of rank 0, where processes find each other."""
-        places = run_on_all(self.worker_group, RefitWorker.open_meeting_place, timeout_s)
-        return next(place for place in places if place is not None)
+        """Open a rendezvous on rank 0, and return its address and port."""
+        addresses = run_on_all(self.worker_group, RefitWorker.open_meeting_place, timeout_s)
+        return next(address for address in addresses if address is not None)
 
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_s: float = 600.0
     ) -> WorkerFuture:
-        """Begin to meet the engines; the caller waits, for the engines must come at once."""
+        """Begin to join the engines' group. The caller waits, because engines join concurrently."""
         return start_on_all(
             self.worker_group, RefitWorker.init_collective, ip, port, world_size, timeout_s
         )
 
     def broadcast_weights_for_collective(self, keys: Sequence[str] | None = None) -> WorkerFuture:
-        """Begin to send weights (default all); the caller waits, for the engines must receive."""
+        """Begin to send weights (default all). The caller waits, because engines receive them."""
         names = None if keys is None else list(keys)
         return start_on_all(self.worker_group, RefitWorker.broadcast_weights_for_collective, names)
 
@@ -77,77 +78,75 @@ class RefitSource:
     offload_after_refit = phase(RefitWorker.offload_after_refit)
 
 
+@dataclass(eq=False)
 class Refit:
-    """Pushes a policy's weights into engines whenever it is called."""
+    """Callable that sends a policy's current weights to engines.
 
-    def __init__(
-        self,
-        policy: RefitSource,
-        engines: WorkerGroup,
-        *,
-        separate: bool,
-        buffer_bytes: int,
-        world_size: int,
-        timeout_s: float,
-    ) -> None:
-        """``engines``: a group of `RefitReceiver`.
+    ``engines`` are a group of `RefitReceiver`. ``separate`` means a broadcast to ``world_size``
+    members, instead of shared memory.
+    """
 
-        ``separate``: by broadcast among ``world_size`` members, else through shared memory.
-        """
-        self._policy, self._engines = policy, engines
-        self._separate = separate
-        self._buffer_gb = buffer_bytes / 1024**3
-        self._world_size, self._timeout_s = world_size, timeout_s
+    policy: RefitSource
+    engines: WorkerGroup
+    _: KW_ONLY
+    separate: bool
+    buffer_bytes: int
+    world_size: int
+    timeout_s: float
+
+    def __post_init__(self) -> None:
         self._groups: list[list[str]] | None = None
         self._infos: dict[str, Any] = {}
         self._readers: list[str] = []
 
     def __call__(self) -> None:
-        """Bring the engines' weights to the policy's."""
-        self._policy.offload_before_refit()
+        """Send the policy's weights to the engines."""
+        self.policy.offload_before_refit()
         groups = self._prepare()
-        run_on_all(self._engines, RefitReceiver.begin_refit)
+        run_on_all(self.engines, RefitReceiver.begin_refit)
+        # One group at a time, so that memory stays within the budget.
         for keys in groups:
-            if self._separate:
-                sending = self._policy.broadcast_weights_for_collective(keys)
+            if self.separate:
+                sending = self.policy.broadcast_weights_for_collective(keys)
                 infos = [(key, self._infos[key]) for key in keys]
-                receiving = start_on_all(self._engines, RefitReceiver.receive_weights, infos)
+                receiving = start_on_all(self.engines, RefitReceiver.receive_weights, infos)
                 sending.get_results()
                 receiving.get_results()
             else:
-                handles = self._policy.get_weights_ipc_handles(keys, self._readers)
-                run_on_all(self._engines, RefitReceiver.load_weights_from_ipc, handles)
-        run_on_all(self._engines, RefitReceiver.finish_refit)
-        self._policy.offload_after_refit()
+                handles = self.policy.get_weights_ipc_handles(keys, self._readers)
+                run_on_all(self.engines, RefitReceiver.load_weights_from_ipc, handles)
+        run_on_all(self.engines, RefitReceiver.finish_refit)
+        self.policy.offload_after_refit()
 
     def _prepare(self) -> list[list[str]]:
-        """Prepare the parts that are the same in every refit, in the first."""
+        """Prepare constant parts in the first refit, and return the groups of weights."""
         if self._groups is None:
-            self._groups = self._policy.prepare_weights_for_ipc(self._buffer_gb)
-            if self._separate:
-                self._infos = self._policy.prepare_refit_info()
-                place = self._policy.open_meeting_place(self._timeout_s)
-                members = (*place, self._world_size, self._timeout_s)
-                meeting = self._policy.init_collective(*members)
-                joined = start_on_all(self._engines, RefitReceiver.init_collective, *members)
-                meeting.get_results()
-                joined.get_results()
+            self._groups = self.policy.prepare_weights_for_ipc(self.buffer_bytes / 1024**3)
+            if self.separate:
+                self._infos = self.policy.prepare_refit_info()
+                address = self.policy.open_meeting_place(self.timeout_s)
+                arguments = (*address, self.world_size, self.timeout_s)
+                # Both sides wait for each other.
+                policy_joins = self.policy.init_collective(*arguments)
+                engines_join = start_on_all(self.engines, RefitReceiver.init_collective, *arguments)
+                policy_joins.get_results()
+                engines_join.get_results()
             else:
-                self._readers = run_on_all(self._engines, RefitReceiver.sharing_key)
+                self._readers = run_on_all(self.engines, RefitReceiver.sharing_key)
         return self._groups
 
 
 def group_by_bytes(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[str]]:
-    """Names in order, cut into groups whose bytes add up to ``budget`` at most.
+    """Return names in order, in groups of at most ``budget`` bytes.
 
-    A weight larger than the budget makes a group of its own.
+    A weight larger than the budget is a separate group.
     """
     groups: list[list[str]] = []
-    left = 0
+    free_bytes = 0
     for name, size in sizes:
-        if not groups or size > left:
+        if not groups or size > free_bytes:
             groups.append([])
-            left = budget
+            free_bytes = budget
         groups[-1].append(name)
-        left -= size
+        free_bytes -= size
     return groups

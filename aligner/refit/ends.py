@@ -1,8 +1,8 @@
-"""Properties that the two ends of a refit must share, compared before an engine is started.
+"""Properties that both ends of a refit must share, compared before an engine is started.
 
-A policy trains in one interpreter and an engine samples in another, each with a torch of its own.
-On GPUs weights cross between them in torch's own formats: memory handles of CUDA IPC, which a torch
-of another release refuses or misreads, and NCCL, whose members must be of one version.
+Policy and engine run in different interpreters with different installations of torch. On GPUs they
+exchange weights in formats of torch: memory handles of CUDA IPC, which another release of torch
+rejects or misreads, or NCCL, which requires the same version on all members.
 """
 
 from collections.abc import Sequence
@@ -16,28 +16,28 @@ from aligner.errors import ConfigError
 
 
 class RefitKeys(NamedTuple):
-    """Keys of an engine that messages name."""
+    """Configuration keys of an engine, for messages."""
 
-    python: str  # of its interpreter
-    refit: str  # ``colocated`` or ``separate``
-    versions: str  # how to get a torch that agrees with the trainer's
+    python: str  # key of the interpreter
+    refit: str  # key with the values ``colocated`` and ``separate``
+    versions: str  # advice on installing a matching torch
 
 
 @dataclass(frozen=True)
 class RefitEnd:
     """One process that sends or receives weights."""
 
-    who: str  # "policy rank 0"
-    sharing_key: str  # `accelerator.sharing_key`: with whom it can share memory
+    name: str  # "policy rank 0"
+    sharing_key: str  # `accelerator.sharing_key`: processes with this key can share memory
     has_gpu: bool
     torch: str  # version
-    nccl: tuple[int, ...] | None  # version; None on CPU
+    nccl: tuple[int, ...] | None  # version, None on CPU
 
     @classmethod
-    def here(cls, who: str) -> "RefitEnd":
-        """This process."""
+    def of_this_process(cls, name: str) -> "RefitEnd":
+        """Describe this process."""
         return cls(
-            who,
+            name,
             accelerator.sharing_key(),
             accelerator.has_gpu(),
             torch.__version__,
@@ -46,55 +46,56 @@ class RefitEnd:
 
     def __str__(self) -> str:
         nccl = "" if self.nccl is None else f", NCCL {'.'.join(map(str, self.nccl))}"
-        return f"{self.who} (torch {self.torch}{nccl}, {'GPU' if self.has_gpu else 'CPU'})"
+        return f"{self.name} (torch {self.torch}{nccl}, {'GPU' if self.has_gpu else 'CPU'})"
 
 
 def check_ends(
     senders: Sequence[RefitEnd], receiver: RefitEnd, *, separate: bool, keys: RefitKeys
 ) -> None:
-    """Refuse an engine to which the policy's weights cannot be handed over.
+    """Raise if an engine cannot receive the policy's weights.
 
     Args:
-        senders: every worker of the policy, by rank; rank 0 broadcasts.
+        senders: workers of the policy by rank. Rank 0 broadcasts.
         receiver: the engine.
-        separate: by broadcast; else through memory that both see.
-        keys: of the engine.
+        separate: broadcast instead of shared memory.
+        keys: configuration keys of the engine.
 
     Raises:
-        ConfigError: the ends compute on different kinds of devices, share none, or have versions
-            of torch or NCCL between which weights cannot cross.
+        ConfigError: the ends compute on different kinds of devices, share no device, or have
+            incompatible versions of torch or NCCL.
     """
+    # The sender is rank 0, or a worker on the engine's device.
     if separate:
         sender = senders[0]
     else:
-        near = [end for end in senders if end.sharing_key == receiver.sharing_key]
-        sender = (near or senders)[0]
+        sharing = [end for end in senders if end.sharing_key == receiver.sharing_key]
+        sender = (sharing or senders)[0]
     if sender.has_gpu != receiver.has_gpu:
         raise ConfigError(
-            f"{keys.python}: {receiver} cannot take weights from {sender}: one computes "
-            f"on a GPU, the other does not; {keys.versions}"
+            f"{keys.python}: {receiver} cannot receive weights from {sender}, because only one of "
+            f"them computes on a GPU. Remedy: {keys.versions}"
         )
     if not separate and sender.sharing_key != receiver.sharing_key:
-        places = sorted({end.sharing_key for end in senders})
+        sender_keys = sorted({end.sharing_key for end in senders})
         raise ConfigError(
-            f"{keys.refit}=colocated: {receiver} is on {receiver.sharing_key}, where no "
-            f"worker of the policy is (they are on {places}); set {keys.refit}=separate"
+            f"{keys.refit}=colocated: {receiver} is on {receiver.sharing_key}, but the policy's "
+            f"workers are on {sender_keys}. Set {keys.refit}=separate"
         )
     if not receiver.has_gpu:
         return
     if separate and sender.nccl != receiver.nccl:
         raise ConfigError(
-            f"{keys.refit}=separate: {sender} and {receiver} cannot meet in one NCCL "
-            f"group, which takes the same NCCL on both sides; {keys.versions}"
+            f"{keys.refit}=separate: {sender} and {receiver} cannot join one NCCL group, which "
+            f"requires the same NCCL on both sides. Remedy: {keys.versions}"
         )
     if not separate and _release(sender.torch) != _release(receiver.torch):
         raise ConfigError(
-            f"{keys.refit}=colocated: {receiver} cannot open GPU memory of {sender}: "
-            f"handles of CUDA IPC change between releases of torch; {keys.versions}, or, where "
-            f"both have the same NCCL, set {keys.refit}=separate"
+            f"{keys.refit}=colocated: {receiver} cannot open GPU memory of {sender}, because "
+            f"handles of CUDA IPC differ between releases of torch. Remedy: {keys.versions}, or, "
+            f"if both have the same NCCL, set {keys.refit}=separate"
         )
 
 
 def _release(version: str) -> list[str]:
-    """``2.13`` of ``2.13.0+cu130`` and of ``2.13.0a0+5f0``."""
+    """Return ``2.13`` for ``2.13.0+cu130`` and ``2.13.0a0+5f0``."""
     return version.split(".")[:2]

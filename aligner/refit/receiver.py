@@ -1,4 +1,4 @@
-"""`RefitReceiver`: the engine's side of a refit; it needs nothing of the policy's environment."""
+"""`RefitReceiver`: an engine's part of a refit, independent of the policy's environment."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from aligner.refit.segments import accept
 
 
 class RefitReceiver(ABC):
-    """A worker of a sampling engine, which takes a policy's weights a group of tensors at a time.
+    """Base of an engine's workers, which receive a policy's weights in groups of tensors.
 
-    An engine loads tensors (`begin_refit`, `load_weights`, `finish_refit`); how they are received
-    is implemented here once.
+    An engine loads tensors (`begin_refit`, `load_weights`, `finish_refit`). This class receives
+    them.
     """
 
     refit_keys: ClassVar[RefitKeys]
@@ -26,25 +26,25 @@ class RefitReceiver(ABC):
 
     @abstractmethod
     def begin_refit(self) -> None:
-        """Stop sampling and expect weights."""
+        """Stop sampling and prepare for new weights."""
 
     @abstractmethod
     def load_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Load whole tensors of any shape under Hugging Face's names.
+        """Load complete tensors of any shape with names of Hugging Face.
 
-        Their memory is lent for the call.
+        The tensors' memory is valid during the call only.
         """
 
     @abstractmethod
     def finish_refit(self) -> None:
-        """The weights are complete: sample with them from now on."""
+        """Use the new weights from now on."""
 
     def sharing_key(self) -> str:
-        """The machine or device on which this worker opens weights."""
+        """Return the key of the machine or device on which this worker opens weights."""
         return accelerator.sharing_key()
 
     def load_weights_from_ipc(self, handles: dict[str, Any]) -> None:
-        """Load the weights that a policy worker on this machine or device offers."""
+        """Load weights that a policy worker on this machine or device offers."""
         self.load_weights(accept(handles, self.refit_keys.refit))
 
     def init_collective(self, ip: str, port: int, world_size: int, timeout_s: float) -> None:
@@ -54,7 +54,7 @@ class RefitReceiver(ABC):
     def receive_weights(
         self, infos: Sequence[tuple[str, tuple[tuple[int, ...], torch.dtype]]]
     ) -> None:
-        """Load the weights that the policy sends now: names, each with shape and dtype."""
+        """Receive and load the weights ``infos``: names with shapes and dtypes."""
         if self._broadcast is None:
             raise WorkerError("init_collective must be called before weights are received")
         weights: list[tuple[str, Tensor]] = []

@@ -1,11 +1,11 @@
-"""Tensors from one process to another on the same machine, without a copy through a socket.
+"""Transfer of tensors between processes of a machine without a copy through a socket.
 
-On CPU they are written into a memory segment without a name (``memfd_create``), which the reader
-maps through ``/proc/<pid>/fd/<number>``: nothing is left behind when either process is killed. On
-GPUs the reader opens the sender's allocation (CUDA IPC).
+On CPU the sender copies tensors to an anonymous memory segment (``memfd_create``), which the reader
+maps through ``/proc/<pid>/fd/<fd>``. The system frees the segment even if the processes are killed.
+On GPUs the reader opens the sender's allocation (CUDA IPC).
 
-Consumes: tensors of one process. Waits for: nothing. The sender keeps a segment until it is
-closed; what a reader has mapped stays valid as long as one of its tensors lives.
+Consumes: tensors of one process. Waits for: nothing. The sender owns a segment until the sender
+closes it. A reader's mapping stays valid while one of its tensors is alive.
 """
 
 import math
@@ -20,11 +20,11 @@ from torch import Tensor
 from aligner.device import accelerator
 from aligner.errors import WorkerError
 
-_ALIGNMENT = 64  # bytes; so that no tensor begins within a cache line of another
+_ALIGNMENT = 64  # bytes of a cache line
 
 
-class TensorPlace(NamedTuple):
-    """Place of a tensor in a segment."""
+class TensorEntry(NamedTuple):
+    """Name, type and location of a tensor in a segment."""
 
     name: str
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class TensorPlace(NamedTuple):
     offset: int  # bytes
 
     def view(self, memory: mmap.mmap) -> Tensor:
-        """The tensor as a view of the segment's memory."""
+        """Return the tensor as a view of the segment's memory."""
         count = math.prod(self.shape)
         if count == 0:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -41,35 +41,35 @@ class TensorPlace(NamedTuple):
 
 
 class SegmentHandle(NamedTuple):
-    """Handle by which a reader maps a segment; picklable."""
+    """Picklable handle with which a reader maps a segment."""
 
     pid: int
     fd: int
     size: int  # bytes
-    places: tuple[TensorPlace, ...]
+    entries: tuple[TensorEntry, ...]
 
 
 class Offer:
     """A group of tensors that this process offers to others on its machine or device.
 
-    ``handle``: what a reader opens it with, picklable.
+    ``handle`` is the picklable handle for `accept`.
     """
 
     handle: Any
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
-        """On CPU copy ``tensors`` (any shape and dtype) into a segment, on a GPU hold them.
+        """On CPU, copy ``tensors`` (any shape and dtype) into a segment. On a GPU, clone them.
 
-        Together they have at most ``max_bytes``. Pages of a segment are taken as they are written,
-        so a generous bound costs nothing.
+        ``max_bytes`` limits their total size. A segment uses memory only for written pages, so a
+        generous limit costs nothing.
         """
-        self._fd, self._held = -1, list[Tensor]()
+        self._fd, self._tensors = -1, list[Tensor]()
         if accelerator.has_gpu():
             self.handle = []
             for name, tensor in tensors:
-                # Also a parameter is copied: its allocation is the whole gradient buffer's.
-                self._held.append(tensor.clone())
-                self.handle.append((name, accelerator.export_tensor(self._held[-1])))
+                # Clone parameters, too: their allocation is a whole buffer of parameters.
+                self._tensors.append(tensor.clone())
+                self.handle.append((name, accelerator.export_tensor(self._tensors[-1])))
             accelerator.synchronize()
             return
         self._fd = os.memfd_create("aligner-weights", os.MFD_CLOEXEC)
@@ -80,9 +80,9 @@ class Offer:
             raise
 
     def _write(self, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> SegmentHandle:
-        """Copy the tensors into the segment, one after the other."""
+        """Copy the tensors into the segment, and return its handle."""
         size, end = max(1, max_bytes), 0
-        places: list[TensorPlace] = []
+        entries: list[TensorEntry] = []
         os.ftruncate(self._fd, size)
         with mmap.mmap(self._fd, size) as memory:
             for name, tensor in tensors:
@@ -90,43 +90,44 @@ class Offer:
                     raise WorkerError(
                         f"weights of {end + tensor.nbytes} bytes for a segment of {max_bytes}"
                     )
-                place = TensorPlace(name, tensor.dtype, tuple(tensor.shape), end)
-                place.view(memory).copy_(tensor)  # no view is kept: the map could not close
-                places.append(place)
+                entry = TensorEntry(name, tensor.dtype, tuple(tensor.shape), end)
+                entry.view(memory).copy_(tensor)  # an existing view would keep the map open
+                entries.append(entry)
                 end += aligned_bytes(tensor.nbytes)
-        return SegmentHandle(os.getpid(), self._fd, size, tuple(places))
+        return SegmentHandle(os.getpid(), self._fd, size, tuple(entries))
 
     def close(self) -> None:
-        """Withdraw it; what has been mapped on CPU stays valid, on a GPU it does not."""
+        """Withdraw the offer. Mappings stay valid on CPU, but not on a GPU."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        self._held.clear()
+        self._tensors.clear()
 
 
 def aligned_bytes(size: int) -> int:
-    """Bytes that a tensor of ``size`` bytes takes in a segment."""
+    """Return the size of a tensor of ``size`` bytes in a segment."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def accept(handles: dict[str, Any], refit_key: str = "refit") -> list[tuple[str, Tensor]]:
-    """The tensors offered under this process's `accelerator.sharing_key`.
+    """Return the tensors that are offered under this process's `accelerator.sharing_key`.
 
-    Those of a segment share its memory, and writes to them stay private. ``refit_key``: dotted key
-    of the engine's `refit`, for messages.
+    Tensors of a segment share its memory, but writes to them are private. ``refit_key`` is the
+    engine's key of `refit`, for messages.
 
     Raises:
-        WorkerError: nobody offers them here, or their process died.
+        WorkerError: no process offers tensors here, or the offering process died.
     """
     key = accelerator.sharing_key()
     if key not in handles:
         raise WorkerError(
-            f"no policy worker shares {key} with this engine (they are on {sorted(handles)}); set "
+            f"no policy worker shares {key} with this engine (they are on {sorted(handles)}). Set "
             f"{refit_key}=separate"
         )
     handle = handles[key]
     if not isinstance(handle, SegmentHandle):
         return [(name, accelerator.import_tensor(exported)) for name, exported in handle]
+    # The sender's descriptor gives access to the anonymous segment.
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:
         with open(path, "rb") as file:
@@ -134,11 +135,11 @@ def accept(handles: dict[str, Any], refit_key: str = "refit") -> list[tuple[str,
                 file.fileno(),
                 handle.size,
                 flags=mmap.MAP_PRIVATE,
-                prot=mmap.PROT_READ | mmap.PROT_WRITE,  # torch wants writable memory
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,  # torch requires writable memory
             )
     except OSError as error:
         raise WorkerError(
-            f"cannot map the weights that process {handle.pid} offers at {path}: {error}; it "
-            f"died, or runs on another machine: set {refit_key}=separate"
+            f"cannot map the weights that process {handle.pid} offers at {path}: {error}. The "
+            f"process died, or runs on another machine: set {refit_key}=separate"
         ) from error
-    return [(place.name, place.view(memory)) for place in handle.places]
+    return [(entry.name, entry.view(memory)) for entry in handle.entries]

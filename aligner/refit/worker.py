@@ -1,4 +1,4 @@
-"""`RefitWorker`: a policy worker's weights on their way to sampling engines, on every backend."""
+"""`RefitWorker`: a policy worker's part of a refit, for every backend."""
 
 import os
 from abc import ABC, abstractmethod
@@ -20,32 +20,32 @@ RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class RefitWorker(ABC):
-    """Hands weights over under Hugging Face's names, a group of tensors at a time.
+    """Base of workers that send weights with Hugging Face's names, in groups of tensors.
 
-    A backend gathers one tensor (`hf_weights`); how it is sent is implemented here once.
-    All methods are called on every worker, for making a tensor whole is collective.
+    A backend gathers tensors (`hf_weights`), and this class sends them. All methods must be called
+    on every worker, because gathering a tensor is collective.
     """
 
     parallel: ParallelState
     _info: RefitInfo | None = None
     _offer: Offer | None = None
     _broadcast: WeightBroadcast | None = None
-    _stores: Mapping[int, Any] = MappingProxyType({})  # that this worker keeps, by their ports
+    _stores: Mapping[int, Any] = MappingProxyType({})  # rendezvous of this worker by port
 
     @abstractmethod
     def hf_weight_names(self) -> Sequence[str]:
-        """Names of all weights, as in a Hugging Face state dict, in depth order."""
+        """Return the names of all weights, as in a Hugging Face state dict, in depth order."""
 
     @abstractmethod
     def hf_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under these names, on every worker; none is kept when the next is made."""
+        """Yield the complete tensors ``names`` on every worker, one at a time in memory."""
 
     def refit_end(self) -> RefitEnd:
-        """Place of this worker and the versions it sends with."""
-        return RefitEnd.here(f"policy rank {self.parallel.rank}")
+        """Describe this worker's location and library versions."""
+        return RefitEnd.of_this_process(f"policy rank {self.parallel.rank}")
 
     def prepare_refit_info(self) -> RefitInfo:
-        """Shape and dtype of every weight; shapes do not change, so they are looked up once."""
+        """Return shape and dtype of every weight, which are determined once."""
         if self._info is None:
             tensors = self.hf_weights(list(self.hf_weight_names()))
             self._info = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors}
@@ -54,26 +54,26 @@ class RefitWorker(ABC):
     # Shared memory or a shared device ---------------------------------------------------------
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], int]:
-        """Name and bytes of every weight, and the bytes that an offer may take here."""
+        """Return name and bytes of every weight, and this worker's maximum size of an offer."""
         sizes = [(name, self._bytes_of(name)) for name in self.prepare_refit_info()]
         return sizes, accelerator.free_memory_bytes() // 2
 
     def get_weights_ipc_handles(
         self, keys: Sequence[str], readers: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Offer the weights ``keys`` until the next offer; what opens them, by who can open them.
+        """Offer the weights ``keys`` until the next offer, and return handles by sharing key.
 
-        On CPU the first worker of a machine offers them, on GPUs every worker on its own device.
-        ``readers``: the `accelerator.sharing_key` of everyone who will open them; nothing is
-        offered elsewhere, for CUDA never frees what was exported and is not opened. Default:
-        whoever comes.
+        On CPU the first worker of a machine offers weights, on GPUs every worker on its device.
+        ``readers`` are the sharing keys (`accelerator.sharing_key`) of all readers, by default
+        anyone. Other devices offer nothing, because CUDA never frees exported memory that no
+        process has opened.
         """
         self._withdraw()
         tensors = self.hf_weights(keys)
         key = accelerator.sharing_key()
         can_offer = accelerator.has_gpu() or int(os.environ.get("LOCAL_RANK", "0")) == 0
         if not can_offer or (readers is not None and key not in readers):
-            for _ in tensors:  # its part in making them whole
+            for _ in tensors:  # take part in the collective gathering
                 pass
             return {}
         self._offer = Offer(tensors, sum(aligned_bytes(self._bytes_of(name)) for name in keys))
@@ -82,7 +82,7 @@ class RefitWorker(ABC):
     # Broadcast --------------------------------------------------------------------------------
 
     def open_meeting_place(self, timeout_s: float) -> tuple[str, int] | None:
-        """Rank 0 keeps a store where processes find each other: its address and port."""
+        """Open a rendezvous on rank 0, and return its address and port."""
         if self.parallel.rank != 0:
             return None
         store = open_rendezvous("0.0.0.0", 0, 1, timeout_s)
@@ -92,9 +92,9 @@ class RefitWorker(ABC):
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_s: float = 600.0
     ) -> None:
-        """Rank 0 joins the group of ``world_size`` members that meets at ``ip:port``.
+        """Let rank 0 join the group of ``world_size`` members at ``ip:port``.
 
-        The rendezvous is the one that `open_meeting_place` opened, or is opened here.
+        The rendezvous was opened by `open_meeting_place`, or is opened here.
         """
         if self.parallel.rank != 0:
             return
@@ -102,7 +102,7 @@ class RefitWorker(ABC):
         self._broadcast = WeightBroadcast(store, 0, world_size, timeout_s)
 
     def broadcast_weights_for_collective(self, keys: Sequence[str] | None = None) -> None:
-        """Send the weights ``keys`` (default all) to every engine, one after the other."""
+        """Send the weights ``keys`` (default all) to every engine, tensor by tensor."""
         names = list(self.prepare_refit_info()) if keys is None else keys
         for _, tensor in self.hf_weights(names):
             if self.parallel.rank != 0:
@@ -114,11 +114,11 @@ class RefitWorker(ABC):
     # Before and after -------------------------------------------------------------------------
 
     def offload_before_refit(self) -> None:
-        """Make room on a device that the engine shares."""
+        """Free memory on a device that the engine shares."""
         accelerator.release_memory()
 
     def offload_after_refit(self) -> None:
-        """Withdraw what was offered; the engine has its own copy now."""
+        """Withdraw the offer, because the engine has copied the weights."""
         self._withdraw()
         accelerator.release_memory()
 

@@ -292,7 +292,7 @@ def a_full_disk_stops_every_rank(folder: Path) -> None:
         config={},
         monitor="none",
     )
-    loop.done = 0
+    loop.resumed_step = 0
     with pytest.raises(StorageError, match="No space left"):
         loop.run()
 

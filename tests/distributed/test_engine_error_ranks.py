@@ -77,7 +77,7 @@ def test_a_run_that_stopped_goes_on(tmp_path, tiny_nemo, calm):
         run(tmp_path, tiny_nemo, "12-")
     for said in said_by(caught):
         assert "exit code 2" in said
-        assert "EnvironmentCallError: 3 conversations or calls of the engine failed" in said
+        assert "EnvironmentCallError: 3 conversations or engine calls failed" in said
         assert "generate failed on rank 1: RuntimeError: the device fell off the bus" in said
     assert len(numbers(tmp_path)[0]) < 3
     run(tmp_path, tiny_nemo, "-")

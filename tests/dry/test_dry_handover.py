@@ -34,7 +34,7 @@ def test_a_refit_waits_where_it_must_and_leaves_nothing(dry):
     ("place", "words"),
     [
         (["__init__", 0], "copy_ on stream .* of the engine reads .* of the policy writes"),
-        (["_in_order", 1], "of the policy was freed .* while copy_ on stream .* of the engine"),
+        (["_synchronized", 1], "of the policy was freed .* while copy_ on stream .* of the engine"),
     ],
     ids=["after exporting", "after a step"],
 )
@@ -44,7 +44,7 @@ def test_a_wait_that_is_missing_is_seen(dry, place, words):
 
 def test_weights_have_come_before_the_engine_reads_them(dry):
     assert dry("dry_handover:received") == ""
-    missing = dry("dry_handover:received", without=["_in_order", 0])
+    missing = dry("dry_handover:received", without=["_synchronized", 0])
     assert re.search("copy_ on stream 1 of the engine reads .* fill_ on the default", missing)
 
 

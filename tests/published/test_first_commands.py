@@ -75,7 +75,7 @@ def test_the_command_trains(tiny_nemo, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[0].startswith("built-in task: arithmetic")
-    ignored = "ignored, since no result depends on it here: model.optim.bucket_cap_mb"
+    ignored = "ignored, because no result depends on it here: model.optim.bucket_cap_mb"
     assert f"{ignored} Batches" in " ".join(done.stdout.split())
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
 

@@ -176,7 +176,7 @@ def test_what_cannot_be_a_loss_is_refused():
         def __call__(self, *args):
             raise AssertionError
 
-    with pytest.raises(ConfigError, match=r"input_type=.*use one of LOGIT, LOGPROB"):
+    with pytest.raises(ConfigError, match=r"loss_fn\.input_type=.*LOGIT, LOGPROB"):
         as_loss(Distillation())
     with pytest.raises(ConfigError, match="loss_fn='mse'"):
         as_loss("mse")
@@ -191,9 +191,9 @@ def test_what_cannot_be_a_loss_is_refused():
                 Denominators(torch.tensor(1.0), torch.tensor(1.0)),
             )
 
-    refused(lambda *args: torch.zeros(()), "return a pair")
-    refused(lambda *args: (1.0, {}), "return a scalar tensor")
-    refused(lambda *args: (torch.zeros(2), {}), "return a scalar tensor")
+    refused(lambda *args: torch.zeros(()), "Return a pair")
+    refused(lambda *args: (1.0, {}), "Return a scalar tensor")
+    refused(lambda *args: (torch.zeros(2), {}), "Return a scalar tensor")
     refused(lambda *args: (torch.zeros(()), {"m": torch.zeros(2)}), "metric m=")
     refused(lambda *args: (torch.zeros(()), {"m": "x"}), "metric m='x'")
 

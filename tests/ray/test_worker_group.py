@@ -90,10 +90,10 @@ def test_after_a_failure_all_are_waited_for(group):
     began = time.monotonic()
     with pytest.raises(DataError):
         group.get_all_worker_results(failed)
-    assert not group.is_whole
+    assert not group.is_healthy
     assert group.recover()
     assert time.monotonic() - began > 1
-    assert group.is_whole
+    assert group.is_healthy
 
 
 def test_an_error_comes_back_as_itself_or_with_its_trace(group):

@@ -19,7 +19,7 @@ from hydra import compose, initialize_config_dir
 from aligner.algorithms.ask import evaluate as evaluation
 from aligner.algorithms.ask.evaluate import evaluate
 from aligner.algorithms.ask.generate import Chat, generate
-from aligner.algorithms.ask.model import find_source, open_asked_model
+from aligner.algorithms.ask.model import find_source, open_model
 from aligner.algorithms.rs.trainer import train_rs
 from aligner.checkpoint.convert import convert
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
@@ -138,7 +138,7 @@ def test_directories_that_hold_no_model(tmp_path):
     assert find_source(str(tmp_path)).path == str(tmp_path / "policy.nemo")
     (tmp_path / "policy.nemo").unlink()
     with ExitStack() as closing, pytest.raises(CheckpointError):
-        open_asked_model(asked(str(tmp_path / "nowhere")), closing)
+        open_model(asked(str(tmp_path / "nowhere")), closing)
 
 
 def asked(model, **changes):
@@ -256,7 +256,7 @@ def conversation(model, said, **changes):
         GenerateConfig,
     )
     with ExitStack() as closing:
-        chat = Chat(config, open_asked_model(config, closing), read, written.append)
+        chat = Chat(config, open_model(config, closing), read, written.append)
         chat.run()
         return written, list(chat._messages)
 
@@ -290,7 +290,7 @@ def test_a_model_without_a_template_completes_text(tiny_nemo, tmp_path):
         del settings["chat_template"]
         files["tokenizer_config.json"] = json.dumps(settings).encode()
         save_nemo(tmp_path / "base.nemo", nemo.weights, nemo.architecture, files)
-    with pytest.raises(TokenizerError, match="give --prompt TEXT"):
+    with pytest.raises(TokenizerError, match="use --prompt TEXT"):
         conversation(str(tmp_path / "base.nemo"), ["hello"])
 
 

@@ -81,7 +81,7 @@ def test_after_a_death_the_workers_are_started_again_and_it_is_said():
         line for number in seen for line in ("policy ends", f"clusters {number} end")
     ]
     said = run.console.file.getvalue()
-    assert said.count("policy 1 died in train\nthe workers are started anew") == 2
+    assert said.count("policy 1 died in train\nThe workers are restarted") == 2
     assert "(restart 2 of cluster.max_restarts=2)" in said
 
 

@@ -40,7 +40,7 @@ def test_uneven_shards(rows, shards, expected):
 
 
 def test_uneven_shards_are_refused_unless_allowed():
-    with pytest.raises(DataError, match="5 rows cannot be shared evenly by 2"):
+    with pytest.raises(DataError, match=r"5 rows .* evenly into 2 shards"):
         batch(5).shard_by_batch_size(2)
     with pytest.raises(DataError, match="8 rows are not a multiple of the batch size 3"):
         batch(8).shard_by_batch_size(1, batch_size=3)
@@ -142,7 +142,7 @@ def test_a_shard_knows_its_part_of_every_global_batch():
     assert shards[1].get_batch(1, 2)["length"].tolist() == [6]  # by rows, when told how many
     with pytest.raises(DataError, match=r"global batch 2 is outside 0\.\.1"):
         shards[0].get_batch(2)
-    with pytest.raises(DataError, match="pass batch_size"):
+    with pytest.raises(DataError, match="Pass batch_size"):
         batch(4).get_batch(0)
 
 
@@ -185,9 +185,9 @@ def test_a_global_batch_brings_its_own_microbatches():
     assert second["n"].tolist() == [3, 2]
     assert second.micro_batch_indices == [[[0, 1], [1, 2]]]
     assert second.micro_batch_lengths == [[4, 2]]
-    with pytest.raises(DataError, match="2 global batches; take one with get_batch"):
+    with pytest.raises(DataError, match=r"2 global batches.* get_batch"):
         shard.get_microbatch_iterator_dynamic_shapes_len()
-    with pytest.raises(DataError, match="no micro-batches; make shards with shard_by_batch_size"):
+    with pytest.raises(DataError, match=r"no micro-batches.* shard_by_batch_size"):
         list(batch().make_microbatch_iterator_for_packable_sequences())
 
 

@@ -171,6 +171,6 @@ def test_prompts_too_long_for_the_student_are_limited_by_data_max_length(tiny_ne
     run["data"].pop("max_length")
     run["model"]["distill"] = {"length_params": {"max_length": 250}}
     with pytest.raises(
-        ConfigError, match=r"longest prompt has 1\d tokens .* set data.max_length=6 "
+        ConfigError, match=r"longest prompt has 1\d tokens .* Set data.max_length=6 "
     ):
         train_distill(parse_config(run, DistillRunConfig))

@@ -15,8 +15,8 @@ from test_environment_rollout import HerePool, rollouts_with, same
 from test_overlap import ROWS, Run, ThreadedEngine, configuration, fill
 
 from aligner.algorithms.rollout.environments import EnvironmentReward
-from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.rollout import score
+from aligner.algorithms.rollout.trainer import Rollouts
 from aligner.checkpoint.run_state.tree import normalise, read_tree, write_tree
 from aligner.config.environment import EnvironmentConfig
 from aligner.data.prompts import Prompt, PromptDataset
@@ -105,7 +105,7 @@ def test_a_failure_is_raised_by_the_step_that_takes_the_rollout(tiny_nemo):
 
     run = Played(tiny_nemo, make=FailsLater, retries=0)
     run.step(1)
-    with pytest.raises(EnvironmentCallError, match=r"retries=0; the last: later"):
+    with pytest.raises(EnvironmentCallError, match=r"retries=0. The last failure: later"):
         run.step(2)
     run.rollouts.close()  # may follow
 

@@ -90,23 +90,21 @@ def seen(monkeypatch):
     return calls
 
 
-def temporary():
-    return sorted(Path(tempfile.gettempdir()).glob("aligner-dry-run-*"))
-
-
 @pytest.mark.parametrize("recipe", RUNS)
 def test_the_longest_batch_and_nothing_else(
     tmp_path, tiny_nemo, teacher, seen, recipe, monkeypatch, capsys
 ):
-    monkeypatch.chdir(tmp_path)
-    before = temporary()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of this test alone
     settings, longest = RUNS[recipe]
     if recipe.startswith("distill"):
         settings = [*settings, f"teacher.restore_from_path={teacher}"]
     config = config_of(recipe, tiny_nemo, tmp_path / "run", *settings, "dry_run=true")
     train(config, recipe)
-    assert list(tmp_path.iterdir()) == []
-    assert temporary() == before
+    assert list(tmp_path.glob("work/*")) == []
+    assert not (tmp_path / "run").exists()
+    assert list(tmp_path.glob("aligner-dry-run-*")) == []
     trained = {role: batches for role, batches in seen.items() if role[1] == "train"}
     roles = {"reward_tiny_cpu": {"RewardModel"}, "ppo_tiny_cpu": {"Policy", "Value"}}
     assert {role for role, _ in trained} == roles.get(recipe, {"Policy"})

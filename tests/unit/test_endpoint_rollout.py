@@ -166,7 +166,7 @@ def test_the_run_s_sampling_is_used(functions, caplog):
     assert max(lengths[0::2]) <= 2
     assert max(lengths[1::2]) <= MOST
     assert not torch.equal(batch["input_ids"][0], batch["input_ids"][1])  # its seed is not
-    [said] = [one.message for one in caplog.records if "the run's own" in one.message]
+    [said] = [one.message for one in caplog.records if "settings of the run" in one.message]
     assert "seed, temperature, top_p" in said
 
 
@@ -212,15 +212,15 @@ def test_an_agent_that_a_limit_ended_counts_as_configured(unscored, counts):
 @pytest.mark.parametrize(
     ("what", "cause"),
     [
-        ("crashes", "exit code 3; what it wrote ends: the cause of it"),
+        ("crashes", "exit code 3. Its output ends: the cause of it"),
         (
             "asks_nothing",
-            "ended without an answer of the policy; what it wrote ends: nothing to do",
+            "ended without an answer of the policy. The end of the agent's output: nothing to do",
         ),
     ],
 )
 def test_a_failure_stops_the_run_with_its_cause(what, cause):
-    with pytest.raises(EnvironmentCallError, match=f"more than environment.retries=1; .*{cause}"):
+    with pytest.raises(EnvironmentCallError, match=f"more than environment.retries=1. .*{cause}"):
         collected([task(what)], retries=1, **COMMAND)
 
 
@@ -260,7 +260,7 @@ def test_half_an_answer_costs_its_own_conversation_only(tmp_path):
     assert batch["failures"] == [["env_timeout"], []]
     assert batch["end_reasons"] == ["failed", "done"]
     said = batch["turns"][0][-1]["info"]["failure"]
-    assert "neither asked the policy nor ended within environment.timeout_s=5 seconds" in said
+    assert "neither called the policy nor ended within environment.timeout_s=5 seconds" in said
 
 
 def test_an_agent_s_silence_begins_with_its_last_answer():
@@ -343,7 +343,7 @@ def test_an_agent_whose_engine_failed_is_begun_again(what):
 
 def test_an_engine_that_always_fails_ends_the_rollout(functions):
     engine = Broken()
-    with pytest.raises(EnvironmentCallError, match=r"retries=0; the last: .* of the eng") as caught:
+    with pytest.raises(EnvironmentCallError, match=r"retries=0.*failure: .* of the eng") as caught:
         functions.collect([task("two_turns")], engine=engine)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert engine.tries == 1
@@ -373,7 +373,7 @@ def test_the_agent_of_the_page(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"command": ("no-such-program",)}, "environment.command=.*there is no program"),
+        ({"command": ("no-such-program",)}, "environment.command=.*no-such-program. was not found"),
         ({"factory": f"{FILE}:nobody"}, "has no function 'nobody'"),
         ({"factory": f"{FILE}:act"}, "is called with base_url, api_key, seed, the columns"),
         ({**RUN, "kwargs": {"seed": 1}}, "seed would be given twice"),

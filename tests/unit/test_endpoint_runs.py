@@ -72,11 +72,14 @@ def test_an_evaluation(tiny_nemo, tmp_path):
     ("overrides", "said"),
     [
         ([], "neither environment.command nor environment.factory"),
-        (["environment.command=a", "environment.factory=b.py:c"], "an agent is one of them"),
-        (["environment.command=''"], "is empty; give a program"),
+        (
+            ["environment.command=a", "environment.factory=b.py:c"],
+            "environment.factory=b.py:c",
+        ),
+        (["environment.command=''"], "is empty. Set a program"),
         (['environment.command="a \'b"'], "No closing quotation; write it as a list of words"),
-        (["environment.kind=messages", "environment.command=a"], "set environment.kind=endpoint"),
-        (["environment.command=a", "environment.rewritten_history=keep"], "set it to fork"),
+        (["environment.kind=messages", "environment.command=a"], "Set environment.kind=endpoint"),
+        (["environment.command=a", "environment.rewritten_history=keep"], "Set it to fork"),
         (
             [
                 *("environment.command=a", "generation.async_rollouts=true"),
@@ -84,7 +87,7 @@ def test_an_evaluation(tiny_nemo, tmp_path):
                 "model.ppo.correction.weights=token",
                 f"generation.vllm.python={sys.executable}",
             ],
-            "agents are answered while nothing else is done",
+            "agents are answered only while no training runs",
         ),
         (["environment.command=a", "reward=function", "reward.function=a.b:f"], "or neither"),
         (["environment.command=[1]"], "expected a string, got 1"),

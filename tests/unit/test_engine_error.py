@@ -116,7 +116,7 @@ def test_a_call_counts_once_in_the_budget(game, breaking):
     batch = game.collect(retries=2)
     assert sum(map(len, batch["failures"])) > 8
     breaking({1, 3})
-    with pytest.raises(EnvironmentCallError, match=r"2 conversations or calls .*retries=1"):
+    with pytest.raises(EnvironmentCallError, match=r"2 conversations or engine calls .*retries=1"):
         game.collect(retries=1)
 
 
@@ -133,7 +133,9 @@ def test_failures_of_both_kinds_share_the_budget(game, breaking, tmp_path):
     same(without_failures(batch, "columns"), without_failures(calm, "columns"))
     both = ["engine_error", "env_error", "engine_error", "env_error"]
     assert [batch["failures"][0], calm["failures"][0]] == [both, ["env_error"] * 2]
-    with pytest.raises(EnvironmentCallError, match=r"4 conversations.*retries=3; the last: not"):
+    with pytest.raises(
+        EnvironmentCallError, match=r"4 conversations.*retries=3. The last failure: not"
+    ):
         played("spent", {1, 3}, 3)
 
 
@@ -143,8 +145,9 @@ def test_a_run_whose_engine_always_fails_stops_with_the_cause(game, breaking):
         game.collect(retries=3)
     assert breaking.calls == 4
     assert caught.value.__cause__ is breaking.error
-    assert "environment.retries=3; the last: the engine raised RuntimeError: CUDA error" in str(
-        caught.value
+    assert (
+        "environment.retries=3. The last failure: the engine raised RuntimeError: CUDA error"
+        in str(caught.value)
     )
 
 
@@ -157,7 +160,7 @@ def test_what_the_failed_call_held_is_let_go(game, breaking):
     while trace is not None:
         frames[trace.tb_frame.f_code.co_name] = trace.tb_frame
         trace = trace.tb_next
-    assert frames["_rolled_out"].f_locals == {}
+    assert frames["_roll_out"].f_locals == {}
 
 
 @pytest.mark.parametrize(

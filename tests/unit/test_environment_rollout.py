@@ -227,7 +227,9 @@ def test_a_failed_conversation_is_no_sample(tmp_path):
     metrics = score(EnvironmentReward(), batch)
     assert metrics["failed_env_error"] == 2
     (tmp_path / "x").unlink()
-    with pytest.raises(EnvironmentCallError, match=r"2 conversations .*retries=1; the last: not"):
+    with pytest.raises(
+        EnvironmentCallError, match=r"2 conversations .*retries=1. The last failure: not"
+    ):
         collected(envs.FailsTwice, rows, retries=1)
 
 

@@ -14,13 +14,12 @@ import torch
 from loaded import load_set
 
 from aligner.algorithms.rollout.inputs import Prompts
-from aligner.algorithms.rollout.prefetch import Rollouts
+from aligner.algorithms.rollout.rollout import SingleTurn
 from aligner.algorithms.rollout.validation import validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import LengthParams, SamplingOptions, SamplingParams, parse_config
 from aligner.config.cli import check_overrides
-from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
 from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
@@ -34,7 +33,6 @@ from aligner.observe.estimates import (
     pass_at_k,
 )
 from aligner.observe.metric_names import check_names
-from aligner.observe.metrics import PhaseTimers
 from aligner.parallel.groups import initialize_parallel
 from aligner.rewards.answers import final_answer
 from aligner.rewards.interface import ScoredResponses
@@ -185,13 +183,13 @@ def validator(request, tiny_nemo, tmp_path_factory):
 
     def validate(sets=(), **validation) -> StepResult:
         config = configured(**validation)
-        sampler = PromptSampler(6, 8, seed=1)
-        rollouts = Rollouts(config, policy, prompts["a"], sampler, tokenizer.pad_id)
         held_out = Prompts(
             prompts["a"], prompts["a"], {name: prompts[name] for name in sets}
         ).held_out
         reward = OddReward(tokenizer)
-        return validate_on_prompts(config, rollouts, policy, reward, held_out, 0, PhaseTimers())
+        return validate_on_prompts(
+            config, SingleTurn(), policy, reward, held_out, 0, tokenizer.pad_id
+        )
 
     return validate
 

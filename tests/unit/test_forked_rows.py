@@ -42,7 +42,7 @@ def positions():
 def test_sequences_of_rows_by_hand():
     totals = np.array([sum(lengths) for lengths in LENGTHS])
     found = Sequences.find(positions().numpy(), totals)
-    assert found.places.tolist() == [0, 5, 45, 96, 192, 252]
+    assert found.offsets.tolist() == [0, 5, 45, 96, 192, 252]
     assert found.lengths.tolist() == [5, 40, 38, 12, 60, 7]
     ids = np.arange(3 * WIDTH).reshape(3, WIDTH)
     assert found.cut(ids)[3, :13].tolist() == [*range(96, 108), 0]
@@ -50,7 +50,7 @@ def test_sequences_of_rows_by_hand():
     # As many sequences as rows, for one row has none.
     both = positions().numpy()[[2, 1]]
     found_in = Sequences.find(both, np.array([totals[2], 0]))
-    assert (found_in.places.tolist(), found_in.lengths.tolist()) == ([0, 60], [60, 7])
+    assert (found_in.offsets.tolist(), found_in.lengths.tolist()) == ([0, 60], [60, 7])
     assert Sequences.find(both[1:].repeat(2, 0), np.array([12, 0])) is None
     layout = build_layout(torch.from_numpy(ids), totals, LayoutRules(False, 1, 1), None, found)
     rows, tokens = layout.predicted_tokens()

@@ -18,7 +18,7 @@ from aligner.errors import ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.logprobs.output_layer import bypassed_output_layer
 from aligner.models.gpt.layers import layer_spec
-from aligner.models.gpt.layers.elementwise import Fusions, _apply_rotary, turned
+from aligner.models.gpt.layers.elementwise import Fusions, _apply_rotary, rotate
 from aligner.models.gpt.megatron import build
 from aligner.models.gpt.megatron.build import build_gpt, transformer_config
 from aligner.models.gpt.role.settings import RoleSettings
@@ -68,8 +68,8 @@ def test_a_fused_model_is_the_same_model(architecture, biases, monkeypatch):
     monkeypatch.setattr(layer_spec, "can_group", lambda _: True)
     calls = []
     monkeypatch.setattr(
-        "aligner.models.gpt.layers.elementwise.turned",
-        lambda *args: calls.append(1) or turned(*args),
+        "aligner.models.gpt.layers.elementwise.rotate",
+        lambda *args: calls.append(1) or rotate(*args),
     )
     same, gpt = answers(architecture)
     assert len(calls) == 4 * architecture.num_layers  # query and key, there and back
@@ -106,13 +106,13 @@ def test_the_fused_rotation_rounds_once():
     angles = torch.cat((half, half), dim=-1)
     heads = torch.randn(LENGTH, 2, 3, 20)
     exact = _apply_rotary_pos_emb_bshd(heads.double(), angles.double())
-    torch.testing.assert_close(turned(heads, angles, 1.0).double(), exact, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rotate(heads, angles, 1.0).double(), exact, atol=1e-5, rtol=1e-5)
     low = heads.bfloat16()
     exact = _apply_rotary_pos_emb_bshd(low.double(), angles.double())
     error = {
         name: (rotated.double() - exact).abs().mean()
         for name, rotated in {
-            "fused": turned(low, angles, 1.0),
+            "fused": rotate(low, angles, 1.0),
             "chain": _apply_rotary_pos_emb_bshd(low, angles),
         }.items()
     }
@@ -127,7 +127,7 @@ def test_the_rotation_can_be_compiled():
         for rows in (1, 2, 3):
             heads = torch.randn(LENGTH, rows, 3, 20)
             expected = _apply_rotary_pos_emb_bshd(heads, angles)
-            torch.testing.assert_close(turned(heads, angles, 1.0), expected)
+            torch.testing.assert_close(rotate(heads, angles, 1.0), expected)
 
 
 def test_nothing_is_fused_on_a_cpu():

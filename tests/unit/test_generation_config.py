@@ -47,9 +47,9 @@ def test_vllm_on_ray_is_accepted():
 @pytest.mark.parametrize(
     ("generation", "sections", "message"),
     [
-        (vllm(), {}, r"generation.backend=vllm needs cluster.engine=ray.*it is local"),
+        (vllm(), {}, r"generation.backend=vllm needs cluster.engine=ray.*and is local"),
         (vllm(python="no/such/python"), RAY, r"generation.vllm.python=no/such/python.*vllm-env"),
-        (vllm(python="/"), RAY, r"generation.vllm.python=/: there is no such interpreter"),
+        (vllm(python="/"), RAY, r"generation.vllm.python=/ is not an interpreter"),
         (vllm(engines=2), RAY, r"generation.vllm.engines=2 with refit=colocated.*there are 1"),
         (
             vllm(tensor_parallel_size=4),
@@ -59,7 +59,7 @@ def test_vllm_on_ray_is_accepted():
         (
             vllm(kwargs={"tensor_parallel_size": 2}),
             RAY,
-            r"generation.vllm.kwargs.tensor_parallel_size=2.*set generation.vllm.tensor_parallel",
+            r"generation.vllm.kwargs.tensor_parallel_size=2.*Set generation.vllm.tensor_parallel",
         ),
         (
             {**vllm(sleep=True), "async_rollouts": True},
@@ -137,8 +137,8 @@ def test_defaults_go_by_the_device():
     assert on_cpu.gpu_memory_utilization == 0.5
     on_gpu = VllmConfig().on_device(has_gpu=True, ahead=False)
     assert (on_gpu.kv_cache_mb, on_gpu.enforce_eager, on_gpu.sleep) == (None, False, True)
-    assert "50% of it; compiled graphs" in on_gpu.in_words()
-    assert on_gpu.in_words().endswith("its memory is given back")
+    assert "50% of it after the weights, compiled graphs" in on_gpu.in_words()
+    assert on_gpu.in_words().endswith("memory between rollouts released")
     ahead = VllmConfig().on_device(has_gpu=True, ahead=True)  # it draws while the policy trains
     assert not ahead.sleep
     apart = VllmConfig(refit="separate").on_device(has_gpu=True, ahead=False)

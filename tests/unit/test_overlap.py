@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.rollout import prompts_batch
+from aligner.algorithms.rollout.trainer import Rollouts
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import parse_config
 from aligner.data.dataset import PromptSampler

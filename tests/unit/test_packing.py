@@ -144,9 +144,9 @@ def test_the_tree_finds_the_first_bin_that_fits(lengths):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_errors_name_the_sequence_the_key_and_the_remedy(algorithm):
-    with pytest.raises(DataError, match=r"sequence 1 has 11 tokens.*10; raise the token budget"):
+    with pytest.raises(DataError, match=r"sequence 1 has 11 tokens.*10.*Raise the token budget"):
         pack(algorithm, [3, 11], 10)
-    with pytest.raises(DataError, match="4 bins cannot be filled from 2 sequences; lower"):
+    with pytest.raises(DataError, match=r"4 bins .*2 sequences.* min_bin_count"):
         pack(algorithm, [3, 3], 10, min_bin_count=3, bin_count_multiple=2)
     with pytest.raises(ConfigError, match="bin_capacity=0 must be at least 1"):
         get_packer(algorithm, 0)
@@ -158,7 +158,7 @@ def test_names_are_the_enums_in_any_case():
     assert type(get_packer("First_Fit_Decreasing", 8)) is type(
         get_packer(PackingAlgorithm.FIRST_FIT_DECREASING, 8)
     )
-    with pytest.raises(ConfigError, match="'best_fit' is unknown; choose one of concatenative"):
+    with pytest.raises(ConfigError, match=r"packing algorithm='best_fit' .*concatenative"):
         get_packer("best_fit", 8)
 
 

@@ -190,7 +190,7 @@ def test_a_pair_counts_if_both_rows_do():
 
 def test_half_a_pair_is_refused():
     logprobs, batch = random_batch(rows=3)
-    with pytest.raises(DataError, match=r"3 rows holds half a pair.*micro_batch_size even"):
+    with pytest.raises(DataError, match=r"a micro-batch of 3 rows.*micro_batch_size even"):
         evaluate(DPOLoss(), logprobs, batch)
 
 

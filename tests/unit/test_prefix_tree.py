@@ -123,7 +123,7 @@ def rollout(*groups, response=8):
 
 
 def grouped(ids, lengths, batches=None, **options):
-    options = {"together": 1, "multiple": 1, "max_tokens": 10_000, "shards": 1, **options}
+    options = {"rows_per_group": 1, "multiple": 1, "max_tokens": 10_000, "shards": 1, **options}
     found = prefix_groups(ids, lengths, batches or [range(len(lengths))], **options)
     return [[(group.rows, group.tokens, group.shares) for group in batch] for batch in found]
 
@@ -153,7 +153,7 @@ def test_a_group_is_cut_at_the_budget_and_at_a_shard_s_part():
 def test_pairs_stay_whole():
     ids, lengths = rollout(2, 2)
     ids[1] = ids[1][::-1]  # the first pair shares nothing
-    found = grouped(ids, lengths, together=2, max_tokens=1)
+    found = grouped(ids, lengths, rows_per_group=2, max_tokens=1)
     assert found == [[(range(2), 2 * (PROMPT + 8), False), (range(2, 4), PROMPT + 16, True)]]
 
 

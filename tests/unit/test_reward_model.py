@@ -301,11 +301,11 @@ def test_a_reward_without_what_it_needs_is_refused(reward, said):
 
 def test_every_setting_of_a_frozen_model_is_its_own_or_the_layout():
     """The list in `build_reward` of what the policy shares names fields that exist."""
-    from aligner.algorithms.rollout.reward_source import frozen_beside
+    from aligner.algorithms.rollout.reward_source import frozen_config
     from aligner.config import RewardModelConfig
 
     policy = TrainedModelConfig("p.nemo", tensor_model_parallel_size=2, sequence_parallel=True)
-    frozen = frozen_beside(policy, RewardModelConfig("r.nemo", micro_batch_size=3))
+    frozen = frozen_config(policy, RewardModelConfig("r.nemo", micro_batch_size=3))
     assert frozen.parallel == policy.parallel
     assert dataclasses.replace(frozen.optim) == frozen.optim
     assert (frozen.restore_from_path, frozen.micro_batch_size) == ("r.nemo", 3)

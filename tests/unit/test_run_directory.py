@@ -171,7 +171,7 @@ def damage_manifests(folder):
         (damage_manifests, ["step_000002 is damaged", "step_000004 is damaged"]),
         (
             lambda folder: shutil.rmtree(folder / "run_state"),
-            ["up to step 5", "bring run_state/ back"],
+            ["up to step 5", "Restore run_state/"],
         ),
     ],
 )

@@ -242,7 +242,7 @@ def test_templates_are_told_the_time_of_the_first_start(configured, tmp_path):  
     assert started() == first
     assert shown() != first  # outside of the run it is the present
     folder = Path(config.exp_manager.explicit_log_dir)
-    began = RunDirectory(folder, RunStateStore(folder / "run_state")).began
+    began = RunDirectory(folder, RunStateStore(folder / "run_state")).start_time
     state = {"config": config.as_dict(), "learner": {}, "began": began}
     RunStateStore(folder / "run_state").save(2, state)
     (folder / "run.json").unlink()

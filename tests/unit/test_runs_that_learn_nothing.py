@@ -76,7 +76,7 @@ def test_a_model_with_a_nan_that_nobody_reads_is_not_written(run, tmp_path, tiny
 
 def test_ppo_whose_rewards_overflow_ends(run, tmp_path):
     short = ["trainer.ppo.max_steps=1", "data.validation=null", "trainer.ppo.reward.scale=3e38"]
-    with pytest.raises(NonFiniteError, match=r"no update of the .*look at the rewards"):
+    with pytest.raises(NonFiniteError, match=r"no update of the .*Check the rewards"):
         run("ppo", *short)
     assert not (tmp_path / "policy.nemo").exists()
 
@@ -84,11 +84,13 @@ def test_ppo_whose_rewards_overflow_ends(run, tmp_path):
 def test_a_short_run_says_why_and_a_finished_one_that_nothing_is_left(run, tmp_path):
     said = run("sft", "trainer.sft.max_steps=9", "data.train.arguments.size=64")
     assert said.startswith("Fine-tuning on 1 process")
-    why = "the run has 2 of trainer.sft.max_steps=9 steps, for trainer.sft.max_epochs=1 has no more"
+    why = (
+        "the run has 2 of trainer.sft.max_steps=9 steps, because trainer.sft.max_epochs=1 limits it"
+    )
     assert why in said
     assert why[1:] in " ".join((tmp_path / "report.html").read_text().split())
     assert "step 1/2 loss 5." in said
     assert "step 2/2 loss 5." in said
     assert " samples " not in said  # there are none
     said = run("sft", "trainer.sft.max_steps=1", "data.train.arguments.size=64")
-    assert "nothing is left to do: 2 steps are made and 1 are asked for" in said
+    assert "nothing is left to do: 2 steps are finished, and 1 are configured" in said

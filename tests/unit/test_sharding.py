@@ -217,18 +217,20 @@ def test_balance_is_within_the_lightest_row():
 
 def test_errors_name_key_value_and_remedy():
     data = batch([5, 30])
-    with pytest.raises(ConfigError, match=r"both given.*give one of them"):
+    with pytest.raises(
+        ConfigError, match=r"dynamic_batching_args and sequence_packing_args are both given"
+    ):
         data.shard_by_batch_size(1, **dynamic(40), **packed(40))
     for args in (dynamic(29), packed(29)):
         with pytest.raises(
-            DataError, match=r"row 1 has 30 tokens.*max_tokens_per_microbatch=29; raise .* least 30"
+            DataError, match=r"row 1 has 30 tokens.*max_tokens_per_microbatch=29.* least 30"
         ):
             data.shard_by_batch_size(1, **args)
     with pytest.raises(DataError, match="row 1 has 30 tokens, 32 when padded to a multiple of 8"):
         data.shard_by_batch_size(1, **dynamic(31, 8))
-    with pytest.raises(DataError, match=r"input_lengths_key='n': there is no such column.*'row'"):
+    with pytest.raises(DataError, match=r"input_lengths_key='n' .*'row'"):
         data.shard_by_batch_size(1, **packed(40, input_lengths_key="n"))
-    with pytest.raises(DataError, match="input_key='ids': there is no such column"):
+    with pytest.raises(DataError, match="input_key='ids' is not a column"):
         data.shard_by_batch_size(1, **dynamic(40, input_key="ids"))
     with pytest.raises(DataError, match=r"input_lengths\[1\]=30 is outside 0\.\.10"):
         batch([5, 30], width=10).shard_by_batch_size(1, **dynamic(40))
@@ -244,7 +246,7 @@ def test_errors_name_key_value_and_remedy():
     for args in ({}, dynamic(40), packed(40)):
         with pytest.raises(DataError, match="2 rows are not a multiple of the batch size 3"):
             data.shard_by_batch_size(1, batch_size=3, **args)
-        with pytest.raises(DataError, match="0 shards"):
+        with pytest.raises(DataError, match="shards=0"):
             data.shard_by_batch_size(0, **args)
 
 
@@ -282,7 +284,7 @@ def test_rows_of_a_group_stay_together(lengths, mode, shards, multiple):
 
 
 def test_groups_that_do_not_divide_are_refused():
-    with pytest.raises(DataError, match="3 rows cannot be taken 2 at a time"):
+    with pytest.raises(DataError, match=r"3 rows .*rows_per_group=2"):
         batch([1, 2, 3]).shard_by_batch_size(1, **packed(8, rows_per_group=2))
-    with pytest.raises(DataError, match="rows 0 to 3 cuts a group of 2 adjacent rows"):
+    with pytest.raises(DataError, match="rows 0 to 3 splits a group of 2 adjacent rows"):
         batch([1] * 6).shard_by_batch_size(1, 3, **dynamic(8, rows_per_group=2))

@@ -57,8 +57,8 @@ def test_a_row_stands_at_several_places_by_hand():
     layout = build_layout(ids, lengths, LayoutRules(False, 1, row_multiple=8), tree)
     assert layout.input_ids[0].tolist() == [1, 2, 3, 4, 5, 1, 1, 1]
     assert layout.positions[0].tolist() == [0, 1, 2, 2, 3, 0, 0, 0]
-    assert (layout.held[5:] == PADDING).all()
-    rows, tokens = layout.held_tokens()
+    assert (layout.frame_indices[5:] == PADDING).all()
+    rows, tokens = layout.all_tokens()
     found = dict(zip(tokens.tolist(), rows.tolist(), strict=True))
     assert found == {0: 0, 1: 1, 2: 2, 4: 0, 5: 1, 6: 3, 7: 4, 8: 0, 9: 1}
     rows, tokens = layout.predicted_tokens(np.ones((3, 4), bool))
@@ -74,7 +74,7 @@ def test_every_place_is_held_by_one_rank(size):
     for rank in range(size):
         rules = LayoutRules(True, 2 * size if size > 1 else 1, 1, cp_rank=rank, cp_size=size)
         layout = build_layout(ids, lengths, rules, tree)
-        rows, tokens = layout.held_tokens()
+        rows, tokens = layout.all_tokens()
         assert (layout.input_ids[0, rows] == ids.flatten()[tokens]).all()
         assert (layout.positions[0, rows] == tokens % ids.shape[1]).all()
         places += tokens.tolist()

@@ -40,7 +40,7 @@ def test_packed_rows_by_hand():
     layout = build_layout(IDS, LENGTHS, rules(row_multiple=4))
     assert layout.input_ids[0, :9].tolist() == [10, 11, 12, 20, 21, 22, 23, 24, 30]
     assert layout.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 0, 0, 0]
-    assert layout.held.tolist() == [0, 1, 2, 5, 6, 7, 8, 9, 10, *[PADDING] * 3]
+    assert layout.frame_indices.tolist() == [0, 1, 2, 5, 6, 7, 8, 9, 10, *[PADDING] * 3]
     rows, tokens = layout.predicted_tokens()
     assert rows.tolist() == [0, 1, 3, 4, 5, 6]
     assert tokens.tolist() == [1, 2, 6, 7, 8, 9]
@@ -52,8 +52,8 @@ def test_padded_rows_by_hand():
     layout = build_layout(IDS, LENGTHS, rules(packed=False, row_multiple=4))
     assert layout.input_ids.shape == (3, 8)
     assert layout.positions[1].tolist() == [0, 1, 2, 3, 4, 4, 4, 4]  # a table may end there
-    assert layout.held_tokens()[0].tolist() == [0, 1, 2, 8, 9, 10, 11, 12, 16]
-    assert layout.held_tokens()[1].tolist() == [0, 1, 2, 5, 6, 7, 8, 9, 10]
+    assert layout.all_tokens()[0].tolist() == [0, 1, 2, 8, 9, 10, 11, 12, 16]
+    assert layout.all_tokens()[1].tolist() == [0, 1, 2, 5, 6, 7, 8, 9, 10]
     assert layout.predicted_tokens()[1].tolist() == [1, 2, 6, 7, 8, 9]
 
 
@@ -63,8 +63,8 @@ def test_two_ranks_share_every_sequence_by_hand():
         for rank in range(2)
     )
     # Sequences padded to 4, 8 and 4: chunks of 1, 2 and 1.
-    assert first.held.tolist() == [0, -1, 5, 6, -1, -1, 10, -1]
-    assert second.held.tolist() == [1, 2, 7, 8, 9, -1, -1, -1]
+    assert first.frame_indices.tolist() == [0, -1, 5, 6, -1, -1, 10, -1]
+    assert second.frame_indices.tolist() == [1, 2, 7, 8, 9, -1, -1, -1]
     assert second.positions[0].tolist() == [1, 2, 2, 3, 4, 4, 1, 2]
     # Token 7 (23 at position 2 of the second sequence) is predicted by the rank that holds 6.
     assert first.predicted_tokens()[1].tolist() == [1, 6, 7]

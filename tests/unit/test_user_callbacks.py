@@ -49,8 +49,8 @@ def here(tmp_path, monkeypatch):
     ("entry", "words"),
     [
         ("my_callbacks.py:Bad", ["has no class 'Bad'", "Good"]),
-        ("my_callbacks.py:Foreign", ["makes a Foreign", "callbacks.Callback"]),
-        ("my_callbacks.py:Misspelt", ["on_step_ends", "did you mean on_step_end?"]),
+        ("my_callbacks.py:Foreign", ["Foreign is not a", "callbacks.Callback"]),
+        ("my_callbacks.py:Misspelt", ["on_step_ends", "Did you mean on_step_end?"]),
         ("my_callbacks.py:TooFew", ["on_step_end(self, run, step, metrics)"]),
         ("my_callbacks.py:Unbuildable", ["OSError: no journal"]),
         (
@@ -190,8 +190,8 @@ def test_a_callback_that_raises_ends_the_run_with_its_cause(tmp_path):
 def test_a_stop_of_before_is_forgotten():
     recorder = Recorder(at={"step_end": 1})
     callbacks = told_by(recorder)
-    callbacks.tell("on_step_end", 1, {})
+    callbacks.notify("on_step_end", 1, {})
     assert callbacks.stop_reason == "enough at 1"
     callbacks.begin({}, None, 6)  # workers on Ray were started anew
-    callbacks.tell("on_step_end", 2, {})
+    callbacks.notify("on_step_end", 2, {})
     assert callbacks.stop_reason is None

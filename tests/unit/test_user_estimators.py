@@ -74,10 +74,10 @@ def here(tmp_path, monkeypatch):
         ("my_estimators.py:gone", ["has no function 'gone'", "good"]),
         ("my_estimators.py:wants_more", ["difficulty", "trainer.ppo.advantage.kwargs", "rewards"]),
         ("my_estimators.py:wants_values", ["values", "only in a run with a critic"]),
-        ("my_estimators.py:wrong_shape", ["a tensor [4, 5] of 4 responses", "float [4, 6]"]),
-        ("my_estimators.py:not_finite", ["of response 0 of 4 it is NaN or infinite"]),
-        ("my_estimators.py:raises", ["KeyError", "my_estimators.py, line", "given rewards"]),
-        ("my_estimators.py:pair", ["returned tuple; return a tensor"]),
+        ("my_estimators.py:wrong_shape", ["a tensor [4, 5] for 4 responses", "float [4, 6]"]),
+        ("my_estimators.py:not_finite", ["response 0 of 4 is NaN or infinite"]),
+        ("my_estimators.py:raises", ["KeyError", "my_estimators.py, line", "Arguments: rewards"]),
+        ("my_estimators.py:pair", ["returned tuple. Return a tensor"]),
     ],
 )
 def test_an_estimator_that_cannot_work_is_refused(here, name, words):
@@ -90,7 +90,7 @@ def test_an_estimator_that_cannot_work_is_refused(here, name, words):
 def test_options_that_an_estimator_does_not_read_are_refused(here):
     good = {"trainer__ppo__advantage__estimator": "my_estimators.py:good"}
     assert make_estimator(configured(**good)) is not None
-    with pytest.raises(ConfigError, match=r"discount_factor=0\.9.*does not take"):
+    with pytest.raises(ConfigError, match=r"discount_factor=0\.9.*does not accept"):
         make_estimator(configured(**good, trainer__ppo__discount_factor=0.9))
     with pytest.raises(ConfigError, match=r"critic_warmup_steps=2.*no critic"):
         configured(**good, trainer__ppo__critic_warmup_steps=2)

@@ -125,18 +125,18 @@ def started(vllm, monkeypatch):
     monkeypatch.setattr(vllm_engine, "set_environment", lambda settings: None)
 
     def start(core=None, record_kept=3, stop=None):
-        made = vllm_engine.VllmEngine(
-            TINY_ARCHITECTURE,
+        arguments = vllm_engine.EngineArguments(
+            architecture=TINY_ARCHITECTURE,
             precision="32",
             eos_ids=[END],
             length=LengthParams(max_length=3),
             sampling=SamplingParams(top_k=4, top_p=0.9, temperature=0.7),
-            stop=stop,
             max_batch_size=2,
             max_sequence_length=8,
             settings=VllmConfig().on_device(has_gpu=True, ahead=False),
             record_kept=record_kept,
         )
+        made = vllm_engine.VllmEngine(arguments, stop)
         made._llm = SimpleNamespace(llm_engine=core)
         return made, given
 
@@ -172,7 +172,7 @@ def test_a_response_that_a_stop_string_ends(started):
     batch = sampled(made)
     assert batch["generation_lengths"].tolist() == [2, 2]
     assert batch["kept_ids"][0].tolist() == [[-1] * 3, [-1] * 3, [5, 6, -1], [7, -1, -1]]
-    with pytest.raises(WorkerError, match=r"tokens of 0 of a response's 2 tokens; .*stop string"):
+    with pytest.raises(WorkerError, match=r"tokens of 0 of a response's 2 tokens. .*stop string"):
         sampled(started(core, stop=stop)[0])
 
 
@@ -197,7 +197,7 @@ def test_nothing_is_left_of_a_batch_that_failed(started):
 def test_nothing_is_recorded_unless_asked(started):
     made, given = started(Core("each"), record_kept=0)
     responses = made.sample([[1], [2]], [0, 1], seed=3, greedy=False)
-    assert [response.kept for response in responses] == [[], []]
+    assert [response.kept_ids for response in responses] == [[], []]
     assert "kept_ids" not in responses_batch([[1], [2]], responses, 99)
     assert "return_sampling_mask" not in given
 
@@ -227,8 +227,8 @@ def test_greedy_responses_have_none(started):
 @pytest.mark.parametrize(
     ("kept", "message"),
     [
-        ({0: None, 1: None}, r"kept tokens of 0 of a response's \d tokens; .*take 0.32"),
-        ({**KEPT, 0: [[5, 6], [8], [0]]}, r"token 7 at place 1 .* not among the 1 tokens"),
+        ({0: None, 1: None}, r"kept tokens of 0 of a response's \d tokens. .*use 0.32"),
+        ({**KEPT, 0: [[5, 6], [8], [0]]}, r"token 7 at index 1 .* not among the 1 tokens"),
     ],
 )
 @pytest.mark.parametrize("when", ["each", "last"])

@@ -153,5 +153,5 @@ def test_who_is_missing_is_missed_in_time():
     with pytest.raises(WorkerError, match=r"rank 0 of 2 did not meet the others.*within 1 s"):
         WeightBroadcast(store, 0, 2, 1.0)
     del store
-    with pytest.raises(WorkerError, match=r"cannot be reached at 127.0.0.1:1 within 1 s"):
+    with pytest.raises(WorkerError, match=r"cannot reach the policy at 127.0.0.1:1 within 1 s"):
         WeightBroadcast.join("127.0.0.1", 1, 2, 1.0)

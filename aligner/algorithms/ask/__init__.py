@@ -1,1 +1,1 @@
-"""Runs that ask a model and train nothing: generate, evaluate."""
+"""Commands that use a model without training: generate, evaluate, serve."""

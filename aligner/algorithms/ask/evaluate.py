@@ -1,10 +1,11 @@
-"""An evaluation: prompts, a verifier or reward, and what a model's answers come to."""
+"""Evaluation of a model: sample responses to prompts, score them, and report the accuracy."""
 
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,101 +13,112 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from aligner.algorithms.ask.model import AskedModel, open_asked_model, write_answers
-from aligner.algorithms.rollout.inputs import longest_opening, open_environments
+from aligner.algorithms.ask.model import InferenceModel, open_model, write_answers
+from aligner.algorithms.rollout.inputs import open_environments, prompt_loader
 from aligner.algorithms.rollout.reward_source import load_reward
-from aligner.algorithms.rollout.validation import Evaluation, Judge, ask
+from aligner.algorithms.rollout.validation import Evaluation, Judge, sample_responses
 from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.config import EvaluateConfig
-from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
+from aligner.data.prompts import PromptDataset, columns_of_rows
 from aligner.device import accelerator
 from aligner.observe.report.evaluation import EvaluatedSet, render_evaluation, shown_name
 from aligner.packages import describe_environment
 from aligner.parallel.collectives import is_rank_zero, on_rank_zero
 
-DEFAULT_SET = "prompts"  # what data.prompts is called
+DEFAULT_SET = "prompts"  # name of the set data.prompts
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Ask, judge, and write `evaluation.json`, `answers.jsonl` and `report.html`; the numbers."""
+    """Evaluate a model and return the results.
+
+    Writes `evaluation.json`, `answers.jsonl` and `report.html`.
+    """
     with ExitStack() as closing:
-        asked = open_asked_model(config, closing)
+        # Read and check all inputs before the weights are loaded.
+        model = open_model(config, closing)
         console = Console(quiet=not is_rank_zero(), highlight=False, soft_wrap=True)
-        sets = _sets(config, asked)
+        sets = _sets(config, model)
         longest = max(prompts.max_length for prompts in sets.values())
-        asked.check_room(longest)
-        columns = frozenset.intersection(*(prompts.column_names for prompts in sets.values()))
-        source = load_reward(asked.run, asked.engine, asked.tokenizer, columns, closing)
-        rows = columns_of_rows({f"data.sets.{name}": each for name, each in sets.items()})
-        talks = open_environments(asked.run, asked.tokenizer, asked.architecture, rows, closing)
-        engine, workers = asked.start(longest, console.print)
+        model.check_room(longest)
+        names = frozenset.intersection(*(prompts.column_names for prompts in sets.values()))
+        source = load_reward(model.run, model.engine, model.tokenizer, names, closing)
+        columns = columns_of_rows({f"data.sets.{name}": prompts for name, prompts in sets.items()})
+        environments = open_environments(
+            model.run, model.tokenizer, model.architecture, columns, closing
+        )
+        # Sample and score.
+        engine, workers = model.start(longest, console.print)
         judge = Judge.of(source.start(workers), config.final_answer, "final_answer")
-        asking = asked.asking(engine, config.sampling.samples_per_prompt)
-        if talks is not None:
-            asking = replace(asking, source=talks)
-        found = {
-            name: judge.evaluate(ask(asking, prompts), asking.samples_per_prompt)
+        sampling = model.sampling(engine, config.sampling.samples_per_prompt)
+        if environments is not None:
+            sampling = replace(sampling, source=environments)
+        evaluations = {
+            name: judge.evaluate(sample_responses(sampling, prompts), sampling.samples_per_prompt)
             for name, prompts in sets.items()
         }
-        numbers = _numbers(config, asked.source.name, found)
-        on_rank_zero(lambda: _write(config, numbers, found))
-        console.print(_table(numbers))
+        # Report.
+        results = _results(config, model.source.name, evaluations)
+        on_rank_zero(lambda: _write(config, results, evaluations))
+        console.print(_table(results))
         console.print(f"report  {Path(config.output) / 'report.html'}")
-    return numbers
+    return results
 
 
-def _sets(config: EvaluateConfig, asked: AskedModel) -> dict[str, PromptDataset]:
+def _sets(config: EvaluateConfig, model: InferenceModel) -> dict[str, PromptDataset]:
     data = config.data
     sources = {} if data.prompts is None else {DEFAULT_SET: data.prompts}
     sources |= data.sets
-    if not config.environment.is_set:
-        return {
-            name: PromptDataset.load(source, asked.tokenizer, data)
-            for name, source in sources.items()
-        }
-    longest = longest_opening(asked.run, asked.architecture)
-    truth = data.ground_truth_column
-    return {name: EpisodeDataset.read(source, longest, truth) for name, source in sources.items()}
+    load = prompt_loader(model.run, data, model.tokenizer, model.architecture)
+    return {name: load(source) for name, source in sources.items()}
 
 
-def _numbers(config: EvaluateConfig, model: str, found: dict[str, Evaluation]) -> dict[str, Any]:
-    """Contents of ``evaluation.json``."""
+def _results(
+    config: EvaluateConfig, model: str, evaluations: dict[str, Evaluation]
+) -> dict[str, Any]:
+    """Return the contents of ``evaluation.json``."""
     return {
         "model": model,
         "samples_per_prompt": config.sampling.samples_per_prompt,
         "sets": {
             name: {
-                "prompts": one.batch.size // one.samples_per_prompt,
+                "prompts": evaluation.batch.size // evaluation.samples_per_prompt,
                 "estimates": {
                     shown_name(key): {"value": estimate.value, "stderr": estimate.error}
-                    for key, estimate in one.estimates.items()
+                    for key, estimate in evaluation.estimates.items()
                 },
-                "metrics": {key: value for key, value in one.metrics.items() if value == value},
+                "metrics": {
+                    key: value for key, value in evaluation.metrics.items() if value == value
+                },
             }
-            for name, one in found.items()
+            for name, evaluation in evaluations.items()
         },
         "config": config.as_dict(),
         "command": shlex.join(sys.argv),
     }
 
 
-def _write(config: EvaluateConfig, numbers: dict[str, Any], found: dict[str, Evaluation]) -> None:
+def _write(
+    config: EvaluateConfig, results: dict[str, Any], evaluations: dict[str, Evaluation]
+) -> None:
+    # The results, a line for each answer, and the page.
     folder = Path(config.output).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "evaluation.json", numbers)
-    lines = (line for name, one in found.items() for line in _answers(name, one))
+    write_json(folder / "evaluation.json", results)
+    lines = (
+        line for name, evaluation in evaluations.items() for line in _answers(name, evaluation)
+    )
     write_answers(folder / "answers.jsonl", lines)
     page = render_evaluation(
-        numbers["model"],
+        results["model"],
         {
             name: EvaluatedSet(
-                one.batch.size // one.samples_per_prompt,
-                one.samples_per_prompt,
-                one.estimates,
-                one.metrics,
-                one.shown(0, config.samples_shown),
+                evaluation.batch.size // evaluation.samples_per_prompt,
+                evaluation.samples_per_prompt,
+                evaluation.estimates,
+                evaluation.metrics,
+                evaluation.shown(0, config.samples_shown),
             )
-            for name, one in found.items()
+            for name, evaluation in evaluations.items()
         },
         config=yaml.safe_dump(config.as_dict(), sort_keys=False),
         environment=describe_environment(accelerator.description()),
@@ -115,9 +127,9 @@ def _write(config: EvaluateConfig, numbers: dict[str, Any], found: dict[str, Eva
         file.write(page.encode())
 
 
-def _answers(name: str, one: Evaluation) -> Iterator[dict[str, Any]]:
-    """A line for each response; of a conversation with its turns, its end and its columns."""
-    batch = one.batch
+def _answers(name: str, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
+    """Yield a line for each response, for a conversation with its turns, end and columns."""
+    batch = evaluation.batch
     lengths = (batch["input_lengths"] - batch["prompt_lengths"]).tolist()
     for row in range(batch.size):
         line = {
@@ -125,13 +137,14 @@ def _answers(name: str, one: Evaluation) -> Iterator[dict[str, Any]]:
             "prompt": batch["prompts"][row],
             "ground_truth": batch["ground_truths"][row],
             "response": batch["responses"][row],
-            "sample": row % one.samples_per_prompt,
+            "sample": row % evaluation.samples_per_prompt,
             "reward": batch["rewards"][row].item(),
             "is_right": batch["is_right"][row].item(),
             **({"answer": batch["answers"][row]} if "answers" in batch else {}),
             "tokens": lengths[row],
             "is_end": bool(batch["is_end"][row]),
         }
+        # Columns that only conversations have.
         if "turns" in batch:
             line["is_scored"] = bool(batch["is_scored"][row])
             line["end_reason"] = batch["end_reasons"][row]
@@ -139,14 +152,16 @@ def _answers(name: str, one: Evaluation) -> Iterator[dict[str, Any]]:
         yield line
 
 
-def _table(numbers: dict[str, Any]) -> Table:
-    table = Table(title=f"{numbers['model']}, {numbers['samples_per_prompt']} answers a prompt")
+def _table(results: dict[str, Any]) -> Table:
+    table = Table(title=f"{results['model']}, {results['samples_per_prompt']} answers per prompt")
     table.add_column("")
-    for name, one in numbers["sets"].items():
-        table.add_column(f"{name}, {one['prompts']} prompts", justify="right")
-    keys = dict.fromkeys(key for one in numbers["sets"].values() for key in one["estimates"])
-    for key in keys:
-        values = [one["estimates"][key] for one in numbers["sets"].values()]
+    sets = results["sets"]
+    for name, set_results in sets.items():
+        table.add_column(f"{name}, {set_results['prompts']} prompts", justify="right")
+    estimates = [set_results["estimates"] for set_results in sets.values()]
+    # A row per estimate, a column per set.
+    for key in dict.fromkeys(chain.from_iterable(estimates)):
+        values = [set_estimates[key] for set_estimates in estimates]
         table.add_row(
             key,
             *(

@@ -1,4 +1,4 @@
-"""Prompts in, answers out; and a conversation in the terminal."""
+"""Answers to prompts, and a chat in the terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from aligner.algorithms.ask.model import AskedModel, open_asked_model, write_answers
-from aligner.algorithms.rollout.validation import ask
+from aligner.algorithms.ask.model import InferenceModel, open_model, write_answers
+from aligner.algorithms.rollout.validation import sample_responses
 from aligner.config import GenerateConfig
 from aligner.data.chat import Message, parse_messages, render, with_system
 from aligner.data.prompts import PromptDataset, make_prompt
@@ -24,40 +24,43 @@ from aligner.parallel.collectives import is_rank_zero, on_rank_zero
 from aligner.rewards.sequences import response_texts
 
 RESET, HELP = "/reset", "/help"
-_HELP = f"Ctrl-D ends; {RESET} forgets the conversation; Ctrl-C stops an answer"
+_HELP = f"Ctrl-D ends. {RESET} forgets the conversation. Ctrl-C stops an answer"
 
 
 def generate(config: GenerateConfig) -> None:
     """Answer prompts, or chat, as configured."""
     with ExitStack() as closing:
-        asked = open_asked_model(config, closing)
+        model = open_model(config, closing)
         if config.chat:
-            return Chat(config, asked).run()
-        sets = list(_sets(config, asked.tokenizer))
+            return Chat(config, model).run()
+        # Read and check the prompts before the weights are loaded.
+        sets = list(_sets(config, model.tokenizer))
         longest = max(prompts.max_length for _, prompts in sets)
-        asked.check_room(longest)
+        model.check_room(longest)
         console = Console(stderr=True, quiet=not is_rank_zero(), highlight=False)
-        engine, _ = asked.start(longest, console.print)
-        asking = asked.asking(engine, config.sampling.samples_per_prompt)
+        engine, _ = model.start(longest, console.print)
+        sampling = model.sampling(engine, config.sampling.samples_per_prompt)
         lines = []
         for name, prompts in sets:
-            answered = ask(asking, prompts)
-            texts = response_texts(asked.tokenizer, answered)
-            lines += list(_lines(name, prompts, answered, texts, asking.samples_per_prompt))
+            batch = sample_responses(sampling, prompts)
+            texts = response_texts(model.tokenizer, batch)
+            lines += list(_lines(name, prompts, batch, texts, sampling.samples_per_prompt))
         on_rank_zero(lambda: _write(config.output, lines, console))
     return None
 
 
 def _sets(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, PromptDataset]]:
-    """Prompts by the name of their set; a ground truth is a column like others."""
+    """Yield the prompts with the name of their set. A ground truth is an ordinary column here."""
     data = config.data
     if config.prompt:
         rows = (
             Row(f"--prompt {number}", {data.prompt_column: text})
             for number, text in enumerate(config.prompt, start=1)
         )
-        made = [make_prompt(row, i, tokenizer, data) for i, row in enumerate(rows)]
-        yield "", PromptDataset(made)
+        yield (
+            "",
+            PromptDataset([make_prompt(row, i, tokenizer, data) for i, row in enumerate(rows)]),
+        )
     if data.prompts is not None:
         yield "", PromptDataset.load(data.prompts, tokenizer, data, has_ground_truth=False)
     for name, source in data.sets.items():
@@ -67,12 +70,12 @@ def _sets(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, P
 def _lines(
     name: str,
     prompts: PromptDataset,
-    answered: BatchedDataDict,
+    batch: BatchedDataDict,
     texts: list[str],
     samples_per_prompt: int,
 ) -> Iterator[dict[str, Any]]:
-    """One JSON object for each response, the columns of its row among its keys."""
-    lengths = (answered["input_lengths"] - answered["prompt_lengths"]).tolist()
+    """Yield one JSON object per response, including the columns of its row."""
+    lengths = (batch["input_lengths"] - batch["prompt_lengths"]).tolist()
     for row, text in enumerate(texts):
         prompt = prompts[row // samples_per_prompt]
         yield {
@@ -82,7 +85,7 @@ def _lines(
             "response": text,
             "sample": row % samples_per_prompt,
             "tokens": lengths[row],
-            "is_end": bool(answered["is_end"][row]),
+            "is_end": bool(batch["is_end"][row]),
         }
 
 
@@ -99,23 +102,23 @@ def _write(output: str | None, lines: list[dict[str, Any]], console: Console) ->
 
 
 class Chat:
-    """A conversation: the model's chat template, its end tokens, answers as they are drawn.
+    """A conversation in the terminal, with the model's chat template and end tokens.
 
     Args:
         config: the command's options.
-        asked: the model.
-        read: returns the user's message; `EOFError` ends the conversation.
-        write: takes text as it comes.
+        model: the model.
+        read: returns the user's message or raises `EOFError` to end the conversation.
+        write: receives text as soon as it is sampled.
     """
 
     def __init__(
         self,
         config: GenerateConfig,
-        asked: AskedModel,
+        model: InferenceModel,
         read: Callable[[], str] | None = None,
         write: Callable[[str], None] | None = None,
     ) -> None:
-        self._config, self._asked = config, asked
+        self._config, self._model = config, model
         self._read = read or (lambda: input("you> "))
         self._write = write or (lambda text: print(text, end="", flush=True))
         self._messages: list[Message] = []
@@ -123,52 +126,53 @@ class Chat:
 
     def run(self) -> None:
         """Run the conversation until the user ends it."""
-        # Refused before the weights are loaded: a model without a template cannot converse.
+        # Without a chat template this raises before the weights are loaded.
         self._prompt_ids([{"role": "user", "content": "?"}])
-        positions = self._asked.architecture.max_position_embeddings
+        positions = self._model.architecture.max_position_embeddings
         room = positions - self._config.sampling.max_length
         if room < 1:
             raise ConfigError(
                 f"sampling.max_length={self._config.sampling.max_length} leaves no room for a "
-                f"prompt: the model has {positions} positions; lower it"
+                f"prompt: the model has {positions} positions. Lower it"
             )
-        engine, _ = self._asked.start(room, lambda text: self._write(f"{text}\n"))
-        self._write(f"{self._asked.source.name}. {_HELP}\n")
+        engine, _ = self._model.start(room, lambda text: self._write(f"{text}\n"))
+        self._write(f"{self._model.source.name}. {_HELP}\n")
         while True:
             try:
-                said = self._read().strip()
+                message = self._read().strip()
             except (EOFError, KeyboardInterrupt):
                 self._write("\n")
                 return
-            if said == RESET:
+            if message == RESET:
                 self._messages = []
                 self._write("(forgotten)\n")
-            elif said == HELP:
+            elif message == HELP:
                 self._write(f"{_HELP}\n")
-            elif said:
-                self._answer(engine, said, room)
+            elif message:
+                self._answer(engine, message, room)
 
-    def _answer(self, engine: Any, said: str, room: int) -> None:
-        tokenizer, policy = self._asked.tokenizer, self._config.data.special_tokens_in_text
+    def _answer(self, engine: Any, message: str, room: int) -> None:
+        # Encode the conversation with the new message.
+        tokenizer, policy = self._model.tokenizer, self._config.data.special_tokens_in_text
         try:
-            said = treat_special_tokens(tokenizer, said, policy, "the message")
+            message = treat_special_tokens(tokenizer, message, policy, "the message")
         except DataError as error:
             self._write(f"({error})\n")
             return
-        messages = [*self._messages, {"role": "user", "content": said}]
+        messages = [*self._messages, {"role": "user", "content": message}]
         ids = self._prompt_ids(messages)
         if len(ids) > room:
-            self._write(f"({len(ids)} tokens do not fit {room}; {RESET} begins anew)\n")
+            self._write(f"({len(ids)} tokens do not fit {room}. {RESET} begins anew)\n")
             return
-        decoder = IncrementalDecoder(self._asked.tokenizer, ids)
-        ends, drawn, shown = set(self._asked.tokenizer.end_ids), [], []
+        # Show tokens as soon as they are sampled if the engine reports them.
+        decoder = IncrementalDecoder(tokenizer, ids)
+        ends, texts = set(tokenizer.end_ids), list[str]()
 
         def listen(row: int, token: int, logprob: float = 0.0) -> None:
             del row, logprob
-            drawn.append(token)
             if token not in ends:
-                shown.append(decoder.push(token))
-                self._write(shown[-1])
+                texts.append(decoder.push(token))
+                self._write(texts[-1])
 
         data: BatchedDataDict = BatchedDataDict(
             {
@@ -177,7 +181,7 @@ class Chat:
                 "sample_ids": torch.tensor([self._turns]),
             }
         )
-        streams = isinstance(engine, Policy) and self._asked.run.cluster.engine == "local"
+        streams = isinstance(engine, Policy) and self._model.run.cluster.engine == "local"
         try:
             engine.prepare_for_generation()
             options = {"listener": listen} if streams else {}
@@ -191,19 +195,19 @@ class Chat:
                     listen(0, token)
         finally:
             engine.finish_generation()
-        shown.append(decoder.flush())
-        self._write(f"{shown[-1]}\n")
+        texts.append(decoder.flush())
+        self._write(f"{texts[-1]}\n")
         self._turns += 1
-        self._messages = [*messages, {"role": "assistant", "content": "".join(shown)}]
+        self._messages = [*messages, {"role": "assistant", "content": "".join(texts)}]
 
     def _prompt_ids(self, messages: list[Message]) -> list[int]:
-        tokenizer = self._asked.tokenizer
+        tokenizer = self._model.tokenizer
         system = self._config.data.system_prompt
         try:
             text = render(tokenizer, with_system(parse_messages(messages), system))
         except TokenizerError as error:
             raise TokenizerError(
-                f"{error}; a model without a chat template completes text: give --prompt TEXT"
+                f"{error}. A model without a chat template completes text: use --prompt TEXT"
             ) from error
         ids = tokenizer.encode(text)
         bos = tokenizer.bos_id

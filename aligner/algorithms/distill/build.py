@@ -1,6 +1,6 @@
-"""Distillation: examples or prompts in, student and teacher started, the trainer run to its end.
+"""Distillation of a teacher into a student.
 
-What a student's batch lacks is added to it (`TeacherTargets`):
+`TeacherTargets` completes a batch of the student:
 
 offline     examples ──────────────────────────► teacher: top k of each learned token ─► loss
 on-policy   prompts ─► student: a response each ─► teacher: top k of each token ───────► loss
@@ -43,13 +43,13 @@ from aligner.models.policy.lm_policy import Policy
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """Completes the batches of a distillation run; see `Task` of `supervised.trainer`.
+    """Function that completes the batches of a distillation run (see `Task.complete`).
 
     Args:
         teacher: a frozen model.
-        top_k: of its tokens that the loss reads.
-        vocab_size: the token ids that student and teacher share are those below it.
-        seed: of the student's responses; None: the batch has responses.
+        top_k: number of the teacher's tokens that the loss reads.
+        vocab_size: number of token ids that student and teacher share.
+        seed: seed of the student's responses, or None if the batch contains responses.
     """
 
     teacher: Policy
@@ -60,32 +60,27 @@ class TeacherTargets:
     def __call__(self, student: Policy, batch: BatchedDataDict, consumed: int | None) -> None:
         """Add ``teacher_topk_logits`` and ``teacher_topk_indices`` [B, S, k].
 
-        Where the student samples, ``batch`` is a `prompts_batch` and becomes its responses: each
-        training prompt is a sample of its own, and every validation draws with the same random
-        numbers.
+        With a ``seed``, ``batch`` is a `prompts_batch` and is replaced by the student's responses,
+        in place. Each training prompt has a separate sample id, and every validation uses the same
+        random numbers.
         """
         if self.seed is not None:
-            _respond(student, batch, self.seed, consumed)
+            seed = self.seed + (VALIDATION_SEED_OFFSET if consumed is None else 0)
+            batch["sample_ids"] = batch["sample_ids"] + (consumed or 0)
+            rollout = SingleTurn().collect(student, batch, seed=seed)
+            batch.data = columns_of(rollout, TRAINED_COLUMNS).data
         self.teacher.prepare_for_lp_inference()
-        best = self.teacher.get_topk_logits(batch, self.top_k, self.vocab_size)
-        batch["teacher_topk_logits"] = best["topk_logits"].cpu()
-        batch["teacher_topk_indices"] = best["topk_indices"].cpu()
+        topk = self.teacher.get_topk_logits(batch, self.top_k, self.vocab_size)
+        batch["teacher_topk_logits"] = topk["topk_logits"].cpu()
+        batch["teacher_topk_indices"] = topk["topk_indices"].cpu()
         self.teacher.finish_inference()
 
 
-def _respond(student: Policy, batch: BatchedDataDict, seed: int, consumed: int | None) -> None:
-    """Replace prompts by the student's responses to them, in place."""
-    if consumed is None:
-        seed += VALIDATION_SEED_OFFSET
-    batch["sample_ids"] = batch["sample_ids"] + (consumed or 0)
-    rollout = SingleTurn().collect(student, batch, seed=seed)
-    batch.data = columns_of(rollout, TRAINED_COLUMNS).data
-
-
 def train_distill(config: DistillRunConfig) -> None:
-    """Distil from start to end and print where everything is."""
+    """Run distillation from start to end and print the paths of the run's files."""
     with Run.open(config) as run:
         config, loop, tokenizer = run.config, run.config.trainer.distill, run.tokenizer
+        # Read and check all inputs.
         architecture = check_teacher(config, tokenizer)
         vocab_size = shared_vocabulary(config, run.architecture, architecture)
         kind: type[Dataset[Any]] = PromptDataset if loop.on_policy else ExampleDataset
@@ -95,6 +90,7 @@ def train_distill(config: DistillRunConfig) -> None:
         check_sequences(run, longest, architecture)
         task = distill_task(config, examples, tokenizer.pad_id)
         seed = config.seed if loop.on_policy else None
+        # Start the models and train.
         for attempt in run.attempts():
             with attempt:
                 sampler, steps = example_sampler(config, task)
@@ -116,22 +112,22 @@ def train_distill(config: DistillRunConfig) -> None:
 def shared_vocabulary(
     config: DistillRunConfig, student: GPTArchitecture, teacher: GPTArchitecture
 ) -> int:
-    """Number of token ids that both models have; the top k must be fewer."""
+    """Return the number of token ids that both models have. The top k must not exceed it."""
     vocab_size = min(student.vocab_size, teacher.vocab_size)
     if config.trainer.distill.top_k > vocab_size:
         raise ConfigError(
             f"trainer.distill.top_k={config.trainer.distill.top_k} is more than the {vocab_size} "
-            "tokens that student and teacher share; lower it"
+            "tokens that student and teacher share. Lower it"
         )
     return vocab_size
 
 
 def check_responses(config: DistillRunConfig, longest: int, *models: GPTArchitecture) -> int:
-    """Tokens of the longest prompt with a response, for which every model must have room."""
+    """Return the maximum length of prompt and response, for which every model must have room."""
     key = "model.distill.length_params.max_length"
     response = config.model.distill.length_params.max_length
-    for each in models:
-        check_room(each, longest, key, response, limit_key="data.max_length")
+    for architecture in models:
+        check_room(architecture, longest, key, response, limit_key="data.max_length")
     return longest + response
 
 
@@ -141,14 +137,15 @@ def distill_task(
     pad_id: int,
     targets: TeacherTargets | None = None,
 ) -> Task[Any]:
-    """Task of learning what ``targets`` adds to a batch; None until the teacher is started."""
+    """Return the task of learning ``targets``, which are None until the teacher is started."""
     loop = config.trainer.distill
 
     def collate(items: Sequence[Any]) -> BatchedDataDict:
-        if loop.on_policy:  # prompts, to which the student responds
+        if loop.on_policy:  # the student responds to the prompts
             return prompts_batch(collate_prompts(items, pad_id), 0)
         return collate_examples(items, pad_id)
 
+    # The loss compares the student with the teacher's top k.
     return Task(
         examples.train,
         examples.validation,
@@ -159,23 +156,22 @@ def distill_task(
 
 
 def check_teacher(config: DistillRunConfig, tokenizer: Tokenizer) -> GPTArchitecture:
-    """The teacher's architecture; its tokens must be the student's."""
+    """Return the teacher's architecture, and raise if its tokens differ from the student's."""
     path = config.teacher.restore_from_path
     with named_by("teacher.restore_from_path"), open_nemo(path) as checkpoint:
-        architecture, own = checkpoint.architecture, checkpoint.tokenizer
-    difference = differing_token(own, tokenizer)
+        architecture, teacher_tokenizer = checkpoint.architecture, checkpoint.tokenizer
+    difference = differing_token(teacher_tokenizer, tokenizer)
     if difference is not None:
         raise ConfigError(
             f"teacher.restore_from_path={path} has another vocabulary than "
-            f"model.restore_from_path={config.model.restore_from_path}: {difference}. What a "
-            "teacher says of a token means nothing to such a student; take a teacher and a student "
-            "of one family"
+            f"model.restore_from_path={config.model.restore_from_path}: {difference}. Teacher and "
+            "student must share a tokenizer. Choose models of one family"
         )
     return architecture
 
 
 def teacher_config(config: DistillRunConfig) -> StudentConfig:
-    """The teacher as a model of the run: the student's layout, packing and temperature."""
+    """Return the teacher's configuration, with the student's layout, packing and temperature."""
     return dataclasses.replace(
         config.model,
         restore_from_path=config.teacher.restore_from_path,
@@ -185,7 +181,7 @@ def teacher_config(config: DistillRunConfig) -> StudentConfig:
 
 
 def start_teacher(config: DistillRunConfig, workers: Workers) -> Policy:
-    """The teacher beside the student, without optimizer."""
+    """Start the teacher in the student's processes, without optimizer."""
     teacher = Policy(
         workers.clusters.policy,
         teacher_config(config),

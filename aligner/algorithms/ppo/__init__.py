@@ -1,1 +1,1 @@
-"""PPO, and its kin without a critic."""
+"""PPO and its relatives without a critic."""

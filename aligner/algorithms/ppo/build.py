@@ -1,4 +1,4 @@
-"""Parts of a PPO run, made from its configuration: roles, losses, passes of a step, notes."""
+"""Parts of a PPO run, built from its configuration: roles, losses, passes of a step, notes."""
 
 from dataclasses import fields
 from operator import attrgetter
@@ -23,9 +23,9 @@ from aligner.types import LossFunction
 
 
 def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy, Value | None]:
-    """Policy and critic on their clusters; the reference policy where a KL term asks for it.
+    """Start policy and critic, and the reference policy if a KL term needs it.
 
-    None as the critic where the advantages come without one.
+    The critic is None if advantages are estimated without a critic.
     """
     ppo = config.model.ppo
     samples = ppo.ppo_epochs * ppo.num_rollout_samples
@@ -36,6 +36,7 @@ def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy
     )
     if config.critic is None:
         return policy, None
+    # The critic also trains in the warm-up steps.
     value = Value(
         workers.clusters.value,
         config.critic,
@@ -49,7 +50,7 @@ def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy
 
 
 def trained_critic(config: RunConfig, clusters: Clusters) -> TrainedRole | None:
-    """Batches of the critic, for the start-up report; None without one."""
+    """Return the batch sizes of the critic for the start-up report, or None without a critic."""
     critic, layout = config.critic, config.value_parallel
     if critic is None:
         return None
@@ -63,17 +64,17 @@ def trained_critic(config: RunConfig, clusters: Clusters) -> TrainedRole | None:
 
 
 def run_notes(config: RunConfig) -> list[str]:
-    """Notes on a number of steps that is not known before, and on ratios that dropout makes."""
+    """Return notes on an unknown number of steps and on noise that dropout adds to ratios."""
     notes, lora = [], config.model.peft.lora
     if config.trainer.ppo.dynamic_sampling.enabled:
         notes.append(
-            "dynamic sampling: the run ends when trainer.ppo.max_epochs passes over the prompts "
-            "are made, which may be before the steps above"
+            "dynamic sampling: the run ends after trainer.ppo.max_epochs passes over the prompts, "
+            "which may be before the steps above"
         )
     if lora is not None and lora.adapter_dropout > 0:
         notes.append(
             f"model.peft.lora_tuning.adapter_dropout={lora.adapter_dropout:g} is on in training "
-            "and off while sampling: ratios and clipping show its noise; 0 has none"
+            "and off while sampling: its noise affects ratios and clipping. Set it to 0 to avoid it"
         )
     return notes
 
@@ -82,16 +83,16 @@ def run_notes(config: RunConfig) -> list[str]:
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Return whether any term needs the reference policy; where none does it is not even built."""
+    """Return whether a KL term needs the reference policy. Otherwise it is not built."""
     return kl_in_reward(config) or config.model.ppo.kl_loss.coef > 0
 
 
 def sampler_is_exact(config: RunConfig) -> bool:
-    """Return whether the sampler's log-probs are the trainer's but for float32 rounding.
+    """Return whether the sampler's log-probs equal the trainer's up to float32 rounding.
 
-    So they are when the policy's own engine samples from the policy's distribution: a repetition
-    penalty is not known to the trainer, and a ban of EOS changes what top-k and top-p keep. (That
-    of a dry run does not count: it has the phases of the run that it stands for.)
+    This requires that the policy's own engine samples from the policy's distribution. The trainer
+    ignores a repetition penalty, and a ban of EOS changes the tokens that top-k and top-p keep. The
+    ban in a dry run does not count, so that the dry run has the same phases as the run.
     """
     sampling = config.model.ppo.sampling_params
     restricted = sampling.top_k > 0 or sampling.top_p < 1.0
@@ -105,13 +106,13 @@ def sampler_is_exact(config: RunConfig) -> bool:
 
 
 def rows_scored_by_training(config: RunConfig, trains_policy: bool = True) -> int:
-    """Leading rows of a rollout whose log-probs need no pass of their own.
+    """Return the number of leading rows whose log-probs need no separate pass.
 
-    With one pass over the rollout, the first mini-batch is trained by the very weights that
-    produced it: its log-probs of the rollout are those that training computes. The KL penalty
-    needs them before; then the sampler's must be as good. A mask over all tokens of an update
-    needs them before, too. Without training nobody else needs any; nor where the sampler's
-    take their place.
+    With one pass over the rollout, the first mini-batch is trained by the weights that sampled the
+    rollout, so training computes the old log-probs of its rows. The KL penalty needs log-probs
+    before training, for which the sampler's must be exact. A mask over all tokens of an update also
+    needs log-probs before training. If the policy is not trained, or if the sampler's log-probs
+    replace the old policy's, no row needs a pass.
     """
     ppo = config.model.ppo
     if starts_at_sampler(config):
@@ -126,12 +127,12 @@ def rows_scored_by_training(config: RunConfig, trains_policy: bool = True) -> in
 
 
 def starts_at_sampler(config: RunConfig) -> bool:
-    """Return whether the sampler's own log-probs are the old policy's."""
+    """Return whether the sampler's log-probs are used as the old policy's."""
     return config.model.ppo.correction.old_logprobs == "sampler"
 
 
 def kl_in_reward(config: RunConfig) -> bool:
-    """Return whether the reward carries a KL penalty."""
+    """Return whether the reward contains a KL penalty."""
     return config.trainer.ppo.initial_policy_kl_penalty > 0
 
 
@@ -139,7 +140,7 @@ def kl_in_reward(config: RunConfig) -> bool:
 
 
 def make_kl_controller(config: TrainerPPOConfig) -> FixedKLController:
-    """The controller of the KL weight in the reward."""
+    """Return the controller of the KL weight in the reward."""
     controller = config.kl_controller
     if controller.mode == "fixed":
         return FixedKLController(config.initial_policy_kl_penalty)
@@ -149,17 +150,17 @@ def make_kl_controller(config: TrainerPPOConfig) -> FixedKLController:
 
 
 def make_policy_loss(config: RunConfig) -> LossFunction:
-    """The policy's loss with the configured options: the built-in one, or the user's own.
+    """Return the policy's loss with the configured options: built-in, or the user's.
 
     Raises:
-        ConfigError: ``model.ppo.loss`` names none that works.
+        ConfigError: ``model.ppo.loss`` names a function that does not work.
     """
     ppo = config.model.ppo
     low, high = ppo.ratio_eps_range
     longest, environment = ppo.length_params.max_length, config.environment
     if environment.is_set:
         longest = min(environment.max_tokens, environment.max_turns * longest)
-    # By key of ``model.ppo``, the options that it sets.
+    # Options of the loss by the key of ``model.ppo`` that sets them.
     options: dict[str, dict[str, Any]] = {
         "ratio_eps": {"ratio_eps_low": low, "ratio_eps_high": high},
         "dual_clip": {"dual_clip": ppo.dual_clip},
@@ -168,9 +169,9 @@ def make_policy_loss(config: RunConfig) -> LossFunction:
         "kl_loss.estimator": {"kl_estimator": ppo.kl_loss.estimator},
         "truncated_importance_sampling": {"importance_cap": ppo.truncated_importance_sampling},
         **{
-            f"correction.{one.name}": {"correction": ppo.correction}
-            for one in fields(CorrectionConfig)
-            if one.name != "old_logprobs"  # it decides what a loss is given
+            f"correction.{field.name}": {"correction": ppo.correction}
+            for field in fields(CorrectionConfig)
+            if field.name != "old_logprobs"  # changes the loss's inputs instead
         },
         "ratio_level": {"ratio_level": ppo.ratio_level},
         "surrogate": {"surrogate": ppo.surrogate},
@@ -182,33 +183,36 @@ def make_policy_loss(config: RunConfig) -> LossFunction:
     built_in = {name: value for group in options.values() for name, value in group.items()}
     if ppo.loss is None:
         return PPOPolicyLoss(**built_in)
+    # A user's loss must accept options of keys that differ from their defaults.
     defaults = PolicyPPOConfig()
-    given = {
+    changed = {
         f"model.ppo.{key}={value}": tuple(options[key])
         for key in options
         if (value := attrgetter(key)(ppo)) != attrgetter(key)(defaults)
     }
     return user_policy_loss(
-        ppo.loss, ppo.loss_kwargs, built_in, given, has_reference=needs_reference(config)
+        ppo.loss, ppo.loss_kwargs, built_in, changed, has_reference=needs_reference(config)
     )
 
 
 def make_estimator(config: RunConfig) -> UserEstimator | None:
-    """The user's own estimator of advantages; None: a built-in one is configured.
+    """Return the user's estimator of advantages, or None if a built-in one is configured.
 
     Raises:
         ConfigError: ``trainer.ppo.advantage.estimator`` names a function that does not work.
     """
     trainer = config.trainer.ppo
-    if not trainer.advantage.is_own:
+    function = trainer.advantage.function
+    if function is None:
         return None
     estimator = UserEstimator(
-        trainer.advantage.estimator, trainer.advantage.kwargs, has_critic=config.critic is not None
+        function, trainer.advantage.kwargs, has_critic=config.critic is not None
     )
+    # The run's own keys must have an effect.
     if trainer.discount_factor != 1 and not estimator.takes("discount_factor"):
         raise ConfigError(
-            f"trainer.ppo.discount_factor={trainer.discount_factor}, and {estimator} does not take "
-            "discount_factor; name it in the signature, or set the key to 1"
+            f"trainer.ppo.discount_factor={trainer.discount_factor}, but {estimator} does not "
+            "accept discount_factor. Add it to the signature, or set the key to 1"
         )
     estimator.try_out(config.model.ppo.num_rollouts_per_prompt)
     return estimator

@@ -1,6 +1,6 @@
 """Credit assignment: from rewards of responses to advantages of tokens.
 
-rewards ─► shaped, some samples left out ─► less β·KL ─► advantages (and the critic's targets)
+rewards ─► shaped rewards, masked samples ─► minus β·KL ─► advantages (and the critic's targets)
 """
 
 from collections.abc import Mapping
@@ -31,29 +31,30 @@ from aligner.observe.diagnostics import explained_variance, statistics
 class Credit:
     """Credit assignment of a run.
 
-    ``kl_in_reward``: the reward carries a KL penalty. ``rollouts_per_prompt``: adjacent rows that
-    answer one prompt. ``max_length``: most tokens of a response. ``own``: the user's estimator,
-    where ``trainer.advantage`` names one.
+    ``kl_in_reward`` means that the reward contains a KL penalty. ``rollouts_per_prompt`` adjacent
+    rows answer one prompt. ``max_length`` limits the tokens of a response. ``estimator`` is the
+    user's estimator if ``trainer.advantage`` names one.
     """
 
     trainer: TrainerPPOConfig
     kl_in_reward: bool
     rollouts_per_prompt: int
     max_length: int
-    own: UserEstimator | None = None
+    estimator: UserEstimator | None = None
 
     def shape(self, batch: BatchedDataDict) -> None:
-        """Add ``shaped_rewards`` float32 [B] and ``sample_mask`` to a rollout with ``rewards``.
+        """Add ``shaped_rewards`` float32 [B] and ``sample_mask`` to a batch with ``rewards``.
 
-        To one of conversations also ``shaped_turn_rewards`` float32 [B, S].
+        A batch of conversations also gets ``shaped_turn_rewards`` float32 [B, S].
         """
         trainer = self.trainer
+        # Conversations: shaped rewards of turns and their sum.
         if "turn_ids" in batch:
-            each, batch["sample_mask"] = shape_turn_rewards(
+            turn_rewards, batch["sample_mask"] = shape_turn_rewards(
                 batch, trainer.reward, trainer.improper_end
             )
-            batch["shaped_turn_rewards"] = each
-            batch["shaped_rewards"] = each.double().sum(1).float()
+            batch["shaped_turn_rewards"] = turn_rewards
+            batch["shaped_rewards"] = turn_rewards.double().sum(1).float()
             return
         shaped, batch["sample_mask"] = shape_rewards(
             batch["rewards"], batch["is_end"], trainer.reward, trainer.improper_end
@@ -66,11 +67,11 @@ class Credit:
         batch["shaped_rewards"] = shaped
 
     def assign(self, batch: BatchedDataDict, beta: float) -> tuple[dict[str, float], float]:
-        """Add ``advantages`` and, with a critic, ``returns`` to a shaped rollout.
+        """Add ``advantages`` and, with a critic, ``returns`` to a shaped batch.
 
-        Reads what the rollout has of ``shaped_rewards``, ``sample_mask``, ``prev_logprobs``,
-        ``ref_logprobs`` and ``values``. ``beta``: weight of the KL penalty. Returns what there is
-        to see, and the KL to the reference summed over a response, mean over samples (0 without a
+        Reads ``shaped_rewards``, ``sample_mask``, ``prev_logprobs``, and if present
+        ``ref_logprobs`` and ``values``. ``beta`` is the weight of the KL penalty. Returns metrics,
+        and the KL to the reference summed over a response, mean over samples (0 without a
         reference).
         """
         trainer, shaped = self.trainer, batch["shaped_rewards"]
@@ -80,15 +81,17 @@ class Credit:
             kl = batch["token_mask"] * kl_estimate(
                 batch["prev_logprobs"], batch["ref_logprobs"], trainer.kl_estimator
             )
-        charged = kl if self.kl_in_reward else None
+        # Advantages, averaged and whitened over states.
+        penalty = kl if self.kl_in_reward else None
         states = mask * self._states(batch)
         if "values" in batch:
-            metrics = self._with_critic(batch, shaped, charged, beta, states)
+            metrics = self._with_critic(batch, shaped, penalty, beta, states)
         else:
-            metrics = self._without_critic(batch, shaped, charged, beta)
+            metrics = self._without_critic(batch, shaped, penalty, beta)
         metrics |= _named("train_rollouts/advantages", statistics(batch["advantages"], states))
         if trainer.normalize_advantages:
             batch["advantages"] = masked_whiten(batch["advantages"], mask, over=states)
+        # Metrics of rewards, over scored conversations or all samples.
         scored = batch["is_scored"] + batch["sample_mask"] if "is_scored" in batch else None
         mean = statistics(shaped, scored)["mean"]
         metrics["train_rollouts/shaped_rewards"] = mean.item()
@@ -106,11 +109,11 @@ class Credit:
         beta: float,
         states: Tensor,
     ) -> dict[str, float]:
-        """Generalised advantage estimation, or the user's; ``returns`` are the critic's targets."""
-        if self.own is None:
-            each = batch.get("shaped_turn_rewards", shaped)
+        """Add generalised advantage estimates, or the user's, with ``returns`` for the critic."""
+        if self.estimator is None:
+            shaped_rewards = batch.get("shaped_turn_rewards", shaped)
             turns = batch.get("turn_ids")
-            rewards = token_rewards(each, kl, batch["token_mask"], beta, turn_ids=turns)
+            rewards = token_rewards(shaped_rewards, kl, batch["token_mask"], beta, turn_ids=turns)
             batch["advantages"], batch["returns"] = generalized_advantage_estimate(
                 batch["values"],
                 rewards,
@@ -121,7 +124,8 @@ class Credit:
                 timestep=self.trainer.timestep,
             )
         else:
-            batch["advantages"], batch["returns"] = self._by_user(self.own, batch, kl, beta)
+            batch["advantages"], batch["returns"] = self._by_user(self.estimator, batch, kl, beta)
+        # Metrics of the critic's targets and of its values before training.
         explained = explained_variance(batch["values"], batch["returns"], states)
         returns = statistics(batch["returns"], states)
         return {
@@ -133,34 +137,35 @@ class Credit:
     def _without_critic(
         self, batch: BatchedDataDict, shaped: Tensor, kl: Tensor | None, beta: float
     ) -> dict[str, float]:
-        """Responses to a prompt are each other's baseline (`group_advantages`)."""
+        """Add advantages with other responses to the prompt as baseline (`group_advantages`)."""
         advantage = self.trainer.advantage
         groups = self._groups(batch)
         by_turn = advantage.credit == "turn" and "turn_ids" in batch
         compared = batch["shaped_turn_rewards"] if by_turn else shaped
-        if self.own is None:
+        if self.estimator is None:
             batch["advantages"] = token_advantages(
                 compared,
                 groups,
                 batch["token_mask"],
                 batch["sample_mask"],
-                cast(CriticFreeEstimator, advantage.estimator),  # it refuses any other
+                cast(CriticFreeEstimator, advantage.estimator),  # the function checks the name
                 penalty=None if kl is None else beta * kl,
                 discount=self.trainer.discount_factor,
                 batch_baseline=advantage.batch_baseline,
                 turn_ids=batch.get("turn_ids"),
             )
         else:
-            batch["advantages"], _ = self._by_user(self.own, batch, kl, beta)
+            batch["advantages"], _ = self._by_user(self.estimator, batch, kl, beta)
+        # The share of samples whose group has different rewards.
         turns = batch["turn_ids"] if by_turn else None
         signal = has_reward_variance(compared, groups, batch["sample_mask"], turns).float()
         return {"train_rollouts/samples_with_signal": signal.mean().item()}
 
     def _by_user(
-        self, own: UserEstimator, batch: BatchedDataDict, kl: Tensor | None, beta: float
+        self, estimator: UserEstimator, batch: BatchedDataDict, kl: Tensor | None, beta: float
     ) -> tuple[Tensor, Tensor | None]:
         columns = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        return own(
+        return estimator(
             {
                 **columns,
                 "rewards": batch["shaped_rewards"],
@@ -172,17 +177,18 @@ class Credit:
         )
 
     def _states(self, batch: BatchedDataDict) -> Tensor:
-        """States whose values, returns and advantages are counted, bool [B, S]: those before every
-        token, or with ``timestep=turn`` before every turn.
+        """Return a mask of the states whose values, returns and advantages count, bool [B, S].
+
+        The states before every token count, or with ``timestep=turn`` before every turn.
         """
         if self.trainer.timestep == "token" or "turn_ids" not in batch:
             return batch["token_mask"] > 0
         turns = batch["turn_ids"]
-        before = torch.nn.functional.pad(turns, (1, 0))[:, :-1]
-        return (turns > 0) & (turns != before)
+        previous = torch.nn.functional.pad(turns, (1, 0))[:, :-1]
+        return (turns > 0) & (turns != previous)
 
     def _groups(self, batch: BatchedDataDict) -> Tensor:
-        """Number of each row's prompt, int64 [B]."""
+        """Return the index of each row's prompt, int64 [B]."""
         return torch.arange(batch.size) // self.rollouts_per_prompt
 
     def _kl_metrics(
@@ -199,10 +205,10 @@ class Credit:
 
 
 def _named(
-    prefix: str, numbers: Mapping[str, Tensor], kept: tuple[str, ...] | None = None
+    prefix: str, values: Mapping[str, Tensor], names: tuple[str, ...] | None = None
 ) -> dict[str, float]:
     return {
-        f"{prefix}_{name}": number.item()
-        for name, number in numbers.items()
-        if kept is None or name in kept
+        f"{prefix}_{name}": value.item()
+        for name, value in values.items()
+        if names is None or name in names
     }

@@ -4,10 +4,10 @@
                                                                            │
          8 validate, save ◄─ 7 train critic, then policy, ppo_epochs × ◄─ 6 advantages
 
-With a critic (`Value`), or without one: REINFORCE, RLOO, GRPO and their kin differ in how rewards
-become advantages (`credit`) and in options of the loss, and leave out stage 3 and half of 7.
+With a critic (`Value`), or without: REINFORCE, RLOO, GRPO and relatives differ in the conversion of
+rewards to advantages (`credit`) and in options of the loss, and skip stage 3 and half of stage 7.
 
-Everything passes in one rollout batch whose columns are those of `aligner.types`.
+All stages read and extend one rollout ``batch``, whose columns are described in `aligner.types`.
 """
 
 from collections.abc import Mapping
@@ -51,18 +51,19 @@ from aligner.types import LossFunction
 
 CRITIC_COLUMNS = (*TRAINED_COLUMNS, "values", "returns")
 POLICY_COLUMNS = (*TRAINED_COLUMNS, "advantages", "generation_logprobs")
-# Of which a run has those that its options ask for.
+# Columns that some options add to the batch.
 OPTIONAL_COLUMNS = ("ref_logprobs", "second_moment_mask", "kept_ids")
 
 
 def train_ppo(config: RunConfig) -> None:
-    """Run PPO from start to end and print where everything is."""
+    """Run PPO from start to end and print the paths of its files."""
     with Run.open(config) as run:
         config = run.config
         policy_loss, estimator = make_policy_loss(config), make_estimator(config)
         inputs = SamplingInputs.load(run)
         for attempt in run.attempts():
             with attempt:
+                # Roles and trainer.
                 sampler = inputs.prompts.sampler(config)
                 steps = total_steps(config, sampler)
                 policy, critic = start_roles(config, attempt, steps)
@@ -76,6 +77,7 @@ def train_ppo(config: RunConfig) -> None:
                     policy_loss=policy_loss,
                     estimator=estimator,
                 )
+                # Start-up report, then the steps.
                 summary = inputs.summary(
                     attempt,
                     trainer,
@@ -92,12 +94,7 @@ def train_ppo(config: RunConfig) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class PPOTrainer(SamplingTrainer):
-    """The PPO algorithm over the handles; `RunLoop` drives it.
-
-    Args:
-        policy_loss: of `make_policy_loss`.
-        estimator: of `make_estimator`.
-    """
+    """Trainer of PPO, called by `RunLoop`."""
 
     config: RunConfig
     policy_loss: LossFunction
@@ -114,8 +111,10 @@ class PPOTrainer(SamplingTrainer):
         self.kl_in_reward = kl_in_reward(config)
         self.starts_at_sampler = starts_at_sampler(config)
         self.needs_reference = needs_reference(config)
-        # Rows that need no pass for their log-probs: of a step that trains the policy, or not.
-        self._scored_rows = {each: rows_scored_by_training(config, each) for each in (True, False)}
+        # Rows that need no separate pass for log-probs, by whether the step trains the policy.
+        self._scored_rows = {
+            trains: rows_scored_by_training(config, trains) for trains in (True, False)
+        }
         self.credit = Credit(
             config.trainer.ppo,
             self.kl_in_reward,
@@ -126,31 +125,34 @@ class PPOTrainer(SamplingTrainer):
         self.value_loss = PPOValueLoss(None if config.critic is None else config.critic.value_clip)
 
     def step(self, step: int, timers: PhaseTimers) -> StepResult:
-        """One PPO step: a rollout, then ``ppo_epochs`` passes of critic and policy over it."""
+        """Execute one step: a rollout, then ``ppo_epochs`` passes of critic and policy over it."""
         ppo = self.config.model.ppo
         trains_policy = step > self.config.trainer.ppo.critic_warmup_steps
         is_untrained = self.policy_updates == 0
 
         # 1. and 2. Generate responses to the next prompts and score them.
         batch, metrics = self._scored_rollout(step, timers)
-        # 3. Values of the states they pass through.
+        # 3. Values of the states.
         if self.value is not None:
             with timers("values"):
                 self.value.prepare_for_inference()
                 batch["values"] = self.value.get_values(batch)["values"].cpu()
                 self.value.finish_inference()
-        # 4. and 5. Log-probs under the policy and its reference, where they are not known.
+        # 4. and 5. Log-probs under the policy and its reference, unless they are known.
         scored_rows = self._scored_rows[trains_policy]
         with timers("logprobs"):
             self._add_logprobs(batch, scored_rows)
         on_policy_rows = 0 if self.starts_at_sampler else scored_rows
         with timers("reference_logprobs"):
-            self._add_reference_logprobs(batch)
-            self.policy.finish_inference()  # what it cached is free for roles on this device
+            if self.needs_reference:
+                self.policy.prepare_for_lp_inference()
+                result = self.policy.get_reference_policy_logprobs(batch)
+                batch["ref_logprobs"] = result["reference_logprobs"].cpu()
+            self.policy.finish_inference()  # frees caches for roles on the same device
         # 6. Rewards per token, advantages, returns.
         with timers("advantages"):
-            found, kl = self.credit.assign(batch, self.kl_controller.value)
-            metrics |= found
+            credit_metrics, kl = self.credit.assign(batch, self.kl_controller.value)
+            metrics |= credit_metrics
             if self.kl_in_reward and trains_policy:
                 self.kl_controller.update(kl, batch.size)
         # 7. Train.
@@ -159,9 +161,9 @@ class PPOTrainer(SamplingTrainer):
         for _ in range(ppo.ppo_epochs):
             if self.value is not None:
                 with timers("train_critic"):
-                    known = columns_of(batch, CRITIC_COLUMNS)
                     self.value.prepare_for_training()
-                    critic_passes.append(self.value.train(known, self.value_loss))
+                    columns = columns_of(batch, CRITIC_COLUMNS)
+                    critic_passes.append(self.value.train(columns, self.value_loss))
                     self.value.finish_training()
             if trains_policy:
                 with timers("train_policy"):
@@ -170,13 +172,19 @@ class PPOTrainer(SamplingTrainer):
         metrics |= self._update_metrics(policy_passes, critic_passes)
         samples = samples_of(batch, step, "train", self.config.exp_manager.samples_per_step)
         idle = idle_roles(policy=policy_passes, critic=critic_passes)
-        return StepResult(metrics, samples, idle, self._gap_warnings(metrics, is_untrained))
+        # Without an update between sampler and trainer their log-probs must agree. If the sampler
+        # replaces the old policy, the updates measure the gap, and only the first has no update
+        # before it.
+        warnings: tuple[str, ...] = ()
+        if is_untrained and not (self.starts_at_sampler and self.policy_updates > 1):
+            warnings = gap_warnings(metrics, self.config.trainer.precision)
+        return StepResult(metrics, samples, idle, warnings)
 
     @property
     def is_out_of_data(self) -> bool:
-        """True if ``max_epochs`` is reached before the steps that were reckoned.
+        """True if ``max_epochs`` is reached before the last scheduled step.
 
-        With dynamic sampling a step may take several rollouts, and nobody knows how many before.
+        With dynamic sampling the number of rollouts of a step is unknown in advance.
         """
         return self.config.trainer.ppo.dynamic_sampling.enabled and self._prompts_left() == 0
 
@@ -188,24 +196,24 @@ class PPOTrainer(SamplingTrainer):
     def _scored_rollout(
         self, step: int, timers: PhaseTimers
     ) -> tuple[BatchedDataDict, dict[str, float]]:
-        """The step's rollout with its rewards; metrics of what the policy sampled first."""
+        """Return the step's scored rollout batch, and metrics of the responses sampled first."""
         sampling = self.config.trainer.ppo.dynamic_sampling
-        seen: list[dict[str, float]] = []
+        score_metrics: list[dict[str, float]] = []
 
         def sample_rollout(prompts: int | None = None) -> BatchedDataDict:
             with timers("generate"):
-                # With dynamic sampling nobody knows yet how many rollouts a step takes.
+                # With dynamic sampling the number of rollouts of a step is unknown.
                 ahead = self.has_next(step) and not sampling.enabled
                 batch = self.rollouts.take(self.consumed_samples, more=ahead, prompts=prompts)
             self.consumed_samples += batch.size
             with timers("reward"):
-                seen.append(score(self.reward, batch))
+                score_metrics.append(score(self.reward, batch))
             self.credit.shape(batch)
             return batch
 
         if not sampling.enabled:
             batch = sample_rollout()
-            return batch, prefixed("train_rollouts", seen[0])
+            return batch, prefixed("train_rollouts", score_metrics[0])
         per_prompt = self.config.model.ppo.num_rollouts_per_prompt
         batch, sampled = fill_with_varied_groups(
             sample_rollout,
@@ -217,40 +225,33 @@ class PPOTrainer(SamplingTrainer):
             credit=self.config.trainer.ppo.advantage.credit,
         )
         return batch, {
-            **prefixed("train_rollouts", seen[0]),
+            **prefixed("train_rollouts", score_metrics[0]),
             "train_rollouts/samples_drawn": sampled,
         }
 
     def _add_logprobs(self, batch: BatchedDataDict, scored_rows: int) -> None:
-        """``prev_logprobs`` [B, S]; of the first ``scored_rows`` rows the sampler's stand in.
+        """Add ``prev_logprobs`` [B, S], in the first ``scored_rows`` rows from the sampler.
 
-        Those rows are trained without the column, so the sampler's numbers reach the KL penalty at
-        most, never the ratio; unless ``correction.old_logprobs`` wants them there.
+        These rows are trained without the column. There the sampler's log-probs enter the KL
+        penalty at most, but not the ratio, unless ``correction.old_logprobs`` is ``sampler``.
         """
         batch["prev_logprobs"] = batch["generation_logprobs"].clone()
         if scored_rows < batch.size:
             self.policy.prepare_for_lp_inference()
-            rest = batch.slice(scored_rows, batch.size)
-            batch["prev_logprobs"][scored_rows:] = self.policy.get_logprobs(rest)["logprobs"].cpu()
+            unscored = batch.slice(scored_rows, batch.size)
+            logprobs = self.policy.get_logprobs(unscored)["logprobs"].cpu()
+            batch["prev_logprobs"][scored_rows:] = logprobs
         limit = self.config.model.ppo.correction.second_moment
         if limit is not None:
             rows = self.config.model.global_batch_size
             batch["second_moment_mask"] = second_moment_masks(batch, limit, rows)
 
-    def _add_reference_logprobs(self, batch: BatchedDataDict) -> None:
-        if self.needs_reference:
-            self.policy.prepare_for_lp_inference()
-            result = self.policy.get_reference_policy_logprobs(batch)
-            batch["ref_logprobs"] = result["reference_logprobs"].cpu()
-
     def _train_policy(self, batch: BatchedDataDict, on_policy_rows: int) -> list[dict[str, Any]]:
-        """One pass: first the rows that need no old log-probs, then the others."""
+        """Train one pass: first the rows that need no old log-probs, then the others."""
         columns = [*POLICY_COLUMNS, *(name for name in OPTIONAL_COLUMNS if name in batch)]
-        known = columns_of(batch, columns)
-        with_previous = columns_of(batch, [*columns, "prev_logprobs"])
         parts = [
-            known.slice(0, on_policy_rows),
-            with_previous.slice(on_policy_rows, batch.size),
+            columns_of(batch, columns).slice(0, on_policy_rows),
+            columns_of(batch, [*columns, "prev_logprobs"]).slice(on_policy_rows, batch.size),
         ]
         self.policy.prepare_for_training()
         results = [self.policy.train(part, self.policy_loss) for part in parts if part.size]
@@ -267,33 +268,24 @@ class PPOTrainer(SamplingTrainer):
         if critic_passes:
             metrics |= prefixed("critic", update_metrics(critic_passes))
             metrics["critic/optimizer_steps"] = self.critic_updates
+        # Metrics without an entry in the catalogue come from a user's loss.
         if policy_passes:
             policy = update_metrics(policy_passes)
             for name, value in policy.items():
-                known = (f"{group}/{name}" for group in ("sampler", "train_optim"))
-                metrics[next(filter(describe, known), f"custom/{name}")] = value
+                names = (f"{group}/{name}" for group in ("sampler", "train_optim"))
+                metrics[next(filter(describe, names), f"custom/{name}")] = value
         metrics["train_optim/optimizer_steps"] = self.policy_updates
         metrics["progress/epoch"] = self.sampler.epoch
         metrics["progress/consumed_samples"] = self.consumed_samples
         return metrics
 
-    def _gap_warnings(self, metrics: dict[str, float], was_untrained: bool) -> tuple[str, ...]:
-        """Warnings of a gap between sampler and trainer, where no update stands between them.
-
-        ``was_untrained``: the policy was, when the step began. Where the sampler stands for the old
-        policy the gap is measured by the updates themselves, of which only the first is free of it.
-        """
-        if not was_untrained or (self.starts_at_sampler and self.policy_updates > 1):
-            return ()
-        return gap_warnings(metrics, self.config.trainer.precision)
-
     # Run state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the base, and the KL controller's."""
+        """Return the state of the base and of the KL controller."""
         return {**super().state_dict(), "kl_controller": self.kl_controller.state_dict()}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Continue from a `state_dict` and from the folders of the roles in ``folder``."""
+        """Restore a `state_dict`, and the roles from their folders in ``folder``."""
         super().load(state, folder)
         self.kl_controller.load_state_dict(state["kl_controller"])

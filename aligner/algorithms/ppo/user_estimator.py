@@ -1,4 +1,4 @@
-"""A user's own estimator of advantages, by the path ``trainer.ppo.advantage.estimator`` gives."""
+"""Advantage estimators of users, named by ``trainer.ppo.advantage.estimator``."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,70 +10,71 @@ from aligner.errors import ConfigError
 from aligner.importing import check_call, describe_exception, load_function, named_by
 
 KEY = "trainer.ppo.advantage.estimator"
-# What the function may name.
+# Possible arguments of the function.
 _ALWAYS = (
     *("rewards", "groups", "penalty", "token_mask", "sample_mask", "is_end", "input_ids"),
     *("input_lengths", "prompt_lengths", "generation_logprobs", "prev_logprobs"),
     *("discount_factor", "gae_lambda"),
 )
-_OF_A_CRITIC = ("values",)
+_WITH_CRITIC = ("values",)
 
 
 class AdvantageEstimator(Protocol):
     """Signature of the function of ``trainer.ppo.advantage.estimator``.
 
-    It is called by keyword, once a step with the whole rollout of ``B`` responses, and gets what
-    its signature names of the following, all of it where it takes ``**others``:
+    The function is called with keyword arguments once per step, with the whole rollout of ``B``
+    responses. It receives the arguments that its signature names, or all if it accepts
+    ``**others``:
 
     ``rewards``          float32 [B], after ``trainer.ppo.reward`` and ``improper_end``
-    ``groups``           int64 [B], equal where the prompt is the same
-    ``penalty``          float32 [B, S], what the KL takes off the reward at each token (β·kl); 0
-                         without one
-    ``token_mask``       float32 [B, S], 1 where the token was generated
-    ``sample_mask``      float32 [B], 1 where the sample counts; the others' rewards may be anything
-    ``values``           float32 [B, S], the critic's; only in runs with one
-    ``is_end``           bool [B], the response ended by itself
+    ``groups``           int64 [B], equal for responses to the same prompt
+    ``penalty``          float32 [B, S], KL penalty β·kl to subtract from the reward at each token,
+                         0 without a penalty
+    ``token_mask``       float32 [B, S], 1 for generated tokens
+    ``sample_mask``      float32 [B], 1 for samples that count, else the reward is arbitrary
+    ``values``           float32 [B, S] of the critic, only in runs with a critic
+    ``is_end``           bool [B], the response ended properly
     ``input_ids``        int64 [B, S], prompt and response
-    ``input_lengths``    int64 [B], tokens of both
+    ``input_lengths``    int64 [B], tokens of prompt and response
     ``prompt_lengths``   int64 [B], tokens of the prompt
     ``prev_logprobs``    float32 [B, S], of the policy that produced the rollout
     ``generation_logprobs``   float32 [B, S], of the sampling engine
     ``discount_factor``, ``gae_lambda``   the keys of ``trainer.ppo``
 
-    and what ``trainer.ppo.advantage.kwargs`` holds, which wins. Position ``t`` speaks of token
-    ``t``.
+    Entries of ``trainer.ppo.advantage.kwargs`` are additional arguments and override these.
+    Position ``t`` of a column describes token ``t``.
     """
 
     def __call__(self, **named: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """Advantages, float [B, S], or [B] for all tokens of a response the same.
+        """Return advantages float [B, S], or [B] for the same advantage at all tokens.
 
-        In a run with a critic a pair: advantages, and the critic's targets float [B, S]. What
-        stands where a mask is 0 is not looked at. ``trainer.ppo.normalize_advantages`` whitens
-        afterwards.
+        In a run with a critic, return a pair: advantages, and the critic's targets float [B, S].
+        Values at masked positions are ignored. ``trainer.ppo.normalize_advantages`` whitens the
+        result.
         """
         ...
 
 
 class UserEstimator:
-    """An `AdvantageEstimator` and its keyword arguments."""
+    """An `AdvantageEstimator` with its keyword arguments."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any], *, has_critic: bool) -> None:
         """Import the function ``name``.
 
         Raises:
-            ConfigError: it cannot be imported, or names what no rollout of this run has.
+            ConfigError: the function cannot be imported, or names an unavailable argument.
         """
         self.name, self._kwargs, self._has_critic = name, dict(kwargs), has_critic
         self._function = load_function(name, key=KEY)
-        offered = [*_ALWAYS, *(_OF_A_CRITIC if has_critic else ())]
-        taken = named_by(self._function, offered) - self._kwargs.keys()
-        self._names = [name for name in offered if name in taken]
-        without = "" if has_critic else " (values only in a run with a critic)"
+        offered = [*_ALWAYS, *(_WITH_CRITIC if has_critic else ())]
+        accepted = named_by(self._function, offered) - self._kwargs.keys()
+        self._names = [name for name in offered if name in accepted]
+        note = "" if has_critic else " (values only in a run with a critic)"
         check_call(
             self._function,
             [*self._names, *self._kwargs],
             str(self),
-            f"It may name {', '.join(offered)}{without}; anything else it needs goes into "
+            f"Possible arguments are {', '.join(offered)}{note}. Anything else it needs goes into "
             "trainer.ppo.advantage.kwargs",
         )
 
@@ -81,66 +82,67 @@ class UserEstimator:
         return f"{KEY}={self.name}"
 
     def takes(self, name: str) -> bool:
-        """Return whether the function's signature has ``name``, or takes any keyword."""
+        """Return whether the function accepts the keyword ``name``."""
         return bool(named_by(self._function, [name]))
 
     def __call__(self, rollout: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Advantages and, with a critic, its targets: float32 [B, S], 0 where a mask is 0.
+        """Return advantages and, with a critic, its targets: float32 [B, S], 0 if masked.
 
-        ``rollout``: everything that `AdvantageEstimator` may name.
+        ``rollout`` contains all arguments of `AdvantageEstimator`.
 
         Raises:
-            ConfigError: the function returned something else, or numbers that are not finite.
+            ConfigError: the function returned something else, or non-finite values.
         """
-        given = {name: rollout[name] for name in self._names}
-        # Copies: what the function writes into a column must not reach the run.
-        given = {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in given.items()
+        # Copy tensors: an in-place change of an argument must not affect the run.
+        arguments = {
+            name: value.clone() if isinstance(value := rollout[name], Tensor) else value
+            for name in self._names
         }
-        result = self._function(**given, **self._kwargs)
-        wanted = "a pair: advantages and the critic's targets" if self._has_critic else "a tensor"
+        result = self._function(**arguments, **self._kwargs)
+        expected = "a pair: advantages and the critic's targets" if self._has_critic else "a tensor"
         if isinstance(result, tuple) != self._has_critic or (self._has_critic and len(result) != 2):
-            raise ConfigError(f"{self}: returned {_shown(result)}; return {wanted}, float [B, S]")
+            raise ConfigError(f"{self}: returned {_shown(result)}. Return {expected}, float [B, S]")
         advantages, *targets = result if self._has_critic else (result,)
         mask = rollout["token_mask"].bool() & rollout["sample_mask"].bool()[:, None]
-        found = [self._checked(each, mask) for each in (advantages, *targets)]
-        return found[0], found[1] if self._has_critic else None
+        columns = [self._checked(column, mask) for column in (advantages, *targets)]
+        return columns[0], columns[1] if self._has_critic else None
 
-    def _checked(self, found: Any, mask: Tensor) -> Tensor:
-        """``found`` as float32 [B, S], 0 where ``mask`` is False."""
+    def _checked(self, column: Any, mask: Tensor) -> Tensor:
+        """Return ``column`` as float32 [B, S], 0 where ``mask`` is False."""
         rows, width = mask.shape
-        if not isinstance(found, Tensor) or found.shape not in ((rows, width), (rows,)):
+        if not isinstance(column, Tensor) or column.shape not in ((rows, width), (rows,)):
             raise ConfigError(
-                f"{self}: returned {_shown(found)} of {rows} responses, {width} tokens wide; "
-                f"return float [{rows}, {width}], or [{rows}] for all tokens of a response the same"
+                f"{self}: returned {_shown(column)} for {rows} responses of width {width}. "
+                f"Return float [{rows}, {width}], or [{rows}] for the same value at all tokens"
             )
-        spread = found if found.ndim == 2 else found[:, None]
+        # Values at masked positions may be NaN, so they are replaced before the check.
+        spread = column if column.ndim == 2 else column[:, None]
         spread = torch.where(mask, spread.to(torch.float32), 0).detach()
         if not spread.isfinite().all():
             row = int((~spread.isfinite()).any(1).nonzero()[0])
             raise ConfigError(
-                f"{self}: of response {row} of {rows} it is NaN or infinite; look for a division "
-                "by a deviation or a count that may be 0"
+                f"{self}: the result for response {row} of {rows} is NaN or infinite. Check "
+                "divisions by a deviation or a count that may be 0"
             )
         return spread
 
     def try_out(self, rollouts_per_prompt: int) -> None:
-        """Call it on a made-up rollout: two prompts with this many responses each.
+        """Call the function with a generated rollout of ``rollouts_per_prompt`` x 2 responses.
 
         Raises:
-            ConfigError: it raised, or returned what `__call__` refuses.
+            ConfigError: the function raised an exception, or `__call__` rejects its result.
         """
+        # Two prompts of 2 tokens, and responses of 2 to 4 tokens.
         rows, width = 2 * rollouts_per_prompt, 6
         generator = torch.Generator().manual_seed(0)
         position, lengths = torch.arange(width), torch.arange(rows) % 3 + 4
         token_mask = ((position >= 2) & (position < lengths[:, None])).float()
-        numbers = {
+        tensors = {
             name: -torch.rand(rows, width, generator=generator) * token_mask
             for name in ("penalty", "values", "generation_logprobs", "prev_logprobs")
         }
-        made_up = {
-            **numbers,
+        rollout = {
+            **tensors,
             "rewards": (torch.arange(rows) % 2).float(),
             "groups": torch.arange(rows) // rollouts_per_prompt,
             "token_mask": token_mask,
@@ -153,15 +155,15 @@ class UserEstimator:
             "gae_lambda": 0.95,
         }
         try:
-            self(made_up)
+            self(rollout)
         except ConfigError:
             raise
         except Exception as error:
             raise ConfigError(
-                f"{self}: raised {describe_exception(error)} on a made-up rollout of {rows} "
-                f"responses to 2 prompts; it was given {', '.join([*self._names, *self._kwargs])}"
+                f"{self}: raised {describe_exception(error)} for a test rollout of {rows} "
+                f"responses to 2 prompts. Arguments: {', '.join([*self._names, *self._kwargs])}"
             ) from error
 
 
-def _shown(found: Any) -> str:
-    return f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+def _shown(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

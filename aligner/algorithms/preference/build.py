@@ -1,4 +1,4 @@
-"""Preference optimisation: pairs or labelled responses, the loss, the reference's log-probs."""
+"""Preference optimisation: pairs or labelled responses, loss, and log-probs of the reference."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -33,7 +33,7 @@ _LOSSES: dict[str, Callable[..., LossFunction]] = {
 
 
 def train_dpo(config: DPORunConfig) -> None:
-    """Optimise for preferences from start to end and print where everything is."""
+    """Run preference optimisation from start to end and print the paths of its files."""
     with Run.open(config) as run:
         config, loop, pad_id = run.config, run.config.trainer.dpo, run.tokenizer.pad_id
         kind: type[Dataset[Any]] = PairDataset if loop.is_paired else LabelledDataset
@@ -45,7 +45,7 @@ def train_dpo(config: DPORunConfig) -> None:
             with attempt:
                 sampler, steps = example_sampler(config, task)
                 policy = attempt.start_policy(steps)
-                if loop.has_reference:  # computed before the first update
+                if loop.has_reference:  # before the first update
                     path = log_dir(config) / "reference_logprobs.pt"
                     reference = ReferenceLogprobs(policy, path, pad_id, run.console)
                     task = preference_task(config, reference.of(sets, config), pad_id)
@@ -57,7 +57,7 @@ def train_dpo(config: DPORunConfig) -> None:
 
 
 def preference_loss(loop: TrainerDPOConfig) -> LossFunction:
-    """The configured loss with its options."""
+    """Return the configured loss with its options."""
     options = {key: getattr(loop, key) for key in LOSS_OPTIONS[loop.loss]}
     if loop.beta is not None:
         options["beta"] = loop.beta
@@ -67,7 +67,7 @@ def preference_loss(loop: TrainerDPOConfig) -> LossFunction:
 def preference_task(
     config: DPORunConfig, sets: Mapping[str, Examples[Any]], pad_id: int
 ) -> Task[Any]:
-    """Task of learning from the sets ``training`` and, where there is one, ``validation``."""
+    """Return the task for the sets ``training`` and, if present, ``validation``."""
     loop = config.trainer.dpo
     collate: Callable[..., BatchedDataDict] = collate_pairs if loop.is_paired else collate_labelled
     return Task(
@@ -80,9 +80,10 @@ def preference_task(
 
 
 def add_kl_baseline(policy: Policy, batch: BatchedDataDict, consumed: int | None) -> None:
-    """Put ``kl_baseline`` float32 [B] in the place of a batch's mismatched responses; for KTO."""
+    """Replace a batch's mismatched responses by ``kl_baseline`` float32 [B], for KTO."""
     del consumed  # the same for every batch
     names = [name for name in batch if name.startswith(MISMATCHED)]
+    # Pairs of a prompt with the response to another prompt estimate the KL.
     mismatched: BatchedDataDict = BatchedDataDict(
         {name.removeprefix(MISMATCHED): batch.pop(name) for name in names}
     )

@@ -1,8 +1,8 @@
-"""Log-probs of given responses under the reference policy: asked once, and kept beside the run.
+"""Log-probs of given responses under the reference policy, computed once and stored in a file.
 
-The reference is the policy before its first update, so no second model is needed: the policy is
-asked while it still has its initial weights (which it has whenever a run starts, before a run state
-is restored). Kept are float32 log-probs of the learned tokens only, one after the other.
+The reference is the policy before its first update, so no second model is needed: the policy scores
+the responses while it has its initial weights (before a run state is restored). The file contains
+float32 log-probs of the learned tokens only, concatenated.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from aligner.parallel.collectives import on_rank_zero
 
 
 class Referenced(Protocol):
-    """Something made of examples: a pair of responses, a labelled response."""
+    """Item of several examples: a pair of responses, a labelled response."""
 
     @property
     def examples(self) -> Sequence[Example]:
@@ -36,7 +36,7 @@ class Referenced(Protocol):
         ...
 
     def with_examples(self, examples: Sequence[Example]) -> Self:
-        """The same of other examples."""
+        """Return a copy with other examples."""
         ...
 
 
@@ -44,10 +44,10 @@ Item = TypeVar("Item", bound=Referenced)
 
 
 class WithReference(Generic[Item]):
-    """A data set whose examples carry their log-probs under the reference."""
+    """A data set whose examples contain their log-probs under the reference."""
 
     def __init__(self, items: Examples[Item], logprobs: Tensor) -> None:
-        """``logprobs``: float32 [N], of the N learned tokens of all items' examples, in order."""
+        """``logprobs``: float32 [N], for the N learned tokens of all items' examples in order."""
         counts = [example.learned_tokens for example in _examples(items)]
         bounds = pairwise(accumulate(counts, initial=0))
         self._items, self._logprobs, self._bounds = items, logprobs, list(bounds)
@@ -71,7 +71,7 @@ class WithReference(Generic[Item]):
 
 @dataclass(frozen=True)
 class ReferenceLogprobs:
-    """Asks ``policy``, which has its initial weights, or reads what was kept at ``path``."""
+    """Log-probs under ``policy`` with its initial weights, or from the file ``path``."""
 
     policy: Policy
     path: Path
@@ -81,25 +81,26 @@ class ReferenceLogprobs:
     def of(
         self, sets: Mapping[str, Examples[Item]], config: DPORunConfig
     ) -> dict[str, WithReference[Item]]:
-        """Every one of ``sets``, with the log-probs. Kept ones of something else are replaced."""
+        """Return ``sets`` with log-probs. A file with log-probs of other inputs is replaced."""
         fingerprint = fingerprint_of(config, sets)
-        reasons = on_rank_zero(lambda: _against(self.path, fingerprint))
+        reasons = on_rank_zero(lambda: _mismatches(self.path, fingerprint))
+        # No reasons: the file fits. None: there is no file.
         if reasons == []:
-            kept = torch.load(self.path, weights_only=True, mmap=True)["logprobs"]
-            return {name: WithReference(items, kept[name]) for name, items in sets.items()}
+            logprobs = torch.load(self.path, weights_only=True, mmap=True)["logprobs"]
+            return {name: WithReference(items, logprobs[name]) for name, items in sets.items()}
         if reasons:
             self._say(f"{self.path} cannot be used: {', '.join(reasons)}")
         count = sum(len(items[0].examples) * len(items) for items in sets.values())
-        self._say(f"asking the reference for log-probs of {count:,} sequences, once")
-        found = {
-            name: self._ask(_examples(items), config.model.global_batch_size)
+        self._say(f"computing reference log-probs of {count:,} sequences, once")
+        logprobs = {
+            name: self._compute(_examples(items), config.model.global_batch_size)
             for name, items in sets.items()
         }
-        on_rank_zero(lambda: _write(self.path, {"fingerprint": fingerprint, "logprobs": found}))
-        return {name: WithReference(items, found[name]) for name, items in sets.items()}
+        on_rank_zero(lambda: _write(self.path, {"fingerprint": fingerprint, "logprobs": logprobs}))
+        return {name: WithReference(items, logprobs[name]) for name, items in sets.items()}
 
-    def _ask(self, examples: Sequence[Example], rows: int) -> Tensor:
-        """float32 log-probs of the learned tokens, ``rows`` examples at a time."""
+    def _compute(self, examples: Sequence[Example], rows: int) -> Tensor:
+        """Return float32 log-probs of the learned tokens, from batches of ``rows`` examples."""
         self.policy.prepare_for_lp_inference()
         parts = []
         for start in range(0, len(examples), rows):
@@ -113,10 +114,10 @@ class ReferenceLogprobs:
 
 
 def fingerprint_of(config: DPORunConfig, sets: Mapping[str, Examples[Any]]) -> dict[str, str]:
-    """Everything that the log-probs depend on, by its name in messages.
+    """Return fingerprints of everything that the log-probs depend on, by a name for messages.
 
-    The model is known by its path and its files' sizes and times; the examples by their tokens, so
-    a tokenizer, a template or a length limit that changes them is seen too.
+    The model's fingerprint covers its path, file sizes and modification times. The examples'
+    fingerprint covers their tokens, and thus the tokenizer, the template and the length limit.
     """
     adapters = config.model.peft.restore_from_path
     return {
@@ -139,7 +140,7 @@ def _tokens(items: Examples[Any]) -> list[bytes]:
         [len(example.ids), *example.ids, *(bound for span in example.learned for bound in span)]
         for example in _examples(items)
     )
-    return [array("q", each).tobytes() for each in numbers]
+    return [array("q", values).tobytes() for values in numbers]
 
 
 def _digest(parts: Sequence[bytes]) -> str:
@@ -153,16 +154,16 @@ def _examples(items: Examples[Any]) -> list[Example]:
     return [example for index in range(len(items)) for example in items[index].examples]
 
 
-def _against(path: Path, fingerprint: Mapping[str, str]) -> list[str] | None:
-    """Reason why the kept log-probs cannot be used; None where there are none."""
+def _mismatches(path: Path, fingerprint: Mapping[str, str]) -> list[str] | None:
+    """Return why the stored log-probs cannot be used, or None without a file."""
     if not path.is_file():
         return None
     try:
-        kept = torch.load(path, weights_only=True, mmap=True)["fingerprint"]
+        stored = torch.load(path, weights_only=True, mmap=True)["fingerprint"]
     except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError):
         return ["it is damaged"]
-    names = sorted(kept.keys() | fingerprint.keys())
-    return [f"{name} changed" for name in names if kept.get(name) != fingerprint.get(name)]
+    names = sorted(stored.keys() | fingerprint.keys())
+    return [f"{name} changed" for name in names if stored.get(name) != fingerprint.get(name)]
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A reward model: comparisons or ratings in, the model started, the trainer run to its end."""
+"""Training of a reward model from comparisons or ratings."""
 
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from aligner.models.reward.reward_model import RewardModel
 
 
 def train_reward_model(config: RewardRunConfig) -> None:
-    """Train from start to end and print where everything is."""
+    """Train a reward model from start to end and print the paths of the run's files."""
     with Run.open(config) as run:
         config = run.config
         check_head(config)
@@ -36,6 +36,7 @@ def train_reward_model(config: RewardRunConfig) -> None:
         task = reward_task(config, examples, run.tokenizer.pad_id)
         for attempt in run.attempts():
             with attempt:
+                # Model and trainer.
                 sampler, steps = example_sampler(config, task)
                 model = attempt.own(
                     RewardModel(
@@ -58,29 +59,26 @@ def train_reward_model(config: RewardRunConfig) -> None:
 
 @dataclass(eq=False)
 class RewardModelTrainer(SupervisedTrainer):
-    """Trains a reward model, and has its file say how its rewards are to be read.
-
-    ``config``: of the run.
-    """
+    """Trainer of a reward model that stores in the model's file how to use its rewards."""
 
     role: RewardModel
     _: KW_ONLY
     config: RewardRunConfig
 
     def save_model(self, path: str) -> None:
-        """Write the model, its sequences' ends and its rewards' mean and deviation to ``path``."""
+        """Write the model with its sequences' last token and its rewards' mean and deviation."""
         loop, train = self.config.trainer.reward_model, self.task.train
         self.role.remember_sequences(self.config.data.add_bos, last_token(train))
-        measured_on = {"train": train, "validation": self.task.validation, None: None}
-        judged = measured_on[loop.standardize_on]
-        if judged is not None:
-            found = measure(self.role, self.task, judged, loop.limit_standardize_examples)
-            self.role.standardize(found.mean, found.std)
+        sets = {"train": train, "validation": self.task.validation, None: None}
+        examples = sets[loop.standardize_on]
+        if examples is not None:
+            rewards = measure(self.role, self.task, examples, loop.limit_standardize_examples)
+            self.role.standardize(rewards.mean, rewards.std)
         self.role.save_checkpoint(path)
 
 
 def kind_of(config: RewardRunConfig) -> type[Dataset[Any]]:
-    """The data set that the configured loss learns from: comparisons, or ratings."""
+    """Return the data set class of the configured loss: comparisons or ratings."""
     loop = config.trainer.reward_model
     if loop.loss == "regression":
         return RatedDataset
@@ -88,7 +86,7 @@ def kind_of(config: RewardRunConfig) -> type[Dataset[Any]]:
 
 
 def last_token(examples: Examples[Any]) -> int | None:
-    """The token that ends every sequence; None where they end in several."""
+    """Return the last token of all sequences, or None if last tokens differ."""
     items: list[Any] = [examples[index] for index in range(len(examples))]
     sequences = [item.examples if isinstance(item, Pair) else (item.example,) for item in items]
     ends = {example.ids[-1] for pair in sequences for example in pair}
@@ -96,7 +94,7 @@ def last_token(examples: Examples[Any]) -> int | None:
 
 
 def reward_task(config: RewardRunConfig, examples: Split[Any], pad_id: int) -> Task[Any]:
-    """Task of learning from comparisons, or from ratings."""
+    """Return the task of learning from comparisons or from ratings."""
     loop, sets = config.trainer.reward_model, (examples.train, examples.validation)
     if loop.loss == "regression":
         return Task(*sets, partial(collate_rated, pad_id=pad_id), AttributeRegressionLoss())
@@ -106,11 +104,11 @@ def reward_task(config: RewardRunConfig, examples: Split[Any], pad_id: int) -> T
 def measure(
     model: RewardModel, task: Task[Any], examples: Examples[Any], limit: int
 ) -> Standardization:
-    """Mean and standard deviation of the rewards of the first ``limit`` examples' sequences."""
+    """Return mean and standard deviation of the rewards of the first ``limit`` examples."""
     count = min(len(examples), limit)
     model.prepare_for_inference()
     rewards = []
-    for start in range(0, count, 256):  # a few at a time, so that no batch is too big
+    for start in range(0, count, 256):  # in batches of limited size
         part = [examples[index] for index in range(start, min(start + 256, count))]
         rewards.append(model.get_rewards(task.collate(part))["rewards"].cpu())
     model.finish_inference()
@@ -118,13 +116,13 @@ def measure(
 
 
 def check_head(config: RewardRunConfig) -> None:
-    """Refuse to go on from a reward model that rates something else."""
+    """Raise if the model is a reward model with another number of attributes."""
     with open_model(config.model.restore_from_path) as checkpoint:
-        known = saved_attributes(checkpoint)
-    wanted = config.data.attribute_columns
-    if known is not None and max(1, len(known)) != max(1, len(wanted)):
+        saved = saved_attributes(checkpoint)
+    columns = config.data.attribute_columns
+    if saved is not None and max(1, len(saved)) != max(1, len(columns)):
         raise ConfigError(
             f"model.restore_from_path={config.model.restore_from_path} is a reward model that "
-            f"rates {list(known) or 'comparisons'}, and data.attribute_columns={list(wanted)}; "
-            "name as many columns, or start from a language model"
+            f"rates {list(saved) or 'comparisons'}, but data.attribute_columns={list(columns)}. "
+            "Set the same number of columns, or start from a language model"
         )

@@ -1,9 +1,13 @@
-"""Driver of the conversations of a rollout: a thread of rank 0 that serves the environments' side.
+"""Driver of the conversations of a rollout: a thread of rank 0 that serves the environments.
 
-The main thread samples the rows that wait in a `JobQueue`; this thread begins conversations,
-resumes them with what they wait for, and kills what is late. A conversation holds a slot of the
-process pool. Random numbers are made of the sample and the attempt, so tokens do not depend on the
-order of events, and a batch of the engine waits only a moment for conversations that are slow.
+    process pool ─ answers ─► driver thread ─ rows to continue ─► JobQueue ─► main thread, engine
+         ▲                      │      ▲                                            │
+         └──────── calls ───────┘      └──────────────── tokens ────────────────────┘
+
+The driver thread starts conversations, resumes each with the reply to its last request and kills
+calls that exceed a time limit. A conversation occupies one slot of the process pool. Random numbers
+depend on the sample and the attempt, so tokens do not depend on the order of events. The engine
+delays a batch for slow conversations by at most `ConversationRollouts.gather_s`.
 """
 
 import logging
@@ -29,12 +33,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.05  # between two checks of the clocks
+_POLL_S = 0.05  # between two checks of the time limits
 _MAX_JOIN_S = 30.0
 
-# A conversation yields a call of its process, or a row that the engine is to continue. It is sent
-# the call's return value, or the row's `Progress` with all tokens; a failure is thrown into it.
-# At its end it returns its trajectory, None without an answer, and why that is no sample.
+# A conversation yields a `Call` of its process or a `Row` for the engine to continue. The driver
+# sends the call's return value, or the row's `Progress` with all tokens, or throws a failure.
+# The generator returns the trajectory (None without an answer) and the failure that ended it.
 Steps = Generator[Call | Row, Any, tuple[Trajectory | None, Failure | None]]
 
 
@@ -50,10 +54,10 @@ class ConversationFailedError(Exception):
 class Episode:
     """A row of the rollout until its conversation has ended. Times are ``time.monotonic()``.
 
-    ``seed``: of its environment. ``failures``: reasons of the attempts that failed. ``session``: by
-    which the process of the call under way may ask the policy. ``silent_s``: seconds since the call
-    began or the policy answered. ``used_s``: seconds of all calls, without those in which the
-    policy owed an answer. ``reply``: of the engine; None: not yet there.
+    ``seed`` seeds the environment. ``failures`` are the reasons of failed attempts. ``session`` is
+    the HTTP session with which the called process queries the policy. ``silent_s`` counts seconds
+    since the call began or the policy last answered. ``used_s`` counts seconds of all calls except
+    those spent waiting for the policy. ``reply`` is the engine's reply, None until it arrives.
     """
 
     row: int
@@ -67,23 +71,23 @@ class Episode:
     session: "Session | None" = None
     job: RowJob | None = None
     reply: Progress | Exception | None = None
-    seen: float = 0.0
+    checked_at: float = 0.0
     silent_s: float = 0.0
     used_s: float = 0.0
-    answers: int = 0  # of the session, when its process was last looked at
+    answers: int = 0  # of the session at the last check
 
     @property
     def attempt(self) -> int:
-        """Number of the attempt, of which random numbers are made.
+        """Index of the attempt, from which random numbers are computed.
 
-        An attempt that the engine ended is made again with the same ones: what comes of it is what
-        would have come without the failure.
+        An attempt that an engine error ended is repeated with the same index, so the result is the
+        same as without the error.
         """
         return sum(reason != "engine_error" for reason in self.failures)
 
 
 class Driver:
-    """Rank 0's half of a rollout."""
+    """Rank 0's part of a rollout. ``conduct`` returns the generator of one attempt."""
 
     def __init__(
         self,
@@ -92,11 +96,6 @@ class Driver:
         queue: JobQueue[Row],
         conduct: Callable[[Episode], Steps],
     ) -> None:
-        """Nothing has begun.
-
-        ``pool``: needed on rank 0 only. ``queue``: of the rows that the engine samples.
-        ``conduct``: makes an attempt.
-        """
         self._config, self._maybe_pool = config, pool
         self._queue, self._conduct = queue, conduct
         self._waiting: deque[Episode] = deque()
@@ -111,60 +110,61 @@ class Driver:
 
     @property
     def _pool(self) -> EnvironmentPool:
-        assert self._maybe_pool is not None, "rank 0 must hold the environments"
+        assert self._maybe_pool is not None, "only rank 0 owns the environments"
         return self._maybe_pool
 
     @property
     def is_over(self) -> bool:
-        """True once all conversations have ended, or one failed too often."""
+        """True once all conversations have ended or the rollout has failed."""
         return self._over.is_set()
 
     def is_complete(self, rows: int) -> bool:
-        """Return whether every conversation that can be under way has asked for an answer.
+        """Return whether every conversation that can run now has a row in the queue.
 
-        ``rows``: number of rows that wait for the engine.
+        ``rows``: number of queued rows.
         """
         unfinished = len(self._active) + len(self._waiting)
         return rows >= min(self._config.concurrency, unfinished)
 
     def start(self, data: BatchedDataDict, seed: int, per_prompt: int) -> None:
-        """Begin a conversation for every row of ``data``."""
+        """Start a conversation for every row of ``data``."""
         for row, sample_id in enumerate(data["sample_ids"].tolist()):
-            # All samples of a prompt have environments with one seed.
-            seeded = random.Random(f"{seed}/{sample_id // per_prompt}").getrandbits(63)
-            self._waiting.append(Episode(row, sample_id, seeded, data["columns"][row]))
+            # All samples of a prompt share the environment's seed.
+            prompt_seed = random.Random(f"{seed}/{sample_id // per_prompt}").getrandbits(63)
+            self._waiting.append(Episode(row, sample_id, prompt_seed, data["columns"][row]))
         self._thread.start()
 
     def stop(self) -> None:
-        """End the conversations that are under way."""
+        """End the running conversations."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._wake_writer.send_bytes(b"\0")
             self._thread.join(_MAX_JOIN_S)
 
     def trajectories(self) -> list[Trajectory]:
-        """Trajectories in the order of their rows.
+        """Return the trajectories in the order of their rows.
 
         Raises:
-            EnvironmentCallError: more conversations failed than may, or none was scored.
+            EnvironmentCallError: too many conversations failed, or none was scored.
         """
         if self._error is not None:
             raise self._error
         trajectories = [self._ended[row] for row in sorted(self._ended)]
-        if trajectories and not any(each.is_scored for each in trajectories):
+        # A rollout without any score teaches nothing: raise if all ended normally, else warn.
+        if trajectories and not any(trajectory.is_scored for trajectory in trajectories):
             text = (
                 f"environment {self._pool.factory!r} scored none of the {len(trajectories)} "
                 "conversations of a rollout: "
             )
-            if all(each.end_reason == "done" for each in trajectories):
+            if all(trajectory.end_reason == "done" for trajectory in trajectories):
                 raise EnvironmentCallError(
-                    f"{text}every reward was None; nothing can be learned of that"
+                    f"{text}every reward was None. Return a number as the reward of some turn"
                 )
             limits = "limits or failures ended them (environment.max_turns, max_tokens, failed)"
             log.warning("%s%s", text, limits)
         return trajectories
 
-    # In the thread --------------------------------------------------------------------------------
+    # In the driver thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -187,13 +187,13 @@ class Driver:
             episode.slot, episode.used_s = self._free_slots.popleft(), 0.0
             episode.steps = self._conduct(episode)
             starting.append(episode)
-            # In this order, so that `is_complete` in the engine's thread never misses an episode.
+            # Append first: `is_complete` in the engine's thread must not miss an episode.
             self._active.append(episode)
             self._waiting.popleft()
         self._resume([(episode, None) for episode in starting])
 
     def _poll(self) -> None:
-        """Resume the conversations whose reply has come or whose call has failed."""
+        """Resume the conversations whose reply has arrived or whose call has failed."""
         calling = [episode.slot for episode in self._active if episode.call is not None]
         answered = self._pool.answered(calling, _POLL_S, self._wake_reader)
         while self._wake_reader.poll():
@@ -201,11 +201,13 @@ class Driver:
         now = time.monotonic()
         ready = []
         for episode in self._active:
-            reply: Answer | Progress | Failure | None
+            reply: Answer | Progress | Failure | Exception | None = episode.reply
             if episode.call is not None:
                 reply = self._reply_of_process(episode, episode.slot in answered, now)
-            else:
-                reply = self._reply_of_engine(episode)
+            elif isinstance(reply, Exception):
+                # Without a failure the queue was closed, because the rollout is over.
+                assert episode.job is not None
+                reply = episode.job.failure
             if reply is not None:
                 ready.append((episode, reply))
         self._resume(ready)
@@ -214,53 +216,49 @@ class Driver:
         self, episode: Episode, is_answered: bool, now: float
     ) -> Answer | Failure | None:
         assert episode.call is not None
-        spent, episode.seen = now - episode.seen, now
+        # The clock of an agent stops while the policy owes it an answer.
+        elapsed_s, episode.checked_at = now - episode.checked_at, now
         session = episode.session
         answers = 0 if session is None else len(session.answers)
         if session is not None and (session.is_waiting or answers != episode.answers):
             episode.silent_s, episode.answers = 0.0, answers
         else:
-            episode.silent_s += spent
-            episode.used_s += spent
-        # An agent may hide the engine's failure, so that comes before whatever the agent answered.
+            episode.silent_s += elapsed_s
+            episode.used_s += elapsed_s
+        # An agent may catch the engine's failure, so the failure precedes the agent's result.
         failure = None if session is None else session.engine_failure
         if failure is None and is_answered:
             return self._pool.receive(episode.call, now)
-        failure = failure or self._lateness(episode)
+        failure = failure or self._timeout(episode)
         if failure is not None:
             self._pool.kill(episode.slot)
         return failure
 
-    def _reply_of_engine(self, episode: Episode) -> Progress | Failure | None:
-        assert episode.job is not None
-        if isinstance(episode.reply, Exception):  # without a failure the rollout is over
-            return episode.job.failure
-        return episode.reply
-
-    def _lateness(self, episode: Episode) -> Failure | None:
+    def _timeout(self, episode: Episode) -> Failure | None:
         config, name = self._config, self._pool.name
         if episode.silent_s > config.timeout_s:
-            lack = "did not answer"
+            event = "did not answer"
             if episode.session is not None:
-                lack = "neither asked the policy nor ended"
+                event = "neither called the policy nor ended"
             return Failure(
                 "env_timeout",
-                f"{name} {lack} within environment.timeout_s={config.timeout_s:g} seconds and was "
-                "killed; raise it, or make it faster",
+                f"{name} {event} within environment.timeout_s={config.timeout_s:g} seconds and was "
+                "killed. Raise the limit, or make the environment faster",
             )
+        # The limit of the whole conversation.
         if episode.used_s > config.total_timeout_s:
             return Failure(
                 "env_timeout",
                 f"{name} took more than environment.total_timeout_s={config.total_timeout_s:g} "
-                "seconds, those of the policy not counted, and was killed; raise it, or make it "
-                "faster",
+                "seconds (without time spent waiting for the policy) and was killed. Raise the "
+                "limit, or make the environment faster",
             )
         return None
 
     def _resume(
         self, replies: Sequence[tuple[Episode, Answer | Progress | Failure | None]]
     ) -> None:
-        """Resume conversations with their replies, up to what each waits for next."""
+        """Resume each conversation with its reply, up to its next request."""
         calling: list[tuple[Episode, Call]] = []
         for episode, reply in replies:
             episode.call = episode.job = episode.reply = None
@@ -278,30 +276,30 @@ class Driver:
                 if isinstance(request, Call):
                     calling.append((episode, request))
                 else:
-                    self._ask_engine(episode, request)
-        # Processes that are missing start together.
-        began = self._pool.begin([call for _, call in calling])
+                    self._submit(episode, request)
+        # Begin all calls together, so that missing processes start at the same time.
+        failures = self._pool.begin([call for _, call in calling])
         failed: list[tuple[Episode, Failure]] = []
-        for (episode, episode.call), sent in zip(calling, began, strict=True):
-            episode.seen, episode.silent_s = time.monotonic(), 0.0
-            if isinstance(sent, Failure):
-                failed.append((episode, sent))
+        for (episode, episode.call), failure in zip(calling, failures, strict=True):
+            episode.checked_at, episode.silent_s = time.monotonic(), 0.0
+            if isinstance(failure, Failure):
+                failed.append((episode, failure))
         if failed:
             self._resume(failed)
 
-    def _ask_engine(self, episode: Episode, row: Row) -> None:
+    def _submit(self, episode: Episode, row: Row) -> None:
         def report(event: Progress | Exception) -> None:  # in the engine's thread
             episode.reply = event
             self._wake_writer.send_bytes(b"\0")
 
         episode.job = RowJob([row], report)
         is_queued = self._queue.add(episode.job)
-        assert is_queued, "the queue has room for a row of each slot"
+        assert is_queued, "the queue must have room for one row of each slot"
 
     def _end(
         self, episode: Episode, trajectory: Trajectory | None, failure: Failure | None
     ) -> None:
-        """Keep the trajectory, or begin the conversation again."""
+        """Keep the trajectory, or queue the conversation for another attempt."""
         self._free_slots.append(episode.slot)
         if failure is not None:
             episode.failures.append(failure.reason)
@@ -313,38 +311,39 @@ class Driver:
             assert trajectory is not None
             trajectory.fail(failure.text)
         assert trajectory is not None
+        # The trajectory becomes a row of the batch.
         trajectory.failures = episode.failures
         self._ended[episode.row] = trajectory
         self._active.remove(episode)
-        self._queue.wake()  # a batch waits for one conversation less
+        self._queue.wake()  # the next batch waits for one conversation fewer
 
     def _becomes_sample(self, failure: Failure, turns: int) -> bool:
-        """Return whether a conversation of so many turns is a sample of reward 0.
+        """Return whether a failed conversation of ``turns`` turns is a sample of reward 0.
 
-        If not, it begins again. A call of the engine that failed counts once, however many
-        conversations waited for it and bring its `Failure`: else it would spend any budget below
-        ``environment.concurrency``.
+        Otherwise the conversation is repeated. If several conversations waited for one failed
+        engine call, they share one `Failure`, which counts once. Counted per conversation, one
+        failed call would exceed any ``environment.retries`` below ``environment.concurrency``.
 
         Raises:
-            EnvironmentCallError: that is one failure too many; its cause is what the engine raised,
-                if the engine was the last to fail.
+            EnvironmentCallError: ``environment.retries`` is exceeded. The cause is the engine's
+                exception if the engine failed last.
         """
         retries = self._config.retries
         if self._config.failed == "zero" and turns and failure.reason != "engine_error":
             log.warning("a conversation failed and earns 0 (%s): %s", failure.reason, failure.text)
             return True
-        if any(failure is known for known in self._failures):
+        if any(failure is earlier for earlier in self._failures):
             return False
         self._failures.append(failure)
         log.warning(
             "a conversation failed and begins again (%s): %s",
             *(failure.reason, failure.text),
-            # The message of an error of this library says what is wrong; a stack adds nothing.
+            # Messages of this library's errors are complete without a stack trace.
             exc_info=None if isinstance(failure.cause, AlignerError) else failure.cause,
         )
         if len(self._failures) > retries:
             raise EnvironmentCallError(
-                f"{len(self._failures)} conversations or calls of the engine failed in a rollout, "
-                f"more than environment.retries={retries}; the last: {failure.text}"
+                f"{len(self._failures)} conversations or engine calls failed in a rollout, more "
+                f"than environment.retries={retries}. The last failure: {failure.text}"
             ) from failure.cause
         return False

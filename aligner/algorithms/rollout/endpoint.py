@@ -1,9 +1,10 @@
-"""Rollouts of agents: programs that ask the policy over HTTP, and say what that was worth.
+"""Rollouts of agents: programs that query the policy over HTTP and return a reward.
 
-An agent's process asks the HTTP server, a session records what it is answered, and its clock stops
-as long as the engine owes it an answer.
+    agent's process ─ HTTP requests ─► session (records answers) ─ rows ─► engine
+          └─ reward ─► driver ─► trajectory of the session
 
-The tokens of a trajectory depend on the run's seed, its sample id and what its agent asks only.
+An agent's clock stops while the engine owes the agent an answer. The tokens of a trajectory depend
+only on the run's seed, the sample id and the agent's requests.
 """
 
 import dataclasses
@@ -16,94 +17,82 @@ from typing import Any, cast
 from aligner.algorithms.rollout.driver import ConversationFailedError, Episode, Steps
 from aligner.algorithms.rollout.environments import ConversationRollouts
 from aligner.architecture import GPTArchitecture
-from aligner.config import SamplingOptions, SamplingRunConfig
+from aligner.config import SamplingOptions
 from aligner.config.fields import MOST_SECONDS
 from aligner.data.tokenizers.decoding import decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.pool import Call, Failure
 from aligner.environments.protocol import Turn, check_total
-from aligner.environments.trajectory import Trajectory, TurnRecord
+from aligner.environments.trajectory import Limits, Trajectory, TurnRecord
 from aligner.errors import ConfigError, DataError
 from aligner.generation.rows import sample_id
 from aligner.http.tokens import new_token
 from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
 from aligner.serving.served import Request, Served
-from aligner.serving.sessions import Limits, RecordedAnswer, Session
+from aligner.serving.sessions import RecordedAnswer, Session
 
 log = logging.getLogger(__name__)
 
-_NAME = "policy"  # of the model
+_MODEL_NAME = "policy"
 _HOST = "127.0.0.1"
-# What a request may say of sampling; the run has said it.
-_OF_THE_RUN = ("temperature", "top_p", "top_k", "repetition_penalty", "min_tokens", "seed")
+# Sampling fields of a request that the run's configuration overrides.
+_RUN_FIELDS = ("temperature", "top_p", "top_k", "repetition_penalty", "min_tokens", "seed")
 
 
 @dataclass(frozen=True)
 class PolicyServed(Served):
-    """The policy of a run: it is sampled as the run says, whatever a request wants.
+    """The policy of a run, sampled with the run's settings in place of the request's.
 
-    ``max_tokens``, up to the run's length of a response, and ``stop`` are the request's.
+    A request chooses ``stop``, and ``max_tokens`` up to the run's response length.
     """
 
-    _said: set[str] = field(default_factory=set)
+    _logged_fields: set[str] = field(default_factory=set)
 
-    def is_called(self, name: str) -> bool:
-        """Any name will do: agents have their own for the model."""
+    def accepts_name(self, name: str) -> bool:
+        """Accept any model name: agents use their own."""
         del name
         return True
 
-    def taken(self, request: Request) -> Request:
-        """The request without what the run says; what is left out is logged once."""
-        own = {name for name in _OF_THE_RUN if getattr(request, name) is not None}
-        if own - self._said:
+    def adapted(self, request: Request) -> Request:
+        """Return the request without sampling fields of the run. Log each dropped field once."""
+        dropped = {name for name in _RUN_FIELDS if getattr(request, name) is not None}
+        if dropped - self._logged_fields:
             log.warning(
-                "an agent's requests have %s; the run's own sampling is used",
-                ", ".join(sorted(own)),
+                "an agent's requests set %s. The sampling settings of the run are used instead",
+                ", ".join(sorted(dropped)),
             )
-            self._said.update(own)
-        most = self.defaults.length.max_length
-        changes: dict[str, Any] = dict.fromkeys(_OF_THE_RUN)
-        changes["max_tokens"] = min(request.longest or most, most)
+            self._logged_fields.update(dropped)
+        max_length = self.defaults.length.max_length
+        changes: dict[str, Any] = dict.fromkeys(_RUN_FIELDS)
+        changes["max_tokens"] = min(request.longest or max_length, max_length)
         if hasattr(request, "max_completion_tokens"):
             changes["max_completion_tokens"] = None
         return cast(Request, request.model_copy(update=changes))
 
 
 class EndpointRollouts(ConversationRollouts):
-    """Agents' trajectories in place of single responses.
+    """Trajectories of agents in place of single responses.
 
-    Made on all ranks. Rank 0 has the agents' processes and the server, on loopback with keys that
-    are the agents' own, until ``closing`` closes.
+    Rank 0 owns the agents' processes and an HTTP server on loopback, with a separate key for each
+    session, until ``closing`` closes.
     """
 
-    gather_s = 0.02  # agents whose answers came together ask again at about the same time
+    gather_s = 0.02  # agents that were answered together send the next requests close together
     runs_agents = True
 
-    def __init__(
-        self,
-        config: SamplingRunConfig,
-        tokenizer: Tokenizer,
-        architecture: GPTArchitecture,
-        columns: Mapping[str, str | None],
-        closing: ExitStack,
-    ) -> None:
-        """Start the server and the first agent's process.
-
-        Raises:
-            ConfigError: there is no such function or program, or it cannot be called with the
-                data's ``columns``.
-        """
-        super().__init__(config, tokenizer, architecture, columns, closing)
+    def _prepare(self, architecture: GPTArchitecture, closing: ExitStack) -> None:
+        data = self._run_config.data
         served = PolicyServed(
-            _NAME,
-            tokenizer,
+            _MODEL_NAME,
+            self._tokenizer,
             self._config.max_tokens,
             architecture.vocab_size,
             self._options,
-            add_bos=config.data.add_bos,
-            special_tokens_in_text=config.data.special_tokens_in_text,
+            add_bos=data.add_bos,
+            special_tokens_in_text=data.special_tokens_in_text,
         )
+        # The driver's time limits apply, so requests have none.
         self._service = Service(served, self._queue, MOST_SECONDS, new_token(None))
         self._base_url = ""
 
@@ -121,16 +110,17 @@ class EndpointRollouts(ConversationRollouts):
     def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
         """Run an agent once, with a session that records its requests.
 
-        If the session has exceeded a limit, it does not matter how the agent ended, unless the
-        engine failed.
+        Once the session has exceeded a limit, the agent's result is ignored, unless the engine
+        failed.
         """
+        # Validation may sample with other options than training.
         defaults, sessions = options or self._options, self._service.sessions
         if self._service.served.defaults is not defaults:
             self._service.served = dataclasses.replace(self._service.served, defaults=defaults)
         names = ("rollout", seed, episode.sample_id, episode.attempt)
         limits = Limits(self._config.max_turns, self._config.max_tokens)
         episode.session = session = sessions.begin(sample_id(*names), limits)
-        assert session is not None, "a server has room for a session of each slot"
+        assert session is not None, "the server must have room for one session of each slot"
         argument = (self._base_url, session.key, episode.seed, episode.columns)
         turn, failure = Turn(), None
         try:
@@ -139,6 +129,7 @@ class EndpointRollouts(ConversationRollouts):
             failure = error.failure
         finally:
             sessions.end(session)
+        # After an engine error the conversation is repeated, so its reward is not needed.
         if failure is None or failure.reason != "engine_error":
             failure = self._rewarded(session, turn, failure)
         if not session.answers:
@@ -148,57 +139,61 @@ class EndpointRollouts(ConversationRollouts):
         return trajectory, failure
 
     def _rewarded(self, session: Session, turn: Turn, failure: Failure | None) -> Failure | None:
-        """Take the reward that an agent returned; return why its trajectory is no sample."""
+        """Record the agent's reward. Return the failure that rejects the trajectory, or None."""
         assert self._pool is not None
         if not session.answers and (failure is None or session.exceeded is not None):
             text = f"{self._pool.name} ended without an answer of the policy"
             if session.exceeded is not None:
                 limit = f"{session.exceeded}={getattr(self._config, session.exceeded)}"
-                text += f": what it asked first does not fit environment.{limit}"
+                text += f": the first request does not fit environment.{limit}"
             if "output" in turn.info:
-                text += f"; what it wrote ends: {turn.info['output']}"
+                text += f". The end of the agent's output: {turn.info['output']}"
             return Failure("env_error", text)
         if turn.reward is not None:
             session.set_reward(turn.reward)
         try:
-            check_total(given.score for given in session.rewards.values())
+            check_total(reward.score for reward in session.rewards.values())
         except DataError as error:
             return Failure("env_error", f"{self._pool.name}: {error}")
         return None if session.exceeded is not None else failure
 
 
 def trajectory_of(session: Session, tokenizer: Tokenizer, info: Mapping[str, Any]) -> Trajectory:
-    """Trajectory of a session: its sequences one after the other, as they were asked for.
+    """Return the trajectory of a session: its sequences in the order of their first requests.
 
-    Turns are numbered in the order of their requests, not of answers or of places in the row. A
-    reward is of the last requested answer that came since the reward before it, or else of the same
-    as that; ``info`` goes with the last.
+    Turns are numbered in the order of requests, not of answers or columns. A reward belongs to the
+    last requested answer of the answers that arrived since the previous reward. A reward set before
+    any answer belongs to turn 1. ``info`` belongs to the last turn.
     """
     turn_of = {answer: turn for turn, answer in enumerate(sorted(session.answers), start=1)}
     answers_of: dict[int, list[RecordedAnswer]] = {}
     for answer in session.answers:
         answers_of.setdefault(answer.sequence, []).append(answer)
-    trajectory, read, turns = Trajectory(tokenizer), dict[int, str](), dict[int, TurnRecord]()
+    trajectory = Trajectory(tokenizer)
+    prompt_texts, turns = dict[int, str](), dict[int, TurnRecord]()
+    # Append the sequences, each as alternating prompt tokens and sampled tokens.
     for answers in sorted(answers_of.values(), key=lambda answers: turn_of[answers[0]]):
         sequence = session.sequences[answers[0].sequence]
         trajectory.starts.append(len(trajectory.ids))
         for answer, end in zip(answers, sequence.ends, strict=True):
-            turn, before = turn_of[answer], sequence.ids[: answer.begin]
+            turn, prompt_ids = turn_of[answer], sequence.ids[: answer.begin]
             sampled = slice(answer.begin, answer.end)
             ids = sequence.ids[sampled]
-            read[turn] = tokenizer.decode(before[answer.start :])
-            content = decode_response(tokenizer, before, ids)
+            prompt_texts[turn] = tokenizer.decode(prompt_ids[answer.start :])
+            content = decode_response(tokenizer, prompt_ids, ids)
             turns[turn] = TurnRecord(content, len(ids), end == "stop")
-            trajectory.read(before[answer.start :])
-            trajectory.sampled(ids, sequence.logprobs[sampled], turn)
-    trajectory.prompt, trajectory.turns = read[1], [turns[turn] for turn in sorted(turns)]
+            trajectory.append_context(prompt_ids[answer.start :])
+            trajectory.append(ids, sequence.logprobs[sampled], turn)
+    trajectory.prompt = prompt_texts[1]
+    trajectory.turns = [turns[turn] for turn in sorted(turns)]
     for turn, record in enumerate(trajectory.turns[:-1], start=1):
-        record.answer = [{"role": "agent", "content": read[turn + 1]}]
+        record.answer = [{"role": "agent", "content": prompt_texts[turn + 1]}]
+    # Assign the rewards to turns.
     begin = 0
-    for count, given in session.rewards.items():
+    for count, reward in session.rewards.items():
         rewarded = (turn_of[answer] for answer in session.answers[begin:count])
         record = trajectory.turns[max(rewarded, default=1) - 1]
-        record.reward, record.parts = given.score, given.parts
+        record.reward, record.parts = reward.score, reward.parts
         begin = count
     trajectory.turns[-1].info = dict(info)
     return trajectory

@@ -1,11 +1,11 @@
 """Rollouts of many turns: conversations of the policy with environments.
 
-rank 0, a thread:  environments' processes ─► rows that wait for the engine
-all ranks:         trajectories ◄─ batches of the engine ◄─┘
+    rank 0, a thread:  processes of the environments ─► rows that wait for the engine
+    all ranks:         trajectories ◄─ batches of the engine ◄─┘
 
-The tokens of a conversation depend on the run's seed, its sample id and what its environment says
-only: not on which others are under way, on ranks or on layouts. Nothing is under way between steps,
-so a run that is resumed begins a step's conversations again, from their seeds.
+The tokens of a conversation depend only on the run's seed, its sample id and the environment's
+messages, not on concurrent conversations, ranks or layouts. No conversation runs between steps, so
+a resumed run starts the conversations of its step from their seeds.
 """
 
 import logging
@@ -17,9 +17,8 @@ from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
-from aligner.algorithms.rollout.ahead import ConversationsAhead
 from aligner.algorithms.rollout.driver import ConversationFailedError, Driver, Episode, Steps
-from aligner.algorithms.rollout.rollout import RolloutSource
+from aligner.algorithms.rollout.rollout import ConversationsAhead, RolloutSource
 from aligner.algorithms.rollout.trajectories import END_REASONS, engine_survives, rollout_batch
 from aligner.architecture import GPTArchitecture
 from aligner.config import SamplingOptions, SamplingRunConfig
@@ -28,7 +27,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.calls import form_of
 from aligner.environments.conversation import ChatRenderer, Conversation, RewrittenHistoryError
 from aligner.environments.pool import Call, CallName, EnvironmentPool, Failure
-from aligner.environments.trajectory import KeptTokens
+from aligner.environments.trajectory import EndReason, KeptTokens, Limits
 from aligner.errors import DataError
 from aligner.generation.batching import EngineSettings, ServingEngine
 from aligner.generation.rows import Row
@@ -42,15 +41,15 @@ log = logging.getLogger(__name__)
 
 FAILURE_REASONS = ("env_timeout", "env_error", "engine_error")
 
-# Engines make random numbers of seed and sample id: turns and attempts have ids of their own.
+# Engines derive random numbers from seed and sample id: each turn and attempt gets a separate id.
 _TURN, _ATTEMPT = 1 << 40, 1 << 51
-_MAX_WAITING = 4096  # rows; 4 for each conversation if these are more
+_QUEUE_ROWS = 4096  # at least 4 rows per conversation
 
 
 class ConversationRollouts(RolloutSource):
-    """Conversations in place of single responses; each kind of environment has a subclass."""
+    """Base of the kinds of environments: conversations in place of single responses."""
 
-    gather_s: ClassVar[float]  # longest wait of a batch for conversations that have not asked yet
+    gather_s: ClassVar[float]  # a batch waits at most this long for conversations without a row
     runs_agents: ClassVar[bool] = False
 
     def __init__(
@@ -61,13 +60,12 @@ class ConversationRollouts(RolloutSource):
         columns: Mapping[str, str | None],
         closing: ExitStack,
     ) -> None:
-        """Start the first process of the environments on rank 0; see `EnvironmentKind.open`."""
-        del architecture
+        """Start the first process of the environments on rank 0 (see `EnvironmentKind.open`)."""
         rollout = config.model.rollout
-        self._config, self._tokenizer = config.environment, tokenizer
+        self._run_config, self._config, self._tokenizer = config, config.environment, tokenizer
         self._options = SamplingOptions(rollout.length_params, rollout.sampling_params)
-        most = max(_MAX_WAITING, 4 * self._config.concurrency)
-        self._queue = JobQueue[Row](most, self.gather_s)
+        queue_rows = max(_QUEUE_ROWS, 4 * self._config.concurrency)
+        self._queue = JobQueue[Row](queue_rows, self.gather_s)
         self._pool: EnvironmentPool | None = None
 
         def start() -> None:
@@ -75,6 +73,10 @@ class ConversationRollouts(RolloutSource):
             closing.callback(self._pool.close)
 
         on_rank_zero(start)
+        self._prepare(architecture, closing)
+
+    def _prepare(self, architecture: GPTArchitecture, closing: ExitStack) -> None:
+        """Prepare state of a subclass, once on all ranks after the process has started."""
 
     def _started_pool(self, columns: Mapping[str, str | None]) -> EnvironmentPool:
         config = self._config
@@ -91,10 +93,7 @@ class ConversationRollouts(RolloutSource):
 
     @abstractmethod
     def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
-        """Conduct a conversation; return its trajectory, and a failure if it has ended with one.
-
-        ``options``: of `collect`.
-        """
+        """Conduct one attempt of a conversation (see `Steps`), with ``options`` of `collect`."""
 
     def collect(
         self,
@@ -105,21 +104,23 @@ class ConversationRollouts(RolloutSource):
         per_prompt: int = 1,
         sampling_options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
-        """A rollout batch (`aligner.types`) of conversations, up to ``generation_logprobs``.
+        """Return a rollout batch (`aligner.types`) of conversations up to ``generation_logprobs``.
 
-        ``data``: of `aligner.algorithms.rollout.rollout.prompts_batch`, whose sample ids and
-        columns are used; ``per_prompt`` adjacent rows have environments with one seed. Besides the
-        columns of a single-turn rollout it has ``turn_ids`` int64 [B, S], ``turn_rewards`` float32
-        [B, S] and ``is_scored`` float32 [B], where conversations may fork ``position_ids`` int64
-        [B, S], where the engine records them ``kept_ids`` int32 [B, S, K], and the lists
-        ``responses``, ``turns``, ``reward_parts``, ``end_reasons``, ``forks`` and ``failures``.
+        ``data`` is a `aligner.algorithms.rollout.rollout.prompts_batch`, of which sample ids and
+        columns are used. The environments of ``per_prompt`` adjacent rows share a seed. In addition
+        to the columns of a single-turn rollout, the batch contains ``turn_ids`` int64 [B, S],
+        ``turn_rewards`` float32 [B, S], ``is_scored`` float32 [B], and the lists ``responses``,
+        ``turns``, ``reward_parts``, ``end_reasons``, ``forks`` and ``failures``. If conversations
+        may fork, the batch also contains ``position_ids`` int64 [B, S]. If the engine records kept
+        tokens, the batch also contains ``kept_ids`` int32 [B, S, K].
 
         Raises:
-            EnvironmentCallError: more conversations, or calls of the engine, failed than
-                ``environment.retries``, or none was scored. Messages that cannot be rendered, or
-                leave no room for an answer, are failures.
-            Exception: what the engine raised, if `engine_survives` returns False.
-            RewrittenHistoryError: a template rewrites what was said, which is to be refused.
+            EnvironmentCallError: more conversations or engine calls failed than
+                ``environment.retries``, or no conversation was scored. A conversation fails if its
+                messages cannot be rendered or leave no room for an answer.
+            Exception: the engine's exception, if `engine_survives` returns False.
+            RewrittenHistoryError: a template rewrites earlier messages, and the configuration
+                rejects such templates.
         """
         generation.prepare_for_generation()
         batch = self._collect(
@@ -132,7 +133,7 @@ class ConversationRollouts(RolloutSource):
         self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
     ) -> PendingGeneration:
         """See `RolloutSource.begin`."""
-        # The engine is not prepared: it has the weights that are to be sampled with.
+        # The engine already contains the weights to sample with.
         return ConversationsAhead(
             partial(self._collect, generation, data, seed=seed, per_prompt=per_prompt)
         )
@@ -147,6 +148,7 @@ class ConversationRollouts(RolloutSource):
         per_prompt: int,
         options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
+        # Rank 0: start the thread of conversations. All ranks: sample the rows that wait.
         config, pad_id = self._config, self._tokenizer.pad_id
         conduct = partial(self.conduct, seed=seed, options=options)
         driver = Driver(config, self._pool, self._queue, conduct)
@@ -170,6 +172,7 @@ class ConversationRollouts(RolloutSource):
             self._queue.fail_all(ConnectionAbortedError("the rollout is over"))
         if is_abandoned():
             return data
+        # Build the batch on rank 0 and send it to all ranks.
         forks, unscored = config.rewritten_history == "fork", config.unscored
         return on_rank_zero(
             lambda: rollout_batch(
@@ -183,25 +186,16 @@ class EnvironmentRollouts(ConversationRollouts):
 
     gather_s = 0.5
 
-    def __init__(
-        self,
-        config: SamplingRunConfig,
-        tokenizer: Tokenizer,
-        architecture: GPTArchitecture,
-        columns: Mapping[str, str | None],
-        closing: ExitStack,
-    ) -> None:
-        """See `ConversationRollouts`."""
-        super().__init__(config, tokenizer, architecture, columns, closing)
+    def _prepare(self, architecture: GPTArchitecture, closing: ExitStack) -> None:
         self._renderer = ChatRenderer(
-            tokenizer,
-            add_bos=config.data.add_bos,
+            self._tokenizer,
+            add_bos=self._run_config.data.add_bos,
             rewritten_history=self._config.rewritten_history,
-            special_tokens_in_text=config.data.special_tokens_in_text,
+            special_tokens_in_text=self._run_config.data.special_tokens_in_text,
         )
 
     def conduct(self, episode: Episode, seed: int, options: SamplingOptions | None) -> Steps:
-        """Alternate messages of the policy and calls of the environment."""
+        """Alternate messages of the policy and environment calls."""
         del seed
         assert self._pool is not None
         conversation, failure, is_alive = None, None, True
@@ -214,9 +208,10 @@ class EnvironmentRollouts(ConversationRollouts):
         except ConversationFailedError as error:
             failure = error.failure
             is_alive = failure.reason == "engine_error"
-        except Exception as error:  # whatever a tokenizer or a template raises
+        except Exception as error:  # any exception of a tokenizer or a template
             text = f"{self._pool.name}: {describe_exception(error)}"
             failure = Failure("env_error", text, error)
+        # Close the environment, unless one of its calls failed.
         if is_alive:
             try:
                 yield self._call(episode, "close")
@@ -228,43 +223,48 @@ class EnvironmentRollouts(ConversationRollouts):
         self, episode: Episode, conversation: Conversation, options: SamplingOptions | None
     ) -> Generator[Call | Row, Any, None]:
         config, length = self._config, (options or self._options).length.max_length
-        if len(conversation.ids) + length > config.max_tokens:
+        limits = Limits(config.max_turns, config.max_tokens)
+        if limits.exceeded(1, len(conversation.ids) + length):
             raise DataError(
-                f"environment.max_tokens={config.max_tokens}: the first messages of a "
-                f"conversation have {len(conversation.ids)} tokens, and a response may have "
-                f"{length} more; raise it, or lower length_params.max_length (the messages begin "
-                f"{conversation.prompt[:60]!r})"
+                f"environment.max_tokens={config.max_tokens}: the first messages of a conversation "
+                f"({conversation.prompt[:60]!r} …) contain {len(conversation.ids)} tokens, and a "
+                f"response may add {length}. Raise max_tokens, or lower "
+                "length_params.max_length"
             )
-        first_id, is_last = episode.sample_id + episode.attempt * _ATTEMPT, False
-        while not is_last:
+        # Each message of the policy is a sample with a separate id.
+        first_id = episode.sample_id + episode.attempt * _ATTEMPT
+        end_reason: EndReason | None = None
+        while end_reason is None:
             sample_id = first_id + len(conversation.turns) * _TURN
             response = yield Row(conversation.sequence, sample_id, options)
-            if response.kept is not None:
-                conversation.kept.append(KeptTokens(len(conversation.ids), response.kept))
+            if response.kept_ids is not None:
+                kept_tokens = KeptTokens(len(conversation.ids), response.kept_ids)
+                conversation.kept_tokens.append(kept_tokens)
             is_end = response.end == "stop"
             message = conversation.answered(response.ids, response.logprobs, is_end)
             turn = yield self._call(episode, "step", message)
-            is_last = turn.done or len(conversation.turns) >= config.max_turns
-            conversation.follow(turn, goes_on=not is_last)
-            if is_last:
-                conversation.end_reason = "done" if turn.done else "max_turns"
-            elif len(conversation.ids) + length > config.max_tokens:
-                conversation.end_reason, is_last = "max_tokens", True
+            # The messages are appended, and count as tokens, only if another turn may follow.
+            turns = len(conversation.turns) + 1
+            end_reason = "done" if turn.done else limits.exceeded(turns, 0)
+            conversation.follow(turn, goes_on=end_reason is None)
+            end_reason = end_reason or limits.exceeded(turns, len(conversation.ids) + length)
+        conversation.end_reason = end_reason
 
     def _call(self, episode: Episode, name: CallName, argument: Any = None) -> Call:
         return Call(episode.slot, name, argument, self._config.timeout_s)
 
 
 class EnvironmentReward:
-    """Rewards that environments gave while a rollout was sampled (`RewardInterface`)."""
+    """Rewards that environments returned during the rollout (`RewardInterface`)."""
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Sum of each conversation's rewards, and its further numbers (`total_parts`).
+        """Return the sum of each conversation's rewards, and the sums of its parts (`total_parts`).
 
         Reads ``turn_rewards`` float32 [B, S], ``turn_ids`` int64 [B, S] and the lists of
-        `EnvironmentRollouts.collect`. A conversation that lacks a number that others have counts 0
-        for it; the reward of one without any is 0.
+        `ConversationRollouts.collect`. A part that a conversation lacks counts as 0. The reward of
+        a conversation without any reward is 0.
         """
+        # Every conversation gets a value for every part.
         parts = data["reward_parts"]
         names = dict.fromkeys(name for row in parts for name in row)
         ends, failed = Counter(data["end_reasons"]), Counter(chain(*data["failures"]))

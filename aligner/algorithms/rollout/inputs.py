@@ -1,6 +1,6 @@
-"""Inputs of a run that samples: its prompts, and the engine that answers them."""
+"""Inputs of a run that samples: prompts, environments and the sampling engine."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -10,7 +10,13 @@ from aligner.algorithms.run.engine import Workers
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_lengths, check_room, dropped_note
 from aligner.architecture import GPTArchitecture
-from aligner.config import EngineStart, SamplingRunConfig
+from aligner.config import (
+    AskedDataConfig,
+    DataConfig,
+    EngineStart,
+    PromptSourceConfig,
+    SamplingRunConfig,
+)
 from aligner.config.parse import refuse
 from aligner.data.dataset import PromptSampler, Split
 from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
@@ -22,23 +28,23 @@ from aligner.models.policy.lm_policy import Policy
 
 @dataclass(frozen=True)
 class Prompts(Split[PromptDataset]):
-    """Prompts of a run; ``sets``: further ones for validation, by name."""
+    """Prompts of a run. ``sets`` are the named additional validation sets."""
 
     sets: Mapping[str, PromptDataset] = field(default_factory=dict)
 
     @property
     def max_length(self) -> int:
         """Length of the longest prompt of all sets, in tokens."""
-        return max([super().max_length, *(each.max_length for each in self.sets.values())])
+        return max([super().max_length, *(prompts.max_length for prompts in self.sets.values())])
 
     @property
     def held_out(self) -> dict[str, PromptDataset]:
-        """Every set for validation by the prefix of its metrics."""
-        own = {} if self.validation is None else {"val_rollouts": self.validation}
-        return {**own, **{f"val_sets/{name}": prompts for name, prompts in self.sets.items()}}
+        """All validation sets, by the prefix of their metrics."""
+        sets = {} if self.validation is None else {"val_rollouts": self.validation}
+        return {**sets, **{f"val_sets/{name}": prompts for name, prompts in self.sets.items()}}
 
     def sampler(self, config: SamplingRunConfig) -> PromptSampler:
-        """Sampler of the training prompts of each step."""
+        """Return the sampler that draws the training prompts of each step."""
         rollout = config.model.rollout
         return PromptSampler(
             len(self.train),
@@ -49,7 +55,7 @@ class Prompts(Split[PromptDataset]):
         )
 
     def notes(self) -> list[str]:
-        """Prompts that were dropped, or are in both sets, for the start-up report."""
+        """Return notes on dropped prompts and prompts in both sets for the start-up report."""
         dropped = self.train.dropped_too_long
         return [
             *dropped_note(dropped, "training prompts", "data.max_prompt_length"),
@@ -58,57 +64,58 @@ class Prompts(Split[PromptDataset]):
 
 
 def load_prompts(run: Run[SamplingRunConfig]) -> Prompts:
-    """Read and tokenize the prompts of a run, and check that responses fit behind them."""
+    """Read and tokenize the prompts of a run, and check that responses fit after them."""
     config, data = run.config, run.config.data
     if config.environment.is_set:
-        return _load_episodes(run)
-    both = Split.load(PromptDataset, data, run.tokenizer)
-    sets = {
-        name: PromptDataset.load(source, run.tokenizer, data)
-        for name, source in config.validation.sets.items()
-    }
-    held_out = [*sets.values()] if both.validation is None else [both.validation, *sets.values()]
-    for prompts in (both.train, *held_out):
-        check_lengths(config, run.architecture, prompts.max_length)
-    response = config.validation.max_length
-    if response is not None:
-        for prompts in held_out:
-            check_room(run.architecture, prompts.max_length, "validation.max_length", response)
-    return Prompts(both.train, both.validation, sets)
-
-
-def _load_episodes(run: Run[SamplingRunConfig]) -> Prompts:
-    """Rows of a run over conversations; a prompt may be as long as leaves room for a response."""
-    config = run.config
-    longest = longest_opening(config, run.architecture)
-    refuse(config.length_problems(longest))
-    held_out, truth = config.data.validation, config.data.ground_truth_column
-    return Prompts(
-        EpisodeDataset.read(config.data.train, longest, truth),
-        None if held_out is None else EpisodeDataset.read(held_out, longest, truth),
-        {
-            name: EpisodeDataset.read(source, longest, truth)
-            for name, source in config.validation.sets.items()
-        },
+        refuse(config.length_problems(longest_opening(config, run.architecture)))
+    load = prompt_loader(config, data, run.tokenizer, run.architecture)
+    prompts = Prompts(
+        load(data.train),
+        None if data.validation is None else load(data.validation),
+        {name: load(source) for name, source in config.validation.sets.items()},
     )
+    if config.environment.is_set:
+        return prompts
+    # Every prompt leaves room for a response, validation prompts for a validation response, too.
+    validation_sets = prompts.held_out.values()
+    for dataset in (prompts.train, *validation_sets):
+        check_lengths(config, run.architecture, dataset.max_length)
+    max_response = config.validation.max_length
+    if max_response is not None:
+        for dataset in validation_sets:
+            check_room(run.architecture, dataset.max_length, "validation.max_length", max_response)
+    return prompts
+
+
+def prompt_loader(
+    config: SamplingRunConfig,
+    data: DataConfig | AskedDataConfig,
+    tokenizer: Tokenizer,
+    architecture: GPTArchitecture,
+) -> Callable[[PromptSourceConfig], PromptDataset]:
+    """Return a function that reads a source: prompts, or the rows of conversations."""
+    if not config.environment.is_set:
+        return lambda source: PromptDataset.load(source, tokenizer, data)
+    max_length = longest_opening(config, architecture)
+    return lambda source: EpisodeDataset.read(source, max_length, data.ground_truth_column)
 
 
 def longest_opening(config: SamplingRunConfig, architecture: GPTArchitecture) -> int:
-    """Tokens that a prompt of a conversation may have, of any turn: a response fits behind it."""
+    """Return the maximum number of prompt tokens with which a response fits, in any turn."""
     environment, positions = config.environment, architecture.max_position_embeddings
     if environment.max_tokens > positions:
         raise ConfigError(
-            f"environment.max_tokens={environment.max_tokens}: the model has {positions} "
-            "positions; lower it"
+            f"environment.max_tokens={environment.max_tokens}, but the model has {positions} "
+            "positions. Lower max_tokens"
         )
     return environment.max_tokens - config.model.rollout.length_params.max_length
 
 
 def load_environments(run: Run[SamplingRunConfig], prompts: Prompts) -> RolloutSource | None:
-    """The environments of a run; see `open_environments`. They end with the run."""
-    further = {f"validation.sets.{name}": each for name, each in prompts.sets.items()}
-    own = {"data.train": prompts.train, "data.validation": prompts.validation}
-    columns = columns_of_rows({**own, **further})
+    """Start the environments of a run until the run ends (see `open_environments`)."""
+    sets = {"data.train": prompts.train, "data.validation": prompts.validation}
+    sets |= {f"validation.sets.{name}": prompts for name, prompts in prompts.sets.items()}
+    columns = columns_of_rows(sets)
     return open_environments(run.config, run.tokenizer, run.architecture, columns, run.closing)
 
 
@@ -119,14 +126,14 @@ def open_environments(
     columns: Mapping[str, str | None],
     closing: ExitStack,
 ) -> RolloutSource | None:
-    """Environments, their processes started on rank 0; None: the configuration has none.
+    """Start environments, with processes on rank 0. None without environments or in a dry run.
 
-    ``columns``: of `columns_of_rows`. ``closing`` ends them. A dry run has none: its responses are
-    as long as a conversation may be.
+    ``columns``: see `columns_of_rows`. ``closing`` ends the environments. A dry run samples single
+    responses of the maximum length of a conversation instead.
 
     Raises:
-        ConfigError: the class or function cannot be imported, or cannot be made of the columns, or
-            the command's program is not there.
+        ConfigError: the class or function cannot be imported or does not accept the columns, or
+            the command's program does not exist.
     """
     environment = config.environment
     if not environment.is_set or config.dry_run:
@@ -138,33 +145,34 @@ def open_environments(
 
 
 def of_dry_run(run: Run[SamplingRunConfig], prompts: Prompts) -> Prompts:
-    """Prompts of a dry run, of the greatest length in place of ``prompts``; else ``prompts``."""
+    """Return ``prompts``, or for a dry run generated prompts of the maximum length."""
     if not run.config.dry_run:
         return prompts
     return Prompts(longest_set(run.config, prompts.train, run.tokenizer, run.architecture))
 
 
 def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[str]:
-    """Note that validation prompts are learned from, too; empty where none is."""
+    """Return a note if validation prompts are also training prompts."""
     if validation is None or isinstance(train, EpisodeDataset):
         return []
-    learned = {tuple(train[index].ids) for index in range(len(train))}
-    count = sum(tuple(validation[index].ids) in learned for index in range(len(validation)))
+    trained = {tuple(train[index].ids) for index in range(len(train))}
+    count = sum(tuple(validation[index].ids) in trained for index in range(len(validation)))
     if not count:
         return []
     return [
-        f"{count} of {len(validation)} validation prompts are training prompts, too: what "
-        "validation says of them is no news"
+        f"{count} of {len(validation)} validation prompts are training prompts as well: "
+        "validation overestimates the accuracy"
     ]
 
 
 def start_generation(
     config: SamplingRunConfig, workers: Workers, policy: Policy, longest_prompt: int
 ) -> GenerationInterface | None:
-    """The engines that sample for the policy; None where its own workers do."""
+    """Start the engines that sample for the policy, or return None if its workers sample."""
     engine = config.generation.engine
     if engine is None:
         return None
+    # Engines reserve memory for the longest sequence of training and validation.
     response = max(config.model.rollout.length_params.max_length, config.validation.max_length or 0)
     return workers.own(
         engine.start(
@@ -178,8 +186,3 @@ def start_generation(
             )
         )
     )
-
-
-def generation_note(generation: GenerationInterface) -> list[str]:
-    """Device settings of the engines, for the start-up report."""
-    return [*filter(None, [generation.in_words()])]

@@ -33,8 +33,8 @@ from aligner.rewards.interface import Reward, RewardInterface
 from aligner.rewards.model import ModelReward, SharedBackboneReward, VerifiedReward
 from aligner.rewards.sequences import SequenceEncoder
 
-# Options of a model's start, training and end; the critic's output layer is gone.
-_NOT_OF_THE_BODY = {
+# Options that affect a model's start, training or output layer. The critic lacks the output layer.
+_NON_BODY_FIELDS = {
     "attention_dropout",
     "family",
     "hidden_dropout",
@@ -47,7 +47,7 @@ _NOT_OF_THE_BODY = {
 class RatingModel:
     """A reward model whose file is read and checked, and which is not started yet.
 
-    ``weights``: of the attributes that it rates, [attributes]; None: it gives one number.
+    ``weights`` are the weights of its attributes, [attributes], or None for a scalar reward.
     """
 
     architecture: GPTArchitecture
@@ -59,31 +59,31 @@ class RatingModel:
 class RewardSource:
     """Description of the reward before any model is built.
 
-    ``scorer``: a function or a server, ready to score; None if a reward ``model`` is to be started.
-    ``verifier``: the function beside a model or a server.
+    ``scorer`` is a function or a server that is ready to score, or None if the reward ``model`` has
+    to be started. ``verifier`` is a function that is used in addition to a model or a server.
     """
 
     config: SamplingRunConfig
-    tokenizer: Tokenizer  # the policy's
+    tokenizer: Tokenizer  # of the policy
     scorer: RewardInterface | None
     verifier: Reward | None
     model: RatingModel | None = None
 
     def start(self, workers: Workers, value: Value | None = None) -> RewardInterface:
-        """The reward of the run; a reward model is started, and ends with ``workers``.
+        """Return the run's reward. A reward model is started and ends with ``workers``.
 
-        ``value``: the run's critic, whose body it may share. Of a dry run, which has no responses
-        worth a reward, functions and servers are not asked.
+        ``value`` is the critic, whose body the reward model may share. A dry run has no meaningful
+        responses, so functions and servers are not called.
         """
         model = None if self.model is None else self._started(self.model, workers, value)
         if self.config.dry_run:
             return MadeUpRewards(model, self.config.seed)
         scorer = self.scorer or model
-        assert scorer is not None, "a source has one of them"
+        assert scorer is not None, "a source must have a scorer or a model"
         return scorer if self.verifier is None else VerifiedReward(scorer, self.verifier)
 
     def memory(self) -> list[RoleMemory]:
-        """Memory of a reward model per process, for the start-up report; empty without a body."""
+        """Return the memory of a reward model per process, empty without a separate body."""
         model = self.config.reward.model
         if self.model is None or (model is not None and model.share_body_with_critic):
             return []
@@ -91,10 +91,11 @@ class RewardSource:
         return [role_memory(self.config, architecture, 1, "reward model", trainable=False)]
 
     def _started(self, rating: RatingModel, workers: Workers, value: Value | None) -> ModelReward:
-        """The reward model, frozen: on workers in the policy's layout, or in ``value``'s."""
+        """Start the frozen reward model, on workers in the policy's layout or in ``value``'s."""
         config, model = self.config, self.config.reward.model
         assert model is not None, "checked with the configuration"
-        frozen, run = frozen_beside(config.model, model), run_settings(config)
+        frozen, run = frozen_config(config.model, model), run_settings(config)
+        # The handle of the workers: the critic's, or separate ones.
         handle: RewardModel | SharedBackboneReward
         if model.share_body_with_critic:
             assert value is not None, "checked with the configuration"
@@ -129,11 +130,12 @@ def load_reward(
 ) -> RewardSource:
     """Load the source of rewards: import a function, query a server, or read a model's header.
 
-    ``columns``: what the data has for the function; ``closing`` ends the function's processes.
+    ``columns`` are the data's columns for the function. ``closing`` ends the function's processes.
     """
     reward, rollout = config.reward, config.model.rollout
     if reward.kind == "environment":
         return RewardSource(config, tokenizer, EnvironmentReward(), None)
+    # A function is the reward, or verifies in addition to a model or a server.
     function = None
     if reward.function is not None:
         function = Reward.load(reward, tokenizer)
@@ -142,7 +144,7 @@ def load_reward(
     if reward.kind == "function":
         return RewardSource(config, tokenizer, function, None)
     if reward.server is not None:
-        from aligner.rewards.server.client import RemoteReward  # httpx: for this alone
+        from aligner.rewards.server.client import RemoteReward  # imports httpx
 
         remote = RemoteReward(
             reward.server,
@@ -159,7 +161,7 @@ def load_reward(
 def _rating_model(
     config: SamplingRunConfig, model: RewardModelConfig, engine: Engine
 ) -> RatingModel:
-    """The reward model of a file; it must have a head, and fit the layout."""
+    """Read a reward model's file. The model must have a head and fit the layout."""
     path = model.restore_from_path
     with named_by("reward.model.restore_from_path"), open_nemo(path) as checkpoint:
         attributes = rated_attributes(checkpoint, path)
@@ -173,7 +175,7 @@ def _rating_model(
 
 
 def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> None:
-    """Refuse a reward model whose weights do not fit into the critic's body."""
+    """Raise if the reward model's weights do not fit into the critic's body."""
     assert isinstance(config, RunConfig), "checked with the configuration"
     assert config.critic is not None, "checked with the configuration"
     key, path = "critic.restore_from_path", config.critic.restore_from_path
@@ -181,10 +183,11 @@ def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> 
         key, path = "model.restore_from_path", config.model.restore_from_path
     with open_nemo(path) as checkpoint:
         body = checkpoint.architecture
+    # Compare all fields that affect the body.
     differing = [
         f"{field.name} ({getattr(architecture, field.name)}, {getattr(body, field.name)})"
         for field in dataclasses.fields(GPTArchitecture)
-        if field.name not in _NOT_OF_THE_BODY
+        if field.name not in _NON_BODY_FIELDS
         and getattr(architecture, field.name) != getattr(body, field.name)
     ]
     if differing:
@@ -192,12 +195,12 @@ def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> 
         raise ConfigError(
             "reward.model.share_body_with_critic=true, but reward.model.restore_from_path="
             f"{config.reward.model.restore_from_path} and {key}={path} differ in "
-            f"{', '.join(differing)}; start both from one model, or set it to false"
+            f"{', '.join(differing)}. Start both from one model, or set it to false"
         )
 
 
-def frozen_beside(policy: TrainedModelConfig, model: RewardModelConfig) -> TrainedModelConfig:
-    """The policy's layout around the reward model; micro-batches are of so many sequences."""
+def frozen_config(policy: TrainedModelConfig, model: RewardModelConfig) -> TrainedModelConfig:
+    """Return a frozen reward model's configuration: layout of the policy, its own batch size."""
     return TrainedModelConfig(
         restore_from_path=model.restore_from_path,
         micro_batch_size=model.micro_batch_size,

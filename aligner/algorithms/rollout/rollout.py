@@ -1,12 +1,14 @@
-"""Collecting rollouts: prompts → responses → rewards. Shared by every algorithm that samples.
+"""Collection of rollouts: prompts → responses → rewards, for every algorithm that samples.
 
-Groups that teach nothing may be replaced (DAPO's dynamic sampling; Yu et al., 2025): where all
-responses to a prompt earn the same, their advantages are 0. Others take their place, so that every
-update learns from as many samples.
+Groups without a learning signal may be replaced (DAPO's dynamic sampling, Yu et al., 2025). If all
+responses to a prompt earn the same reward, their advantages are 0. Other groups replace them, so
+that every update learns from the same number of samples.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any, Literal
 
 import torch
@@ -21,29 +23,42 @@ from aligner.observe.diagnostics import rollout_metrics, statistics
 from aligner.observe.samples import Sample
 from aligner.rewards.interface import RewardInterface
 
-# Validation draws with the run's seed moved by this much, so that it never shares random numbers
-# with training and every validation of a run draws with the same ones.
+# Added to the run's seed for validation, so that validation never shares random numbers with
+# training and every validation of a run uses the same random numbers.
 VALIDATION_SEED_OFFSET = 1_000_003
 
 
 def prompts_batch(
     prompts: PromptBatch, first_sample_id: int, rollouts_per_prompt: int = 1
 ) -> BatchedDataDict:
-    """Batch that a sampling engine continues: one row per response, those to a prompt adjacent.
+    """Return a batch for a sampling engine: one row per response, rows of a prompt adjacent.
 
-    Row i is sample ``first_sample_id + i``. Besides tensors it has the lists ``prompts``,
-    ``ground_truths`` and ``columns`` (one dict per row).
+    Row i is sample ``first_sample_id + i``. In addition to tensors, the batch contains the lists
+    ``prompts``, ``ground_truths`` and ``columns`` (one dict per row).
     """
-    data = _as_batch(prompts).repeat_interleave(rollouts_per_prompt)
+    # Columns of the data by row.
+    columns = [
+        {name: values[row] for name, values in prompts.columns.items()}
+        for row in range(len(prompts))
+    ]
+    data: BatchedDataDict = BatchedDataDict(
+        {
+            "input_ids": prompts.input_ids,
+            "input_lengths": prompts.input_lengths,
+            "prompts": prompts.texts,
+            "ground_truths": prompts.ground_truths,
+            "columns": columns,
+        }
+    ).repeat_interleave(rollouts_per_prompt)
     data["sample_ids"] = torch.arange(data.size) + first_sample_id
     return data
 
 
 class RolloutSource(ABC):
-    """A way from prompts to a rollout batch: one response each (`SingleTurn`), or conversations.
+    """Source of rollout batches: one response per prompt (`SingleTurn`), or conversations.
 
-    All of them sample by `GenerationInterface.generate`, and what follows (rewards, advantages,
-    updates, validation, rollouts ahead, run states) knows no difference.
+    All sources sample with `GenerationInterface.generate`. Later stages (rewards, advantages,
+    updates, validation, prefetching, run states) do not depend on the source.
     """
 
     @abstractmethod
@@ -56,21 +71,21 @@ class RolloutSource(ABC):
         per_prompt: int = 1,
         sampling_options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
-        """A rollout batch (`aligner.types`) on the host, up to ``generation_logprobs``.
+        """Return a rollout batch (`aligner.types`) on the host, up to ``generation_logprobs``.
 
-        ``data``: a `prompts_batch`, whose lists are taken over; ``per_prompt`` adjacent rows are
-        of one prompt. ``sampling_options``: lengths and sampling, in place of the engine's own.
+        ``data`` is a `prompts_batch`, whose lists the batch contains. ``per_prompt`` adjacent rows
+        belong to one prompt. ``sampling_options`` replaces the engine's lengths and sampling.
         """
 
     @abstractmethod
     def begin(
         self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
     ) -> PendingGeneration:
-        """Begin `collect` while the policy trains; the result is the rollout batch."""
+        """Begin `collect` in the background, while the policy trains."""
 
 
 class SingleTurn(RolloutSource):
-    """One response to each prompt: one turn, and its end."""
+    """Source of single responses, one per row."""
 
     def collect(
         self,
@@ -83,11 +98,11 @@ class SingleTurn(RolloutSource):
     ) -> BatchedDataDict:
         """See `RolloutSource.collect`."""
         del per_prompt
-        others: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if sampling_options is not None:
-            others["sampling_options"] = sampling_options
+            options["sampling_options"] = sampling_options
         generation.prepare_for_generation()
-        output = generation.generate(data, seed=seed, **others).to("cpu")
+        output = generation.generate(data, seed=seed, **options).to("cpu")
         generation.finish_generation()
         return rollout_of(data, output)
 
@@ -100,27 +115,55 @@ class SingleTurn(RolloutSource):
 
 
 class _ResponsesAhead:
-    """Responses that an engine is sampling (`PendingGeneration`)."""
+    """Single responses that an engine is sampling (`PendingGeneration`)."""
 
     def __init__(self, pending: PendingGeneration, data: BatchedDataDict) -> None:
         self._pending, self._data = pending, data
 
     def result(self) -> BatchedDataDict:
-        """Wait for them, as a rollout batch."""
+        """Wait for the responses, and return them as a rollout batch."""
         return rollout_of(self._data, self._pending.result().to("cpu"))
 
     def abandon(self) -> None:
-        """End and forget them."""
+        """Stop sampling and discard the responses."""
         self._pending.abandon()
 
 
-def rollout_of(data: BatchedDataDict, output: BatchedDataDict) -> BatchedDataDict:
-    """A rollout batch (`aligner.types`) with everything up to ``generation_logprobs``.
+class ConversationsAhead:
+    """Conversations that a thread collects while the policy trains (`PendingGeneration`).
 
-    ``data``: a `prompts_batch`, whose lists are taken over; ``output``: its responses.
+    All conversations use the weights from before the training. Only engines on Ray sample while the
+    policy trains, driven by a single process, so the thread calls no collective.
+    """
+
+    def __init__(self, collect: Callable[[Callable[[], bool]], BatchedDataDict]) -> None:
+        """Call ``collect(is_abandoned)``, which stops early once ``is_abandoned()`` is True.
+
+        Until `result` or `abandon` returns, only this thread may use the engine or the
+        environments.
+        """
+        self._abandoned = Event()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="collect")
+        self._future = thread.submit(collect, self._abandoned.is_set)
+        thread.shutdown(wait=False)
+
+    def result(self) -> BatchedDataDict:
+        """Wait for the rollout batch, and raise the exception of ``collect`` if it failed."""
+        return self._future.result()
+
+    def abandon(self) -> None:
+        """Stop after the engine's current batch and ignore errors."""
+        self._abandoned.set()
+        self._future.exception()
+
+
+def rollout_of(data: BatchedDataDict, output: BatchedDataDict) -> BatchedDataDict:
+    """Return a rollout batch (`aligner.types`) with all columns up to ``generation_logprobs``.
+
+    ``data`` is a `prompts_batch`, whose lists the batch contains, and ``output`` its responses.
     """
     prompt_lengths, lengths = data["input_lengths"], output["unpadded_sequence_lengths"]
-    kept = {"kept_ids": output["kept_ids"]} if "kept_ids" in output else {}
+    kept_ids = {"kept_ids": output["kept_ids"]} if "kept_ids" in output else {}
     return BatchedDataDict(
         {
             "input_ids": output["output_ids"],
@@ -131,7 +174,7 @@ def rollout_of(data: BatchedDataDict, output: BatchedDataDict) -> BatchedDataDic
             "token_mask": response_mask(prompt_lengths, lengths, output["output_ids"].shape[1]),
             "sample_mask": torch.ones(data.size),
             "generation_logprobs": output["logprobs"],
-            **kept,
+            **kept_ids,
             "prompts": data["prompts"],
             "ground_truths": data["ground_truths"],
             "columns": data["columns"],
@@ -140,35 +183,33 @@ def rollout_of(data: BatchedDataDict, output: BatchedDataDict) -> BatchedDataDic
 
 
 def response_mask(prompt_lengths: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """float32 [B, width], 1 where a token was generated: prompt_length <= t < length."""
+    """Return float32 [B, width], 1 for generated tokens: prompt_length <= t < length."""
     position = torch.arange(width)
     inside = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])
     return inside.float()
 
 
 def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
-    """Add ``rewards``, ``responses`` and ``is_right`` to a rollout; return its metrics.
+    """Add ``rewards``, ``responses`` and ``is_right`` to a rollout batch, and return its metrics.
 
-    ``is_right``: float32 [B], the verifier's verdict; where it has none, a reward of at
-    least 1. The names of the metrics have no prefix. Conversations that do not count
-    (``sample_mask`` float32 [B]) are left out of means of rewards; ``accuracy_of_answered`` is of
-    those that were scored (``is_scored`` float32 [B]).
+    ``is_right``: float32 [B], the reward's part ``accuracy``, or without this part whether the
+    reward is at least 1. Metric names have no prefix. Means of rewards and parts exclude
+    conversations that do not count (``sample_mask`` float32 [B]). ``accuracy_of_answered`` is the
+    mean over scored conversations (``is_scored`` float32 [B]).
     """
     scored = reward.get_rewards(batch)
     batch["rewards"], batch["responses"] = scored.rewards, scored.responses
-    said = scored.parts.get("accuracy")
-    batch["is_right"] = (scored.rewards >= 1).float() if said is None else torch.tensor(said)
-    metrics = rollout_metrics(batch)
     right, values = (scored.rewards >= 1).float(), dict(scored.parts)
+    batch["is_right"] = torch.tensor(values["accuracy"]) if "accuracy" in values else right
+    metrics = rollout_metrics(batch)
+    # Means of conversations are over samples that count.
     if "is_scored" in batch:
         answered = statistics(batch["is_right"], batch["is_scored"])["mean"]
         metrics["accuracy_of_answered"] = answered.item()
         rows = batch["sample_mask"].nonzero().flatten().tolist()
-        right, values = (
-            right[rows],
-            {name: [each[row] for row in rows] for name, each in values.items()},
-        )
-    parts = {name: sum(each) / max(1, len(each)) for name, each in values.items()}
+        right = right[rows]
+        values = {name: [column[row] for row in rows] for name, column in values.items()}
+    parts = {name: sum(column) / max(1, len(column)) for name, column in values.items()}
     metrics["accuracy"] = parts.pop("accuracy", right.mean().item())
     metrics["reward_timeouts"] = scored.timeouts
     parts = {f"reward_parts/{name}": value for name, value in parts.items()}
@@ -178,11 +219,11 @@ def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
 def shape_rewards(
     rewards: Tensor, is_end: Tensor, shaping: RewardShapingConfig, improper: ImproperEndConfig
 ) -> tuple[Tensor, Tensor]:
-    """Rewards as the algorithm uses them and which samples count.
+    """Return the rewards that the algorithm uses and a mask of the samples that count.
 
-    ``R <- clamp(scale * R + shift, ±clip)``, then the penalty for responses that did not end by
-    themselves. ``rewards`` float32 [B], ``is_end`` bool [B]. Returns float32 [B] and a float32
-    sample mask [B], 0 where such a sample is to be left out.
+    ``R <- clamp(scale * R + shift, ±clip)``, then the penalty for responses that did not end
+    properly. ``rewards`` float32 [B], ``is_end`` bool [B]. Returns float32 [B] and a float32
+    sample mask [B], 0 for responses that did not end properly if ``improper.mode`` is ``mask``.
     """
     shaped = shaping.scale * rewards + shaping.shift
     if shaping.clip is not None:
@@ -196,26 +237,26 @@ def shape_rewards(
 def shape_turn_rewards(
     batch: BatchedDataDict, shaping: RewardShapingConfig, improper: ImproperEndConfig
 ) -> tuple[Tensor, Tensor]:
-    """`shape_rewards` of conversations: rewards of turns, and which samples count.
+    """Return the shaped rewards of turns and a mask of the samples that count.
 
-    ``R <- clamp(scale * R, ±clip)`` of each turn; the penalty is of the last. Reads
-    ``turn_rewards`` float32 [B, S], ``token_mask`` [B, S], ``is_end`` bool [B] and ``sample_mask``
-    float32 [B], without which those count that were scored (``is_scored``) or that did not end
-    properly. Returns float32 [B, S] and a sample mask [B].
+    ``R <- clamp(scale * R, ±clip)`` for each turn, then the penalty for an improper end in the last
+    turn. Reads ``turn_rewards`` float32 [B, S], ``token_mask`` [B, S], ``is_end`` bool [B] and
+    ``sample_mask`` float32 [B]. Without ``sample_mask``, conversations count that were scored
+    (``is_scored``) or did not end properly. Returns float32 [B, S] and a sample mask [B].
     """
     shaped, ended = shaping.scale * batch["turn_rewards"], batch["is_end"].float()
     if shaping.clip is not None:
         shaped = shaped.clamp(-shaping.clip, shaping.clip)
     if improper.mode == "penalize":
-        charged, turns = improper.penalty * (1 - ended), batch.get("turn_ids")
-        penalties = token_rewards(charged, None, batch["token_mask"], 0.0, turn_ids=turns)
-        shaped = shaped - penalties
+        penalties, turns = improper.penalty * (1 - ended), batch.get("turn_ids")
+        shaped = shaped - token_rewards(penalties, None, batch["token_mask"], 0.0, turn_ids=turns)
     counts = batch.get("sample_mask", torch.maximum(batch["is_scored"], 1 - ended))
     return shaped, counts * ended if improper.mode == "mask" else counts
 
 
 def samples_of(batch: BatchedDataDict, step: int, split: Any, count: int) -> list[Sample]:
-    """The first ``count`` rows of a scored rollout, to be shown."""
+    """Return the first ``count`` rows of a scored rollout batch for display."""
+    truths = batch["ground_truths"]
     return [
         Sample(
             step=step,
@@ -226,7 +267,7 @@ def samples_of(batch: BatchedDataDict, step: int, split: Any, count: int) -> lis
             prompt_length=int(batch["prompt_lengths"][row]),
             response_length=int(batch["token_mask"][row].sum()),
             is_end=bool(batch["is_end"][row]),
-            ground_truth=_shown(batch["ground_truths"][row]),
+            ground_truth=None if truths[row] is None else str(truths[row]),
             sample_id=int(batch["sample_ids"][row]),
             turns=batch["turns"][row] if "turns" in batch else None,
         )
@@ -235,27 +276,8 @@ def samples_of(batch: BatchedDataDict, step: int, split: Any, count: int) -> lis
 
 
 def prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
-    """``metrics`` with ``prefix/`` before every name."""
+    """Return ``metrics`` with ``prefix/`` before every name."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
-
-
-def _as_batch(prompts: PromptBatch) -> BatchedDataDict:
-    rows = range(len(prompts))
-    return BatchedDataDict(
-        {
-            "input_ids": prompts.input_ids,
-            "input_lengths": prompts.input_lengths,
-            "prompts": prompts.texts,
-            "ground_truths": prompts.ground_truths,
-            "columns": [
-                {name: values[row] for name, values in prompts.columns.items()} for row in rows
-            ],
-        }
-    )
-
-
-def _shown(ground_truth: Any) -> str | None:
-    return None if ground_truth is None else str(ground_truth)
 
 
 def fill_with_varied_groups(
@@ -268,36 +290,37 @@ def fill_with_varied_groups(
     pad_id: int,
     credit: Literal["trajectory", "turn"] = "trajectory",
 ) -> tuple[BatchedDataDict, int]:
-    """A scored rollout of ``prompts`` groups, and how many samples were sampled for it.
+    """Return a scored rollout batch of ``prompts`` groups and the number of samples drawn for it.
 
-    ``sample``: the next scored rollout of this many prompts, with ``sample_mask`` and
-    ``shaped_rewards``; responses to a prompt adjacent, ``rollouts_per_prompt`` of them. After the
-    first rollout only what is missing is sampled, so no group with signal is thrown away and all
-    come from the same weights (verl and NeMo-RL sample whole rollouts and drop the surplus).
+    ``sample(n)`` returns the next scored rollout of n prompts, with ``sample_mask`` and
+    ``shaped_rewards`` and ``rollouts_per_prompt`` adjacent responses to each prompt. After the
+    first rollout only missing groups are sampled, so every group with signal is used, and all
+    groups come from the same weights (verl and NeMo-RL sample full rollouts and drop the surplus).
 
-    Sampling ends when ``max_rollouts`` times ``prompts`` prompts were asked or ``prompts_left()``,
-    how many the run may yet sample, is 0. What is missing then is filled with groups that have no
-    signal, the earliest first, which count but teach nothing. Groups keep the order in which they
-    were sampled; ``pad_id`` fills shorter rows. ``credit``: that of `teaches`.
+    Sampling ends after ``max_rollouts`` times ``prompts`` prompts, or once ``prompts_left()``, the
+    number of prompts that the run may still sample, is 0. Groups without signal then replace
+    missing groups, the earliest first. Their samples count, but their advantages are 0. Groups keep
+    the order of sampling. ``pad_id`` pads shorter rows. ``credit``: see `teaches`.
     """
-    kept: list[BatchedDataDict] = []
-    spare: list[BatchedDataDict] = []
+    with_signal: list[BatchedDataDict] = []
+    without_signal: list[BatchedDataDict] = []
     sampled = 0
-    missing = asked = prompts
+    missing = count = prompts
     allowed = max_rollouts * prompts
-    while asked:
-        batch = sample(asked)
-        allowed -= asked
+    while count:
+        batch = sample(count)
+        allowed -= count
         sampled += batch.size
         signal = teaches(batch, rollouts_per_prompt, credit)
-        kept.append(batch.select_indices(signal.nonzero().flatten()))
-        spare.append(batch.select_indices((~signal).nonzero().flatten()))
+        with_signal.append(batch.select_indices(signal.nonzero().flatten()))
+        without_signal.append(batch.select_indices((~signal).nonzero().flatten()))
         missing -= int(signal.sum()) // rollouts_per_prompt
-        asked = min(missing, allowed, prompts_left())
-    joined: BatchedDataDict = BatchedDataDict.from_batches(
-        [*kept, *spare], pad_value_dict={"input_ids": pad_id}
+        count = min(missing, allowed, prompts_left())
+    # Groups without signal fill up the batch.
+    batch = BatchedDataDict.from_batches(
+        [*with_signal, *without_signal], pad_value_dict={"input_ids": pad_id}
     )
-    return joined.slice(0, prompts * rollouts_per_prompt), sampled
+    return batch.slice(0, prompts * rollouts_per_prompt), sampled
 
 
 def teaches(
@@ -305,12 +328,12 @@ def teaches(
     rollouts_per_prompt: int,
     credit: Literal["trajectory", "turn"] = "trajectory",
 ) -> Tensor:
-    """bool [B]: the rewards of the row's group differ, and still do once they are shaped.
+    """Return bool [B]: the rewards of the row's group differ, before and after shaping.
 
-    DAPO compares the verifier's rewards, without what length adds to them; a bound on the reward
-    (``trainer.ppo.reward.clip``) may take the difference away. The rows of a group go together: one
-    that does not count (``sample_mask`` 0) is not compared, and is kept with the others. With
-    ``credit="turn"`` rewards of turns are compared, where the batch is of conversations.
+    DAPO compares the verifier's rewards, without the length penalty. A limit of rewards
+    (``trainer.ppo.reward.clip``) may remove the difference. All rows of a group get the same value.
+    A sample that does not count (``sample_mask`` 0) is not compared. With ``credit="turn"``,
+    rewards of turns are compared if the batch contains conversations.
     """
     groups = torch.arange(batch.size) // rollouts_per_prompt
     counts = batch["sample_mask"]

@@ -1,4 +1,4 @@
-"""Conversations that ended, as rows of a rollout batch; and those that failed, within a budget."""
+"""Conversion of conversations to a rollout batch, and the errors after which they may restart."""
 
 import logging
 import traceback
@@ -20,31 +20,32 @@ log = logging.getLogger(__name__)
 
 END_REASONS: tuple[EndReason, ...] = get_args(EndReason)
 
-# They tell of what was asked, or of the code: the next call would raise them again.
-_NOT_OF_THE_ENGINE = (
+# Errors of the request or the code, not of the engine: the next call would fail again.
+_CALLER_ERRORS = (
     *(AttributeError, LookupError, NameError, TypeError, ValueError),
     *(AssertionError, NotImplementedError),
 )
 
 
 def engine_survives(generation: GenerationInterface, error: Exception) -> bool:
-    """Return whether conversations may begin again after ``generate`` raised; on every rank.
+    """Return whether conversations may restart after ``generate`` raised on all ranks.
 
-    Not where the error tells of the call instead of the engine, on any rank, and not where
-    ``generate`` cannot be called again. All ranks must have left it: a worker group raises on all
-    what one of them did, but those that generate together may still wait for each other. Where they
-    begin again, what the failed call held, such as a cache on the device, is let go.
+    False if the error on any rank comes from the request instead of the engine, or if ``generate``
+    cannot be called again. Call this function on all ranks after ``generate`` has raised on all
+    ranks: a worker group raises one worker's error everywhere, but ranks that generate together may
+    still wait for each other. If True, memory of the failed call, such as a cache on the device, is
+    released.
     """
     if isinstance(error, AlignerError):
         of_engine = isinstance(error, WorkerError)
     else:
-        of_engine = not isinstance(error, _NOT_OF_THE_ENGINE)
+        of_engine = not isinstance(error, _CALLER_ERRORS)
     if not (generation.recover() and all(gather_objects(of_engine))):
         return False
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
     return True
 
 
@@ -56,17 +57,18 @@ def rollout_batch(
     with_positions: bool,
     unscored: Literal["zero", "mask"] = "zero",
 ) -> BatchedDataDict:
-    """A rollout batch (`aligner.types`) of conversations, up to ``generation_logprobs``.
+    """Return a rollout batch (`aligner.types`) of conversations, up to ``generation_logprobs``.
 
     Args:
-        data: of `aligner.algorithms.rollout.rollout.prompts_batch`; its rows are those of ``rows``.
+        data: a `aligner.algorithms.rollout.rollout.prompts_batch` with the rows of ``rows``.
         rows: the conversations.
-        pad_id: fills tokens on the right.
-        with_positions: rows may hold several sequences, and ``position_ids`` int64 [B, S] says
-            where each begins.
-        unscored: of `EnvironmentConfig`. One that its environment ended without a reward does not
-            count in any case.
+        pad_id: pads tokens on the right.
+        with_positions: rows may contain several sequences, and the batch contains ``position_ids``
+            int64 [B, S], which restart at each sequence.
+        unscored: see `EnvironmentConfig`. A conversation that its environment ended without a
+            reward does not count in any case.
     """
+    # Unscored conversations that ended for these reasons count with reward 0.
     counted = {"failed"} if unscored == "mask" else {"failed", "max_turns", "max_tokens"}
     counts = [float(row.is_scored or row.end_reason in counted) for row in rows]
     ids, lengths = pad_right([row.ids[: row.length] for row in rows], pad_id)
@@ -76,8 +78,8 @@ def rollout_batch(
     optional: dict[str, Tensor] = {}
     if with_positions:
         optional["position_ids"] = _padded([row.positions for row in rows], width, torch.int64)
-    if any(row.kept for row in rows):
-        optional["kept_ids"] = _kept_ids([row.kept for row in rows], width)
+    if any(row.kept_tokens for row in rows):
+        optional["kept_ids"] = _kept_ids([row.kept_tokens for row in rows], width)
     return BatchedDataDict(
         {
             "input_ids": ids,
@@ -106,17 +108,17 @@ def rollout_batch(
 
 
 def _kept_ids(rows: Sequence[Sequence[KeptTokens]], width: int) -> Tensor:
-    """Kept ids at the tokens that were sampled, -1 elsewhere: int32 [B, width, K]."""
-    most = next(kept.ids.shape[1] for row in rows for kept in row)
-    result = torch.full((len(rows), width, most), PAD_VALUES["kept_ids"], dtype=torch.int32)
+    """Return the kept ids at sampled tokens and -1 elsewhere: int32 [B, width, K]."""
+    size = next(kept.ids.shape[1] for row in rows for kept in row)
+    result = torch.full((len(rows), width, size), PAD_VALUES["kept_ids"], dtype=torch.int32)
     for index, row in enumerate(rows):
-        for place, ids in row:
-            result[index, place : place + len(ids)] = ids
+        for start, ids in row:
+            result[index, start : start + len(ids)] = ids
     return result
 
 
 def _padded(rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> Tensor:
-    """Rows of numbers, right-padded with 0: ``dtype`` [B, width]."""
+    """Return the rows right-padded with 0: ``dtype`` [B, width]."""
     result = torch.zeros(len(rows), width, dtype=dtype)
     for index, row in enumerate(rows):
         result[index, : len(row)] = torch.tensor(row, dtype=dtype)

@@ -1,6 +1,6 @@
-"""Rejection sampling (best-of-n fine-tuning): learn the best of one's own responses.
+"""Rejection sampling (best-of-n fine-tuning): train on the best of the policy's own responses.
 
-prompts ─► 1 generate n responses each ─► 2 reward ─► 3 keep the best of each prompt
+prompts ─► 1 generate n responses each ─► 2 reward ─► 3 select the best of each prompt
                                                           │
                     5 validate, save ◄── 4 train on them, maximum likelihood
 """
@@ -24,7 +24,7 @@ from aligner.observe.metrics import PhaseTimers
 
 
 def train_rs(config: RSRunConfig) -> None:
-    """Run rejection sampling from start to end and print where everything is."""
+    """Run rejection sampling from start to end and print the paths of its files."""
     with Run.open(config) as run:
         config, rs = run.config, run.config.model.rs
         inputs = SamplingInputs.load(run)
@@ -32,19 +32,21 @@ def train_rs(config: RSRunConfig) -> None:
             with attempt:
                 sampler = inputs.prompts.sampler(config)
                 steps = total_steps(config, sampler)
-                kept = sampler.batch_size * rs.top_n_rollouts
-                policy = attempt.start_policy(steps * (kept // config.model.global_batch_size))
+                # The optimizer's schedule counts updates on selected samples.
+                selected = sampler.batch_size * rs.top_n_rollouts
+                updates = steps * (selected // config.model.global_batch_size)
+                policy = attempt.start_policy(updates)
                 trainer = inputs.start(RSTrainer, attempt, policy, sampler, steps)
-                learned = (
-                    f"of the samples of a step the best {rs.top_n_rollouts} of every "
-                    f"{rs.num_rollouts_per_prompt} are learned: {kept}"
+                note = (
+                    f"A step trains on the best {rs.top_n_rollouts} of every "
+                    f"{rs.num_rollouts_per_prompt} samples: {selected}"
                 )
                 summary = inputs.summary(
                     attempt,
                     trainer,
                     steps,
                     restores=["optimizer", "schedule", "data position"],
-                    notes=[learned],
+                    notes=[note],
                 )
                 with attempt.loop(trainer, steps, summary) as run_loop:
                     run_loop.run()
@@ -52,7 +54,7 @@ def train_rs(config: RSRunConfig) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class RSTrainer(SamplingTrainer):
-    """Rejection sampling over the handles; `RunLoop` drives it."""
+    """Trainer of rejection sampling, called by `RunLoop`."""
 
     config: RSRunConfig
     updates: int = field(default=0, init=False)
@@ -62,21 +64,22 @@ class RSTrainer(SamplingTrainer):
         self.loss = NegativeLogLikelihoodLoss()
 
     def step(self, step: int, timers: PhaseTimers) -> StepResult:
-        """One rollout, and one pass over the best of it."""
+        """Sample one rollout and train once on its best responses."""
         rs = self.config.model.rs
         with timers("generate"):
             batch = self.rollouts.take(self.consumed_samples, more=self.has_next(step))
         with timers("reward"):
             metrics = prefixed("train_rollouts", score(self.reward, batch))
+        # Samples that do not count are never the best.
         rewards = batch["rewards"].masked_fill(batch["sample_mask"] == 0, float("-inf"))
         best = best_of_each(rewards, rs.num_rollouts_per_prompt, rs.top_n_rollouts)
-        kept = columns_of(batch, TRAINED_COLUMNS).select_indices(best)
+        earned = statistics(batch["rewards"][best], batch["sample_mask"][best])
         with timers("train_policy"):
             self.policy.prepare_for_training()
-            result = self.policy.train(kept, self.loss)
+            trained_batch = columns_of(batch, TRAINED_COLUMNS).select_indices(best)
+            result = self.policy.train(trained_batch, self.loss)
             self.policy.finish_training()
             self.generation.weights_changed()
-        earned = statistics(batch["rewards"][best], batch["sample_mask"][best])
         self.consumed_samples += batch.size
         self.updates += count_updates([result])
         metrics |= {
@@ -91,11 +94,10 @@ class RSTrainer(SamplingTrainer):
 
 
 def best_of_each(rewards: Tensor, rollouts_per_prompt: int, top_n: int) -> Tensor:
-    """Rows of the ``top_n`` best responses to each prompt, int64 [B / rollouts_per_prompt * top_n].
+    """Return the rows of the ``top_n`` best responses to each prompt, in the order of the batch.
 
-    ``rewards``: float [B], responses to a prompt adjacent: the group of a response is given
-    by their place, not by their tokens. Of equal rewards the earlier response is taken. Rows stand
-    in the order of the rollout.
+    ``rewards``: float [B], ``rollouts_per_prompt`` adjacent responses to each prompt. Of equal
+    rewards the earlier response is preferred. Returns int64 [B / rollouts_per_prompt * top_n].
     """
     groups = rewards.view(-1, rollouts_per_prompt)
     order = groups.argsort(dim=1, descending=True, stable=True)[:, :top_n]

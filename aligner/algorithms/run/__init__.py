@@ -1,1 +1,1 @@
-"""The life of a run, whichever its algorithm: engine, directory, loop."""
+"""The life of a run of any algorithm: engine, directory, loop."""

@@ -1,6 +1,6 @@
-"""Names of roles and phases by the calls of their workers, and clusters that report these calls.
+"""Names of roles and phases by worker calls, and clusters that report worker calls.
 
-A dry run measures the phases that its loop times, and `aligner plan` those that a rehearsal calls.
+A dry run measures the phases that its loop times, and `aligner plan` the phases of a rehearsal.
 """
 
 from dataclasses import fields
@@ -10,7 +10,7 @@ from aligner.algorithms.run.engine import Clusters
 from aligner.catalog import ENGINES
 from aligner.distributed.interfaces import Cluster, WorkerGroup
 
-# Names of roles by those of their workers, and of phases by the worker's method.
+# Names of roles by prefixes of their workers, and of phases by methods of workers.
 _ROLES = {"lm_policy": "policy", "lm_value": "critic", **dict.fromkeys(ENGINES, "policy")}
 _PHASES = {
     "get_reference_policy_logprobs": "reference_logprobs",
@@ -22,31 +22,31 @@ _PHASES = {
 
 
 def role_named(prefix: str) -> str:
-    """Name of the role whose workers are called ``prefix``."""
+    """Return the name of the role whose workers have the prefix ``prefix``."""
     return _ROLES.get(prefix, prefix.replace("_", " "))
 
 
 def phase_named(method: str) -> str:
-    """Name of the phase in which a worker's method is called."""
+    """Return the name of the phase in which a worker's method is called."""
     return _PHASES.get(method, method.removeprefix("get_"))
 
 
 class Calls:
-    """Role and phase of the last call of workers in each timed phase of a step, in order."""
+    """Role and phase of the last worker call in each timed phase of a step, in order."""
 
     def __init__(self) -> None:
-        self.phase = ""  # that is timed now
+        self.phase = ""  # the phase that is being timed
         self.names: dict[str, tuple[str, str]] = {}
 
     def watch(self, clusters: Clusters) -> Clusters:
-        """``clusters``, whose groups of workers report their calls."""
+        """Return ``clusters`` with worker groups that report their calls."""
         return Clusters(
-            *(_WatchedCluster(getattr(clusters, each.name), self) for each in fields(clusters))
+            *(_WatchedCluster(getattr(clusters, field.name), self) for field in fields(clusters))
         )
 
 
 class _WatchedCluster:
-    """A cluster whose groups of workers report their calls."""
+    """A cluster whose worker groups report their calls."""
 
     def __init__(self, cluster: Cluster, calls: Calls) -> None:
         self._cluster, self._calls = cluster, calls
@@ -61,7 +61,7 @@ class _WatchedCluster:
 
 
 class _WatchedGroup:
-    """A group of workers that reports a call before it is made."""
+    """A worker group that reports each call before making it."""
 
     def __init__(self, group: WorkerGroup, role: str, calls: Calls) -> None:
         self._group, self.role, self._calls = group, role, calls

@@ -1,8 +1,8 @@
-"""The directory of a run before the run: what is continued there, what is refused, what is kept.
+"""The directory of a run: whether a command continues, rejects or sets aside an earlier run.
 
-A command continues the run that it began, and no other. ``run.json`` identifies a directory's run
-(`RunIdentity`), and so does every run state. Nothing is deleted here: a run that begins anew in a
-directory finds it emptied of the one before, whose files are in ``earlier_001/`` and so on.
+A command continues only the run that it started. ``run.json`` and every run state identify the run
+of a directory (`RunIdentity`). Nothing is deleted here: if a run starts anew in a directory, files
+of the earlier run move to ``earlier_001/``, ``earlier_002/`` and so on.
 """
 
 import json
@@ -23,8 +23,8 @@ from aligner.observe.jsonl import read_lines
 
 RUN_FILE = "run.json"
 _HISTORY = ("metrics.jsonl", "samples.jsonl")
-# Everything that a run leaves in its directory; a user's own files there stay where they are.
-_LEFT_BY_A_RUN = (
+# All files of a run in its directory. Other files there belong to the user and are not moved.
+_RUN_FILES = (
     *(RUN_FILE, "run_state", *_HISTORY, "report.html", "tensorboard", "wandb", "wandb_id"),
     *("nonfinite", "workers", "reference_logprobs.pt"),
     *(
@@ -37,23 +37,24 @@ _LEFT_BY_A_RUN = (
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A run's directory on the process that writes there."""
+    """A run's directory, on the process that writes to it."""
 
     folder: Path
     store: RunStateStore
 
     def prepare(self, identity: RunIdentity, config: BaseRunConfig) -> list[str]:
-        """Make sure that what the run finds is its own, or nothing; what is to be said of it.
+        """Check that the directory is empty or contains this run, and return notes.
 
-        Call it while holding the directory's `RunLock`, and hold that until the run has ended.
+        The caller must hold the directory's `RunLock` until the run has ended.
 
         Raises:
-            ConfigError: another run is there, or any with ``exp_manager.resume_if_exists=false``.
+            ConfigError: another run is there, or any run with ``resume_if_exists=false``.
             CheckpointError: the run there cannot be continued.
             StorageError: the directory cannot be written.
         """
         exp = config.exp_manager
-        notes, began = [], None
+        notes, start_time = [], None
+        # Set an earlier run aside if the user wants that.
         if exp.start_anew:
             notes += self._set_aside("exp_manager.start_anew=true")
         self.store.recover()
@@ -61,51 +62,52 @@ class RunDirectory:
         record = self._record()
         last = self._last_step()
         if not exp.resume_if_exists and (states or damaged or last is not None):
-            held = states[-1].path.name if states else f"lines of up to step {last}"
+            newest = states[-1].path.name if states else f"lines of up to step {last}"
             raise ConfigError(
                 f"exp_manager.resume_if_exists=false, but {self.folder} holds a run (newest: "
-                f"{held}); set it to true to continue, or {self._elsewhere()}"
+                f"{newest}). Set it to true to continue, or {self._remedy()}"
             )
+        # Without a state, an earlier run may only have been killed before its first save.
         if not states:
             self._check_not_lost(damaged, record, last)
             if last is not None and (last > 0 or record.get("identity") != identity.as_dict()):
                 notes += self._set_aside("no run state had been saved")
         else:
-            began = self._check_same(identity, config)
-        began = began or self.began or datetime.now().isoformat()
-        self._write({"identity": identity.as_dict(), "saved": bool(states), "began": began})
+            start_time = self._check_same(identity, config)
+        start_time = start_time or self.start_time or datetime.now().isoformat()
+        self._write({"identity": identity.as_dict(), "saved": bool(states), "began": start_time})
         return notes
 
     @property
-    def began(self) -> str | None:
-        """Local time at which the run began, in ISO format; None: nothing tells it."""
+    def start_time(self) -> str | None:
+        """Local time at which the run started, in ISO format, or None if unknown."""
         return self._record().get("began")
 
     def mark_saved(self) -> None:
-        """Note that a run state was saved: if none is there later, it was lost."""
+        """Record that a run state was saved, so that its loss is noticed later."""
         record = self._record()
         if not record.get("saved"):
             self._write({**record, "saved": True})
 
     def _check_same(self, identity: RunIdentity, config: BaseRunConfig) -> str | None:
-        """Refuse another run's states; a damaged one is ignored (the loop skips it).
+        """Raise if the newest readable run state belongs to another run.
 
-        The time at which the run began is returned, if its states tell it.
+        Damaged states are skipped, as the loop does. Returns the run's start time if known.
         """
         for saved in reversed(self.store.states()):
             try:
                 state = self.store.load(saved.path).state
-                before = RunIdentity.saved(state)
+                saved_identity = RunIdentity.saved(state)
             except DamagedStateError:
                 continue
             exp = config.exp_manager
             reasons = identity.refusals(
-                before, exp.accept_changed, exp.resume_changed, defaults_of(config)
+                saved_identity, exp.accept_changed, exp.resume_changed, defaults_of(config)
             )
             if reasons:
                 raise ConfigError(
-                    f"{self.folder} holds another run ({saved.path.name}): {'; '.join(reasons)}; "
-                    f"{self._elsewhere()}"
+                    f"{self.folder} holds another run ({saved.path.name}): {', '.join(reasons)}. "
+                    f"To keep it, {self._remedy()}"
                 )
             return state.get("began")
         return None
@@ -115,24 +117,24 @@ class RunDirectory:
     ) -> None:
         if damaged:
             raise CheckpointError(
-                f"no run state in {self.store.root} can be read: {'; '.join(damaged)}. Bring back "
-                f"a copy of one, or {self._elsewhere()}"
+                f"no run state in {self.store.root} can be read: {', '.join(damaged)}. Restore "
+                f"a copy of one, or {self._remedy()}"
             )
-        # A run that was killed before its first save has lost nothing that it could go on from.
+        # A run that was killed before its first save has no state to continue from.
         if last is not None and last > 0 and record.get("saved", True):
             raise CheckpointError(
                 f"{self.folder} holds the metrics of a run up to step {last} and no run state to "
-                f"continue from; bring {self.store.root.name}/ back, or {self._elsewhere()}"
+                f"continue from. Restore {self.store.root.name}/, or {self._remedy()}"
             )
 
-    def _elsewhere(self) -> str:
+    def _remedy(self) -> str:
         return (
             "set exp_manager.explicit_log_dir to another directory, or begin anew there with "
-            f"exp_manager.start_anew=true (what is there moves into {_next_earlier(self.folder)})"
+            f"exp_manager.start_anew=true (files there move into {_next_earlier(self.folder)})"
         )
 
     def _last_step(self) -> int | None:
-        """Last step of the history; None: there is no history."""
+        """Return the last step of the history, or None without a history."""
         steps: list[int] = []
         for path in (self.folder / name for name in _HISTORY):
             try:
@@ -143,7 +145,7 @@ class RunDirectory:
 
     def _set_aside(self, reason: str) -> list[str]:
         target = set_aside(self.folder)
-        return [] if target is None else [f"{reason}: what an earlier run left is in {target}"]
+        return [] if target is None else [f"{reason}: the files of an earlier run are in {target}"]
 
     def _record(self) -> dict[str, Any]:
         try:
@@ -158,18 +160,19 @@ class RunDirectory:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move what a run left in ``folder`` into a directory of its own there; None: there is nothing.
+    """Move the files of a run in ``folder`` to a new directory there, if there are any.
 
-    What is not a run's stays. Killed in between, it goes on with the next start.
+    If the process is killed in between, the next start moves the remaining files.
     """
-    left = [folder / name for name in _LEFT_BY_A_RUN if (folder / name).exists()]
-    left = [path for path in left if path.is_dir() or path.stat().st_size > 0]
-    if not left:
+    paths = [folder / name for name in _RUN_FILES if (folder / name).exists()]
+    paths = [path for path in paths if path.is_dir() or path.stat().st_size > 0]
+    if not paths:
         return None
+    # Rename, so that each file is either here or there.
     target = _next_earlier(folder)
     try:
         target.mkdir()
-        for path in left:
+        for path in paths:
             os.rename(path, target / path.name)
         sync_path(target)
         sync_path(folder)
@@ -179,21 +182,21 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def _next_earlier(folder: Path) -> Path:
-    numbers = [int(path.name.removeprefix("earlier_")) for path in folder.glob("earlier_[0-9]*")]
-    return folder / f"earlier_{max(numbers, default=0) + 1:03d}"
+    indices = [int(path.name.removeprefix("earlier_")) for path in folder.glob("earlier_[0-9]*")]
+    return folder / f"earlier_{max(indices, default=0) + 1:03d}"
 
 
 def log_dir(config: BaseRunConfig) -> Path:
-    """Directory of the run."""
+    """Return the directory of the run."""
     return Path(config.exp_manager.explicit_log_dir).expanduser()
 
 
-def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """``key: old -> new`` for every leaf that differs.
+def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return ``key: old -> new`` for every leaf that differs.
 
-    A key that an earlier version did not have, and that is empty now, is no change.
+    An empty value of a key that an earlier version lacked does not differ.
     """
-    old, new = flat(before), flat(now)
+    old, new = flat(saved), flat(current)
     new = {key: value for key, value in new.items() if key in old or value != []}
     return [
         f"{key}: {old.get(key)} -> {new.get(key)}"

@@ -1,12 +1,12 @@
-"""Placement of a run's workers: in its own processes, or on Ray; and the roles they hold.
+"""Placement of a run's workers, in the run's own processes or on Ray, and their roles.
 
-A trainer cannot tell one from the other.
+Trainers do not depend on the placement.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -33,7 +33,7 @@ _ROLES_PER_BUNDLE = 4
 
 @dataclass(frozen=True)
 class Clusters:
-    """Clusters on which the workers of each role are started."""
+    """Clusters on which workers of each role are started."""
 
     policy: Cluster
     value: Cluster
@@ -42,11 +42,11 @@ class Clusters:
 
     @classmethod
     def shared(cls, cluster: Cluster) -> "Clusters":
-        """One cluster for all roles."""
+        """Return one cluster for all roles."""
         return cls(cluster, cluster, cluster, cluster)
 
     def describe(self, config: BaseRunConfig) -> str:
-        """The layout in words, the critic's too where it is another."""
+        """Describe the layout, including the critic's layout if it differs."""
         policy = describe_layout(config.model.parallel, self.policy.world_size())
         if not config.value_world_size:
             return policy
@@ -55,25 +55,25 @@ class Clusters:
 
 
 class Engine(Protocol):
-    """Gives out clusters.
+    """Provider of clusters.
 
-    ``worlds``: workers of the policy and of the critic (0: there is none). A launcher may have
-    started more processes than ``trainer.devices``.
+    ``worlds`` are the numbers of workers of the policy and of the critic (0: no critic). A launcher
+    may have started more processes than ``trainer.devices``.
     """
 
     max_restarts: int
     worlds: tuple[int, int]
 
     def clusters(self, closing: ExitStack) -> Clusters:
-        """Room for the workers of every role, until ``closing`` closes."""
+        """Reserve resources for the workers of every role until ``closing`` closes."""
         ...
 
 
 def open_engine(config: BaseRunConfig, closing: ExitStack) -> Engine:
-    """The configured engine; it ends when ``closing`` closes.
+    """Return the configured engine, which ends when ``closing`` closes.
 
     Raises:
-        VersionError: a library has a version that does not work.
+        VersionError: a library has an incompatible version.
         MissingPackageError: a setting needs a package that is not installed.
     """
     check_versions()
@@ -87,7 +87,7 @@ def open_engine(config: BaseRunConfig, closing: ExitStack) -> Engine:
 
 
 def _extras_of(config: BaseRunConfig) -> Iterator[tuple[str, str]]:
-    """Extras of the package that the run needs, each with the setting that needs it."""
+    """Yield each extra of this package that the run needs, with the setting that needs it."""
     if config.cluster.engine == "ray":
         yield "ray", "cluster.engine=ray"
     if config.exp_manager.create_wandb_logger:
@@ -101,12 +101,12 @@ def _extras_of(config: BaseRunConfig) -> Iterator[tuple[str, str]]:
 
 
 class LocalEngine:
-    """This process and those that were started beside it are the workers of all roles."""
+    """Engine of a run whose own processes are the workers of all roles."""
 
-    max_restarts = 0  # who started the processes starts them again
+    max_restarts = 0  # the launcher restarts processes
 
     def __init__(self, config: BaseRunConfig, closing: ExitStack) -> None:
-        """Start the processes, unless they are there, and watch over them until the end."""
+        """Start missing processes, and watch all ranks until ``closing`` closes."""
         timeout_s = config.cluster.timeout_s
         with started_processes(config.trainer, timeout_s):
             parallel = initialize_parallel(
@@ -117,21 +117,21 @@ class LocalEngine:
         self.worlds = (parallel.world_size, parallel.world_size if config.value_world_size else 0)
 
     def clusters(self, closing: ExitStack) -> Clusters:
-        """The same processes for every role; nothing of them is to be closed."""
+        """Return the same processes for every role. Nothing has to be closed."""
         del closing
         return Clusters.shared(self._cluster)
 
 
 class RayEngine:
-    """This process drives; the workers are actors."""
+    """Engine whose workers are Ray actors, driven by this process."""
 
     def __init__(self, config: BaseRunConfig, log_dir: Path, closing: ExitStack) -> None:
-        """Start nothing yet: the configuration and the data are looked at first."""
+        """Check the environment. Ray is started later, after configuration and data are checked."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 "cluster.engine=ray starts its workers itself, but this is one of "
-                f"{os.environ['WORLD_SIZE']} processes of a launcher; run the command without "
-                "torchrun (trainer.devices and trainer.num_nodes say how many workers)"
+                f"{os.environ['WORLD_SIZE']} processes of a launcher. Run the command without "
+                "torchrun, and set the number of workers with trainer.devices and trainer.num_nodes"
             )
         self.max_restarts = config.cluster.max_restarts
         self.worlds = (config.trainer.world_size, config.value_world_size)
@@ -141,7 +141,7 @@ class RayEngine:
         self._is_connected = False
 
     def clusters(self, closing: ExitStack) -> Clusters:
-        """Bundles that the roles share, or bundles for each role."""
+        """Reserve bundles that the roles share, or separate bundles for each role."""
         from aligner.distributed.virtual_cluster import RayVirtualCluster
 
         self._connect()
@@ -150,7 +150,7 @@ class RayEngine:
         def cluster(
             name: str, counts: list[int], groups: int, parallel: ParallelConfig | None = None
         ) -> RayVirtualCluster:
-            room = RayVirtualCluster(
+            reserved = RayVirtualCluster(
                 counts,
                 max_colocated_worker_groups=groups,
                 name=name,
@@ -164,13 +164,17 @@ class RayEngine:
                     **config.cluster.env_vars,
                 },
             )
-            closing.callback(room.shutdown)
-            return room
+            closing.callback(reserved.shutdown)
+            return reserved
 
+        # Roles share the policy's bundles unless they have separate workers.
         policy = cluster("policy", [trainer.devices] * trainer.num_nodes, _ROLES_PER_BUNDLE)
         value = generation = policy
         if not config.cluster.colocated and config.value_world_size:
-            value = cluster("critic", _spread(config), 1, config.value_parallel)
+            # As many nodes as the policy's, with workers spread evenly.
+            nodes, workers = trainer.num_nodes, config.value_world_size
+            counts = [workers // nodes + (node < workers % nodes) for node in range(nodes)]
+            value = cluster("critic", [*filter(None, counts)], 1, config.value_parallel)
         if config.generation_world_size:
             generation = cluster(
                 "generation", _filled(config.generation_world_size, trainer.devices), 1
@@ -196,58 +200,42 @@ class RayEngine:
 
 
 def _filled(workers: int, per_node: int) -> list[int]:
-    """Workers on each node, which takes ``per_node`` before the next is begun."""
-    full, rest = divmod(workers, per_node)
-    return [per_node] * full + ([rest] if rest else [])
+    """Return the number of workers on each node, filling one node after the other."""
+    full, remainder = divmod(workers, per_node)
+    return [per_node] * full + ([remainder] if remainder else [])
 
 
-def _spread(config: BaseRunConfig) -> list[int]:
-    """Critic workers on each node: as the policy's, or as even as can be on as many nodes."""
-    nodes, workers = config.trainer.num_nodes, config.value_world_size
-    counts = [workers // nodes + (node < workers % nodes) for node in range(nodes)]
-    return [count for count in counts if count]
-
-
-class Ended(Protocol):
-    """Something that has to be ended."""
+class Closable(Protocol):
+    """Object with a shutdown method."""
 
     def shutdown(self) -> Any:
-        """End it."""
+        """Release all resources."""
         ...
 
 
-Kind = TypeVar("Kind", bound=Ended)
+Resource = TypeVar("Resource", bound=Closable)
 
 
+@dataclass(eq=False)
 class Workers:
-    """One start of a run's workers: its clusters, and what lives on them until ``closing`` closes.
+    """One start of a run's workers: its clusters, and everything started on them.
 
-    Args:
-        config: of the run.
-        tokenizer: the model's.
-        architecture: the model's.
-        clusters: where the workers of each role are started.
-        closing: shuts down what was started, the last one first.
+    ``closing`` shuts down in reverse order of starting.
     """
 
-    def __init__(
-        self,
-        config: BaseRunConfig,
-        tokenizer: Tokenizer,
-        architecture: GPTArchitecture,
-        clusters: Clusters,
-        closing: ExitStack,
-    ) -> None:
-        self.config, self.tokenizer, self.architecture = config, tokenizer, architecture
-        self.clusters, self.closing = clusters, closing
-        self.roles: list[RoleHandle] = []  # in the order in which they were started
+    config: BaseRunConfig
+    tokenizer: Tokenizer
+    architecture: GPTArchitecture
+    clusters: Clusters
+    closing: ExitStack
+    roles: list[RoleHandle] = field(default_factory=list, init=False)  # in the order of starting
 
-    def own(self, started: Kind) -> Kind:
-        """``started``, which is shut down with these workers."""
-        self.closing.callback(started.shutdown)
-        if isinstance(started, RoleHandle):
-            self.roles.append(started)
-        return started
+    def own(self, resource: Resource) -> Resource:
+        """Shut down ``resource`` with these workers, and return it."""
+        self.closing.callback(resource.shutdown)
+        if isinstance(resource, RoleHandle):
+            self.roles.append(resource)
+        return resource
 
     def start_policy(
         self,
@@ -256,7 +244,7 @@ class Workers:
         with_reference: bool = False,
         init_optimizer: bool = True,
     ) -> Policy:
-        """Start the run's policy; ``with_reference`` keeps a copy of its initial weights."""
+        """Start the run's policy, with ``with_reference`` also a copy of its initial weights."""
         return self.own(
             Policy(
                 self.clusters.policy,
@@ -272,7 +260,7 @@ class Workers:
 
 
 def run_settings(config: BaseRunConfig) -> RunSettings:
-    """Settings that all roles of the run share."""
+    """Return the settings that all roles of the run share."""
     return RunSettings(
         precision=config.trainer.precision,
         gradient_clip_val=config.loop.gradient_clip_val,

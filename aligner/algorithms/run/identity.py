@@ -1,4 +1,4 @@
-"""Identity of a run: what defines what is optimised, and what may change when it continues."""
+"""Identity of a run: settings that define the optimisation, and settings that may change."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from aligner.config.algorithms.names import Algorithm, algorithm_of
 from aligner.data.readers import Source, source_files
 from aligner.errors import CheckpointError, DataError
 
-# Patterns of the keys that may change between two starts of a run; any other is its identity.
+# Patterns of keys that may change between two starts of a run. All other keys are its identity.
 MAY_CHANGE = (
     # processes, engines, outputs and waits
     *("dry_run", "exp_manager.*", "cluster.*", "policy.backend", "validation.*"),
@@ -41,18 +41,18 @@ MAY_CHANGE = (
     *("reward.server.token_*", "reward.server.samples_per_request", "environment.*timeout_s"),
     *("environment.concurrency", "environment.memory_mb", "environment.retries"),
 )
-_CONTENTS = {"models": "model", "data": "data", "sources": ""}  # with their `accept_changed`
-# Mappings without keys of their own.
-_OF_THE_USER = ("kwargs", "loss_kwargs", "arguments", "chat_template_kwargs")
+_CONTENTS = {"models": "model", "data": "data", "sources": ""}  # value of `accept_changed`
+# Mappings whose keys the user defines.
+_USER_MAPPINGS = ("kwargs", "loss_kwargs", "arguments", "chat_template_kwargs")
 
 
 @dataclass(frozen=True)
 class RunIdentity:
     """Identity of a run.
 
-    ``models``, ``data`` and ``sources`` (files of functions, classes, commands, templates): by
-    configuration key, where it was, and a fingerprint of its content (None: it could not be read),
-    so that a file may be moved. ``settings``: all other keys but those of `MAY_CHANGE`.
+    ``models``, ``data`` and ``sources`` (files of functions, classes, commands, templates) map
+    configuration keys to a path and a fingerprint of the content (None if unreadable), so that a
+    file may be moved. ``settings`` are all other keys except `MAY_CHANGE`.
     """
 
     algorithm: Algorithm
@@ -63,7 +63,7 @@ class RunIdentity:
 
     @classmethod
     def of(cls, config: BaseRunConfig) -> "RunIdentity":
-        """Identity of the run that ``config`` describes."""
+        """Return the identity of the run that ``config`` describes."""
         plain = config.as_dict()
         settings, models, sources = identity_settings(plain), {}, {}
         for key, value in settings.items():
@@ -77,25 +77,25 @@ class RunIdentity:
 
     @classmethod
     def saved(cls, state: Mapping[str, Any]) -> "RunIdentity":
-        """Identity kept in a run state; of earlier versions, what their configuration tells.
+        """Return the identity in a run state, or for earlier versions in its configuration.
 
         Raises:
-            CheckpointError: no training script wrote it.
+            CheckpointError: no training script wrote the state.
         """
-        known = state.get("identity", {})
-        models, data, sources = (known.get(name, {}) for name in _CONTENTS)
+        saved = state.get("identity", {})
+        models, data, sources = (saved.get(name, {}) for name in _CONTENTS)
         try:
             config = state["config"]
             settings = identity_settings(config)
             return cls(algorithm_of(config), models, _without_arguments(data), sources, settings)
         except (KeyError, StopIteration, AttributeError, TypeError) as error:
             raise CheckpointError(
-                "the run state does not tell its algorithm: no training script wrote it; set "
+                "the run state lacks the name of its algorithm: no training script wrote it. Set "
                 "exp_manager.explicit_log_dir to another directory"
             ) from error
 
     def as_dict(self) -> dict[str, Any]:
-        """Dictionary as in JSON."""
+        """Return a dictionary that JSON can represent."""
         return {**asdict(self), "algorithm": self.algorithm._asdict()}
 
     def refusals(
@@ -105,21 +105,23 @@ class RunIdentity:
         changed: Sequence[str] = (),
         defaults: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Reasons why this run does not continue ``saved``; empty: it does.
+        """Return reasons why this run does not continue ``saved``, or an empty list.
 
         Args:
             saved: identity in the run state.
-            accepted: kinds of what may be another (``exp_manager.accept_changed``).
-            changed: keys, or sections, that may differ (``exp_manager.resume_changed``).
-            defaults: of the configuration. A key that ``saved`` lacks is no change with its
-                default: an earlier version wrote the state.
+            accepted: kinds of content that may differ (``exp_manager.accept_changed``).
+            changed: keys or sections that may differ (``exp_manager.resume_changed``).
+            defaults: defaults of the configuration. A key that ``saved`` lacks may have its
+                default, because an earlier version may have written the state.
         """
-        mine, others = self.algorithm, saved.algorithm
-        names = f"its algorithm is {others.name} and this command's is {mine.name}"
-        if mine[1:] != others[1:]:
+        current, previous = self.algorithm, saved.algorithm
+        names = f"its algorithm is {previous.name} and this command's is {current.name}"
+        if current[1:] != previous[1:]:
             return [names]
-        sections = [f"{part}.{mine.section}" for part in ("trainer", "model")]
-        free = {"data": ["data.train"], "algorithm": sections if mine.name != others.name else []}
+        # Keys that may differ.
+        sections = [f"{part}.{current.section}" for part in ("trainer", "model")]
+        is_same = current.name == previous.name
+        free = {"data": ["data.train"], "algorithm": [] if is_same else sections}
         may_differ = [*changed, *(key for kind in accepted for key in free.get(kind, self.models))]
         differing = {
             key: reason
@@ -129,7 +131,7 @@ class RunIdentity:
         if not differing:
             return []
         reasons = list(differing.values())
-        if mine.name != others.name and "algorithm" not in accepted:
+        if not is_same and "algorithm" not in accepted:
             reasons = [f"{names}{_accept('algorithm')}", *reasons]
         changes = f"'exp_manager.resume_changed=[{','.join(differing)}]' accepts the changed keys"
         return [*reasons, changes]
@@ -137,37 +139,40 @@ class RunIdentity:
     def _differences(
         self, saved: "RunIdentity", defaults: Mapping[str, Any]
     ) -> Iterator[tuple[str, str]]:
-        """Keys that differ, each with the difference in words."""
+        """Yield each key that differs, with a description of the difference."""
         parts = [(name, getattr(self, name), getattr(saved, name)) for name in _CONTENTS]
         for key in sorted(self.settings.keys() | saved.settings.keys()):
-            now, before = self.settings.get(key), saved.settings.get(key)
-            unknown = _content(before, None)
+            new, old = self.settings.get(key), saved.settings.get(key)
+            unknown = _content(old, None)
             contents = {
-                name: (mine[key], old.get(key, unknown)) for name, mine, old in parts if key in mine
+                name: (mine[key], other.get(key, unknown))
+                for name, mine, other in parts
+                if key in mine
             }
+            # A plain setting is compared by value, a file by content.
             if not contents:
-                if now != before and not self._is_of_a_version(key, saved, defaults):
-                    yield key, f"{key}: {before} -> {now}"
+                if new != old and not self._is_of_a_version(key, saved, defaults):
+                    yield key, f"{key}: {old} -> {new}"
             elif not all(_same_content(*pair) for pair in contents.values()):
-                was = next(iter(contents.values()))[1]["source"]
+                path = next(iter(contents.values()))[1]["source"]
                 accept = [_accept(_CONTENTS[name]) for name in contents if _CONTENTS[name]]
                 yield (
                     key,
-                    f"its {key} was {was} and {key}={now} has another content{''.join(accept)}",
+                    f"its {key} was {path} and {key}={new} has another content{''.join(accept)}",
                 )
 
     def _is_of_a_version(self, key: str, saved: "RunIdentity", defaults: Mapping[str, Any]) -> bool:
-        """Return whether ``key`` differs because one version has it and another does not."""
-        if any(name in key.split(".") for name in _OF_THE_USER):
+        """Return whether ``key`` differs only because one of the versions lacks it."""
+        if any(name in key.split(".") for name in _USER_MAPPINGS):
             return False
         if key not in saved.settings:
             replaced = any(_is_below(old, key) for old in saved.settings)
             return not replaced and self.settings[key] in (defaults.get(key), [], None)
-        return key not in self.settings and not any(_is_below(key, now) for now in self.settings)
+        return key not in self.settings and not any(_is_below(key, name) for name in self.settings)
 
 
 def identity_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves of a configuration, by dotted key, that are part of a run's identity."""
+    """Return the leaves of a configuration that are part of a run's identity, by dotted key."""
     return {
         key: value
         for key, value in flat(config).items()
@@ -176,7 +181,7 @@ def identity_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of nested mappings by dotted key; an earlier path of a task is its present one."""
+    """Return leaves of nested mappings by dotted key, with current paths of renamed tasks."""
     if not isinstance(tree, Mapping):
         return {prefix: _current(tree)}
     leaves: dict[str, Any] = {}
@@ -196,71 +201,72 @@ def _is_below(key: str, section: str) -> bool:
 
 
 def _accept(kind: str) -> str:
-    return f" ('exp_manager.accept_changed=[{kind}]' continues with it all the same)"
+    return f" ('exp_manager.accept_changed=[{kind}]' continues nevertheless)"
 
 
 def _content(source: Any, content: str | None) -> dict[str, Any]:
     return {"source": source, "content": content}
 
 
-def _same_content(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Compare contents and names of functions; of what could not be read, names of files."""
-    ends = [_ends(each["source"]) for each in (now, before)]
-    if None in (now["content"], before["content"]):
-        return ends[0] == ends[1]
-    functions = [[name.partition(":")[2] for name in names] for names in ends]
-    contents = [_current(each["content"]) for each in (now, before)]
+def _same_content(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+    """Compare contents and function names, or file names if a content is unknown."""
+    names = [_file_names(entry["source"]) for entry in (new, old)]
+    if None in (new["content"], old["content"]):
+        return names[0] == names[1]
+    functions = [[name.partition(":")[2] for name in part] for part in names]
+    contents = [_current(entry["content"]) for entry in (new, old)]
     return contents[0] == contents[1] and functions[0] == functions[1]
 
 
-def _ends(source: Any) -> list[str]:
+def _file_names(source: Any) -> list[str]:
     parts = source if isinstance(source, list) else [source]
     return [str(part).rpartition("/")[2] for part in parts]
 
 
 def _code_content(key: str, value: Any) -> str | None:
-    """Fingerprint of the files of the user's that a setting names; None: it names none."""
+    """Return a fingerprint of the user's files that a setting names, or None without files."""
     if not isinstance(value, str | list):
         return None
+    # A command names files among its words.
     is_command = key == "environment.command"
     words = value.split() if is_command and isinstance(value, str) else value
     files: list[Path] = []
     for word in [words] if isinstance(words, str) else map(str, words):
-        place, separator, _ = word.rpartition(":")
-        path = Path(place if separator else word).expanduser()
+        location, separator, _ = word.rpartition(":")
+        path = Path(location if separator else word).expanduser()
         if key == "environment.chat_template" or path.suffix in (".py", ".sh"):
             files.append(path)
         elif key == "model.tokenizer" and path.exists():
             files += [path] if path.is_file() else sorted(filter(Path.is_file, path.rglob("*")))
         elif not is_command:
-            files += _module_file(place if separator else word.rpartition(".")[0])
+            files += _module_file(location if separator else word.rpartition(".")[0])
     return fingerprint_of(files) if files else None
 
 
 def _module_file(module: str) -> list[Path]:
-    """The file of a user's module, which is not imported; none of this library's own."""
+    """Return the file of a user's module, without importing it, or nothing for this library."""
     names = module.split(".")
     if names[0] == "aligner" or not all(name.isidentifier() for name in names):
         return []
-    places = (Path(folder, *names).with_suffix(".py") for folder in ("", *sys.path))
-    return [path for path in places if path.is_file()][:1]
+    candidates = (Path(folder, *names).with_suffix(".py") for folder in ("", *sys.path))
+    return [path for path in candidates if path.is_file()][:1]
 
 
 def _data_content(source: Source) -> str | None:
-    """Fingerprint of a source's files, or the names of its generators; None: it is unreadable."""
+    """Return a fingerprint of a source's files and generator names, or None if unreadable."""
     contents = []
     for part in [source] if isinstance(source, (str, Path)) else source:
         try:
             files = source_files(part)
-            # A generator's file may stand elsewhere.
+            # A generator's file may move to another folder.
             contents.append(Path(str(part)).name if files is None else fingerprint_of(files))
-        except (DataError, OSError):  # reported when it is read
+        except (DataError, OSError):  # the reader reports the error
             return None
     return None if None in contents else json.dumps(contents)
 
 
 def _without_arguments(data: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Contents of data; those of earlier versions had a generator's arguments, which are keys."""
+    """Return contents of data without a generator's arguments, which earlier versions included."""
     contents = {key: _content(entry["source"], entry["content"]) for key, entry in data.items()}
     for entry in contents.values():
         if str(entry["content"]).startswith("[["):

@@ -1,4 +1,4 @@
-"""Length of a run, counted in samples whatever the batch sizes of its parts."""
+"""Length of a run, counted in samples independently of batch sizes."""
 
 import copy
 from typing import Any
@@ -13,43 +13,42 @@ from aligner.parallel.collectives import on_rank_zero
 
 
 def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
-    """Steps of the run: ``max_epochs`` worth of data, ``max_steps`` at most.
+    """Return the number of steps: ``max_epochs`` epochs of data, at most ``max_steps``.
 
-    The end is counted in samples: a run that goes on with batches of another size makes, after the
-    steps of its newest run state, as many as the rest of its data fills.
+    A run that continues with another batch size takes, after the steps of its newest run state, as
+    many steps as its remaining data fills.
     """
     loop = config.loop
-    steps, saved = sampler.batches_in(loop.max_epochs), on_rank_zero(lambda: _newest(config))
-    if saved is not None:
-        before = saved["limits"]
-        if before == [loop.max_epochs, loop.max_steps, sampler.batch_size, sampler.size]:
-            return int(saved["total_steps"])
-        left = copy.copy(sampler)
-        left.load_state_dict(saved["sampler"])
-        steps = saved["steps"] + left.batches_left(loop.max_epochs)
+    steps, state = sampler.batches_in(loop.max_epochs), on_rank_zero(lambda: _newest(config))
+    if state is not None:
+        if state["limits"] == [loop.max_epochs, loop.max_steps, sampler.batch_size, sampler.size]:
+            return int(state["total_steps"])
+        saved_sampler = copy.copy(sampler)
+        saved_sampler.load_state_dict(state["sampler"])
+        steps = state["steps"] + saved_sampler.batches_left(loop.max_epochs)
     return steps if loop.max_steps < 0 else min(loop.max_steps, steps)
 
 
 def _newest(config: BaseRunConfig) -> dict[str, Any] | None:
-    """Length and position in the newest readable run state; None: the run begins.
+    """Return length and position of the newest readable run state, or None without a state.
 
-    ``steps``: those that are made or whose rollout is begun.
+    ``steps`` counts finished steps and a step whose rollout has begun.
     """
     store = RunStateStore(log_dir(config) / "run_state")
     for saved in reversed(store.states()):
         try:
             state = store.load(saved.path).state
             learner, loop = state["learner"], flat(state["config"])
-            begun = learner.get("rollouts", {}).get("indices") is not None
+            has_rollout = learner.get("rollouts", {}).get("indices") is not None
             limits = [loop[f"{config.section}.{name}"] for name in ("max_epochs", "max_steps")]
-            # Of a state that an earlier version wrote, no batch size is known.
+            # States of earlier versions lack the batch size.
             limits += [learner["sampler"].get(name) for name in ("batch_size", "size")]
             return {
-                "steps": saved.step + begun,
+                "steps": saved.step + has_rollout,
                 "sampler": learner["sampler"],
                 "total_steps": state.get("total_steps"),
                 "limits": limits,
             }
-        except (DamagedStateError, KeyError):  # reported where it is restored
+        except (DamagedStateError, KeyError):  # the restore reports the error
             continue
     return None

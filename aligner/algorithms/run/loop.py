@@ -1,4 +1,4 @@
-"""The life of a run: resume, validate, step, log, save, stop. The same for every algorithm.
+"""The loop of a run: resume, validate, step, log, save, stop. The same for every algorithm.
 
 ::
 
@@ -6,11 +6,11 @@
     for each step:  learner.step → learner.validate when due → metrics line → run state when due
     at the end:     run state, trained .nemo, report
 
-Callbacks (`callbacks.Callback`) are called at each and may end the run as ``max_time`` does.
+Callbacks (`callbacks.Callback`) are called at each stage and may end the run as ``max_time`` does.
 
-A step's line is written before its run state, so a restored step always has its line, and lines
-of later steps are removed when the run resumes: what a killed run wrote after its last state is
-computed again, to the bit.
+A step's line of metrics is written before its run state, so the line of a restored step always
+exists. When the run resumes, lines of later steps are removed, and their steps are computed again,
+to the bit.
 """
 
 import os
@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,10 +45,9 @@ from aligner.parallel.collectives import any_rank, from_rank_zero, is_rank_zero,
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step or a validation: metrics under their full names, samples to show.
+    """Result of a step or a validation: metrics by full name, and samples for display.
 
-    ``idle_roles``: those whose every update of the step was skipped, for it was not finite.
-    ``warnings``: what the console is to say of the step.
+    ``idle_roles`` are roles without a finite update in the step. ``warnings`` are printed.
     """
 
     metrics: dict[str, float]
@@ -58,11 +57,11 @@ class StepResult:
 
 
 class Learner(ABC):
-    """Base of an algorithm's trainer: steps for the loop, and its part of a run state.
+    """Base of an algorithm's trainer, which provides steps and its part of a run state.
 
-    A subclass sets ``roles``, handles by the folder that each has in a run state, the trained one
-    first, and ``sampler``, which draws the data of a step. ``counters`` names the attributes that
-    count from the first step of the run on; run states hold them.
+    A subclass sets ``roles``, handles by their folder in a run state with the trained role first,
+    and ``sampler``, which draws the data of a step. ``counters`` names attributes that count from
+    the first step of the run and are part of run states.
     """
 
     counters: ClassVar[tuple[str, ...]] = ("consumed_samples", "updates")
@@ -71,36 +70,33 @@ class Learner(ABC):
 
     @property
     def is_out_of_data(self) -> bool:
-        """True if no step can follow, although the schedule has some left.
-
-        The schedule counts the steps right if each takes one batch.
-        """
+        """True if the data ended before the schedule, in which every step takes one batch."""
         return False
 
     @property
     def trained_role(self) -> RoleHandle:
-        """The role that the run trains and writes as a `.nemo` file."""
+        """Role that the run trains and writes as a `.nemo` file."""
         return next(iter(self.roles.values()))
 
     @abstractmethod
     def step(self, step: int, timers: PhaseTimers) -> StepResult:
-        """Make step ``step`` (counted from 1)."""
+        """Execute step ``step`` (from 1)."""
 
     @abstractmethod
     def validate(self, step: int, timers: PhaseTimers) -> StepResult:
-        """Measure the model as it is after ``step``."""
+        """Measure the model after ``step``."""
 
     def save_model(self, path: str) -> None:
         """Write the trained role as a `.nemo` file."""
         self.trained_role.save_checkpoint(path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and the sampler's position, the same on every rank."""
+        """Return counters and the sampler's position, the same on every rank."""
         counters = {name: getattr(self, name) for name in self.counters}
         return {**counters, "sampler": self.sampler.state_dict()}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Continue from a `state_dict` and from the folders of the roles in ``folder``."""
+        """Restore a `state_dict`, and the roles from their folders in ``folder``."""
         for name in self.counters:
             setattr(self, name, state[name])
         self.sampler.load_state_dict(state["sampler"])
@@ -110,22 +106,22 @@ class Learner(ABC):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Schedule of a run, in steps; 0 as an interval means only at the ends."""
+    """Schedule of a run, in steps. An interval of 0 means only at the ends."""
 
     total_steps: int
     val_check_interval: int
     save_interval: int
     max_seconds: float | None = None
-    max_skipped_steps: int = 5  # in a row without an update; then the run ends with an error
-    async_save: bool = False  # write run states while the next steps are made
+    max_skipped_steps: int = 5  # consecutive steps without an update that end the run
+    async_save: bool = False  # write run states during later steps
 
     def validates(self, step: int) -> bool:
         """Return whether ``step`` is followed by a validation."""
         return step == self.total_steps or _due(step, self.val_check_interval)
 
     @property
-    def saves_beside(self) -> bool:
-        """True if run states are written while later steps are made."""
+    def saves_in_background(self) -> bool:
+        """True if run states are written during later steps."""
         return self.async_save and 0 < self.save_interval < self.total_steps
 
     def saves(self, step: int) -> bool:
@@ -139,70 +135,62 @@ class Restoration:
 
     step: int
     path: Path
-    changes: list[str]  # configuration keys that differ from the saved run's, in words
-    saved_layout: str | None  # in words, where it is another than this run's; else None
+    changes: list[str]  # configuration keys whose values differ from the saved run's
+    saved_layout: str | None  # description of the saved layout if it differs, else None
 
 
+@dataclass(eq=False)
 class RunLoop:
-    """Runs a learner to its end, or until it is asked to stop."""
+    """Loop that runs a learner to its end, or until a signal or a limit.
 
-    def __init__(
-        self,
-        learner: Learner,
-        schedule: Schedule,
-        *,
-        store: RunStateStore,
-        metrics: MetricsWriter,
-        samples: SampleWriter,
-        console: Console,
-        config: Mapping[str, Any],
-        monitor: str,
-        layout: str = "1 process",
-        identity: Mapping[str, Any] | None = None,
-        on_saved: Callable[[], None] = lambda: None,
-        callbacks: Callbacks | None = None,
-        defaults: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Assemble a run.
+    ``config`` and ``identity`` become part of run states. ``monitor`` is the metric that ranks
+    states. ``layout`` describes the number of processes and sizes of all parallel axes.
+    ``on_saved`` is called on rank 0 after every run state. ``defaults``: see `defaults_of`.
+    """
 
-        ``config``, ``identity``: the run's, kept in the run state. ``monitor``: metric that ranks
-        states. ``layout``: number of processes and sizes of all parallel axes, in words.
-        ``on_saved``: called on rank 0 after every run state. ``callbacks``: the user's.
-        ``defaults``: those of ``config``, of `defaults_of`.
-        """
-        self.learner, self.schedule, self.store = learner, schedule, store
-        self.metrics, self.samples, self.console = metrics, samples, console
-        self.config, self.monitor, self.layout = config, monitor, layout
-        self.identity, self._on_saved = identity or {}, on_saved
-        self._defaults = defaults or {}
-        self.callbacks = callbacks or Callbacks()
-        self.step = 0  # the last one that was made
-        self.done: int | None = None  # steps that the run had made before, where it goes on
+    learner: Learner
+    schedule: Schedule
+    _: KW_ONLY
+    store: RunStateStore
+    metrics: MetricsWriter
+    samples: SampleWriter
+    console: Console
+    config: Mapping[str, Any]
+    monitor: str
+    layout: str = "1 process"
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    on_saved: Callable[[], None] = lambda: None
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.step = 0  # the last finished step
+        self.resumed_step: int | None = None  # step of the restored run state
         self.interrupted = False  # by a signal, before the end
-        self.ended_by = ""  # why there are no more, in words
-        self._unannounced: int | None = None  # step of a run state that callbacks do not know of
+        self.ended_by = ""  # reason of the end
+        self._unannounced: int | None = None  # step of a run state that callbacks do not know
         self._started = time.monotonic()
-        self._idle_steps = 0  # in a row, up to now
+        self._idle_steps = 0  # consecutive, up to the current step
 
     def run(self) -> None:
-        """Go on from step ``done`` (None: a new run, which begins with a validation).
+        """Run from ``resumed_step`` on. A new run (None) begins with a validation.
 
-        The run comes to its end (its last step, ``max_time``, or a callback that stops it) or is
-        ``interrupted``. Either way its last run state is complete, and after an error too, if every
-        worker could write its share.
+        The run ends normally (last step, ``max_time``, or a callback that stops it) or is
+        ``interrupted``. In both cases its last run state is complete. After an error it is complete
+        if every worker could write its share.
         """
-        total, done = self.schedule.total_steps, self.done or 0
+        total, resumed_step = self.schedule.total_steps, self.resumed_step or 0
         with (
-            self._running(done),
+            self._running(),
             stop_signal(is_rank_zero()) as stopped,
             Progress(
-                total, done_steps=done, console=self.console, enabled=is_rank_zero()
+                total, done_steps=resumed_step, console=self.console, enabled=is_rank_zero()
             ) as progress,
         ):
             timers = PhaseTimers(synchronize=accelerator.synchronize, on_enter=progress.phase)
-            if self.done is None:
+            if self.resumed_step is None:
                 self._record(0, self._validate(0, timers), timers, progress)
-            for step in range(done + 1, total + 1):
+            for step in range(resumed_step + 1, total + 1):
                 if self.learner.is_out_of_data:
                     self.ended_by = "max_epochs is reached"
                     self._say(f"{self.ended_by} after step {step - 1} of at most {total}")
@@ -210,38 +198,45 @@ class RunLoop:
                 with training_step(step):
                     result = self.learner.step(step, timers)
                 self.step = step
-                self.callbacks.tell("on_step_end", step, result.metrics)
+                self.callbacks.notify("on_step_end", step, result.metrics)
+                # All ranks agree on whether the run ends here.
                 interrupted = any_rank(stopped.name is not None)
                 seconds, limit = time.monotonic() - self._started, self.schedule.max_seconds
                 out_of_time = from_rank_zero(limit is not None and seconds >= limit)
                 is_last = step == total or self.learner.is_out_of_data
                 is_stopped = out_of_time or self.callbacks.stop_reason is not None
-                # Not after a signal: the resumed run must write what an uninterrupted one does.
+                # Not after a signal: the resumed run must write the lines of an uninterrupted run.
                 if is_last or self.schedule.validates(step) or (is_stopped and not interrupted):
                     result = _joined(result, self._validate(step, timers))
+                # Write the step's line, and the run state when due.
                 written = self._record(step, result, timers, progress)
-                made = step - done if is_last else None
-                self._check_learning(step, result.idle_roles, made)
+                finished = step - resumed_step if is_last else None
+                self._check_learning(step, result.idle_roles, finished)
                 is_stopped = is_stopped or self.callbacks.stop_reason is not None
                 is_end = is_last or interrupted or is_stopped
-                self._save_when_due(step, written, timers, is_end=is_end, done=done)
+                self._save_when_due(step, written, timers, is_end)
                 if (interrupted or is_stopped) and not is_last:
                     self.interrupted = interrupted
-                    self.ended_by = self._stopped_by(interrupted, stopped.name, out_of_time)
+                    reason = f"a callback: {self.callbacks.stop_reason}"
+                    if interrupted:
+                        reason = stopped.name or "a signal"
+                    elif out_of_time:
+                        reason = "trainer.max_time"
+                    self.ended_by = reason
                     self._say(
-                        f"stopped by {self.ended_by} after step {step} of {total}; the run state "
-                        f"{self.store.path(step)} is saved and the same command continues"
+                        f"stopped by {reason} after step {step} of {total}. The run state "
+                        f"{self.store.path(step)} is saved, and the same command continues"
                     )
                     return
             self.store.finish()
             self._announce()
 
     @contextmanager
-    def _running(self, done: int) -> Iterator[None]:
-        """Begin the run; where it ends with an error, finish the run state at hand."""
+    def _running(self) -> Iterator[None]:
+        """Start the run. If it ends with an error, finish the current run state."""
         try:
-            self.step, self.ended_by = done, "the last step is made"
-            self.callbacks.tell("on_run_start", done)
+            self.step, self.ended_by = self.resumed_step or 0, "the last step is made"
+            self.callbacks.notify("on_run_start", self.step)
             yield
         except Exception:
             self.store.drain()
@@ -251,52 +246,38 @@ class RunLoop:
             raise
 
     def _save_when_due(
-        self,
-        step: int,
-        written: Mapping[str, float],
-        timers: PhaseTimers,
-        *,
-        is_end: bool,
-        done: int,
+        self, step: int, written: Mapping[str, float], timers: PhaseTimers, is_end: bool
     ) -> None:
-        """Write a run state after ``step``, or see to one that is being written.
-
-        ``done``: the steps that the run had made when it started.
-        """
+        """Write a run state after ``step``, or check a run state that is being written."""
         if is_end or self.schedule.saves(step):
             with timers("save"):
                 self._save(step, written, self.schedule.async_save and not is_end)
-        elif self._unannounced is not None:  # it is being written
+        elif self._unannounced is not None:
             with timers("save"):
                 self.store.check()
             self._announce()
-        elif step == done + 1 and self.schedule.saves_beside:
-            # Only now does the optimizer have its state.
+        elif step == (self.resumed_step or 0) + 1 and self.schedule.saves_in_background:
+            # The first step has created the optimizer's state.
             for role in self.learner.roles.values():
                 role.prepare_saving()
 
-    def _stopped_by(self, interrupted: bool, signal: str | None, out_of_time: bool) -> str:
-        if interrupted:
-            return signal or "a signal"
-        return "trainer.max_time" if out_of_time else f"a callback: {self.callbacks.stop_reason}"
-
     def _validate(self, step: int, timers: PhaseTimers) -> StepResult:
         result = self.learner.validate(step, timers)
-        self.callbacks.tell("on_validation_end", step, result.metrics)
+        self.callbacks.notify("on_validation_end", step, result.metrics)
         return result
 
     def _announce(self) -> None:
-        """Call the callbacks for the last run state once it is complete."""
+        """Notify callbacks of the last run state once it is complete."""
         if self._unannounced is not None and not self.store.is_saving:
             step, self._unannounced = self._unannounced, None
-            self.callbacks.tell("on_save", step, self.store.path(step))
+            self.callbacks.notify("on_save", step, self.store.path(step))
 
     def restore(self) -> Restoration | None:
-        """Continue from the newest run state that can be read, if there are any.
+        """Restore the newest readable run state, if there are any.
 
-        What was written after that state is removed; without one, everything is: whether that may
-        be is decided before (`run.directory`). Random states belong to a process: workers restore
-        their own (`worker_state`), this one rank 0's.
+        Lines after that state are removed, or all lines without a state (`run.directory` decides
+        before whether that is allowed). Random states belong to processes: workers restore their
+        own (`worker_state`), and this method restores rank 0's.
 
         Raises:
             CheckpointError: there are run states, and none can be read. Nothing is removed.
@@ -305,23 +286,22 @@ class RunLoop:
         states, damaged = self.store.survey()
         restored = None
         for reason in damaged:
-            self._say(f"passed over: {reason}", "bold red")
+            self._say(f"skipped: {reason}", "bold red")
+        # Newest first.
         for saved in reversed(states):
             try:
                 restored = self._continue_from(saved.path)
                 break
             except DamagedStateError as error:
                 damaged.append(str(error))
-                self._say(
-                    f"{error}. The run goes on from an earlier state, if one is left", "bold red"
-                )
+                self._say(f"{error}. The run continues from an earlier state, if any", "bold red")
         if restored is None and damaged:
             raise CheckpointError(
-                f"no run state in {self.store.root} can be read: {'; '.join(damaged)}; bring back "
-                "a copy of one, set exp_manager.explicit_log_dir to another directory, or begin "
-                "anew there with exp_manager.start_anew=true, which keeps what is there"
+                f"no run state in {self.store.root} can be read: {', '.join(damaged)}. Restore a "
+                "copy of one, set exp_manager.explicit_log_dir to another directory, or begin "
+                "anew there with exp_manager.start_anew=true, which keeps the files there"
             )
-        self.done = None if restored is None else restored.step
+        self.resumed_step = None if restored is None else restored.step
         last = -1 if restored is None else restored.step
         on_rank_zero(lambda: self.metrics.truncate_after(last))
         on_rank_zero(lambda: self.samples.truncate_after(last))
@@ -332,15 +312,16 @@ class RunLoop:
         try:
             learner, layout = saved.state["learner"], saved.state["layout"]
             self.learner.load(learner, path)
+            # Random states belong to ranks of a layout.
             if layout == self.layout and is_rank_zero():
                 restore_rng(saved.state["rng"], accelerator.set_rng_state)
-            before = saved.state["config"]
-            now = without_new_defaults(self.config, before, self._defaults)
-            changes = config_changes(before, now)
+            saved_config = saved.state["config"]
+            config = without_new_defaults(self.config, saved_config, self.defaults)
+            changes = config_changes(saved_config, config)
             self.callbacks.load_state_dict(saved.state.get("callbacks", {}))
         except KeyError as error:
             raise CheckpointError(
-                f"the run state {path} has no {error}: another algorithm or version wrote it; set "
+                f"the run state {path} has no {error}: another algorithm or version wrote it. Set "
                 "exp_manager.explicit_log_dir to another directory"
             ) from error
         return Restoration(saved.step, path, changes, None if layout == self.layout else layout)
@@ -349,7 +330,7 @@ class RunLoop:
         self, step: int, result: StepResult, timers: PhaseTimers, progress: Progress
     ) -> dict[str, float]:
         metrics = {**result.metrics, **timers.flush()}
-        # A full disk is rank 0's trouble first; the others must not wait for it in the next step.
+        # If rank 0's disk is full, the other ranks must not wait for rank 0 in the next step.
         on_rank_zero(lambda: self.metrics.write(step, metrics))
         on_rank_zero(lambda: self.samples.write(result.samples))
         progress.step(step, metrics)
@@ -357,13 +338,13 @@ class RunLoop:
             self._say(f"step {step}: {warning}", "yellow")
         is_shown = step <= 1 or self.schedule.validates(step)
         if is_rank_zero() and is_shown and result.samples:
-            self.console.print(sample_table(result.samples))  # samples.jsonl has every step's
+            self.console.print(sample_table(result.samples))  # samples.jsonl contains every step
         return metrics
 
-    def _check_learning(self, step: int, idle: tuple[str, ...], made: int | None) -> None:
-        """Warn of a step without an update; end a run that has only such, or many in a row.
+    def _check_learning(self, step: int, idle: tuple[str, ...], finished: int | None) -> None:
+        """Warn of a step without an update, and raise after many in a row or if no step had one.
 
-        ``made``: after the last step, the number of those that were made.
+        ``finished``: after the last step, the number of steps of this process.
         """
         self._idle_steps = self._idle_steps + 1 if idle else 0
         if not idle:
@@ -374,13 +355,14 @@ class RunLoop:
             else f"steps {step - self._idle_steps + 1} to {step}"
         )
         message = (
-            f"{steps}: no update of the {' and the '.join(idle)} was made, for every loss or "
+            f"{steps}: no update of the {' and the '.join(idle)} was made, because every loss or "
             "gradient was NaN or infinite"
         )
-        if self._idle_steps in (self.schedule.max_skipped_steps, made):
+        # Too many consecutive steps, or all steps of this run.
+        if self._idle_steps in (self.schedule.max_skipped_steps, finished):
             raise NonFiniteError(
-                f"{message}; the run learns nothing and ends. The samples are in "
-                f"{self.store.root.parent / 'nonfinite'}: look at the rewards and the weights, "
+                f"{message}. The run learns nothing and ends. The samples are in "
+                f"{self.store.root.parent / 'nonfinite'}. Check the rewards and the weights, "
                 "lower the learning rate, or raise max_skipped_steps="
                 f"{self.schedule.max_skipped_steps}"
             )
@@ -389,7 +371,8 @@ class RunLoop:
     def _save(self, step: int, metrics: Mapping[str, float], in_background: bool) -> None:
         self.store.finish()
         self._announce()
-        of_callbacks = self.callbacks.state_dict()
+        # Callbacks without state leave no key.
+        callback_states = self.callbacks.state_dict()
         self.store.save(
             step,
             {
@@ -400,12 +383,12 @@ class RunLoop:
                 "total_steps": self.schedule.total_steps,
                 "began": os.environ.get(TEMPLATE_TIME),
                 "rng": capture_rng(accelerator.rng_state),
-                **({"callbacks": of_callbacks} if of_callbacks else {}),
+                **({"callbacks": callback_states} if callback_states else {}),
             },
             metric=metrics.get(self.monitor),
             roles=self.learner.roles,
             in_background=in_background,
-            on_saved=self._on_saved,
+            on_saved=self.on_saved,
         )
         self._unannounced = step
         self._announce()

@@ -3,8 +3,8 @@
 ::
 
     with Run.open(config) as run:          processes, console, the run's directory, callbacks, model
-        prompts = ...                      all input is read and checked before a model is built
-        for attempt in run.attempts():     once; on Ray again after a worker died
+        prompts = ...                      read and check all input before models are built
+        for attempt in run.attempts():     once, and on Ray again after a worker died
             with attempt:
                 policy = attempt.start_policy(...)
                 with attempt.loop(PPOTrainer(...), ...) as run_loop:
@@ -56,16 +56,9 @@ Config_co = TypeVar("Config_co", bound=BaseRunConfig, covariant=True)
 
 @dataclass(frozen=True)
 class Run(Generic[Config_co]):
-    """Everything that a run owns until it ends; `open` makes it.
+    """Objects that a run owns until it ends, created by `open`.
 
-    Args:
-        config: of the run; a dry run's differs from what was given.
-        engine: gives out the clusters on which workers are started.
-        console: quiet on every rank but the first.
-        callbacks: the user's.
-        tokenizer: the model's.
-        architecture: the model's.
-        closing: ends what must not outlive the run.
+    A dry run changes ``config``. ``console`` is quiet on every rank except the first.
     """
 
     config: Config_co
@@ -79,9 +72,9 @@ class Run(Generic[Config_co]):
     @staticmethod
     @contextmanager
     def open(config: Config) -> Iterator["Run[Config]"]:
-        """Start the processes, prepare the run's directory and look into the model's file.
+        """Start the processes, prepare the run's directory and read the header of the model's file.
 
-        A dry run (``config.dry_run``) leaves the directory alone and writes to another.
+        A dry run (``config.dry_run``) writes to another directory.
 
         Raises:
             ConfigError: the directory is another run's, or the processes cannot share a batch.
@@ -101,17 +94,17 @@ class Run(Generic[Config_co]):
 
     @property
     def world_size(self) -> int:
-        """Workers of the policy, or of the one model that is trained."""
+        """Number of workers of the policy, or of the only trained model."""
         return self.engine.worlds[0]
 
     def attempts(self) -> Iterator["Attempt"]:
-        """Starts of the workers: one, and another each time that one of them died.
+        """Yield a start of the workers, and another one each time a worker died.
 
-        There are at most ``cluster.max_restarts`` more; none on the local engine.
+        ``cluster.max_restarts`` limits restarts. The local engine never restarts workers.
         """
         started = time.monotonic()
-        for number in range(self.engine.max_restarts + 1):
-            attempt = Attempt(self, number, started)
+        for index in range(self.engine.max_restarts + 1):
+            attempt = Attempt(self, index, started)
             yield attempt
             if not attempt.has_failed:
                 return
@@ -120,9 +113,9 @@ class Run(Generic[Config_co]):
 def check_roles(
     config: BaseRunConfig, architecture: GPTArchitecture, worlds: tuple[int, int]
 ) -> None:
-    """Refuse layouts, and batches, of the trained roles that their workers cannot share.
+    """Raise if workers cannot share the layouts or batches of the trained roles.
 
-    ``worlds``: workers of the policy and of the critic (0: there is none).
+    ``worlds``: number of workers of the policy and of the critic (0: no critic).
     """
     check_layout(architecture, config.model.parallel, worlds[0])
     if worlds[1] and config.value_parallel != config.model.parallel:
@@ -133,15 +126,15 @@ def check_roles(
 
 
 class Attempt(Workers):
-    """One start of the workers, as a context: they are shut down at its end.
+    """One start of the workers, as a context that shuts the workers down at its end.
 
-    A context can swallow what its block raises, which the loop around it cannot: while restarts are
-    left, the death of a worker ends the block without an error, and `Run.attempts` gives another.
+    Unlike a loop around it, a context can suppress an exception of its block: while restarts
+    remain, the death of a worker ends the block without an error, and `Run.attempts` restarts.
     """
 
-    def __init__(self, run: Run[BaseRunConfig], number: int, started: float) -> None:
-        """``started``: when ``trainer.max_time`` began to run, on the monotonic clock."""
-        self._run, self._number, self._started = run, number, started
+    def __init__(self, run: Run[BaseRunConfig], index: int, started: float) -> None:
+        """``started``: start of ``trainer.max_time`` on the monotonic clock."""
+        self._run, self._index, self._started = run, index, started
         self._calls = Calls()
         self.has_failed = False
 
@@ -160,20 +153,21 @@ class Attempt(Workers):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
+        # The death of a worker may show only while the others are shut down.
         restarts = self._run.engine.max_restarts
-        is_last = self._number == restarts
+        is_last = self._index == restarts
         try:
             self.closing.__exit__(kind, error, traceback)
-        except WorkerDiedError as died:  # noticed while the others were shut down
+        except WorkerDiedError as shutdown_error:  # a death noticed during the shutdown
             if is_last:
                 raise
-            error = died
+            error = shutdown_error
         if is_last or not isinstance(error, WorkerDiedError):
             return False
         self.has_failed = True
         self._run.console.print(
-            f"{error}\nthe workers are started anew and the run goes on from its last state "
-            f"(restart {self._number + 1} of cluster.max_restarts={restarts})",
+            f"{error}\nThe workers are restarted, and the run continues from its last state "
+            f"(restart {self._index + 1} of cluster.max_restarts={restarts})",
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -184,11 +178,11 @@ class Attempt(Workers):
     def loop(
         self, trainer: Learner, steps: int, summary: StartupSummary, *, saved_as: str = "policy"
     ) -> Iterator[RunLoop | dry_run.DryLoop]:
-        """The loop of the trainer's steps, to be run in the block.
+        """Yield the loop of the trainer's steps, which the block runs.
 
-        It goes on from the newest run state, or begins; the start-up report is printed before. At
-        the end of the block the run's report and the trained model are written. Of a dry run the
-        loop measures two steps, and nothing is written. ``saved_as``: name of the trained `.nemo`.
+        The loop restores the newest run state, if any, and the start-up report is printed. At the
+        end of the block the run's report and the trained model are written. The loop of a dry run
+        measures two steps and writes nothing. ``saved_as`` is the name of the trained `.nemo`.
         """
         config, console = self.config, self._run.console
         if config.dry_run:
@@ -196,12 +190,13 @@ class Attempt(Workers):
             yield dry_run.DryLoop(config, trainer, self.roles, self._calls, console)
             return
         loop = self._loop(trainer, steps)
-        found = loop.restore()
-        notes = [*_changes(found, loop.layout), *_left_to_do(config, steps, found), *summary.notes]
-        if found is not None:
-            random = ["random states"] if found.saved_layout is None else []
+        # Restore before the report, which says what was restored.
+        restoration = loop.restore()
+        notes = [*_notes(config, steps, restoration, loop.layout), *summary.notes]
+        if restoration is not None:
+            random = ["random states"] if restoration.saved_layout is None else []
             restores = [*summary.restores, *random]
-            restored = (found.step, str(found.path))
+            restored = (restoration.step, str(restoration.path))
             summary = replace(summary, restored=restored, restores=restores)
         console.print(startup_report(replace(summary, notes=notes)))
         try:
@@ -210,10 +205,10 @@ class Attempt(Workers):
         except Exception as error:
             loop.callbacks.failed(loop.step, error)
             raise
-        loop.callbacks.tell("on_run_end", loop.step, loop.ended_by)
+        loop.callbacks.notify("on_run_end", loop.step, loop.ended_by)
 
     def _loop(self, trainer: Learner, steps: int) -> RunLoop:
-        """The run loop with its files below ``exp_manager.explicit_log_dir``."""
+        """Return the run loop, with its files below ``exp_manager.explicit_log_dir``."""
         config, run = self.config, self._run
         exp, folder = config.exp_manager, log_dir(config)
         store = RunStateStore(
@@ -231,6 +226,7 @@ class Attempt(Workers):
             restored = latest[-1].step if latest else None
             return make_loggers(folder, exp, restored_step=restored, config=config.as_dict())
 
+        # The loop and its files.
         run.callbacks.begin(config.as_dict(), folder, steps)
         limit = config.trainer.max_seconds
         loop = RunLoop(
@@ -250,7 +246,7 @@ class Attempt(Workers):
             config=config.as_dict(),
             monitor=config.monitor,
             layout=self.clusters.describe(config),
-            identity=RunIdentity.of(config).as_dict() if is_rank_zero() else None,
+            identity=RunIdentity.of(config).as_dict() if is_rank_zero() else {},
             on_saved=RunDirectory(folder, store).mark_saved,
             callbacks=run.callbacks,
             defaults=defaults_of(config),
@@ -260,29 +256,32 @@ class Attempt(Workers):
         return loop
 
     def _finish(self, loop: RunLoop, trainer: Learner, saved_as: str, device: str) -> None:
-        """Write the report and, when the run came to its end, the trained model; print their paths.
+        """Write the report and, if the run was not interrupted, the trained model.
 
-        ``device``: what the workers compute on, in words.
+        ``device`` describes the workers' devices.
         """
-        config, folder, ended = self.config, log_dir(self.config), not loop.interrupted
-        places = {"report": folder / "report.html"}
-        if ended:
+        config, folder, is_complete = self.config, log_dir(self.config), not loop.interrupted
+        # Files to name.
+        paths = {"report": folder / "report.html"}
+        if is_complete:
             samples = folder / "samples.jsonl"
             if on_rank_zero(lambda: samples.exists() and samples.stat().st_size > 0):
-                places["samples"] = samples
-            places["metrics"] = folder / "metrics.jsonl"
+                paths["samples"] = samples
+            paths["metrics"] = folder / "metrics.jsonl"
             states = loop.store.states()
             if states:
-                places["checkpoint"] = states[-1].path
+                paths["checkpoint"] = states[-1].path
+        # The trained model, unless its weights are not finite.
         trained = folder / f"{saved_as}.nemo"
-        saves = ended and config.exp_manager.save_nemo
-        is_sound = not saves or trainer.trained_role.has_finite_weights()
-        if saves and is_sound:
+        saves = is_complete and config.exp_manager.save_nemo
+        is_finite = not saves or trainer.trained_role.has_finite_weights()
+        if saves and is_finite:
             trainer.save_model(str(trained.absolute()))
-            places["trained .nemo"] = trained
+            paths["trained .nemo"] = trained
             if config.model.peft.lora is not None:
-                places["its adapters"] = adapters_beside(str(trained.absolute()))
-        status = [] if ended else ["Stopped by a signal; the same command continues."]
+                paths["its adapters"] = adapters_beside(str(trained.absolute()))
+        # The report.
+        status = [] if is_complete else ["Stopped by a signal. The same command continues the run."]
         status += [
             f"{note[0].upper()}{note[1:]}."
             for note in _cut_short(config, loop.schedule.total_steps)
@@ -291,29 +290,29 @@ class Attempt(Workers):
             title=f"{config.algorithm} of {Path(config.model.restore_from_path).name}",
             config=yaml.safe_dump(config.as_dict(), sort_keys=False),
             environment=describe_environment(device),
-            artifacts={name: str(path) for name, path in places.items()},
+            artifacts={name: str(path) for name, path in paths.items()},
             status=" ".join(status),
             precision=config.trainer.precision,
         )
         on_rank_zero(lambda: write_report(folder, record))
-        width = max(len(name) for name in places)
-        for place, path in places.items():
-            self._run.console.print(f"{place:>{width}}  {path}", highlight=False, soft_wrap=True)
-        if not is_sound:
+        width = max(len(name) for name in paths)
+        for name, path in paths.items():
+            self._run.console.print(f"{name:>{width}}  {path}", highlight=False, soft_wrap=True)
+        if not is_finite:
             raise NonFiniteError(
-                f"weights of the trained model are NaN or infinite, so {trained} was not written; "
-                "go back to an earlier run state, look at the rewards and the data, lower the "
+                f"weights of the trained model are NaN or infinite, so {trained} was not written. "
+                "Go back to an earlier run state, check the rewards and the data, lower the "
                 "learning rate, or start from another model"
             )
 
 
 def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
-    """Refuse a directory that is not this run's or cannot be written, and bad names.
+    """Check names, lock the run's directory until ``closing`` closes, and prepare it.
 
-    No other process may write it until ``closing`` closes. What is to be said of the directory is
-    returned; see `run.directory`.
+    Returns notes on the directory (see `RunDirectory.prepare`).
     """
     check_names([config.monitor])
+    # No other process may write to the directory until the run ends.
     folder = log_dir(config)
     directory = RunDirectory(folder, RunStateStore(folder / "run_state"))
 
@@ -322,34 +321,31 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
         return directory.prepare(RunIdentity.of(config), config)
 
     notes = on_rank_zero(prepare)
-    began = on_rank_zero(lambda: directory.began)
-    if began is not None:
-        closing.enter_context(fixed_time(began))
+    start_time = on_rank_zero(lambda: directory.start_time)
+    if start_time is not None:
+        closing.enter_context(fixed_time(start_time))
     return notes
 
 
-def _changes(found: Restoration | None, layout: str) -> list[str]:
-    """Changes since the state was saved."""
-    if found is None:
-        return []
-    notes = [f"changed since the saved run: {change}" for change in found.changes]
-    if found.saved_layout is not None:
-        notes.append(
-            f"saved on {found.saved_layout}, continued on {layout}: weights and optimizer "
+def _notes(
+    config: BaseRunConfig, steps: int, restoration: Restoration | None, layout: str
+) -> list[str]:
+    """Return notes on limits that make a run shorter, and on changes since the state was saved."""
+    limits = _cut_short(config, steps)
+    if restoration is None:
+        return limits
+    changes = [f"changed since the saved run: {change}" for change in restoration.changes]
+    if restoration.saved_layout is not None:
+        changes.append(
+            f"saved on {restoration.saved_layout}, continued on {layout}: weights and optimizer "
             "states are the same, random generators (dropout) start from the seed"
         )
-    return notes
-
-
-def _left_to_do(config: BaseRunConfig, steps: int, found: Restoration | None) -> list[str]:
-    """Notes on limits that make a run shorter than expected."""
-    notes = _cut_short(config, steps)
-    if found is not None and found.step >= steps:
-        notes.append(
-            f"nothing is left to do: {found.step} steps are made and {steps} are asked for; raise "
-            f"{config.section}.max_steps or max_epochs to go on"
+    if restoration.step >= steps:
+        limits.append(
+            f"nothing is left to do: {restoration.step} steps are finished, and {steps} are "
+            f"configured. Raise {config.section}.max_steps or max_epochs to continue"
         )
-    return notes
+    return [*changes, *limits]
 
 
 def _cut_short(config: BaseRunConfig, steps: int) -> list[str]:
@@ -357,7 +353,7 @@ def _cut_short(config: BaseRunConfig, steps: int) -> list[str]:
     if loop.max_steps <= steps:
         return []
     return [
-        f"the run has {steps} of {config.section}.max_steps={loop.max_steps} steps, for "
-        f"{config.section}.max_epochs={loop.max_epochs} has no more; raise it to go over the data "
-        "again"
+        f"the run has {steps} of {config.section}.max_steps={loop.max_steps} steps, because "
+        f"{config.section}.max_epochs={loop.max_epochs} limits it. Raise max_epochs to go over "
+        "the data again"
     ]

@@ -1,4 +1,4 @@
-"""Before the first step: the model's description, lengths, and the start-up report."""
+"""Preparation of the first step: description of the model, lengths, and the start-up report."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from aligner.packages import find_packages, untried_versions
 
 
 def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture]:
-    """`describe_model` of a run's model, with the chat template that the run's conversations have.
+    """Return tokenizer and architecture of a run's model, with the configured chat template.
 
     Raises:
         ConfigError: ``environment.chat_template`` or ``data.chat_template_kwargs`` cannot be used.
@@ -48,9 +48,9 @@ def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture
 
 
 def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitecture]:
-    """Tokenizer and architecture of the model, without reading its weights.
+    """Return tokenizer and architecture of the model, without reading its weights.
 
-    Adapters that do not fit it are refused.
+    Raises for adapters that do not fit the model.
     """
     with open_model(model.restore_from_path) as checkpoint:
         tokenizer = (
@@ -59,23 +59,24 @@ def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitectur
             else named_tokenizer(model.tokenizer, key="model.tokenizer")
         )
         architecture = checkpoint.architecture
+    # Adapters must fit the model.
     lora, path = model.peft.lora, model.peft.restore_from_path
     if lora is not None:
-        adapter_shapes(architecture, lora)  # refuses targets that the model lacks
+        adapter_shapes(architecture, lora)  # raises for targets that the model lacks
         if path is not None:
             check_same(lora, read_adapters(path, architecture).lora, path)
     return tokenizer.with_end_tokens(model.rollout.sampling_params.end_tokens), architecture
 
 
 def count_parameters(architecture: GPTArchitecture) -> int:
-    """Parameters of the whole model, without a role's head."""
+    """Return the number of parameters of the model, without a role's head."""
     return sum(math.prod(shape) for shape in expected_shapes(architecture).values())
 
 
 def check_lengths(
     config: SamplingRunConfig, architecture: GPTArchitecture, longest_prompt: int
 ) -> None:
-    """Refuse prompts that leave no room for a response, in the model or in a token budget."""
+    """Raise if prompts leave no room for a response in the model or in a token budget."""
     refuse(config.length_problems(longest_prompt))
     check_room(
         architecture,
@@ -92,7 +93,7 @@ def check_room(
     response: int,
     limit_key: str = "data.max_prompt_length",
 ) -> None:
-    """Refuse prompts that leave no room for ``response`` new tokens, which ``key`` asks for.
+    """Raise if prompts leave no room for ``response`` new tokens, the value of ``key``.
 
     ``limit_key``: the key that limits prompts.
     """
@@ -106,34 +107,34 @@ def check_room(
     )
     raise ConfigError(
         f"the longest prompt has {longest_prompt} tokens and {key}={response} more may follow, but "
-        f"the model has {positions} positions; {remedy}"
+        f"the model has {positions} positions. {remedy[0].upper()}{remedy[1:]}"
     )
 
 
 def dropout_in_words(model: TrainedModelConfig, architecture: GPTArchitecture) -> str:
-    """Dropout in training, and the checkpoint's own rates where they differ."""
-    own = f"{architecture.hidden_dropout:g} of hidden states, {architecture.attention_dropout:g} "
-    own += "of attention weights"
+    """Describe the dropout in training, and the checkpoint's rates if they differ."""
+    rates = f"{architecture.hidden_dropout:g} of hidden states, "
+    rates += f"{architecture.attention_dropout:g} of attention weights"
     if model.dropout is None:
-        return f"dropout as in the checkpoint: {own}"
+        return f"dropout as in the checkpoint: {rates}"
     dropout = f"dropout {model.dropout:g}"
     if architecture.with_dropout(model.dropout) == architecture:
         return dropout
-    return f"{dropout} (in the checkpoint: {own}; model.dropout=null brings it back)"
+    return f"{dropout} (in the checkpoint: {rates}. model.dropout=null restores it)"
 
 
 def repetition_in_words(config: SamplingRunConfig, *, on_gpus: bool) -> str:
-    """Ways in which a GPU run that is repeated or resumed may differ; empty on a CPU."""
+    """Describe how a repeated or resumed GPU run may differ (not at all on a CPU)."""
     if not on_gpus:
         return ""
     engine = config.generation.engine
-    drawn = "" if engine is None else f" {engine.title}'s samples may differ."
+    samples = "" if engine is None else f" {engine.title}'s samples may differ."
     if config.trainer.deterministic:
-        return f"trainer.deterministic: the same run twice is the same to the bit.{drawn}"
+        return f"trainer.deterministic: the same run twice is the same to the bit.{samples}"
     return (
-        "A resumed run goes on from the exact state, but sums are made in varying order (flash "
-        "attention's gradient, gathered rows, NCCL): numbers differ in their last bits, and "
-        f"samples in time. trainer.deterministic=true has them repeat.{drawn}"
+        "A resumed run continues from the exact state, but sums are computed in varying order "
+        "(flash attention's gradient, gathered rows, NCCL): numbers differ in their last bits, and "
+        f"samples in time. trainer.deterministic=true makes them repeatable.{samples}"
     )
 
 
@@ -146,17 +147,18 @@ def startup_summary(
     restores: Sequence[str],
     notes: Sequence[str],
 ) -> StartupSummary:
-    """Summary of a new run, whose first started role is the trained one.
+    """Return the start-up report of a run, whose first started role is the trained role.
 
     Args:
-        workers: of the run, started.
-        batches: how many of what makes a step, one sentence each.
-        roles: models per process.
-        longest: tokens of the longest sequence that is trained.
-        restores: what a run state brings back, in words.
-        notes: anything else to be read before the first step.
+        workers: started workers of the run.
+        batches: sentences on the batches of a step.
+        roles: memory of models per process.
+        longest: tokens of the longest training sequence.
+        restores: parts of a run state.
+        notes: additional lines.
     """
     config, architecture = workers.config, workers.architecture
+    # Facts of the started workers.
     processes, device = workers.clusters.policy.world_size(), workers.roles[0].device_info()
     repetition, ignored = "", ", ".join(IGNORED)
     if isinstance(config, SamplingRunConfig):
@@ -183,7 +185,7 @@ def startup_summary(
         notes=[
             *notes,
             *untried_versions(),
-            *([f"ignored, since no result depends on it here: {ignored}"] if ignored else []),
+            *([f"ignored, because no result depends on it here: {ignored}"] if ignored else []),
         ],
     )
 
@@ -197,9 +199,9 @@ def role_memory(
     trainable: bool = True,
     model_parallel_size: int | None = None,
 ) -> RoleMemory:
-    """Memory of a role of the run's model, on ``data_size`` data-parallel ranks.
+    """Return the memory of a role of the run's model, on ``data_size`` data-parallel ranks.
 
-    ``model_parallel_size``: default the policy's.
+    ``model_parallel_size``: default the policy's size.
     """
     low_precision = config.trainer.precision == "bf16"
     lora = config.model.peft.lora if trainable else None
@@ -219,38 +221,41 @@ def role_memory(
 def working_memory(
     config: BaseRunConfig, architecture: GPTArchitecture, length: int, *, on_gpus: bool
 ) -> dict[str, int]:
-    """Bytes per process beside the models, by what holds them. Estimates, not measurements.
+    """Estimate the bytes per process in addition to the models, by purpose.
 
     ``KV cache``, in runs that sample: keys and values of the sequences in flight, of ``length``
     tokens each.
 
-    ``activations``: what layers keep for the backward pass of a training micro-batch, of as many
-    tokens as the budget of packed or dynamic micro-batches allows, else of sequences of ``length``
-    tokens. 17 values per token, layer and hidden unit (Korthikanti et al. 2022, their 34 bytes in
-    16 bit, attention scores not stored); with full recomputation each layer's input, and one
-    layer's worth while it is recomputed.
+    ``activations``: activations that layers keep for the backward pass of a training micro-batch.
+    The micro-batch fills the token budget of packed or dynamic micro-batches, or contains sequences
+    of ``length`` tokens. 17 values per token, layer and hidden unit (Korthikanti et al. 2022, their
+    34 bytes in 16 bit, attention scores not stored). With full recomputation: each layer's input,
+    and the activations of the layer that is being recomputed.
 
-    ``output layer``: float32 hidden states and their gradient, and the two tiles of logits that are
-    alive at once.
+    ``output layer``: float32 hidden states and their gradient, and the two tiles of logits that
+    exist at the same time.
 
-    Left out: the device's context, buffers of NCCL, fragmentation, wider feed-forward layers than 4
-    times the hidden size, experts, and what is alive for a moment in the backward pass.
+    Not included: the device's context, buffers of NCCL, fragmentation, feed-forward layers wider
+    than 4 times the hidden size, experts, and temporary tensors of the backward pass.
     """
     model, memory = config.model, {}
     layers = architecture.num_layers // model.pipeline_model_parallel_size
     value_bytes = 2 if config.trainer.precision == "bf16" else 4
+    # Keys and values.
     if isinstance(config, SamplingRunConfig):
         values = 2 * layers * architecture.num_query_groups * architecture.kv_channels
         rows = model.rollout.rollout_micro_batch_size
         cache = values * rows * length * value_bytes
         memory["KV cache"] = cache // model.tensor_model_parallel_size
+    # Activations of one micro-batch.
     budgets = model.token_budgets
     tokens = model.micro_batch_size * length if budgets is None else budgets.train_mb_tokens
     tokens //= model.context_parallel_size
     hidden = tokens * architecture.hidden_size
     recomputes = model.activations_checkpoint_granularity == "full"
-    kept = hidden * value_bytes * (layers + 17 if recomputes else 17 * layers)
-    memory["activations"] = kept // model.tensor_model_parallel_size
+    stored = hidden * value_bytes * (layers + 17 if recomputes else 17 * layers)
+    memory["activations"] = stored // model.tensor_model_parallel_size
+    # The output layer.
     columns = architecture.padded_vocab_size(model.tensor_model_parallel_size)
     logits = tokens * columns // model.tensor_model_parallel_size * 4
     tile = min(logits, tile_bytes("accelerator" if on_gpus else "cpu"))
@@ -258,6 +263,6 @@ def working_memory(
     return memory
 
 
-def dropped_note(count: int, what: str, key: str) -> list[str]:
-    """Note that ``count`` examples are longer than ``key`` allows; empty where none is."""
-    return [f"{count} {what} are longer than {key} and were dropped"] if count else []
+def dropped_note(count: int, items: str, key: str) -> list[str]:
+    """Return a note if ``count`` examples are longer than ``key`` allows."""
+    return [f"{count} {items} are longer than {key} and were dropped"] if count else []

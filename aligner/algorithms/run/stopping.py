@@ -1,4 +1,4 @@
-"""Signals that end a run: the step at hand is finished and saved first."""
+"""Signals that stop a run after its current step is finished and saved."""
 
 import os
 import signal
@@ -9,39 +9,40 @@ from contextlib import contextmanager
 from types import FrameType
 
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
-# A terminal sends Ctrl-C to every process, and launchers hand it on: that is not a second one.
+# A terminal sends Ctrl-C to every process, and launchers forward it: ignore such a repetition.
 _ECHO_S = 0.5
 
 
 class StopRequest:
-    """Reason why the run was asked to end; None: it was not."""
+    """Request to stop the run. ``name`` is the signal, or None before a request."""
 
     name: str | None = None
 
 
 @contextmanager
-def stop_signal(speaks: bool = True) -> Iterator[StopRequest]:
-    """Action that SIGTERM and SIGINT (Ctrl-C) request; the second one has its default effect.
+def stop_signal(announce: bool = True) -> Iterator[StopRequest]:
+    """Turn the first SIGTERM or SIGINT (Ctrl-C) into a request. The second has its default effect.
 
-    ``speaks``: print on standard error what the first Ctrl-C does.
+    ``announce``: print the effect of the first Ctrl-C on standard error.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request  # only the main thread may handle signals
         return
     previous = {number: signal.getsignal(number) for number in _NAMES}
-    first = 0.0
+    requested_at = 0.0
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal first
+        nonlocal requested_at
         if request.name is None:
-            request.name, first = _NAMES[signal.Signals(number)], time.monotonic()
-            if speaks and number == signal.SIGINT:
+            # First signal: record the request.
+            request.name, requested_at = _NAMES[signal.Signals(number)], time.monotonic()
+            if announce and number == signal.SIGINT:
                 os.write(
                     2,
-                    b"Ctrl-C: the run ends once this step is finished and saved; again: at once\n",
+                    b"Ctrl-C: the run ends after this step is saved. Press again to end at once\n",
                 )
-        elif time.monotonic() - first > _ECHO_S:
+        elif time.monotonic() - requested_at > _ECHO_S:
             signal.signal(number, previous[signal.Signals(number)])
             signal.raise_signal(number)
 

@@ -1,4 +1,4 @@
-"""Fine-tuning, and what all runs share that learn from given examples."""
+"""Supervised fine-tuning, and functions for all runs that learn from given examples."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -22,9 +22,10 @@ from aligner.observe.startup import StartupSummary, supervised_arithmetic
 
 
 def train_sft(config: SFTRunConfig) -> None:
-    """Fine-tune from start to end and print where everything is."""
+    """Fine-tune from start to end and print the paths of the run's files."""
     with Run.open(config) as run:
         config = run.config
+        # Read and check the examples before the model is loaded.
         examples, longest = load_split(run, ExampleDataset)
         check_sequences(run, longest)
         task = Task(
@@ -45,40 +46,42 @@ def train_sft(config: SFTRunConfig) -> None:
 
 
 def load_split(
-    run: Run[SupervisedRunConfig], kind: type[D], *others: GPTArchitecture
+    run: Run[SupervisedRunConfig], kind: type[D], *other_models: GPTArchitecture
 ) -> tuple[Split[D], int]:
-    """Read and tokenize the examples of a run; with them the tokens of the longest sequence.
+    """Read and tokenize the examples of a run, and return the maximum number of tokens, too.
 
-    A dry run's are of the greatest length. ``others``: further models that read them.
+    A dry run's examples have the maximum length. ``other_models`` also read the examples.
     """
     examples = Split.load(kind, run.config.data, run.tokenizer)
     longest = examples.max_length
     if not run.config.dry_run:
         return examples, longest
-    train = longest_set(run.config, examples.train, run.tokenizer, run.architecture, *others)
+    train = longest_set(run.config, examples.train, run.tokenizer, run.architecture, *other_models)
     return Split(train), max(longest, train.max_length)
 
 
-def check_sequences(run: Run[SupervisedRunConfig], longest: int, *others: GPTArchitecture) -> None:
-    """Refuse sequences of ``longest`` tokens that a model, or a budget of tokens, has no room for.
+def check_sequences(
+    run: Run[SupervisedRunConfig], longest: int, *other_models: GPTArchitecture
+) -> None:
+    """Raise if a model or a token budget has no room for sequences of ``longest`` tokens.
 
-    ``others``: further models, which stand in the trained one's layout and read its sequences.
+    ``other_models`` read the sequences and use the trained model's layout.
     """
     config = run.config
     refuse(config.length_problems(longest))
-    for other in others:
-        check_layout(other, config.model.parallel, run.world_size)
-    for architecture in (run.architecture, *others):
+    for model in other_models:
+        check_layout(model, config.model.parallel, run.world_size)
+    for architecture in (run.architecture, *other_models):
         positions = architecture.max_position_embeddings
         if longest > positions:
             raise ConfigError(
-                f"the longest example has {longest} tokens and the model has {positions} "
-                f"positions; set data.max_length={positions} to drop longer examples"
+                f"the longest example has {longest} tokens, but the model has {positions} "
+                f"positions. Set data.max_length={positions} to drop longer examples"
             )
 
 
 def example_sampler(config: SupervisedRunConfig, task: Task[Any]) -> tuple[PromptSampler, int]:
-    """Sampler of the examples of each optimizer update, and the number of updates of the run."""
+    """Return the sampler of each update's examples, and the number of updates of the run."""
     sampler = PromptSampler(
         len(task.train),
         config.model.global_batch_size // config.rows_per_example,
@@ -97,7 +100,7 @@ def supervised_summary(
     longest: int,
     frozen: Mapping[str, GPTArchitecture] | None = None,
 ) -> StartupSummary:
-    """Summary of a run that learns from ``examples``; ``frozen``: further models, by name."""
+    """Return the start-up report of a run. ``frozen``: other models by name."""
     data_size = config.model.parallel.data_size(workers.clusters.policy.world_size())
     memory = [role_memory(config, workers.architecture, data_size, "model")]
     for name, architecture in (frozen or {}).items():
@@ -112,7 +115,8 @@ def supervised_summary(
     restores = ["model", "optimizer", "schedule", "data position"]
     dropped = examples.train.dropped_too_long
     notes = dropped_note(dropped, "training examples", "data.max_length")
-    if not isinstance(examples.train, PromptDataset):  # whose responses the student samples
+    # In on-policy distillation the student samples the responses, so there are no examples to show.
+    if not isinstance(examples.train, PromptDataset):
         train = examples.train
         rows = (example for n in range(len(train)) for example in train[n].examples)
         notes.append(response_note(rows, workers.tokenizer))

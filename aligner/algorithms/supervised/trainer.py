@@ -1,9 +1,9 @@
-"""Supervised learning of a role: batches of a data set, one optimizer update a step.
+"""Supervised training of a role: one optimizer update per step on a batch of a data set.
 
     examples ─► next global batch ─► one update of the role with the loss ─► validate, save
 
-Fine-tuning, reward models and preference optimisation differ in what an example is, how examples
-make a batch, and the loss.
+Fine-tuning, reward models and preference optimisation differ in their examples, in the conversion
+of examples to a batch, and in the loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Examples(Protocol[T_co]):
-    """A data set: ``len`` and indexing."""
+    """A data set that supports ``len`` and indexing."""
 
     def __len__(self) -> int: ...
 
@@ -34,10 +34,9 @@ class Examples(Protocol[T_co]):
 class Task(Generic[T_co]):
     """Learning task: examples, batches and loss.
 
-    ``collate`` makes the batch that ``loss`` reads from a list of examples, with the columns of
-    `aligner.types`. ``complete`` puts into a batch, in place, the outputs of models that the loss
-    reads; it is passed the number of examples that the run has learned from before, None in
-    validation.
+    ``collate`` converts a list of examples to a batch for ``loss``, with columns of
+    `aligner.types`. ``complete`` adds the outputs of models that the loss reads, in place. Its last
+    argument is the number of examples that the run has trained on before, None in validation.
     """
 
     train: Examples[T_co]
@@ -49,14 +48,7 @@ class Task(Generic[T_co]):
 
 @dataclass(eq=False)
 class SupervisedTrainer(Learner):
-    """Trains one role on a `Task`; `RunLoop` drives it.
-
-    Args:
-        role: the role.
-        task: what it learns.
-        sampler: draws a global batch.
-        limit_val_examples: number of examples to validate on; None: all.
-    """
+    """Trainer of one role on a `Task`, called by `RunLoop`. ``sampler`` draws global batches."""
 
     role: RoleHandle
     task: Task[Any]
@@ -70,7 +62,7 @@ class SupervisedTrainer(Learner):
         self.roles = {"role": self.role}
 
     def step(self, step: int, timers: PhaseTimers) -> StepResult:
-        """One optimizer update on the next global batch."""
+        """Execute one optimizer update on the next global batch."""
         with timers("data"):
             indices = self.sampler.next_batch()
             batch = self.task.collate([self.task.train[index] for index in indices])
@@ -80,6 +72,7 @@ class SupervisedTrainer(Learner):
             self.role.prepare_for_training()
             result = self.role.train(batch, self.task.loss)
             self.role.finish_training()
+        # Counters are part of run states.
         self.consumed_samples += len(indices)
         self.updates += count_updates([result])
         return StepResult(
@@ -95,9 +88,9 @@ class SupervisedTrainer(Learner):
         )
 
     def validate(self, step: int, timers: PhaseTimers) -> StepResult:
-        """Loss and metrics over the validation examples taken as one global batch.
+        """Return loss and metrics over the validation examples as one global batch.
 
-        So a mean is over all their tokens (or pairs), however they are cut into micro-batches.
+        Means are over all tokens (or pairs), independently of the micro-batch size.
         """
         examples = self.task.validation
         if examples is None:
@@ -107,7 +100,7 @@ class SupervisedTrainer(Learner):
             batch = self.task.collate([examples[index] for index in range(count)])
             self.role.prepare_for_inference()
             self._complete(batch, None)
-            # All data-parallel ranks take as many rows in a pass.
+            # Every data-parallel rank needs the same number of rows per pass.
             ranks = self.role.sharding_annotations.get_axis_size("data_parallel")
             batch = _filled_up(batch, self.role.config.micro_batch_size * ranks)
             result = self.role.train(batch, self.task.loss, eval_mode=True, gbs=batch.size)
@@ -121,7 +114,7 @@ class SupervisedTrainer(Learner):
 
 
 def _filled_up(batch: BatchedDataDict, multiple: int) -> BatchedDataDict:
-    """``batch`` and, up to a multiple of ``multiple``, copies of its rows that do not count."""
+    """Pad ``batch`` to a multiple of ``multiple`` rows with copies that do not count."""
     missing = -batch.size % multiple
     if not missing:
         return batch

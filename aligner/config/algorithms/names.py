@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from aligner.catalog import ESTIMATORS, SURROGATES
+
 
 class Algorithm(NamedTuple):
     """An algorithm by its name, and what its run state is made of."""
@@ -17,17 +19,6 @@ class Algorithm(NamedTuple):
         """The name as part of a directory's, such as ``dr_grpo``."""
         plain = self.name.lower().replace("reinforce++", "reinforce_plus_plus")
         return re.sub(r"[^a-z0-9]+", "_", plain.replace(" with a baseline", "_baseline")).strip("_")
-
-
-_ESTIMATORS = {
-    "gae": "PPO",
-    "reinforce": "REINFORCE",
-    "rloo": "RLOO",
-    "grpo": "GRPO",
-    "dr_grpo": "Dr. GRPO",
-    "reinforce_plus_plus": "REINFORCE++",
-    "reinforce_plus_plus_baseline": "REINFORCE++ with a baseline",
-}
 
 
 def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
@@ -47,7 +38,8 @@ def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
     }
     if section == "ppo":
         estimator = loop.get("advantage", {}).get("estimator", "gae")
-        name = _ESTIMATORS.get(estimator, f"Policy gradients ({estimator})")
+        entry = ESTIMATORS.get(estimator)
+        name = f"Policy gradients ({estimator})" if entry is None else entry.title
         variants = _variants(loop, config.get("model", {}).get("ppo", {}))
         if estimator == "grpo" and variants:
             name = ", ".join(variants)
@@ -65,9 +57,10 @@ def _variants(loop: Mapping[str, Any], policy: Mapping[str, Any]) -> list[str]:
     """Names of the published variants of GRPO whose options are set, as in docs/reinforce.md."""
     eps = policy.get("ratio_eps")
     clips_higher = isinstance(eps, Sequence) and len(set(eps)) > 1
+    surrogate = SURROGATES.get(policy.get("surrogate", ""))
     is_set = {
         "DAPO": loop.get("dynamic_sampling", {}).get("enabled") and clips_higher,
         "GSPO": policy.get("ratio_level") == "sequence",
-        "CISPO": policy.get("surrogate") == "cispo",
     }
-    return [name for name, value in is_set.items() if value]
+    names = [name for name, value in is_set.items() if value]
+    return [*names, surrogate.title] if surrogate and surrogate.title else names

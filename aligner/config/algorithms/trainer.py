@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 from pydantic import StrictBool, StrictFloat, StrictStr
 
+from aligner.catalog import ESTIMATORS
 from aligner.config.algorithms.process import TrainingConfig
 from aligner.config.combinations import ReadIf
 from aligner.config.fields import (
@@ -50,16 +51,6 @@ class KLControllerConfig:
             )
 
 
-ESTIMATORS = (
-    "gae",
-    "reinforce",
-    "rloo",
-    "grpo",
-    "dr_grpo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-)
-GROUP_ESTIMATORS = ("rloo", "grpo", "dr_grpo", "reinforce_plus_plus_baseline")
 Estimator = Annotated[StrictStr, one_of(ESTIMATORS, or_path="package.module:function")]
 
 
@@ -90,9 +81,15 @@ class AdvantageConfig:
     """
 
     @property
+    def function(self) -> str | None:
+        """Path of the function that computes the advantages; None for a built-in formula."""
+        entry = ESTIMATORS.get(self.estimator)
+        return self.estimator if entry is None else entry.function
+
+    @property
     def is_own(self) -> bool:
-        """True if the estimator is a function of the user's own."""
-        return self.estimator not in ESTIMATORS
+        """True if the estimator is a function, not a built-in formula."""
+        return self.function is not None
 
     @property
     def reads_gae_lambda(self) -> bool:
@@ -115,8 +112,8 @@ class AdvantageConfig:
                 f"{key}.kwargs={dict(self.kwargs)} are of a function of your own, and {estimator}; "
                 f"leave them out, or give its path as {key}.estimator"
             )
-        per_prompt = run.model.ppo.num_rollouts_per_prompt
-        if self.estimator in GROUP_ESTIMATORS and per_prompt < 2:
+        entry, per_prompt = ESTIMATORS.get(self.estimator), run.model.ppo.num_rollouts_per_prompt
+        if entry is not None and entry.compares_group and per_prompt < 2:
             yield (
                 f"{estimator} compares responses to one prompt, and "
                 f"model.ppo.num_rollouts_per_prompt={per_prompt}; set it to 2 or more (4 to 16 are "

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 from pydantic import StrictBool, StrictFloat, StrictStr
 
+from aligner.catalog import SURROGATES
 from aligner.config.combinations import ReadIf, multiples_near
 from aligner.config.fields import (
     AboveOne,
@@ -17,10 +18,12 @@ from aligner.config.fields import (
     NonNegative,
     Positive,
     UserClass,
+    one_of,
 )
 from aligner.foreign_keys import shown
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
+Surrogate = Annotated[StrictStr, one_of(SURROGATES)]
 
 
 @dataclass(frozen=True)
@@ -300,7 +303,7 @@ class PolicyPPOConfig(RolloutConfig):
     `token`, or `sequence`: one ratio for a response, the geometric mean of its tokens' (GSPO).
     """
 
-    surrogate: Literal["clip", "cispo"] = "clip"
+    surrogate: Surrogate = "clip"
     """Objective that the ratio enters.
 
     `clip`: PPO's pessimistic bound. `cispo`: the clipped ratio is a weight without gradient of `A ·

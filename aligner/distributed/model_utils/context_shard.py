@@ -1,7 +1,7 @@
-"""Tokens that a context-parallel rank holds, and joining the sequence again.
+"""Sharding of sequences over context-parallel ranks, and the inverse.
 
-A sequence is cut into 2·CP equal chunks and rank r holds chunks r and 2·CP - 1 - r, so that under
-causal attention every rank has the same work.
+A sequence is cut into 2·CP equal chunks. Rank r stores chunks r and 2·CP - 1 - r, so that with
+causal attention all ranks compute the same amount.
 """
 
 from typing import Any
@@ -19,21 +19,21 @@ from aligner.parallel.collectives import gather_first, reduce_scatter_first
 def _get_tokens_on_this_cp_rank(
     input_ids: Tensor, cp_rank: int, cp_size: int, seq_dim: int = 1
 ) -> Tensor:
-    """Chunks ``cp_rank`` and ``2 * cp_size - 1 - cp_rank`` of dimension ``seq_dim``, side by side.
+    """Concatenate chunks ``cp_rank`` and ``2 * cp_size - 1 - cp_rank`` of dimension ``seq_dim``.
 
     ``input_ids``: any dtype, [..., S, ...] with S a multiple of ``2 * cp_size`` (or ``cp_size`` 1).
     Returns [..., S / cp_size, ...].
 
     Raises:
-        LayoutError: S does not divide.
+        LayoutError: S is not a multiple of ``2 * cp_size``.
     """
     if cp_size == 1:
         return input_ids
     length = input_ids.shape[seq_dim]
     if length % (2 * cp_size):
         raise LayoutError(
-            f"sequence length {length} is not a multiple of 2 x context parallel size {cp_size}: "
-            f"pad it to {length + -length % (2 * cp_size)}"
+            f"sequence length {length} is not a multiple of 2 x context parallel size {cp_size}. "
+            f"Pad it to {length + -length % (2 * cp_size)}"
         )
     size = length // (2 * cp_size)
     parts = (cp_rank, 2 * cp_size - 1 - cp_rank)
@@ -41,16 +41,16 @@ def _get_tokens_on_this_cp_rank(
 
 
 class AllGatherCPTensor(torch.autograd.Function):
-    """Every rank's chunks, put in the order of the sequence.
+    """Gather of every rank's chunks in sequence order.
 
-    The gradient is the exact adjoint: that of all ranks summed, of which each takes its own chunks.
-    A loss that every rank computes from the whole sequence therefore counts CP times; the mean over
-    data x context ranks, which data parallelism takes, makes it once again.
+    Backward is the exact adjoint: gradients are summed over the ranks, and each rank gets the sum
+    at its chunks. A loss that every rank computes from the whole sequence therefore counts CP
+    times. The mean of data parallelism over data x context ranks compensates for this factor.
     """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cp_group: dist.ProcessGroup, seq_dim: int = 1) -> Tensor:
-        """[..., S / CP, ...] of each rank → [..., S, ...]; any dtype."""
+        """Gather [..., S / CP, ...] of each rank to [..., S, ...], any dtype."""
         ctx.group, ctx.seq_dim = cp_group, seq_dim
         ranks = dist.get_world_size(cp_group)
         if ranks == 1:
@@ -71,48 +71,50 @@ class AllGatherCPTensor(torch.autograd.Function):
 
 
 def _rank_order(ranks: int) -> list[int]:
-    """Index of each chunk of the sequence among the chunks of rank 0, rank 1, …"""
+    """Return the index of each chunk of the sequence among the chunks of rank 0, rank 1, …"""
     first = [2 * rank for rank in range(ranks)]
     return first + [chunk + 1 for chunk in reversed(first)]
 
 
 def _reorder(tensor: Tensor, order: list[int]) -> Tensor:
-    """Cut dimension 0 into ``len(order)`` equal chunks and lay them out in that order."""
+    """Cut dimension 0 into ``len(order)`` equal chunks and concatenate the chunks in that order."""
     chunks = tensor.unflatten(0, (len(order), -1)).unbind(0)
-    return torch.cat([chunks[number] for number in order])
+    return torch.cat([chunks[index] for index in order])
 
 
 def allgather_cp_sharded_tensor(
     tensor: Tensor, cp_group: dist.ProcessGroup, seq_dim: int = 1
 ) -> Tensor:
-    """`AllGatherCPTensor` as a function, differentiable: [..., S / CP, ...] → [..., S, ...].
+    """Gather [..., S / CP, ...] to [..., S, ...] by `AllGatherCPTensor`, differentiable.
 
-    ``tensor``: of any dtype.
+    ``tensor``: any dtype.
     """
     return AllGatherCPTensor.apply(tensor, cp_group, seq_dim)
 
 
-def scatter_context(whole: Tensor, local_length: int, cp_group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's [B, S_cp, ...] of [B, S, ...], zeros behind S where ``S_cp * CP`` is longer.
+def scatter_context(
+    tensor: Tensor, local_length: int, cp_group: dist.ProcessGroup | None
+) -> Tensor:
+    """Return this rank's [B, S_cp, ...] of [B, S, ...], padded with zeros to ``S_cp * CP``.
 
-    ``whole``: of any dtype.
+    ``tensor``: any dtype.
     """
     ranks = 1 if cp_group is None else dist.get_world_size(cp_group)
-    padding = local_length * ranks - whole.shape[1]
+    padding = local_length * ranks - tensor.shape[1]
     if padding < 0:
         raise LayoutError(
-            f"sequence length {whole.shape[1]} exceeds the {local_length} positions of logits on "
-            f"each of {ranks} context-parallel ranks: pass the group the logits are sharded over"
+            f"sequence length {tensor.shape[1]} exceeds the {local_length} positions of logits on "
+            f"each of {ranks} context-parallel ranks. Pass the group that shards the logits"
         )
     if padding:
-        whole = F.pad(whole, (0, 0) * (whole.ndim - 2) + (0, padding))
+        tensor = F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, padding))
     if cp_group is None or ranks == 1:
-        return whole
-    return _get_tokens_on_this_cp_rank(whole, dist.get_rank(cp_group), ranks)
+        return tensor
+    return _get_tokens_on_this_cp_rank(tensor, dist.get_rank(cp_group), ranks)
 
 
 def gather_context(local: Tensor, length: int, cp_group: dist.ProcessGroup | None) -> Tensor:
-    """[B, S_cp, ...] of every rank → [B, length, ...]: inverse of `scatter_context`."""
+    """Gather [B, S_cp, ...] of every rank to [B, length, ...], the inverse of `scatter_context`."""
     if cp_group is not None and dist.get_world_size(cp_group) > 1:
         local = allgather_cp_sharded_tensor(local, cp_group)
     return local[:, :length]

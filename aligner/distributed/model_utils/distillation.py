@@ -1,4 +1,4 @@
-"""Student and teacher log-probs over the teacher's top tokens."""
+"""Student and teacher log-probs at the teacher's top tokens."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from aligner.distributed.model_utils.vocab_topk import gather_logits_at_global_i
 from aligner.errors import LayoutError
 from aligner.logprobs.output_layer import VocabShard
 
-_CHUNK_SIZE = 1024  # positions at a time
+_CHUNK_SIZE = 1024  # positions per step
 
 
 def get_distillation_topk_logprobs_from_logits(
@@ -26,33 +26,34 @@ def get_distillation_topk_logprobs_from_logits(
     vocab_parallel_group: dist.ProcessGroup | None = None,
     context_parallel_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs of student and teacher at the teacher's ``k`` best tokens.
+    """Compute log-probs of student and teacher at the teacher's ``k`` best tokens.
 
-    ``student_logits``: float [B, S, V]; with ``vocab_parallel_group`` [B, S_cp, V_local] and this
-    process's ``vocab_parallel_rank``; or a DTensor [B, S, V] on a mesh with ``tp`` (and ``cp``).
-    ``teacher_topk_logits``: float [B, S, k]; ``teacher_topk_indices``: int64 [B, S, k], global ids.
+    ``student_logits``: float [B, S, V], with ``vocab_parallel_group`` [B, S_cp, V_local] and this
+    process's ``vocab_parallel_rank``, or a DTensor [B, S, V] on a mesh with ``tp`` (and ``cp``).
+    ``teacher_topk_logits``: float [B, S, k]. ``teacher_topk_indices``: int64 [B, S, k], global ids.
 
-    ``zero_outside_topk``: True takes the student's log-probs over the whole vocabulary, as if the
-    teacher gave everything else probability 0; False renormalises the student over the k tokens.
+    ``zero_outside_topk``: True normalises the student over the whole vocabulary, as if the teacher
+    assigned probability 0 to all other tokens. False renormalises the student over the k tokens.
     The teacher is always renormalised over the k tokens.
 
-    Returns ``(student [B, S-1, k], teacher [B, S-1, k], H [B, S-1] | None)``, float32: position t
-    speaks of token t + 1. With ``calculate_entropy`` H is the student's ``Σ_v p_v log p_v`` over
+    Returns ``(student [B, S-1, k], teacher [B, S-1, k], H [B, S-1] | None)``, float32. Position t
+    describes token t + 1. With ``calculate_entropy`` H is the student's ``Σ_v p_v log p_v`` over
     the whole vocabulary. Student and H are differentiable.
 
     Raises:
-        LayoutError: k is 0, or the group came without the rank.
+        LayoutError: k is 0, or the group is given without the rank.
     """
     if teacher_topk_indices.shape[-1] == 0:
-        raise LayoutError("teacher_topk_indices holds 0 tokens per position: distil at least 1")
+        raise LayoutError("teacher_topk_indices has 0 tokens per position. Distil at least 1")
     logits, shard, cp_group = _student_shard(
         student_logits, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
     )
+    # Student: log-probs or raw logits at the teacher's tokens, on every rank.
     indices = teacher_topk_indices.to(logits.device)
     length = indices.shape[1]
     if zero_outside_topk:
-        here = scatter_context(indices, logits.shape[1], cp_group)
-        student = gather_context(logprobs_of(logits, here, shard), length, cp_group)
+        local = scatter_context(indices, logits.shape[1], cp_group)
+        student = gather_context(logprobs_of(logits, local, shard), length, cp_group)
     else:
         student = gather_logits_at_global_indices(
             logits,
@@ -63,17 +64,19 @@ def get_distillation_topk_logprobs_from_logits(
             vocab_end_index=shard.start + shard.columns,
         )
         student = student.log_softmax(dim=-1)
+    # Teacher: renormalised over the k tokens.
     teacher = teacher_topk_logits.to(student).log_softmax(dim=-1)
     entropy = None
+    # Entropy of the student over the whole vocabulary.
     if calculate_entropy:
         entropy = gather_context(mean_logprob(logits, shard), length, cp_group)[:, :-1]
     return student[:, :-1], teacher[:, :-1], entropy
 
 
 def logprobs_of(logits: Tensor, indices: Tensor, shard: VocabShard) -> Tensor:
-    """Log-probs over the whole vocabulary of global ``indices`` int64 [B, S, K], [B, S, K].
+    """Compute log-probs [B, S, K] of global ``indices`` int64 [B, S, K] over the whole vocabulary.
 
-    ``logits``: float [B, S, V_local], whose first ``shard.columns`` columns are real tokens.
+    ``logits``: float [B, S, V_local]. The first ``shard.columns`` columns are real tokens.
     """
     end = shard.start + shard.columns
     return ChunkedDistributedGatherLogprob.apply(
@@ -82,7 +85,7 @@ def logprobs_of(logits: Tensor, indices: Tensor, shard: VocabShard) -> Tensor:
 
 
 def mean_logprob(logits: Tensor, shard: VocabShard) -> Tensor:
-    """``Σ_v p_v log p_v`` of ``logits`` as in `logprobs_of`, [B, S]."""
+    """Compute ``Σ_v p_v log p_v`` [B, S] of ``logits`` as in `logprobs_of`."""
     return ChunkedDistributedEntropy.apply(
         logits[..., : shard.columns], _CHUNK_SIZE, shard.group, not torch.is_grad_enabled()
     )
@@ -94,7 +97,7 @@ def _student_shard(
     group: dist.ProcessGroup | None,
     cp_group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, VocabShard, dist.ProcessGroup | None]:
-    """Local logits, their columns, and the group the sequence is spread over."""
+    """Return the local logits, their columns, and the group that shards the sequence."""
     if isinstance(logits, DTensor):
         names = logits.device_mesh.mesh_dim_names or ()
         mesh_group = logits.device_mesh.get_group("cp") if "cp" in names else None
@@ -104,6 +107,6 @@ def _student_shard(
         return logits, VocabShard.between(0, width, None), cp_group
     if rank is None:
         raise LayoutError(
-            "vocab_parallel_rank is missing: pass it together with vocab_parallel_group"
+            "vocab_parallel_rank is missing. Pass it together with vocab_parallel_group"
         )
     return logits, VocabShard.between(rank * width, (rank + 1) * width, group), cp_group

@@ -1,7 +1,8 @@
-"""Softmax and log-softmax of logits whose vocabulary is spread over tensor-parallel ranks.
+"""Softmax and log-softmax of logits whose vocabulary is sharded over tensor-parallel ranks.
 
-Arithmetic is float32 (float64 for float64 logits) whatever the dtype of the logits, chunk by chunk
-over the sequence, so that no float32 copy of them is made. A logit of -inf has probability 0.
+Arithmetic is float32 (float64 for float64 logits) for every dtype of the logits. The computation
+proceeds in chunks of the sequence, which avoids a float32 copy of the logits. A logit of -inf has
+probability 0.
 """
 
 from typing import Any
@@ -15,12 +16,12 @@ from aligner.logprobs.output_layer import VocabShard, sequence_chunks
 
 
 def arithmetic_dtype(logits: Tensor) -> torch.dtype:
-    """float32, or the dtype of the logits [..., V_local] where that is wider."""
+    """Return float32, or the dtype of the logits [..., V_local] if it is wider."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
 def log_normalizer(logits: Tensor, shard: VocabShard) -> Tensor:
-    """``log Σ_v exp(l_v)`` over the whole vocabulary, [..., S], of float [..., S, V_local]."""
+    """Compute ``log Σ_v exp(l_v)`` [..., S] over the vocabulary from float [..., S, V_local]."""
     dtype = arithmetic_dtype(logits)
     local = logits.new_empty(logits.shape[:-1], dtype=dtype)
     for rows in sequence_chunks(logits, None):
@@ -32,18 +33,18 @@ def log_normalizer(logits: Tensor, shard: VocabShard) -> Tensor:
 def _compute_distributed_log_softmax(
     vocab_parallel_logits: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
-    """Log-probs over the whole vocabulary of float [B, S, V_local], of the same shape and dtype.
+    """Compute log-probs over the whole vocabulary of float [B, S, V_local], same shape and dtype.
 
-    Differentiable: each rank gives the gradient of its own columns of the output.
+    Differentiable. Each rank contributes the gradient of its columns of the output.
     """
     shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
     return _DistributedSoftmax.apply(vocab_parallel_logits, shard, True)
 
 
 def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Probabilities over the whole vocabulary of float [B, S, V_local], same shape and dtype.
+    """Compute probabilities over the whole vocabulary of float [B, S, V_local], same shape, dtype.
 
-    Differentiable: each rank gives the gradient of its own columns of the output.
+    Differentiable. Each rank contributes the gradient of its columns of the output.
     """
     shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
     return _DistributedSoftmax.apply(vocab_parallel_logits, shard, False)
@@ -52,7 +53,7 @@ def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: dist.Proc
 class _DistributedSoftmax(torch.autograd.Function):
     """Softmax or its logarithm, with ``y = l - log Σ exp(l)`` and ``p = exp(y)``.
 
-    The gradients are ``dl = g - p · Σ_v g_v`` of y, and ``dl = p · (g - Σ_v p_v g_v)`` of p.
+    The gradients are ``dl = g - p · Σ_v g_v`` for y, and ``dl = p · (g - Σ_v p_v g_v)`` for p.
     """
 
     @staticmethod
@@ -75,18 +76,19 @@ class _DistributedSoftmax(torch.autograd.Function):
         def probabilities(rows: slice) -> Tensor:
             return (logits[..., rows, :] - normalizer[..., rows].unsqueeze(-1)).exp_()
 
-        # The sum over the vocabulary that the gradient of each logit needs.
+        # Sum over the vocabulary, which the gradient of each logit contains.
         if ctx.as_logarithm:
             total = upstream.sum(dim=-1, dtype=normalizer.dtype)
         else:
             for rows in sequence_chunks(logits, None):
                 total[..., rows] = probabilities(rows).mul_(upstream[..., rows, :]).sum(dim=-1)
         total = ctx.shard.sum(total).unsqueeze(-1)
+        # Gradient of the local logits, chunk by chunk.
         grad = torch.empty_like(logits)
         for rows in sequence_chunks(logits, None):
-            probability, given = probabilities(rows), upstream[..., rows, :]
+            probability, grad_output = probabilities(rows), upstream[..., rows, :]
             if ctx.as_logarithm:
-                grad[..., rows, :] = given - probability.mul_(total[..., rows, :])
+                grad[..., rows, :] = grad_output - probability.mul_(total[..., rows, :])
             else:
-                grad[..., rows, :] = probability.mul_(given - total[..., rows, :])
+                grad[..., rows, :] = probability.mul_(grad_output - total[..., rows, :])
         return grad, None, None

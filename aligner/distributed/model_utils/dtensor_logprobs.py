@@ -1,7 +1,8 @@
-"""Next-token log-probs from logits that are a DTensor, or the local part of one.
+"""Next-token log-probs from logits that are a DTensor, or the local part of a DTensor.
 
-Meshes name their dimensions: ``tp`` shards the vocabulary, ``cp`` (if there) the sequence, in the
-order that ``seq_index`` gives: place i of the concatenated shards holds position ``seq_index[i]``.
+Meshes name their dimensions: ``tp`` shards the vocabulary, the optional ``cp`` the sequence.
+``seq_index`` is the order of the sequence: element i of the concatenated shards is position
+``seq_index[i]``.
 """
 
 import torch
@@ -23,26 +24,27 @@ def get_logprobs_from_vocab_parallel_logits(
     chunk_size: int | None = None,
     sampling_params: TrainingSamplingParams | None = None,
 ) -> Tensor:
-    """Log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], on every rank.
+    """Compute log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], on every rank.
 
-    ``vocab_parallel_logits``: float [B, S, V] sharded over ``tp`` by its last dimension; V need not
-    be a multiple of the mesh. The rest as for `dtensor_from_parallel_logits_to_logprobs`.
+    ``vocab_parallel_logits``: float [B, S, V] sharded over ``tp`` by its last dimension. V need not
+    be a multiple of the mesh size. Other arguments: `dtensor_from_parallel_logits_to_logprobs`.
 
     Raises:
-        LayoutError: ``seq_index`` without a ``cp`` dimension in the mesh.
+        LayoutError: ``seq_index`` is given, but the mesh has no ``cp`` dimension.
     """
     mesh = vocab_parallel_logits.device_mesh
     names = mesh.mesh_dim_names or ()
     if seq_index is not None and "cp" not in names:
         raise LayoutError(
-            f"seq_index describes a sequence sharded over 'cp', but the mesh has {names}: name the "
+            f"seq_index describes a sequence sharded over 'cp', but the mesh has {names}. Name the "
             "dimension, or leave seq_index out"
         )
     local, shard = local_shard(vocab_parallel_logits)
-    # Top-k and top-p need whole rows, and the exchange of rows as many columns on every rank.
+    # Top-k and top-p exchange rows, which requires the same number of columns on every rank.
     width = -(-vocab_parallel_logits.shape[-1] // mesh["tp"].size())
     if local.shape[-1] < width:
         local = F.pad(local, (0, width - local.shape[-1]))
+    # The local part, with the position of its columns in the vocabulary.
     return dtensor_from_parallel_logits_to_logprobs(
         local,
         input_ids,
@@ -57,9 +59,9 @@ def get_logprobs_from_vocab_parallel_logits(
 
 
 def local_shard(logits: DTensor) -> tuple[Tensor, VocabShard]:
-    """This rank's columns [B, S / CP, V_local] and which they are.
+    """Return this rank's columns [B, S / CP, V_local] and their position in the vocabulary.
 
-    The last ranks hold fewer, or none, where the vocabulary does not divide.
+    If the vocabulary does not divide, the last ranks store fewer or no columns.
     """
     group = logits.device_mesh.get_group("tp")
     vocab, ranks = logits.shape[-1], dist.get_world_size(group)
@@ -79,15 +81,15 @@ def dtensor_from_parallel_logits_to_logprobs(
     chunk_size: int | None = None,
     sampling_params: TrainingSamplingParams | None = None,
 ) -> Tensor:
-    """Log-probs of the tokens behind the first, float32 [B, S-1], on every rank.
+    """Compute log-probs of all tokens after the first, float32 [B, S-1], on every rank.
 
-    ``vocab_parallel_logits``: the local float [B, S / CP, V_local], whose first ``vocab_end_index -
-    vocab_start_index`` columns are those global ids. ``target``: int64 [B, S], unshifted; a DTensor
-    sharded by its sequence on a mesh with ``cp`` when the logits are, arranged by ``seq_index``
-    int64 [S]. The rest as for `from_parallel_logits_to_logprobs`.
+    ``vocab_parallel_logits``: the local float [B, S / CP, V_local]. The first ``vocab_end_index -
+    vocab_start_index`` columns are these global ids. ``target``: int64 [B, S], unshifted. If the
+    logits are sharded over ``cp``, a DTensor sharded in the same way in the order ``seq_index``
+    int64 [S]. Other arguments: `from_parallel_logits_to_logprobs`.
 
-    The gradient of a rank's positions is that of its own copy of the result, as DTensor has it:
-    exact for a loss that all ranks compute alike, nothing is summed over ``cp``.
+    In backward, each rank uses only the gradient of its own copy of the result. Gradients are not
+    summed over ``cp``. This is exact if all ranks compute the same loss.
 
     Raises:
         LayoutError: ``target`` is sharded over ``cp`` and ``seq_index`` is missing.
@@ -97,21 +99,23 @@ def dtensor_from_parallel_logits_to_logprobs(
     )
     mesh = target.device_mesh if isinstance(target, DTensor) else None
     names = () if mesh is None else mesh.mesh_dim_names or ()
+    # Without context parallelism every rank stores the complete sequence.
     if mesh is None or "cp" not in names or mesh["cp"].size() == 1:
-        whole = target.full_tensor() if isinstance(target, DTensor) else target
-        shifted = whole.to(vocab_parallel_logits.device).roll(-1, dims=-1)
+        tokens = target.full_tensor() if isinstance(target, DTensor) else target
+        shifted = tokens.to(vocab_parallel_logits.device).roll(-1, dims=-1)
         return PlannedLogprob.apply(vocab_parallel_logits, shifted, plan, inference_only)[:, :-1]
     if seq_index is None:
         raise LayoutError(
-            "seq_index is missing: target is sharded over 'cp', and only seq_index has the "
-            "order of its positions"
+            "seq_index is missing, but target is sharded over 'cp'. Pass the order of the positions"
         )
     assert isinstance(target, DTensor)
+    # Shift in sequence order, then restore the order and the sharding of the target.
     placements = target.placements
     order = seq_index.argsort()
     shifted = target.full_tensor()[:, order].roll(-1, dims=-1)[:, seq_index]
-    everywhere = DTensor.from_local(shifted, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    local = everywhere.redistribute(placements=placements).to_local()
+    replicated = DTensor.from_local(shifted, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    local = replicated.redistribute(placements=placements).to_local()
+    # Compute the local positions, then gather them in sequence order.
     logprobs = PlannedLogprob.apply(vocab_parallel_logits, local, plan, inference_only)
-    whole = DTensor.from_local(logprobs, mesh, placements, run_check=False).full_tensor()
-    return whole[:, order][:, :-1]
+    gathered = DTensor.from_local(logprobs, mesh, placements, run_check=False).full_tensor()
+    return gathered[:, order][:, :-1]

@@ -1,7 +1,7 @@
-"""Next-token log-probs straight from megatron-core's hidden states, logits never in memory.
+"""Next-token log-probs from megatron-core's hidden states, without the full logits in memory.
 
-Shape legend: ``H`` hidden, ``T`` packed tokens; ``S_cp = S / CP`` positions on a context-parallel
-rank, of which sequence parallelism leaves ``S_cp / TP`` on each tensor-parallel rank.
+Shape legend: ``H`` hidden, ``T`` packed tokens, ``S_cp = S / CP`` positions on a context-parallel
+rank. With sequence parallelism each tensor-parallel rank stores ``S_cp / TP`` positions.
 """
 
 from typing import Any
@@ -43,51 +43,54 @@ def from_parallel_hidden_states_to_logprobs(
     unpacked_seqlen: int | None = None,
     sequence_parallel: bool = True,
 ) -> Tensor:
-    """Log-probs of ``target[:, 1:]``, float32 [B, S-1]; packed: [n, unpacked_seqlen - 1].
+    """Compute log-probs of ``target[:, 1:]``, float32 [B, S-1], packed [n, unpacked_seqlen - 1].
 
-    The same numbers as `from_parallel_logits_to_logprobs` (packed: `…_packed_sequences`) gives for
-    the logits, in the memory of a tile of them.
+    The values equal `from_parallel_logits_to_logprobs` (packed: `…_packed_sequences`) of the
+    logits, but only one tile of the logits is in memory at a time.
 
     Args:
-        tensor_parallel_hidden_states: float [S_cp / TP, B, H], as sequence parallelism leaves them,
-            or [S_cp, B, H], the same on all tensor-parallel ranks, without ``sequence_parallel``.
-        output_weight_layer: float [V_local, H], the output layer's own weight, whose first
-            ``vocab_end_index - vocab_start_index`` rows are those global ids.
-        output_weight: used instead where it is given: the embedding's, when tied.
-        runtime_gather_output: as megatron-core has it; log-probs are whole on every rank anyway.
-        target: int64 [B, S], unshifted and whole on every rank; packed [1, T].
+        tensor_parallel_hidden_states: float [S_cp / TP, B, H] with ``sequence_parallel``, else
+            [S_cp, B, H], the same on all tensor-parallel ranks.
+        output_weight_layer: float [V_local, H], the output layer's weight. The first
+            ``vocab_end_index - vocab_start_index`` rows are these global ids.
+        output_weight: replaces ``output_weight_layer`` if given, such as the tied embedding weight.
+        runtime_gather_output: megatron-core's argument, unused, because every rank returns all
+            log-probs.
+        target: int64 [B, S], unshifted, complete on every rank, or packed [1, T].
         vocab_start_index: first global id of the local weight.
-        vocab_end_index: behind the last.
-        tp_group: spreads the vocabulary (and the sequence).
-        inference_only: keep nothing for backward.
-        cp_group: spreads the sequence, in the chunks of `context_shard`.
-        chunk_size: most tokens at a time; None lets the memory of a tile decide.
-        sampling_params: the distribution that was sampled from, temperature included.
+        vocab_end_index: last global id of the local weight, plus 1.
+        tp_group: group that shards the vocabulary (and the sequence).
+        inference_only: save nothing for backward.
+        cp_group: group that shards the sequence, in the chunks of `context_shard`.
+        chunk_size: maximum number of tokens per step. None derives it from the memory of a tile.
+        sampling_params: the distribution of the sampler, temperature included.
         cu_seqlens_padded: integers [n + 1], boundaries of packed sequences in [T] (B is 1).
-        unpacked_seqlen: length of the rows that packed sequences are put into.
+        unpacked_seqlen: length of the rows of unpacked sequences.
         sequence_parallel: whether the hidden states are sharded over ``tp_group``.
 
-    The gradients of hidden states and weight are exact for a loss that the tensor-parallel ranks
-    compute alike, and summed over the context-parallel ranks (`AllGatherCPTensor`).
+    The gradients of hidden states and weight are exact if all tensor-parallel ranks compute the
+    same loss, and are summed over the context-parallel ranks (`AllGatherCPTensor`).
 
     Raises:
         LayoutError: no weight, or ``cu_seqlens_padded`` without ``unpacked_seqlen``.
     """
-    del runtime_gather_output  # there are no logits to gather
+    del runtime_gather_output  # logits are not materialised
     weight = output_weight if output_weight is not None else output_weight_layer
     if weight is None:
         raise LayoutError(
-            "no weight: pass output_weight_layer, or output_weight where it is the embedding's"
+            "no weight is given. Pass output_weight_layer, or output_weight for a tied embedding"
         )
     if (cu_seqlens_padded is None) != (unpacked_seqlen is None):
         raise LayoutError("packed sequences need both cu_seqlens_padded and unpacked_seqlen")
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        # All positions on every rank. In backward, the ranks' gradients are summed.
         hidden = tensor_parallel_hidden_states
-        if shard.group is not None:  # what ranks make of it adds up in the gradient
-            whole = gather_first if sequence_parallel else SumGradient.apply
-            hidden = whole(hidden, shard.group)
+        if shard.group is not None:
+            gather = gather_first if sequence_parallel else SumGradient.apply
+            hidden = gather(hidden, shard.group)
         length, batch, _ = hidden.shape
+        # The token that each local position predicts.
         target = target.to(hidden.device)
         if cu_seqlens_padded is not None:
             local = packed_targets(target[0], cu_seqlens_padded, cp_group).unsqueeze(0)
@@ -109,9 +112,9 @@ def from_parallel_hidden_states_to_logprobs(
 
 
 class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
-    """Log-probs of targets from hidden states, [B, S, V] never in memory.
+    """Log-probs of targets from hidden states, without [B, S, V] in memory.
 
-    Only the local part of the hidden states is kept for backward, where they are gathered again.
+    Only the local part of the hidden states is saved. Backward gathers the hidden states again.
     """
 
     @staticmethod
@@ -126,14 +129,15 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         tp_group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """Log-probs float32 [B, S].
+        """Compute log-probs, float32 [B, S].
 
-        ``tensor_parallel_hidden_states``: float [S / TP, B, H], sharded over the sequence as
-        sequence parallelism leaves them. ``target``: int64 [B, S], already shifted, global ids.
-        ``output_weight_layer``: float [V_local, H], whose first ``vocab_end_index -
-        vocab_start_index`` rows are those global ids (the rest is padding). ``chunk_size``: most
-        tokens at a time. ``inference_only``: keep nothing for backward.
+        ``tensor_parallel_hidden_states``: float [S / TP, B, H], sharded by sequence parallelism.
+        ``target``: int64 [B, S], already shifted, global ids.
+        ``output_weight_layer``: float [V_local, H]. The first ``vocab_end_index -
+        vocab_start_index`` rows are these global ids, the other rows are padding. ``chunk_size``:
+        maximum number of tokens per step. ``inference_only``: save nothing for backward.
         """
+        # Tokens in the order of the hidden states, [S, B].
         hidden = gather_first(tensor_parallel_hidden_states, tp_group)
         sequence, batch, _ = hidden.shape
         assert target.shape == (batch, sequence), (target.shape, hidden.shape)
@@ -142,6 +146,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         statistics = row_statistics(
             hidden.flatten(0, 1), output_weight_layer, flat_target, shard, chunk_size=chunk_size
         )
+        # Save the local hidden states, not the gathered ones.
         if not inference_only:
             ctx.save_for_backward(
                 tensor_parallel_hidden_states,
@@ -156,10 +161,10 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the local hidden states and weight, from the log-probs', float32 [B, S].
+        """Compute gradients of local hidden states and weight from float32 [B, S].
 
-        That of the hidden states, [S / TP, B, H], is reduce-scattered; that of the weight is
-        [V_local, H].
+        The gradient of the hidden states, [S / TP, B, H], is reduce-scattered. The gradient of the
+        weight is [V_local, H].
         """
         local_hidden, weight, target, logprobs, log_normalizer = ctx.saved_tensors
         hidden = gather_first(local_hidden, ctx.shard.group)
@@ -170,7 +175,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
             ctx.shard,
             RowStatistics(logprobs, log_normalizer, None),
             grad_outputs[0].t().reshape(-1),
-            needed=(ctx.needs_input_grad[0], ctx.needs_input_grad[2]),
+            requires=(ctx.needs_input_grad[0], ctx.needs_input_grad[2]),
             chunk_size=ctx.chunk_size,
         )
         if grad_hidden is not None:

@@ -1,7 +1,7 @@
-"""Let megatron-core's GPTModel return log-probs instead of logits.
+"""Patch of megatron-core's GPTModel that returns log-probs instead of logits.
 
-This changes the class for the whole process, which code that calls `GPTModel` itself may want. The
-library's own roles do not need it: they compute log-probs of selected positions.
+The patch changes the class for the whole process, for code that calls `GPTModel` directly. The
+roles of this library do not need the patch, because they compute log-probs of selected positions.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,10 @@ if TYPE_CHECKING:  # log-probs of plain tensors need no megatron-core
 
 
 def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int) -> None:
-    """Give ``GPTModel.forward`` the argument ``return_logprobs_for_linear_ce_fusion``.
+    """Add the argument ``return_logprobs_for_linear_ce_fusion`` to ``GPTModel.forward``.
 
-    ``chunk_size``: most tokens of which a part of the logits exists at a time. Calling it again
-    changes only that.
+    ``chunk_size``: maximum number of tokens with logits in memory. A second call changes only
+    ``chunk_size``.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -48,15 +48,16 @@ def _gpt_forward_with_linear_ce_fusion(
     padding_mask: Tensor | None = None,
     return_logprobs_for_linear_ce_fusion: bool = False,
 ) -> Tensor:
-    """``GPTModel.forward``, or log-probs of the labels.
+    """Call ``GPTModel.forward``, or compute log-probs of the labels.
 
-    With ``return_logprobs_for_linear_ce_fusion``: ``labels`` int64 [B, S], the tokens themselves,
-    unshifted and whole on every rank → float32 [B, S-1], padding columns of the vocabulary taking
-    part as in the logits. Packed (``packed_seq_params``, labels [1, T]): [n, max_seqlen_q - 1].
-    Pipeline stages before the last return their hidden states. Everything else is megatron-core's.
+    With ``return_logprobs_for_linear_ce_fusion``, ``labels`` int64 [B, S] are the unshifted tokens,
+    complete on every rank. The result is float32 [B, S-1]. Padding columns of the vocabulary enter
+    the softmax, as in the logits. Packed (``packed_seq_params``, labels [1, T]): [n, max_seqlen_q -
+    1]. Pipeline stages before the last return their hidden states. Other arguments are passed to
+    megatron-core.
 
     Raises:
-        ConfigError: log-probs need labels, and there are none.
+        ConfigError: log-probs are requested without labels.
     """
     arguments = {
         "input_ids": input_ids,
@@ -71,27 +72,37 @@ def _gpt_forward_with_linear_ce_fusion(
         "loss_mask": loss_mask,
         "padding_mask": padding_mask,
     }
+    # The original forward pass.
     if not return_logprobs_for_linear_ce_fusion:
         return self._original_forward_for_linear_ce_fusion(labels=labels, **arguments)
     if labels is None:
         raise ConfigError(
-            "labels=None with return_logprobs_for_linear_ce_fusion=True: pass the tokens [B, S] "
-            "whose log-probs are wanted"
+            "labels=None with return_logprobs_for_linear_ce_fusion=True. Pass the tokens [B, S] "
+            "of the log-probs"
         )
+    # The forward pass up to the hidden states.
     with bypassed_output_layer(self):
         hidden = self._original_forward_for_linear_ce_fusion(**arguments)
     return _logprobs(self, hidden, labels, packed_seq_params) if self.post_process else hidden
 
 
 def _logprobs(model: "GPTModel", hidden: Tensor, labels: Tensor, packed_seq_params: Any) -> Tensor:
-    """Log-probs of ``labels`` from hidden states float [B, S_local, H] of the last stage."""
+    """Compute log-probs of ``labels`` from the last stage's hidden states float [B, S_local, H]."""
     weight, tp_group = output_weight(model), model.pg_collection.tp
     start = weight.shape[0] * dist.get_rank(tp_group)
+    packing = {}
+    if packed_seq_params is not None:
+        padded = packed_seq_params.cu_seqlens_q_padded
+        packing = {
+            "cu_seqlens_padded": packed_seq_params.cu_seqlens_q if padded is None else padded,
+            "unpacked_seqlen": packed_seq_params.max_seqlen_q,
+        }
+    # Every rank computes its rows of the output layer.
     return from_parallel_hidden_states_to_logprobs(
         hidden.transpose(0, 1),
         None,
         weight,
-        None,  # of megatron-core: whether to gather logits, and there are none
+        None,  # gathering of logits, which do not exist
         labels,
         start,
         start + weight.shape[0],
@@ -99,15 +110,5 @@ def _logprobs(model: "GPTModel", hidden: Tensor, labels: Tensor, packed_seq_para
         cp_group=model.pg_collection.cp,
         chunk_size=model._linear_ce_fusion_chunk_size,
         sequence_parallel=model.config.sequence_parallel,
-        **_packing(packed_seq_params),
+        **packing,
     )
-
-
-def _packing(params: Any) -> dict[str, Any]:
-    if params is None:
-        return {}
-    padded = params.cu_seqlens_q_padded
-    return {
-        "cu_seqlens_padded": params.cu_seqlens_q if padded is None else padded,
-        "unpacked_seqlen": params.max_seqlen_q,
-    }

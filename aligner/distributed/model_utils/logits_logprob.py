@@ -1,16 +1,16 @@
-"""Log-probs of chosen tokens from logits whose vocabulary is spread over tensor-parallel ranks.
+"""Log-probs of selected tokens from logits whose vocabulary is sharded over tensor-parallel ranks.
 
-One arithmetic for all published forms. Forward: each rank reduces its columns, chunk by chunk over
-the sequence and in float32, to one partial normaliser per position and to the chosen logits it
-owns; these small tensors are combined over the ranks once. Backward: the softmax is computed again
-from the logits (which are kept, not copied) and the saved normaliser, without communication::
+All published functions use the same arithmetic. Forward: in chunks of the sequence and in float32,
+each rank reduces its columns to one partial normaliser per position and selects the logits that it
+owns. These small tensors are combined over the ranks once. Backward: the softmax is recomputed from
+the saved logits (not copied) and the normaliser, without communication::
 
     dl_v = Σ_k g_k · [v = index_k] - p_v · Σ_k g_k
 
-Every rank returns the same values and gets the gradient of its own columns, for a loss that every
-rank computes alike.
+Every rank returns the same values and gets the gradient of its columns, which is exact if all ranks
+compute the same loss.
 
-Shape legend: logits [B, S, V_local] (or [N, V_local]), ``K`` chosen tokens per position.
+Shape legend: logits [B, S, V_local] (or [N, V_local]), ``K`` selected tokens per position.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from aligner.logprobs.top_k_top_p import TrainingSamplingParams, shard_threshold
 
 @dataclass(frozen=True)
 class LogprobPlan:
-    """Plan of computing log-probs: over which columns, of which distribution, in which steps."""
+    """Parameters of the computation: columns, chunk size, and sampling distribution."""
 
     shard: VocabShard
     chunk_size: int | None
@@ -43,81 +43,85 @@ class LogprobPlan:
         chunk_size: int | None = None,
         sampling: TrainingSamplingParams | None = None,
     ) -> "LogprobPlan":
-        """The plan over the global ids from ``start`` up to ``end``, default without a filter."""
+        """Return the plan for global ids ``start`` to ``end`` (excluded), default unfiltered."""
         shard = VocabShard.between(start, end, group)
         return cls(shard, chunk_size, sampling or TrainingSamplingParams())
 
     def chunk(self, logits: Tensor, rows: slice) -> Tensor:
-        """Real columns [..., n, columns] of the positions ``rows`` of ``logits`` [..., S, V_local].
+        """Return columns [..., n, columns] of positions ``rows`` of ``logits`` [..., S, V_local].
 
-        They are in the dtype of the arithmetic, divided by the temperature.
+        Padding columns are omitted. The result is in the dtype of the arithmetic, divided by the
+        temperature.
         """
         chunk = logits[..., rows, : self.shard.columns].to(arithmetic_dtype(logits))
         return chunk if self.sampling.temperature == 1.0 else chunk / self.sampling.temperature
 
     def thresholds(self, chunk: Tensor, width: int) -> Tensor | None:
-        """Smallest logit kept at each position of ``chunk``; None: keep all.
+        """Compute the smallest kept logit per position of ``chunk``, or None without a filter.
 
-        ``chunk``: float [..., n, columns]. A collective: chunks are padded to ``width``, the number
-        of columns every rank holds.
+        ``chunk``: float [..., n, columns]. This is a collective, so chunks are padded to ``width``,
+        the same number of columns on every rank.
         """
         if not self.sampling.restricts:
             return None
-        whole = chunk.new_full((*chunk.shape[:-1], width), -torch.inf)
-        whole[..., : chunk.shape[-1]] = chunk
+        padded = chunk.new_full((*chunk.shape[:-1], width), -torch.inf)
+        padded[..., : chunk.shape[-1]] = chunk
         limits = shard_thresholds(
-            whole.flatten(0, -2), self.shard.group, self.sampling.kept_count, self.sampling.top_p
+            padded.flatten(0, -2), self.shard.group, self.sampling.kept_count, self.sampling.top_p
         )
         return limits.view(chunk.shape[:-1])
 
     def restrict(
         self, chunk: Tensor, limits: Tensor | None, local: Tensor, owned: Tensor
     ) -> Tensor:
-        """``chunk`` [..., n, columns] with -inf below ``limits`` [..., n].
+        """Set ``chunk`` [..., n, columns] to -inf below ``limits`` [..., n].
 
-        The chosen tokens, columns ``local`` int64 [..., n, K] where ``owned`` bool [..., n, K],
-        stay where the plan counts them as kept.
+        With ``keep_target`` the selected tokens stay: columns ``local`` int64 [..., n, K] with
+        ``owned`` bool [..., n, K].
         """
         if limits is None or chunk.shape[-1] == 0:
             return chunk
-        left_out = chunk < limits.unsqueeze(-1)
+        excluded = chunk < limits.unsqueeze(-1)
         if self.sampling.keep_target:
-            left_out.scatter_(-1, local, left_out.gather(-1, local) & ~owned)
-        return chunk.masked_fill(left_out, -torch.inf)
+            excluded.scatter_(-1, local, excluded.gather(-1, local) & ~owned)
+        return chunk.masked_fill(excluded, -torch.inf)
 
 
 def logprob_forward(
     ctx: Any, logits: Tensor, indices: Tensor, plan: LogprobPlan, inference_only: bool
 ) -> Tensor:
-    """Log-probs [..., S, K] of the global ids ``indices`` int64 [..., S, K]."""
+    """Compute log-probs [..., S, K] of the global ids ``indices`` int64 [..., S, K]."""
     assert indices.shape[:-1] == logits.shape[:-1], (indices.shape, logits.shape)
     assert plan.shard.columns <= logits.shape[-1], (plan.shard, logits.shape)
     dtype = arithmetic_dtype(logits)
     local, owned = plan.shard.localize(indices)
-    chosen = logits.new_empty(indices.shape, dtype=dtype)
+    selected = logits.new_empty(indices.shape, dtype=dtype)
     partial = logits.new_empty(indices.shape[:-1], dtype=dtype)
     thresholds = torch.empty_like(partial) if plan.sampling.restricts else None
     for rows in sequence_chunks(logits, plan.chunk_size):
-        chunk, here = plan.chunk(logits, rows), (local[..., rows, :], owned[..., rows, :])
+        # Logits of the chunk within the filter.
+        chunk, columns = plan.chunk(logits, rows), (local[..., rows, :], owned[..., rows, :])
         limits = plan.thresholds(chunk, logits.shape[-1])
         if thresholds is not None:
             thresholds[..., rows] = limits
-        chunk = plan.restrict(chunk, limits, *here)
-        chosen[..., rows, :] = take_owned(chunk, *here)
+        chunk = plan.restrict(chunk, limits, *columns)
+        # Reduce the chunk to selected logits and one partial normaliser per position.
+        selected[..., rows, :] = select_owned(chunk, *columns)
         partial[..., rows] = chunk.logsumexp(dim=-1)
+    # Combine the partial normalisers of all ranks.
     normalizer = plan.shard.stack_ranks(partial).logsumexp(dim=0)
     if not inference_only:
         ctx.save_for_backward(logits, indices, normalizer, thresholds)
         ctx.plan = plan
-    return plan.shard.sum(chosen).sub_(normalizer.unsqueeze(-1))
+    return plan.shard.sum(selected).sub_(normalizer.unsqueeze(-1))
 
 
-def take_owned(chunk: Tensor, local: Tensor, owned: Tensor) -> Tensor:
-    """``chunk`` at ``local`` where it is owned, else 0: float [..., K].
+def select_owned(chunk: Tensor, local: Tensor, owned: Tensor) -> Tensor:
+    """Return ``chunk`` at columns ``local`` if owned, else 0, as float [..., K].
 
-    ``chunk``: float [..., columns]; ``local``: int64 [..., K]; ``owned``: bool [..., K].
+    ``chunk``: float [..., columns]. ``local``: int64 [..., K]. ``owned``: bool [..., K].
     """
-    if chunk.shape[-1] == 0:  # this rank holds padding only
+    if chunk.shape[-1] == 0:  # this rank stores only padding
         return chunk.new_zeros(local.shape)
     return torch.where(owned, chunk.gather(-1, local), 0)
 
@@ -125,19 +129,20 @@ def take_owned(chunk: Tensor, local: Tensor, owned: Tensor) -> Tensor:
 def target_logprobs(
     ctx: Any, logits: Tensor, target: Tensor, plan: LogprobPlan, inference_only: bool
 ) -> Tensor:
-    """`logprob_forward` of one token per position: ``target`` int64 [..., S] to [..., S]."""
+    """Compute log-probs [..., S] of one token per position, ``target`` int64 [..., S]."""
     return logprob_forward(ctx, logits, target.unsqueeze(-1), plan, inference_only).squeeze(-1)
 
 
 class _Logprobs(torch.autograd.Function):
-    """Base of the published classes, whose forward passes differ in their arguments only."""
+    """Base of the published classes, whose forward passes differ only in their arguments."""
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the local logits, float [B, S, V_local], from the log-probs' [B, S(, K)].
+        """Compute the gradient of local logits, float [B, S, V_local], from [B, S(, K)].
 
-        With top-k or top-p it is exact for a fixed set of kept tokens and 0 outside it.
+        With top-k or top-p the gradient is exact for a fixed set of kept tokens, and 0 for other
+        tokens.
         """
         logits, indices, normalizer, thresholds = ctx.saved_tensors
         upstream = grad_outputs[0].view(indices.shape)
@@ -147,15 +152,19 @@ class _Logprobs(torch.autograd.Function):
         grad = torch.empty_like(logits)
         grad[..., columns:] = 0
         for rows in sequence_chunks(logits, plan.chunk_size):
-            here = (local[..., rows, :], owned[..., rows, :])
+            row_local, row_owned = local[..., rows, :], owned[..., rows, :]
+            # Recompute the logits of the chunk.
             limits = None if thresholds is None else thresholds[..., rows]
-            chunk = plan.restrict(plan.chunk(logits, rows), limits, *here)
-            given = upstream[..., rows, :]
-            added = torch.where(here[1] & ~take_owned(chunk, *here).isneginf(), given, 0)
+            chunk = plan.restrict(plan.chunk(logits, rows), limits, row_local, row_owned)
+            # Excluded targets get no gradient.
+            grad_output = upstream[..., rows, :]
+            is_excluded = select_owned(chunk, row_local, row_owned).isneginf()
+            target_grad = torch.where(row_owned & ~is_excluded, grad_output, 0)
+            # The softmax, scaled by the total gradient, plus the gradient at the targets.
             tile = (chunk - normalizer[..., rows].unsqueeze(-1)).exp_()
-            tile.mul_(-given.sum(dim=-1, keepdim=True))
+            tile.mul_(-grad_output.sum(dim=-1, keepdim=True))
             if columns:
-                tile.scatter_add_(-1, here[0], added.to(tile.dtype))
+                tile.scatter_add_(-1, row_local, target_grad.to(tile.dtype))
             grad[..., rows, :columns] = tile.div_(plan.sampling.temperature)
         return grad, *[None] * (len(ctx.needs_input_grad) - 1)
 
@@ -167,12 +176,12 @@ class PlannedLogprob(_Logprobs):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, plan: LogprobPlan, inference_only: bool
     ) -> Tensor:
-        """float [..., S, V_local], int64 [..., S] → [..., S]."""
+        """Compute log-probs [..., S] of int64 [..., S] from logits float [..., S, V_local]."""
         return target_logprobs(ctx, logits, target, plan, inference_only)
 
 
 class DistributedLogprob(_Logprobs):
-    """Log-probs of targets; working memory is bounded, the chunk chosen by itself."""
+    """Log-probs of targets, with a chunk size derived from bounded working memory."""
 
     @staticmethod
     def forward(
@@ -184,18 +193,19 @@ class DistributedLogprob(_Logprobs):
         group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """Log-probs float32 [B, S] (float64 for float64 logits).
+        """Compute log-probs float32 [B, S] (float64 for float64 logits).
 
-        ``vocab_parallel_logits``: float [B, S, V_local], whose first ``vocab_end_index -
-        vocab_start_index`` columns are those global ids (the rest is padding and takes no part).
-        ``target``: int64 [B, S], already shifted. ``inference_only``: keep nothing for backward.
+        ``vocab_parallel_logits``: float [B, S, V_local]. The first ``vocab_end_index -
+        vocab_start_index`` columns are these global ids, the other columns are padding outside the
+        softmax. ``target``: int64 [B, S], already shifted. ``inference_only``: save nothing for
+        backward.
         """
         plan = LogprobPlan.between(vocab_start_index, vocab_end_index, group)
         return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
 
 
 class ChunkedDistributedLogprob(_Logprobs):
-    """`DistributedLogprob` with the number of positions per step given."""
+    """`DistributedLogprob` with a specified number of positions per step."""
 
     @staticmethod
     def forward(
@@ -208,13 +218,13 @@ class ChunkedDistributedLogprob(_Logprobs):
         tp_group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """As `DistributedLogprob.forward`; ``chunk_size`` positions of the sequence at a time."""
+        """Compute as `DistributedLogprob.forward`, ``chunk_size`` positions per step."""
         plan = LogprobPlan.between(vocab_start_index, vocab_end_index, tp_group, chunk_size)
         return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
 
 
 class ChunkedDistributedGatherLogprob(_Logprobs):
-    """Log-probs of K tokens per position, one log-softmax for all."""
+    """Log-probs of K tokens per position, from one log-softmax."""
 
     @staticmethod
     def forward(
@@ -227,21 +237,20 @@ class ChunkedDistributedGatherLogprob(_Logprobs):
         tp_group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """Log-probs float32 [B, S, K] of ``global_indices`` int64 [B, S, K], repeats allowed.
+        """Compute log-probs float32 [B, S, K] of ``global_indices`` int64 [B, S, K], may repeat.
 
-        The other arguments as for `ChunkedDistributedLogprob`.
+        Other arguments: `ChunkedDistributedLogprob`.
         """
         plan = LogprobPlan.between(vocab_start_index, vocab_end_index, tp_group, chunk_size)
         return logprob_forward(ctx, vocab_parallel_logits, global_indices, plan, inference_only)
 
 
 class DistributedLogprobWithSampling(_Logprobs):
-    """Log-probs of the distribution that top-k and top-p leave; the chunk chosen by itself.
+    """Log-probs of the distribution after top-k and top-p, with a derived chunk size.
 
-    Each rank sorts the whole rows of its share of the positions; only one limit per position
-    returns, so the softmax and its gradient stay sharded over the vocabulary. The number of
-    positions need not be a multiple of the tensor-parallel size. All columns count: padding must
-    be -inf.
+    Each rank sorts complete rows for its share of the positions and returns one limit per position,
+    so the softmax and its gradient stay sharded over the vocabulary. The number of positions need
+    not be a multiple of the tensor-parallel size. All columns count, so padding must be -inf.
     """
 
     @staticmethod
@@ -254,12 +263,13 @@ class DistributedLogprobWithSampling(_Logprobs):
         top_p: float,
         inference_only: bool = False,
     ) -> Tensor:
-        """Log-probs float32 [B, S] (float64 for float64 logits).
+        """Compute log-probs float32 [B, S] (float64 for float64 logits).
 
-        ``vocab_parallel_logits``: float [B, S, V_local], rank r holding the r-th part of the
-        vocabulary. ``target``: int64 [B, S], already shifted, global ids; -inf where it is outside
-        the filter. ``top_k`` (None, 0 or -1: off), then ``top_p`` (1: off) over what it leaves;
-        equal logits are kept or left out together. ``inference_only``: keep nothing for backward.
+        ``vocab_parallel_logits``: float [B, S, V_local], the r-th part of the vocabulary on rank r.
+        ``target``: int64 [B, S], already shifted, global ids. The log-prob of a target outside the
+        filter is -inf. ``top_k`` (None, 0 or -1: off) is applied first, then ``top_p`` (1: off) to
+        the remaining tokens. Equal logits are kept or excluded together. ``inference_only``: save
+        nothing for backward.
 
         Raises:
             ConfigError: ``top_k`` below -1 or ``top_p`` outside (0, 1].
@@ -269,7 +279,7 @@ class DistributedLogprobWithSampling(_Logprobs):
 
 
 class ChunkedDistributedLogprobWithSampling(_Logprobs):
-    """`DistributedLogprobWithSampling` with the number of positions per step given."""
+    """`DistributedLogprobWithSampling` with a specified number of positions per step."""
 
     @staticmethod
     def forward(
@@ -282,7 +292,7 @@ class ChunkedDistributedLogprobWithSampling(_Logprobs):
         chunk_size: int,
         inference_only: bool = False,
     ) -> Tensor:
-        """As `DistributedLogprobWithSampling.forward`; ``chunk_size`` positions at a time."""
+        """Compute as `DistributedLogprobWithSampling.forward`, in steps of ``chunk_size``."""
         plan = _sampling_plan(vocab_parallel_logits, tp_group, top_k, top_p, chunk_size)
         return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
 
@@ -294,7 +304,7 @@ def _sampling_plan(
     top_p: float,
     chunk_size: int | None,
 ) -> LogprobPlan:
-    """Plan over logits [B, S, V_local] of which rank r of ``group`` holds the r-th part."""
+    """Return the plan for logits [B, S, V_local], the r-th part of the vocabulary on rank r."""
     width = logits.shape[-1]
     start = 0 if group is None else width * dist.get_rank(group)
     sampling = TrainingSamplingParams(top_k=top_k, top_p=top_p)

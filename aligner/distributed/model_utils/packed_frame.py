@@ -1,10 +1,10 @@
-"""Index arithmetic of packed sequences: shifted targets in, one row per sequence out.
+"""Index arithmetic of packed sequences: shifted targets, and unpacking to one row per sequence.
 
-Everything is computed from the boundaries on their device, for all sequences at once.
+Indices of all sequences are computed at once from the boundaries, on the device of the tokens.
 
-Shape legend: ``n`` sequences, ``T`` packed tokens, ``T_cp = T / CP`` of them on this rank; each
-sequence's (padded) length is a multiple of 2·CP and its share of every rank's tokens lies together,
-chunks in the order of `aligner.distributed.model_utils.context_shard`.
+Shape legend: ``n`` sequences, ``T`` packed tokens, ``T_cp = T / CP`` packed tokens on this rank.
+The padded length of each sequence is a multiple of 2·CP. The tokens of a sequence on a rank are
+contiguous, in the chunk order of `aligner.distributed.model_utils.context_shard`.
 """
 
 import torch
@@ -19,17 +19,18 @@ from aligner.parallel.context import holder, local_position
 def packed_targets(
     target: Tensor, cu_seqlens_padded: Tensor, cp_group: dist.ProcessGroup | None
 ) -> Tensor:
-    """The token that each local position predicts: int64 [T] → [T_cp].
+    """Return the token that each local position predicts, int64 [T_cp], from int64 [T].
 
-    ``cu_seqlens_padded``: integers [n + 1], where each sequence starts, then where the last ends.
-    The last position of a sequence predicts its first token; that prediction is dropped later.
+    ``cu_seqlens_padded``: integers [n + 1], the starts of the sequences, then the end of the last
+    sequence. The last position of a sequence predicts its first token. `unpack` drops this
+    prediction.
     """
     rank, ranks = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
     boundaries = cu_seqlens_padded.to(target.device, torch.int64)
     starts, ends = boundaries[:-1], boundaries[1:]
     local = torch.arange(target.shape[0] // ranks, device=target.device)
     sequence = torch.searchsorted(boundaries // ranks, local, right=True) - 1
-    sequence = sequence.clamp(max=starts.shape[0] - 1)  # behind the last sequence: anything
+    sequence = sequence.clamp(max=starts.shape[0] - 1)  # any sequence after the last boundary
     start, end = starts[sequence], ends[sequence]
     chunk = (end - start) // (2 * ranks)
     offset = local - start // ranks
@@ -44,10 +45,10 @@ def unpack(
     unpacked_seqlen: int,
     cp_group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Float [T_cp] of each rank → [n, unpacked_seqlen - 1], without each sequence's last position.
+    """Unpack float [T_cp] of each rank to [n, unpacked_seqlen - 1], without last positions.
 
-    Differentiable; gradients are summed over the context-parallel ranks (`AllGatherCPTensor`).
-    Behind the end of a sequence: 0. A sequence longer than ``unpacked_seqlen`` is cut.
+    Differentiable. Gradients are summed over the context-parallel ranks (`AllGatherCPTensor`).
+    Positions after the end of a sequence are 0. A sequence longer than ``unpacked_seqlen`` is cut.
     """
     boundaries = cu_seqlens_padded.to(values.device, torch.int64)
     starts, lengths = boundaries[:-1].unsqueeze(1), boundaries.diff().unsqueeze(1)
@@ -55,9 +56,9 @@ def unpack(
     index = starts + offset
     ranks = 1 if cp_group is None else cp_group.size()
     if ranks > 1:
-        rank, place = holder(offset, (lengths // (2 * ranks)).clamp(min=1), ranks)
-        index = rank * values.shape[0] + starts // ranks + place
+        rank, local_offset = holder(offset, (lengths // (2 * ranks)).clamp(min=1), ranks)
+        index = rank * values.shape[0] + starts // ranks + local_offset
         values = gather_first(values, cp_group)
-    nothing = values.shape[0]  # one more element, for what lies behind the end
-    index = torch.where(offset < lengths - 1, index, nothing)
+    zero_index = values.shape[0]  # an additional element for positions after the end
+    index = torch.where(offset < lengths - 1, index, zero_index)
     return F.pad(values, (0, 1))[index]

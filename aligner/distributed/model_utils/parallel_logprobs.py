@@ -1,7 +1,7 @@
-"""Next-token log-probs by the published convention, from logits in any layout.
+"""Next-token log-probs in the published convention, from logits in any layout.
 
-They are [B, S-1]: position t speaks of token t + 1. Targets come unshifted.
-`context_shard` has the positions that a context-parallel rank holds.
+Log-probs are [B, S-1]. Position t describes token t + 1. Targets are unshifted.
+`context_shard` describes the positions on each context-parallel rank.
 """
 
 import torch
@@ -28,17 +28,17 @@ def from_parallel_logits_to_logprobs(
     chunk_size: int | None = None,
     sampling_params: TrainingSamplingParams | None = None,
 ) -> Tensor:
-    """Log-probs of ``target[:, 1:]``, float32 [B, S-1] (float64 for float64 logits).
+    """Compute log-probs of ``target[:, 1:]``, float32 [B, S-1] (float64 for float64 logits).
 
-    ``vocab_parallel_logits``: float [B, S / CP, V_local], whose first ``vocab_end_index -
-    vocab_start_index`` columns are those global ids (the rest is padding and takes no part); the
-    sequence may have been padded beyond S. ``target``: int64 [B, S], unshifted, whole on every
-    rank. ``chunk_size``: positions at a time; None lets memory decide. ``sampling_params``: the
-    distribution that was sampled from, temperature included. ``inference_only``: keep nothing
-    for backward.
+    ``vocab_parallel_logits``: float [B, S / CP, V_local]. The first ``vocab_end_index -
+    vocab_start_index`` columns are these global ids, the other columns are padding outside the
+    softmax. The sequence may be padded beyond S. ``target``: int64 [B, S], unshifted, complete on
+    every rank. ``chunk_size``: positions per step. None derives it from memory.
+    ``sampling_params``: the distribution of the sampler, temperature included.
+    ``inference_only``: save nothing for backward.
 
-    Every rank returns the whole [B, S-1]. The gradient is exact for a loss that the tensor-parallel
-    ranks compute alike, and summed over the context-parallel ranks (`AllGatherCPTensor`).
+    Every rank returns the complete [B, S-1]. The gradient is exact if all tensor-parallel ranks
+    compute the same loss, and is summed over the context-parallel ranks (`AllGatherCPTensor`).
     """
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params
@@ -63,17 +63,17 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     sampling_params: TrainingSamplingParams | None = None,
     target_is_pre_rolled: bool = False,
 ) -> Tensor:
-    """Log-probs of packed sequences, unpacked: float32 [n, unpacked_seqlen - 1].
+    """Compute log-probs of packed sequences, unpacked to float32 [n, unpacked_seqlen - 1].
 
-    ``vocab_parallel_logits``: float [1, T / CP, V_local]; with context parallelism each sequence is
-    cut by itself, into chunks whose number, 2·CP, divides its padded length.
-    ``target``: int64 [1, T], unshifted; or, ``target_is_pre_rolled``, [1, T / CP]: what each local
-    position predicts. ``cu_seqlens_padded``: integers [n + 1], where each sequence starts in [T],
-    then where the last ends. ``group``: tensor parallel. The rest as for
-    `from_parallel_logits_to_logprobs`.
+    ``vocab_parallel_logits``: float [1, T / CP, V_local]. Context parallelism cuts each sequence
+    separately into 2·CP chunks, and 2·CP divides its padded length.
+    ``target``: int64 [1, T], unshifted, or with ``target_is_pre_rolled`` [1, T / CP], the token
+    that each local position predicts. ``cu_seqlens_padded``: integers [n + 1], the starts of the
+    sequences in [T], then the end of the last sequence. ``group``: tensor parallel. Other
+    arguments: `from_parallel_logits_to_logprobs`.
 
-    A row holds the log-probs of tokens 1, 2, … of its sequence, those of its padding included, then
-    zeros; a sequence longer than ``unpacked_seqlen`` is cut. No number leaves the device.
+    A row contains the log-probs of tokens 1, 2, … of its sequence, including padding tokens, then
+    zeros. A sequence longer than ``unpacked_seqlen`` is cut. No value is copied to the host.
     """
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, group, chunk_size, sampling_params
@@ -94,12 +94,12 @@ def get_next_token_logprobs_from_logits(
     context_parallel_group: dist.ProcessGroup | None = None,
     sampling_params: TrainingSamplingParams | None = None,
 ) -> Tensor:
-    """Log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], whatever the logits are.
+    """Compute log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], for any layout of the logits.
 
-    ``input_ids``: int64 [B, S]. ``next_token_logits``: float [B, S, V]; with
-    ``vocab_parallel_group`` [B, S / CP, V_local], where rank ``vocab_parallel_rank`` of it holds
-    that part of the (padded) vocabulary; or a DTensor, where ``seq_index`` (int64 [S]) gives how
-    context parallelism arranged the sequence. No float32 copy of the logits is made.
+    ``input_ids``: int64 [B, S]. ``next_token_logits``: float [B, S, V], with
+    ``vocab_parallel_group`` [B, S / CP, V_local], part ``vocab_parallel_rank`` of the padded
+    vocabulary, or a DTensor with ``seq_index`` (int64 [S]), the order of the sequence under context
+    parallelism. The function makes no float32 copy of the logits.
 
     Raises:
         LayoutError: ``vocab_parallel_group`` without ``vocab_parallel_rank``.
@@ -110,8 +110,9 @@ def get_next_token_logprobs_from_logits(
         )
     if vocab_parallel_group is not None and vocab_parallel_rank is None:
         raise LayoutError(
-            "vocab_parallel_rank is missing: pass it together with vocab_parallel_group"
+            "vocab_parallel_rank is missing. Pass it together with vocab_parallel_group"
         )
+    # Plain tensors: the whole vocabulary, or the part of this rank.
     width = next_token_logits.shape[-1]
     start = width * (vocab_parallel_rank or 0)
     return from_parallel_logits_to_logprobs(

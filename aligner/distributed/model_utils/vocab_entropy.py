@@ -1,8 +1,9 @@
-"""Entropy and cross-entropy of distributions whose vocabulary is spread over ranks.
+"""Entropy and cross-entropy of distributions whose vocabulary is sharded over ranks.
 
-Both are sums over the vocabulary weighted with probabilities. Each rank sums under its own softmax,
-and the parts are combined with each rank's share of the probability: one exchange of [B, S] numbers
-forward, none backward. float32 (float64 for float64 logits), chunk by chunk over the sequence.
+Both are sums over the vocabulary, weighted with probabilities. Each rank sums under the softmax of
+its columns. The partial sums are combined with each rank's share of the probability: one exchange
+of [B, S] values in forward, none in backward. Arithmetic is float32 (float64 for float64 logits),
+in chunks of the sequence.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ from aligner.logprobs.output_layer import VocabShard, sequence_chunks
 
 
 class ChunkedDistributedEntropy(torch.autograd.Function):
-    """``Σ_v p_v log p_v`` (at most 0: the entropy without its minus, as published)."""
+    """``Σ_v p_v log p_v``, the negative entropy, as published."""
 
     @staticmethod
     def forward(
@@ -28,9 +29,9 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
         tp_group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """float [B, S, V_local] → float32 [B, S]; ``chunk_size`` positions at a time.
+        """Compute float32 [B, S] from float [B, S, V_local], ``chunk_size`` positions per step.
 
-        A column of -inf counts 0. ``inference_only``: keep nothing for backward.
+        A column of -inf counts 0. ``inference_only``: save nothing for backward.
         """
         logits = vocab_parallel_logits
         result, normalizer, _ = _mean_logprob(logits, logits, tp_group, chunk_size)
@@ -42,7 +43,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """``dl_v = g · p_v · (log p_v - Σ p log p)``, float [B, S, V_local] of g [B, S]."""
+        """Compute ``g · p_v · (log p_v - Σ p log p)``, float [B, S, V_local], from g [B, S]."""
         logits, normalizer, result = ctx.saved_tensors
         upstream, grad = grad_outputs[0].unsqueeze(-1), torch.empty_like(logits)
         for rows in sequence_chunks(logits, ctx.chunk_size):
@@ -55,7 +56,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
 
 
 class DistributedCrossEntropy(torch.autograd.Function):
-    """``-Σ_v p_v log q_v`` of target p and student q: forward KL plus the entropy of p."""
+    """``-Σ_v p_v log q_v`` of target p and student q, the forward KL plus the entropy of p."""
 
     @staticmethod
     def forward(
@@ -65,10 +66,11 @@ class DistributedCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """float [B, S, V_local] of both, sharded alike → float32 [B, S].
+        """Compute the cross-entropy of the student relative to the target, float32 [B, S].
 
-        Only the student gets a gradient. Infinite where the student excludes (-inf) what the target
-        does not. ``inference_only``: keep nothing for backward.
+        Both logits: float [B, S, V_local], sharded in the same way. Only the student gets a
+        gradient. The result is infinite if the student excludes (-inf) a token that the target does
+        not exclude. ``inference_only``: save nothing for backward.
 
         Raises:
             LayoutError: the two shapes differ.
@@ -76,18 +78,22 @@ class DistributedCrossEntropy(torch.autograd.Function):
         if student_logits.shape != target_logits.shape:
             raise LayoutError(
                 f"student_logits {list(student_logits.shape)} and target_logits "
-                f"{list(target_logits.shape)} must have the same shape: shard both over the same "
+                f"{list(target_logits.shape)} must have the same shape. Shard both over the same "
                 "vocabulary ranges and positions"
             )
-        mean, of_target, of_student = _mean_logprob(target_logits, student_logits, group, None)
+        mean, target_normalizer, student_normalizer = _mean_logprob(
+            target_logits, student_logits, group, None
+        )
         if not inference_only:
-            ctx.save_for_backward(student_logits, target_logits, of_student, of_target)
+            ctx.save_for_backward(
+                student_logits, target_logits, student_normalizer, target_normalizer
+            )
         return -mean
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """``dl_v = g · (q_v - p_v)`` for the student, float [B, S, V_local] of g [B, S]."""
+        """Compute ``g · (q_v - p_v)`` for the student, float [B, S, V_local], from g [B, S]."""
         student, target, student_normalizer, target_normalizer = ctx.saved_tensors
         upstream, grad = grad_outputs[0].unsqueeze(-1), torch.empty_like(student)
         for rows in sequence_chunks(student, None):
@@ -100,31 +106,32 @@ class DistributedCrossEntropy(torch.autograd.Function):
 def _mean_logprob(
     p_logits: Tensor, q_logits: Tensor, group: dist.ProcessGroup | None, chunk_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``Σ_v p_v log q_v`` and the normalisers of p and q, [B, S] each.
+    """Compute ``Σ_v p_v log q_v`` and the normalisers of p and q, [B, S] each.
 
-    ``p_logits``, ``q_logits``: float [B, S, V_local], maybe the same. What p excludes counts 0.
+    ``p_logits``, ``q_logits``: float [B, S, V_local], possibly the same tensor. Tokens that p
+    excludes count 0.
     """
     shard = VocabShard.between(0, p_logits.shape[-1], group)
     dtype = torch.promote_types(arithmetic_dtype(q_logits), p_logits.dtype)
     logits = [p_logits] if p_logits is q_logits else [p_logits, q_logits]
     partial = p_logits.new_empty(len(logits) + 1, *p_logits.shape[:-1], dtype=dtype)
-    # This rank's columns, over which each distribution adds up to 1.
+    # Softmax of this rank's columns: each distribution sums to 1 over these columns.
     for rows in sequence_chunks(p_logits, chunk_size):
-        chunks = [each[..., rows, :].to(dtype) for each in logits]
+        chunks = [tensor[..., rows, :].to(dtype) for tensor in logits]
         local = [chunk.logsumexp(dim=-1) for chunk in chunks]
         probability = (chunks[0] - local[0].unsqueeze(-1)).exp_()
         logprob = (chunks[-1] - _finite(local[-1]).unsqueeze(-1)).mul_(probability)
         mean = logprob.masked_fill_(probability == 0, 0).sum(dim=-1)
-        for number, row in enumerate((*local, mean)):
-            partial[number, ..., rows] = row
-    # All ranks: a rank's share of p weighs its mean, and its share of q is added to its log-probs.
+        for index, values in enumerate((*local, mean)):
+            partial[index, ..., rows] = values
+    # All ranks: a rank's share of p weights its mean, and its share of q is added to its log-probs.
     *normalizers, means = shard.stack_ranks(partial).unbind(1)
-    whole = [each.logsumexp(dim=0) for each in normalizers]
-    share = (normalizers[0] - whole[0]).exp_()
-    means = (means + (_finite(normalizers[-1]) - whole[-1])).mul_(share)
-    return means.masked_fill_(share == 0, 0).sum(dim=0), whole[0], whole[-1]
+    totals = [normalizer.logsumexp(dim=0) for normalizer in normalizers]
+    share = (normalizers[0] - totals[0]).exp_()
+    means = (means + (_finite(normalizers[-1]) - totals[-1])).mul_(share)
+    return means.masked_fill_(share == 0, 0).sum(dim=0), totals[0], totals[-1]
 
 
 def _finite(normalizer: Tensor) -> Tensor:
-    """Replace a normaliser of -inf by the smallest number, so that -inf minus it stays -inf."""
+    """Replace -inf by the smallest float, so that subtraction from -inf is -inf and not NaN."""
     return normalizer.clamp(min=torch.finfo(normalizer.dtype).min)

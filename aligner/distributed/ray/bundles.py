@@ -1,4 +1,4 @@
-"""Room for workers, as a worker group sees it."""
+"""Bundles of a Ray cluster, and the properties of the cluster that a worker group reads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class Bundle:
     node: str
 
 
-class Room(Protocol):
-    """Properties of a `RayVirtualCluster` that a worker group reads."""
+class BundleCluster(Protocol):
+    """Interface of `RayVirtualCluster` for worker groups, which avoids a circular import."""
 
     name: str
     timeout_s: float
@@ -24,19 +24,15 @@ class Room(Protocol):
 
     @property
     def use_gpus(self) -> bool:
-        """True if a bundle has a GPU."""
-        ...
+        """True if each bundle includes a GPU."""
 
     @property
     def shares_bundles(self) -> bool:
-        """True if workers of several groups may compute on one bundle, and on its GPU."""
-        ...
+        """True if workers of several groups may share a bundle and its GPU."""
 
     @property
     def worker_resources(self) -> Mapping[str, float]:
-        """Ray's options for an actor: what it takes of its bundle."""
-        ...
+        """Ray's resource options of an actor."""
 
     def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
-        """Bundles of a group with this many workers on each node (one number, or one per node)."""
-        ...
+        """Return the bundles of a group with this many workers per node, one value or a list."""

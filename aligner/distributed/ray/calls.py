@@ -1,4 +1,4 @@
-"""Calls of workers on Ray: waiting for them, and errors that name a worker that failed or died."""
+"""Results of worker calls on Ray, and errors that name the failed or dead worker."""
 
 import time
 from collections.abc import Sequence
@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from aligner.distributed.ray.worker import Failure, Seat
 from aligner.distributed.step import current_step
-from aligner.errors import AlignerError, WorkerDiedError, WorkerError
+from aligner.errors import WorkerDiedError, WorkerError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-_GRACE_S = 5.0  # after a worker failed: until a death that caused it is reported
+_GRACE_S = 5.0  # wait after a failure, because Ray may still report the death that caused it
 _LOG_LINES = 20
 
 
 class WorkerHandle:
-    """One worker: ``handle.method.remote(...)`` calls its method and returns Ray's reference.
+    """Handle of one worker: ``handle.method.remote(...)`` starts a call and returns a reference.
 
-    ``ray.get`` of it gives what the method returned, or raises a `Failure` with the error.
+    ``ray.get`` of the reference returns the method's result, or raises a `Failure` with the error.
     """
 
     def __init__(self, actor: Any, seat: Seat) -> None:
@@ -39,67 +39,67 @@ class WorkerHandle:
         return str(self._seat)
 
 
-def wait_for(calls: "Sequence[tuple[ObjectRef, Seat]]", what: str, timeout_s: float) -> list[Any]:
-    """Results of all calls in order; raises as `MultiWorkerFuture.get_results`."""
+def wait_for(
+    calls: "Sequence[tuple[ObjectRef, Seat]]", call_name: str, timeout_s: float
+) -> list[Any]:
+    """Return the results of all calls in order, errors as in `MultiWorkerFuture.get_results`."""
     import ray
     from ray.exceptions import RayActorError, RayError, RayTaskError
 
-    places = {ref: position for position, (ref, _) in enumerate(calls)}
+    # Wait for one result at a time, in any order.
+    positions = {ref: position for position, (ref, _) in enumerate(calls)}
     results: list[Any] = [None] * len(calls)
-    pending = list(places)
+    pending = list(positions)
     deadline = time.monotonic() + timeout_s
-    failed: AlignerError | None = None
+    first_failure: WorkerError | None = None
     while pending:
         ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             break
         (ref,) = ready
-        seat = calls[places[ref]][1]
+        seat = calls[positions[ref]][1]
         try:
-            results[places[ref]] = ray.get(ref)
+            results[positions[ref]] = ray.get(ref)
             continue
         except RayActorError as error:
-            raise died(seat, what, error) from None
+            reason = " ".join(str(error).split("\n")[0].split())
+            log_end = last_lines(seat.log)
+            raise WorkerDiedError(f"{seat} died in {call_name}: {reason}{log_end}") from None
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else None
             if not isinstance(cause, Failure):
                 cause = Failure(f"{type(error).__name__}: {error}", "", None)
         if cause.error is not None:
-            cause.error.add_note(f"raised by {seat} in {what}; its log: {seat.log}")
+            cause.error.add_note(f"raised by {seat} in {call_name}. Log of the worker: {seat.log}")
             raise cause.error
-        failed = failed or _failed(seat, what, cause)
+        # Other exceptions may be the consequence of a dead worker, so a death has precedence.
+        if first_failure is None:
+            first_failure = WorkerError(
+                f"{seat} failed in {call_name}: {cause.message}. Log of the worker: {seat.log}"
+            )
+            if cause.trace:
+                first_failure.add_note(cause.trace)
         deadline = min(deadline, time.monotonic() + _GRACE_S)
-    if failed is not None:
-        raise failed
+    # No death was reported within the grace period.
+    if first_failure is not None:
+        raise first_failure
+    # Workers did not answer in time.
     if pending:
-        waited = [calls[places[ref]][1] for ref in pending]
+        silent = [calls[positions[ref]][1] for ref in pending]
         raise WorkerError(
-            f"{what}: no answer within cluster.timeout_s={timeout_s:g} s from "
-            f"{', '.join(map(str, waited))}; raise it if the work takes longer"
-            f"{last_lines(waited[0].log)}"
+            f"{call_name}: no answer within cluster.timeout_s={timeout_s:g} s from "
+            f"{', '.join(map(str, silent))}. Raise cluster.timeout_s if the work takes longer"
+            f"{last_lines(silent[0].log)}"
         )
     return results
 
 
-def died(seat: Seat, what: str, cause: Exception) -> WorkerDiedError:
-    """The error that names a dead worker; ``what``: the call in which it died."""
-    reason = " ".join(str(cause).split("\n")[0].split())
-    return WorkerDiedError(f"{seat} died in {what}: {reason}{last_lines(seat.log)}")
-
-
 def last_lines(log: str) -> str:
-    """Last lines of a worker's log, to follow a message; its path if it cannot be read."""
+    """Return the last lines of a worker's log for a message, or its path if it cannot be read."""
     try:
         lines = Path(log).read_text(errors="replace").splitlines()[-_LOG_LINES:]
     except OSError:
-        return f"\nits log, on its node: {log}"
+        return f"\nlog of the worker, on its node: {log}"
     if not lines:
-        return f"\nits log {log} is empty"
+        return f"\nthe worker's log {log} is empty"
     return f"\nlast lines of {log}:\n" + "\n".join(f"  {line}" for line in lines)
-
-
-def _failed(seat: Seat, what: str, failure: Failure) -> WorkerError:
-    error = WorkerError(f"{seat} failed in {what}: {failure.words}; its log: {seat.log}")
-    if failure.trace:
-        error.add_note(failure.trace)
-    return error

@@ -1,14 +1,14 @@
-"""Removal of the processes and files that a run's own Ray leaves behind, however the run ends.
+"""Cleanup of the processes and files of a run's Ray cluster, also after the run is killed.
 
-A process beside the driver, which `ray_session` starts: while the driver lives, it notes Ray's
-processes below it; once the driver is gone (its end of a pipe closes), whatever of them still runs
-is killed and their folder is removed. Ray ends most of them itself, some minutes late, and nobody
-its folder.
+`ray_session` starts this process next to the driver. While the driver lives, the process records
+Ray's processes below the driver. After the driver has ended (its end of a pipe closes), the process
+kills the recorded processes that still run and removes their folder. Without the cleanup, Ray ends
+most of its processes minutes later and never removes the folder.
 
     python -m aligner.distributed.ray.reaper DRIVER_PID FOLDER < pipe | pipe
 
-It leaves the driver's family, for Ray kills the driver's children when it disconnects, and closes
-its standard output when all is done.
+The process is not a child of the driver, because Ray kills the driver's children when it
+disconnects. It closes its standard output after the cleanup.
 """
 
 import os
@@ -20,17 +20,17 @@ from contextlib import suppress
 
 import psutil
 
-_LOOK_S = 2.0  # between looks at the processes; one that is younger ends with its parent
-_END_S = 5.0  # for processes to end by themselves
+_POLL_S = 2.0  # interval between scans (younger processes end with their parent)
+_END_S = 5.0  # limit of the wait for processes to end
 
 
 def main(driver_pid: int, folder: str) -> None:
-    """Watch until standard input ends, then clear up."""
-    seen: dict[int, psutil.Process] = {}
-    while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
-        found = {process.pid: process for process in processes_of(driver_pid, folder)}
-        seen = {pid: process for pid, process in (seen | found).items() if process.is_running()}
-    _, alive = psutil.wait_procs(list(seen.values()), timeout=_END_S)
+    """Record Ray's processes until standard input ends, then kill them and remove the folder."""
+    recorded: dict[int, psutil.Process] = {}
+    while not select.select([sys.stdin], [], [], _POLL_S)[0]:
+        recorded |= {process.pid: process for process in processes_of(driver_pid, folder)}
+        recorded = {pid: process for pid, process in recorded.items() if process.is_running()}
+    _, alive = psutil.wait_procs(list(recorded.values()), timeout=_END_S)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -39,17 +39,17 @@ def main(driver_pid: int, folder: str) -> None:
 
 
 def processes_of(driver_pid: int, folder: str) -> list[psutil.Process]:
-    """Ray's processes below the driver: children that name its folder, and all below those."""
+    """Return the driver's children whose command line contains the folder, with descendants."""
     children = defaultdict(list)
     for process in psutil.process_iter(["ppid"]):
         children[process.info["ppid"]].append(process)
-    found = [child for child in children[driver_pid] if _names(child, folder)]
-    for process in found:  # grows as it goes
-        found += children[process.pid]
-    return found
+    processes = [child for child in children[driver_pid] if _mentions(child, folder)]
+    for process in processes:  # the list grows during the loop
+        processes += children[process.pid]
+    return processes
 
 
-def _names(process: psutil.Process, folder: str) -> bool:
+def _mentions(process: psutil.Process, folder: str) -> bool:
     with suppress(psutil.Error):
         return any(folder in word for word in process.cmdline())
     return False

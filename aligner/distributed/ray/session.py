@@ -1,4 +1,4 @@
-"""A connection to Ray: to an existing cluster, or to one that the run starts and ends."""
+"""Connection to Ray: to an existing cluster, or to a cluster that the run starts and ends."""
 
 import contextlib
 import logging
@@ -15,23 +15,23 @@ from typing import Any
 from aligner.errors import ConfigError, WorkerError
 from aligner.packages import require_extra
 
-# Sockets are named below it, and such names are at most 107 bytes long.
+# Short, because paths of sockets below the folder are limited to 107 bytes.
 _FOLDER_PREFIX = "aligner-ray-"
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # A crowded machine takes long to start a Python process.
+    # Python processes start slowly on a loaded machine.
     "RAY_worker_register_timeout_seconds": "300",
-    # By default Ray's workers yield to all other processes, but they do the computation.
+    # Ray's default gives workers a low priority, but the workers do the computation.
     "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-_ATTEMPTS = 3  # Ray gives its own processes 30 s, which a crowded machine may exceed
-_REAPER_S = 20.0  # for the reaper to clear up
+_ATTEMPTS = 3  # Ray's processes must start within 30 s, too short on a loaded machine
+_REAPER_S = 20.0  # limit of the wait for the cleanup
 
 
 @dataclass(frozen=True)
 class RayNeeds:
-    """Resources of a run on Ray: ``cpus`` of one machine, ``object_store_mb`` for batches."""
+    """Resources of a run on Ray: ``cpus`` of one machine, ``object_store_mb`` for batches (MiB)."""
 
     cpus: float
     object_store_mb: int
@@ -39,13 +39,13 @@ class RayNeeds:
 
 @contextlib.contextmanager
 def ray_session(address: str | None, needs: RayNeeds) -> Iterator[None]:
-    """Connect to the cluster at ``address``, else ``RAY_ADDRESS``; with neither, start one here.
+    """Connect to the cluster at ``address`` or ``RAY_ADDRESS``, or start a cluster without both.
 
-    A cluster that was there lives on; what was started is gone when the block ends, and also when
-    this process is killed. A program that is connected already keeps its connection.
+    An existing cluster keeps running. A started cluster ends with the block, and also if this
+    process is killed. An already connected program keeps its connection.
 
     Raises:
-        ConfigError: there is no cluster at the address.
+        ConfigError: no cluster answers at the address.
         MissingPackageError: Ray is not installed.
         WorkerError: Ray did not start.
     """
@@ -72,15 +72,16 @@ def _joined(address: str) -> Iterator[None]:
 
     if address.startswith("ray://"):
         raise ConfigError(
-            f"cluster.address={address} (or RAY_ADDRESS): run the command on a machine of the "
-            "cluster and give the address as host:port"
+            f"cluster.address={address} (or RAY_ADDRESS) is not supported. Run the command on a "
+            "machine of the cluster and give the address as host:port"
         )
     try:
         ray.init(address, namespace=_namespace(), log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"cluster.address={address} (or RAY_ADDRESS): no Ray cluster answers there ({error}); "
-            "start one with `ray start --head`, or set neither to have the run start its own"
+            f"cluster.address={address} (or RAY_ADDRESS): no Ray cluster answers at this address "
+            f"({error}). Start a cluster with `ray start --head`, or set neither, so that the run "
+            "starts a cluster"
         ) from error
     yield
 
@@ -89,9 +90,10 @@ def _joined(address: str) -> Iterator[None]:
 def _started(needs: RayNeeds) -> Iterator[None]:
     import ray
 
+    # A separate folder, which the cleanup process removes.
     folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir="/tmp")
     options: dict[str, Any] = {
-        # CPUs are what Ray counts, not what it enforces: roles take turns.
+        # Ray only counts CPUs. Roles compute in turn, so more CPUs than exist are allowed.
         "num_cpus": max(os.cpu_count() or 1, -int(-needs.cpus // 1)),
         "num_gpus": 0 if os.environ.get("ALIGNER_FORCE_CPU") == "1" else None,
         "object_store_memory": needs.object_store_mb * 2**20,
@@ -102,6 +104,7 @@ def _started(needs: RayNeeds) -> Iterator[None]:
         "_temp_dir": folder,
     }
     with _reaper(folder):
+        # Start Ray, with retries.
         for attempt in range(_ATTEMPTS):
             try:
                 ray.init("local", **options)
@@ -110,30 +113,30 @@ def _started(needs: RayNeeds) -> Iterator[None]:
                 ray.shutdown()
                 if attempt == _ATTEMPTS - 1:
                     raise WorkerError(
-                        f"Ray did not start: {error}; start one by hand with `ray start --head` "
-                        "to see why, and set cluster.address"
+                        f"Ray did not start: {error}. Run `ray start --head` to see the cause, "
+                        "and set cluster.address"
                     ) from error
         yield
 
 
 @contextlib.contextmanager
 def _reaper(folder: str) -> Iterator[None]:
-    """Process that clears up when this one ends, killed or not; see `aligner.distributed.ray`."""
+    """Start the cleanup process, and wait for the cleanup at the end of the block."""
     reaper = subprocess.Popen(
         [sys.executable, "-m", "aligner.distributed.ray.reaper", str(os.getpid()), folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # signals for the run's process group are not for it
+        start_new_session=True,  # protects it from signals to the run's process group
     )
-    reaper.wait()  # it goes on as a child of no process
+    reaper.wait()  # its fork continues without a parent
     assert reaper.stdin is not None
     assert reaper.stdout is not None
-    with reaper.stdout as done:
+    with reaper.stdout as output:
         try:
             yield
         finally:
             reaper.stdin.close()
-            select.select([done], [], [], _REAPER_S)
+            select.select([output], [], [], _REAPER_S)
 
 
 def _namespace() -> str:

@@ -1,9 +1,10 @@
-"""The process behind a worker on Ray: its log, its environment, and the calls of its methods.
+"""The Ray actor of a worker: log, environment, and method calls.
 
-It may run in an interpreter that has little more than Ray, so only the standard library is imported
-here; a worker's own module brings what the worker needs.
+The actor may run in an interpreter with few packages besides Ray, so this module imports only the
+standard library. The worker's module imports the packages of the worker.
 """
 
+import contextlib
 import os
 import pickle
 import pkgutil
@@ -11,7 +12,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seat:
-    """Place of a worker, which names it in messages."""
+    """Role, rank and process of a worker, for messages."""
 
     role: str
     rank: int
@@ -38,7 +38,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class TorchWorld:
-    """The torch.distributed world of a group of trainers: its layout and where rank 0 listens."""
+    """torch.distributed world of a training group: layout and address of rank 0."""
 
     parallel: "ParallelConfig"
     seed: int
@@ -49,21 +49,21 @@ class TorchWorld:
 
 
 class Failure(Exception):
-    """Error raised by a worker, on its way to the driver.
+    """Exception of a worker in the form in which it is sent to the driver.
 
-    ``error`` is the exception itself where it is ours and survives being sent.
+    ``error`` is the exception itself if it is an `AlignerError` that can be pickled.
     """
 
-    def __init__(self, words: str, trace: str, error: AlignerError | None) -> None:
-        super().__init__(words, trace, error)
-        self.words, self.trace, self.error = words, trace, error
+    def __init__(self, message: str, trace: str, error: AlignerError | None) -> None:
+        super().__init__(message, trace, error)
+        self.message, self.trace, self.error = message, trace, error
 
     def __str__(self) -> str:
-        return f"{self.words}\n{self.trace}".rstrip()
+        return f"{self.message}\n{self.trace}".rstrip()
 
 
 class WorkerProcess:
-    """One Ray actor; holds the worker object and calls it."""
+    """Ray actor that owns one worker object and calls its methods."""
 
     def __init__(
         self,
@@ -72,59 +72,62 @@ class WorkerProcess:
         log: str,
         folder: str,
         environment: Mapping[str, str],
-        workers_here: int,
+        workers_on_node: int,
     ) -> None:
-        """Before anything heavy is imported: log, environment, folder and thread count.
+        """Set up log, environment, directory and thread count before heavy imports.
 
-        ``workers_here``: workers of this group on this node, which compute at the same time.
+        ``workers_on_node``: workers of this group on this node, which compute at the same time.
         """
         self._role, self._rank, self._log = role, rank, log
         _write_output_to(log)
         os.environ.update(environment)
-        if "OMP_NUM_THREADS" not in environment:  # Ray has set one by the CPUs it reserved
+        if "OMP_NUM_THREADS" not in environment:  # Ray's value is the number of reserved CPUs
             cores = len(os.sched_getaffinity(0))
-            os.environ["OMP_NUM_THREADS"] = str(max(1, cores // workers_here))
+            os.environ["OMP_NUM_THREADS"] = str(max(1, cores // workers_on_node))
+        # Relative paths and modules of the driver's working directory.
         if os.path.isdir(folder):
             os.chdir(folder)
         if folder not in sys.path:
             sys.path.append(folder)
-        self._kept: socket.socket | None = None
+        self._reserved_socket: socket.socket | None = None
         self._worker: Any = None
         self._has_world = False
 
     def seat(self) -> Seat:
-        """Place of this process."""
+        """Return the role, rank and process of this worker."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
         return Seat(self._role, self._rank, socket.gethostname(), node, os.getpid(), self._log)
 
     def free_port(self) -> tuple[str, int]:
-        """Address of this node and a port on it, kept from others while this process lives.
+        """Return the address of this node and a port that is reserved while this process lives.
 
-        The socket is bound and never listens: with SO_REUSEADDR on both, rank 0's store may.
+        The socket is bound but never listens. With SO_REUSEADDR on both sockets, rank 0's store can
+        listen on the same port.
         """
         import ray
 
-        self._kept = socket.socket()
-        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._kept.bind(("", 0))
-        return ray.util.get_node_ip_address(), int(self._kept.getsockname()[1])
+        self._reserved_socket = socket.socket()
+        self._reserved_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved_socket.bind(("", 0))
+        return ray.util.get_node_ip_address(), int(self._reserved_socket.getsockname()[1])
 
     def start(
         self,
         worker_class: str,
-        given: tuple[Sequence[Any], Mapping[str, Any]],
-        place: Mapping[str, str],
+        arguments: tuple[Sequence[Any], Mapping[str, Any]],
+        rank_variables: Mapping[str, str],
         world: TorchWorld | None,
     ) -> None:
-        """Construct the worker; with a ``world``, join it first and pass ``parallel``.
+        """Construct the worker. With a ``world``, join the world first and pass ``parallel``.
 
-        ``given``: its arguments. ``place``: RANK and its kin. Raises `Failure`.
+        ``arguments``: positional and keyword arguments. ``rank_variables``: environment variables
+        such as RANK. Raises `Failure`.
         """
-        os.environ.update(place)
+        os.environ.update(rank_variables)
         try:
-            positional, keywords = given
+            positional, keywords = arguments
             keywords = dict(keywords)
             if world is not None:
                 keywords["parallel"] = _join(world)
@@ -135,9 +138,9 @@ class WorkerProcess:
             raise _failure(error) from None
 
     def call(self, method_name: str, step: int, kwargs: Mapping[str, Any], *data: Any) -> Any:
-        """Call the worker's method and return its result on the host.
+        """Call the worker's method and return its result in host memory.
 
-        ``step``: the run's, for what the method reports. ``data``: nothing, or the shard.
+        ``step``: step of the run, for errors. ``data``: the shard, if any.
 
         Raises:
             Failure: the method raised.
@@ -147,12 +150,16 @@ class WorkerProcess:
         )
 
     def call_with(
-        self, method_name: str, step: int, given: Sequence[Any], kwargs: Mapping[str, Any]
+        self, method_name: str, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call the worker's method with positional arguments; else as `call`."""
+        """Call the worker's method with positional arguments, otherwise as `call`."""
         try:
-            with _in_step(step):
-                result = getattr(self._worker, method_name)(*given, **kwargs)
+            with contextlib.ExitStack() as stack:
+                if step:  # without a step, aligner.distributed need not be importable
+                    from aligner.distributed.step import training_step
+
+                    stack.enter_context(training_step(step))
+                result = getattr(self._worker, method_name)(*args, **kwargs)
             if not self._has_world:
                 return result
             from aligner.distributed.workers import to_host
@@ -163,7 +170,7 @@ class WorkerProcess:
 
 
 def _join(world: TorchWorld) -> Any:
-    """Join the world; RANK is in the environment already."""
+    """Join the torch.distributed world. The environment already contains RANK."""
     os.environ |= {
         "WORLD_SIZE": str(world.world_size),
         "MASTER_ADDR": world.host,
@@ -174,21 +181,12 @@ def _join(world: TorchWorld) -> Any:
     return initialize_parallel(world.parallel, seed=world.seed, timeout_s=world.timeout_s)
 
 
-def _in_step(step: int) -> AbstractContextManager[None]:
-    """Attribute errors inside the block to this step; outside of steps torch need not be there."""
-    if step == 0:
-        return nullcontext()
-    from aligner.distributed.step import training_step
-
-    return training_step(step)
-
-
 def _write_output_to(log: str) -> None:
-    """Append all output of this process to ``log``."""
+    """Redirect all output of this process to the end of ``log``."""
     os.makedirs(os.path.dirname(log), exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for number in (1, 2):
-        os.dup2(descriptor, number)
+    for standard_descriptor in (1, 2):
+        os.dup2(descriptor, standard_descriptor)
     os.close(descriptor)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
@@ -197,10 +195,9 @@ def _write_output_to(log: str) -> None:
 def _failure(error: Exception) -> Failure:
     trace = traceback.format_exc()
     print(trace, file=sys.stderr, flush=True)
-    own = None
+    sendable = None
     if isinstance(error, AlignerError):
-        try:
-            own = pickle.loads(pickle.dumps(error))
-        except Exception:  # it goes as words
-            own = None
-    return Failure(f"{type(error).__name__}: {error}", trace, own)
+        # An error that cannot be pickled is sent as text.
+        with contextlib.suppress(Exception):
+            sendable = pickle.loads(pickle.dumps(error))
+    return Failure(f"{type(error).__name__}: {error}", trace, sendable)

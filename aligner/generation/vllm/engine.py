@@ -1,7 +1,7 @@
 """`VllmEngine`: one ``vllm.LLM`` in this process, token ids in and out.
 
-It runs where vLLM is installed, which need not be where the policy trains. The engine core lives in
-the process itself, so nothing is left when the process is killed.
+The environment with vLLM may differ from the policy's environment. The engine core runs in this
+process, so that it ends even if this process is killed.
 """
 
 import contextlib
@@ -33,89 +33,93 @@ from aligner.generation.vllm.sampling import (
 )
 from aligner.generation.vllm.settings import VllmConfig
 
-_ASK_EVERY = 8  # steps, where processes have to agree on whether a batch is abandoned
-# Lengths and sampling of responses, and what finds their stop strings; None: there are none.
+_ABANDON_INTERVAL = 8  # steps between two agreements of an engine's processes on abandoning a batch
+# Lengths and sampling of responses, and the matcher of their stop strings, if any.
 Rules = tuple[SamplingOptions, StopStrings | None]
 
 
 @dataclass
 class Response:
-    """Response to one prompt; ``is_end``: it ended by itself.
+    """Response to one prompt. ``is_end``: it ended properly.
 
-    ``kept``: for each token the ids that top-k and top-p kept, where that is recorded.
+    ``kept_ids`` contains for each token the ids that top-k and top-p kept, if recorded.
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    kept: list[Sequence[int]] = field(default_factory=list)
+    kept_ids: list[Sequence[int]] = field(default_factory=list)
     is_end: bool = False
 
 
-class VllmEngine:
-    """Samples responses with weights that are pushed into it.
+@dataclass(frozen=True, kw_only=True)
+class EngineArguments:
+    """Arguments of a `VllmEngine`.
 
-    It begins with random weights: call `begin_refit`, `load_weights`, `finish_refit` before the
-    first `generate`. All calls come from one thread, the one that made the engine.
+    ``architecture`` must be supported by Hugging Face and vLLM. ``precision`` is ``32`` or
+    ``bf16``, for weights and activations. ``eos_ids`` end a response. ``max_batch_size`` limits the
+    sequences in flight, ``max_sequence_length`` prompt and response together. ``settings`` are the
+    result of `VllmConfig.on_device`. ``record_kept`` is the maximum number of kept tokens to record
+    per sampled token, 0 for none.
+    """
+
+    architecture: GPTArchitecture
+    precision: str
+    eos_ids: Sequence[int]
+    length: LengthParams
+    sampling: SamplingParams
+    max_batch_size: int
+    max_sequence_length: int
+    settings: VllmConfig
+    record_kept: int = 0
+
+
+class VllmEngine:
+    """Engine that samples responses with weights that a policy sends.
+
+    The initial weights are random: call `begin_refit`, `load_weights` and `finish_refit` before the
+    first `generate`. All calls must come from the thread that constructed the engine.
     """
 
     def __init__(
         self,
-        architecture: GPTArchitecture,
-        *,
-        precision: str,
-        eos_ids: Sequence[int],
-        length: LengthParams,
-        sampling: SamplingParams,
-        stop: StopStrings | None,
-        max_batch_size: int,
-        max_sequence_length: int,
-        settings: VllmConfig,
-        record_kept: int = 0,
+        arguments: EngineArguments,
+        stop: StopStrings | None = None,
         peers: dist.ProcessGroup | None = None,
     ) -> None:
-        """Start vLLM on ``architecture``.
+        """Start vLLM. ``stop`` matches stop strings.
 
-        Args:
-            architecture: must be one that Hugging Face and vLLM have.
-            precision: ``32`` or ``bf16``, of weights and activations.
-            eos_ids: tokens that end a response.
-            length: how long responses are.
-            sampling: how their tokens are sampled.
-            stop: finds stop strings; None: there are none.
-            max_batch_size: most sequences in flight together.
-            max_sequence_length: longest prompt and response together.
-            settings: the engine's own, as `VllmConfig.on_device` returns them.
-            record_kept: most kept tokens that are recorded with each sampled one; 0: none.
-            peers: the processes of an engine of several devices, each of which makes this engine
-                and the same calls on it; None: there is one.
+        ``peers`` are the processes of an engine with several devices, each of which constructs this
+        engine and makes the same calls.
         """
+        settings = arguments.settings
         self._peers = peers
         self._sleeps = False
-        self._rules: Rules = (SamplingOptions(length, sampling), stop)
-        self._eos_ids = tuple(eos_ids)
-        self._record_kept = record_kept
+        self._rules: Rules = (SamplingOptions(arguments.length, arguments.sampling), stop)
+        self._eos_ids = tuple(arguments.eos_ids)
+        self._record_kept = arguments.record_kept
         set_environment(settings)
-        arguments = {
-            "dtype": "float32" if precision == "32" else "bfloat16",
+        # Arguments of the user come last and override ours.
+        vllm_arguments = {
+            "dtype": "float32" if arguments.precision == "32" else "bfloat16",
             "skip_tokenizer_init": True,
             "load_format": "dummy",
             "enforce_eager": settings.enforce_eager,
-            "max_num_seqs": max_batch_size,
-            "max_model_len": max_sequence_length,
+            "max_num_seqs": arguments.max_batch_size,
+            "max_model_len": arguments.max_sequence_length,
             "kv_cache_memory_bytes": settings.kv_cache_mb and settings.kv_cache_mb * 2**20,
             "gpu_memory_utilization": settings.gpu_memory_utilization,
-            "logprobs_mode": logprobs_mode(sampling),
+            "logprobs_mode": logprobs_mode(arguments.sampling),
             "enable_sleep_mode": bool(settings.sleep),
             **_tensor_parallel(settings),
-            **engine_arguments(record_kept),
+            **engine_arguments(arguments.record_kept),
             "disable_log_stats": True,
             "worker_extension_cls": "aligner.generation.vllm.extension.RefitExtension",
             **settings.kwargs,
         }
-        self._llm = _start(architecture, self._eos_ids, arguments)
+        self._llm = _start(arguments.architecture, self._eos_ids, vllm_arguments)
         if peers is not None:
-            dist.barrier(peers)  # who opens a segment by its name has done so
-            _take_names_of_shared_memory()
+            dist.barrier(peers)  # every process has opened the shared segments
+            _unlink_shared_memory()
 
     def sample(
         self,
@@ -127,77 +131,75 @@ class VllmEngine:
         abandoned: threading.Event | None = None,
         rules: Rules | None = None,
     ) -> list[Response] | None:
-        """Continue ``prompts``; None where ``abandoned`` was set before all had ended.
+        """Continue ``prompts``, or return None if ``abandoned`` was set before all had ended.
 
-        ``rules``: lengths, sampling and what finds stop strings, in place of the engine's own.
+        ``rules`` replaces the engine's lengths, sampling and stop strings.
 
-        A response depends on its prompt, ``seed`` and its sample id, as far as vLLM's kernels give
-        the same bits in every batch. Nothing is left of a call that raises.
+        A response depends on its prompt, ``seed`` and its sample id, as far as vLLM's kernels
+        return the same bits in every batch. If the call raises, its requests are aborted.
         """
-        try:
-            return self._sampled(prompts, sample_ids, seed, greedy, abandoned, rules or self._rules)
-        except Exception:
-            with contextlib.suppress(Exception):  # of an engine that is dead
-                self._abort(range(len(prompts)))
-            raise
-
-    def _sampled(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sample_ids: Sequence[int],
-        seed: int,
-        greedy: bool,
-        abandoned: threading.Event | None,
-        rules: Rules,
-    ) -> list[Response] | None:
-        from vllm import SamplingParams as VllmSamplingParams
         from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
 
+        rules = rules or self._rules
         sampling_options, _ = rules
         greedy = greedy or sampling_options.sampling.use_greedy
         core = self._llm.llm_engine
         responses = [Response() for _ in prompts]
-        for row, (prompt, sample_id) in enumerate(zip(prompts, sample_ids, strict=True)):
-            arguments = sampling_arguments(
-                sampling_options.length,
-                sampling_options.sampling,
-                eos_ids=self._eos_ids,
-                seed=request_seed(seed, sample_id),
-                greedy=greedy,
-                by_top_k=self._record_kept > 0,
-            )
-            # Only the new tokens of every step; else each step would repeat all before.
-            params = VllmSamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
-            core.add_request(str(row), tokens_input(list(prompt)), params)
-        running = set(range(len(prompts)))
-        for step in itertools.count():
-            if not running:
-                break
-            if abandoned is not None and self._is_abandoned(abandoned, step):
-                self._abort(running)
-                return None
-            for output in core.step():
-                row = int(output.request_id)
-                if row not in running:
-                    continue  # a token that was under way when its stop string was found
-                response = responses[row]
-                ended = self._take(rules, prompts[row], response, output.outputs[0])
-                if ended and not output.finished:
-                    core.abort_request([output.request_id])
-                if ended or output.finished:
-                    running.discard(row)
-                    if self._record_kept and not greedy:
-                        check_sets(response.kept, response.tokens)
-        self._drain()
-        return responses
+        try:
+            # Submit one request per prompt.
+            for row, (prompt, sample_id) in enumerate(zip(prompts, sample_ids, strict=True)):
+                params = self._params(sampling_options, request_seed(seed, sample_id), greedy)
+                core.add_request(str(row), tokens_input(list(prompt)), params)
+            # Step until every response has ended.
+            running = set(range(len(prompts)))
+            for step in itertools.count():
+                if not running:
+                    break
+                if abandoned is not None and self._is_abandoned(abandoned, step):
+                    self._abort(running)
+                    return None
+                for output in core.step():
+                    row = int(output.request_id)
+                    if row not in running:
+                        continue  # sampled before the abort at a stop string arrived
+                    response = responses[row]
+                    ended = self._take(rules, prompts[row], response, output.outputs[0])
+                    if ended and not output.finished:
+                        core.abort_request([output.request_id])
+                    if ended or output.finished:
+                        running.discard(row)
+                        if self._record_kept and not greedy:
+                            check_sets(response.kept_ids, response.tokens)
+            self._drain()
+            return responses
+        except Exception:
+            with contextlib.suppress(Exception):  # the engine may have died
+                self._abort(range(len(prompts)))
+            raise
+
+    def _params(self, options: SamplingOptions, seed: int, greedy: bool) -> Any:
+        """Return the ``vllm.SamplingParams`` of a response."""
+        from vllm import SamplingParams as VllmSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        arguments = sampling_arguments(
+            options.length,
+            options.sampling,
+            eos_ids=self._eos_ids,
+            seed=seed,
+            greedy=greedy,
+            by_top_k=self._record_kept > 0,
+        )
+        # DELTA returns only the new tokens of a step.
+        return VllmSamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs of all tokens but the first at temperature 1, under the engine's weights."""
+        """Return log-probs of all tokens except the first, at temperature 1."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.inputs.engine import tokens_input
 
-        top_k = 1 if self._record_kept else 0  # of the one token that nobody reads
+        top_k = 1 if self._record_kept else 0  # for the one sampled token, which is ignored
+        # One token is sampled, because vLLM cannot score without sampling.
         params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, top_k=top_k)
         prompts = [tokens_input(list(sequence)) for sequence in sequences]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
@@ -212,20 +214,21 @@ class VllmEngine:
     # Weights ----------------------------------------------------------------------------------
 
     def begin_refit(self) -> None:
-        """Expect weights, after a sleep too."""
+        """Prepare for new weights, also after `sleep`."""
         if self._sleeps:
             self._llm.llm_engine.wake_up(["weights"])
         self._llm.collective_rpc("begin_refit")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load some of the weights; their memory must stay valid until `finish_refit`.
+        """Load some of the weights, whose memory must stay valid until `finish_refit`.
 
-        ``weights``: Hugging Face's names and whole tensors, [out, in] or [out], in any float dtype.
+        ``weights``: names of Hugging Face and complete tensors [out, in] or [out], in any float
+        dtype.
         """
         self._llm.collective_rpc("load_refit_weights", args=(weights,))
 
     def finish_refit(self) -> None:
-        """All weights are there: put them in force and forget what the old ones computed."""
+        """Activate the new weights and drop cached results of the old weights."""
         self._llm.collective_rpc("finish_refit")
         if self._sleeps:
             self._llm.llm_engine.wake_up(["kv_cache"])
@@ -233,20 +236,20 @@ class VllmEngine:
         self._llm.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Give the device's memory back; weights are lost until the next refit."""
+        """Release the device's memory. Weights are lost until the next refit."""
         self._llm.llm_engine.sleep(level=2)
         self._sleeps = True
 
     def shutdown(self) -> None:
-        """Give memory and threads back."""
+        """Release memory and threads."""
         self._llm.llm_engine.engine_core.shutdown()
 
-    # Small things -----------------------------------------------------------------------------
+    # Ends of responses ------------------------------------------------------------------------
 
     def _take(self, rules: Rules, prompt: Sequence[int], response: Response, new: Any) -> bool:
-        """Add the tokens of one step up to the one that ends the response; whether one does."""
+        """Add the tokens of one step until the response ends, and return whether it has."""
         if self._record_kept:
-            add_sets(response.kept, new, len(response.tokens) + len(new.token_ids))
+            add_sets(response.kept_ids, new, len(response.tokens) + len(new.token_ids))
         for token, chosen in zip(new.token_ids, new.logprobs, strict=True):
             response.tokens.append(token)
             response.logprobs.append(chosen[token].logprob)
@@ -258,48 +261,48 @@ class VllmEngine:
     def _ends(self, rules: Rules, prompt: Sequence[int], response: Sequence[int]) -> bool:
         """Return whether the response has ended, as in `aligner.models.gpt.decode.scheduler`."""
         if response[-1] in self._eos_ids:
-            return True  # before min_length it could not have been sampled
+            return True  # EOS is banned before min_length
         sampling_options, stop = rules
         if stop is None or len(response) < sampling_options.length.min_length:
             return False
         return stop.completed(prompt, response)
 
     def _is_abandoned(self, abandoned: threading.Event, step: int) -> bool:
-        """Return whether to stop before this step, the same one in all processes."""
+        """Return whether to stop before this step, the same value in all processes."""
         if self._peers is None:
             return abandoned.is_set()
-        if step % _ASK_EVERY:
+        if step % _ABANDON_INTERVAL:
             return False
-        said = torch.tensor(int(abandoned.is_set()))
-        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._peers)
-        return bool(said)
+        is_set = torch.tensor(int(abandoned.is_set()))
+        dist.all_reduce(is_set, dist.ReduceOp.MAX, group=self._peers)
+        return bool(is_set)
 
     def _abort(self, running: Iterable[int]) -> None:
         self._llm.llm_engine.abort_request([str(row) for row in running])
         self._drain()
 
     def _drain(self) -> None:
-        """Let the scheduler notice what was aborted."""
+        """Step until the scheduler has processed aborted requests."""
         while self._llm.llm_engine.has_unfinished_requests():
             self._llm.llm_engine.step()
 
 
 def _tensor_parallel(settings: VllmConfig) -> dict[str, Any]:
-    """Each device has a process of ours with an engine in it, which do the same in step."""
+    """Return arguments for an engine with one process per device, all with the same calls."""
     if settings.tensor_parallel_size == 1:
         return {}
     return {
         "tensor_parallel_size": settings.tensor_parallel_size,
         "distributed_executor_backend": "external_launcher",
-        # It opens the other devices, and a worker on Ray sees only its own.
+        # Custom all-reduce opens the other devices, but a worker on Ray sees only its own.
         "disable_custom_all_reduce": True,
     }
 
 
-def _take_names_of_shared_memory() -> None:
-    """Have the segments that the processes of an engine share end with them, killed or not."""
+def _unlink_shared_memory() -> None:
+    """Unlink segments that an engine's processes share, so that they end with the processes."""
     for line in Path("/proc/self/maps").read_text().splitlines():
-        path = Path(line.split(maxsplit=5)[-1])  # "... (deleted)" where the name is gone
+        path = Path(line.split(maxsplit=5)[-1])  # "... (deleted)" if already unlinked
         if path.parent == Path("/dev/shm") and ("psm_" in path.name or "cpushm" in path.name):
             path.unlink(missing_ok=True)
 
@@ -307,9 +310,9 @@ def _take_names_of_shared_memory() -> None:
 def set_environment(settings: VllmConfig) -> None:
     """Set the environment variables that vLLM reads at import.
 
-    A user's own values win where they can work.
+    Values of the user are kept where possible.
     """
-    # An engine core in a process of its own could outlive this one.
+    # An engine core in a separate process could outlive this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -320,18 +323,18 @@ def set_environment(settings: VllmConfig) -> None:
     if not accelerator.has_gpu():
         threads = settings.threads or torch.get_num_threads()
         torch.set_num_threads(threads)
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # what vLLM goes by
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # vLLM's number of threads
         if settings.enforce_eager:
-            defaults["TORCH_COMPILE_DISABLE"] = "1"  # the sampler's small functions, too
+            defaults["TORCH_COMPILE_DISABLE"] = "1"  # also for small functions of the sampler
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 def _start(architecture: GPTArchitecture, eos_ids: Sequence[int], arguments: dict[str, Any]) -> Any:
-    """A ``vllm.LLM`` from nothing but a ``config.json``.
+    """Start a ``vllm.LLM`` from a generated ``config.json``.
 
-    It names the tokens that end a response: without them the family's own default counts as one,
-    which vLLM keeps from being sampled before ``min_tokens``.
+    The file contains the tokens that end a response. Otherwise vLLM would also treat the family's
+    default as such a token, and ban it before ``min_tokens``.
     """
     _, config = config_to_hf(architecture)
     config["eos_token_id"] = list(eos_ids)
@@ -339,8 +342,8 @@ def _start(architecture: GPTArchitecture, eos_ids: Sequence[int], arguments: dic
         from vllm import LLM
     except ImportError as error:
         raise ConfigError(
-            f"generation.vllm.python: vLLM cannot be imported there: {error}; `make vllm-env` "
-            "makes an environment that has it"
+            f"generation.vllm.python: vLLM cannot be imported: {error}. Use an environment with "
+            "vLLM, such as the one that `make vllm-env` creates"
         ) from error
     with tempfile.TemporaryDirectory(prefix="aligner-vllm-") as folder, _temporary_files(folder):
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -354,10 +357,10 @@ def _start(architecture: GPTArchitecture, eos_ids: Sequence[int], arguments: dic
 
 @contextlib.contextmanager
 def _temporary_files(folder: str) -> Iterator[None]:
-    """Temporary files go to ``folder``: vLLM forgets the one through which its ranks meet."""
-    before = tempfile.tempdir
+    """Create temporary files in ``folder``: vLLM does not delete the file of its rendezvous."""
+    previous = tempfile.tempdir
     tempfile.tempdir = folder
     try:
         yield
     finally:
-        tempfile.tempdir = before
+        tempfile.tempdir = previous

@@ -1,6 +1,6 @@
-"""Refit inside vLLM's worker; vLLM mixes this class into it by its dotted path.
+"""Refit inside vLLM's worker. vLLM adds this class to its worker class by dotted path.
 
-A layer is loaded when all its weights have come, so the groups of a refit may cut anywhere.
+A layer is loaded once all its weights have arrived, so groups of a refit may split layers.
 """
 
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 
 class RefitExtension:
-    """Methods for ``collective_rpc``; ``self`` is vLLM's worker."""
+    """Methods for ``collective_rpc``, called with vLLM's worker as ``self``."""
 
     model_runner: Any
     vllm_config: Any
 
     def begin_refit(self) -> None:
-        """Make room for weights in the form of a checkpoint."""
+        """Allocate weights in checkpoint format."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -24,9 +24,10 @@ class RefitExtension:
             initialize_layerwise_reload(self.model_runner.get_model())
 
     def load_refit_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load some weights; layers that are complete are packed and put in force.
+        """Load some weights. Layers that are complete are packed and activated.
 
-        ``weights``: Hugging Face's names and whole tensors, [out, in] or [out], in any float dtype.
+        ``weights``: names of Hugging Face and complete tensors [out, in] or [out], in any float
+        dtype.
         """
         from vllm.config import set_current_vllm_config
 
@@ -34,7 +35,7 @@ class RefitExtension:
             self.model_runner.get_model().load_weights(weights)
 
     def finish_refit(self) -> None:
-        """Finish what could not be finished layer by layer."""
+        """Finish parts that span several layers."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -46,18 +47,18 @@ class RefitExtension:
 
 
 def _tie_again(model: nn.Module) -> None:
-    """Have the output layer take the embedding's weights.
+    """Tie the output layer to the embedding's new weights.
 
-    No weights of its own come for it, so vLLM leaves it as it was: on CPU, with a packed copy of
-    the embedding of before.
+    The output layer receives no weights, so vLLM leaves it unchanged: on CPU with a packed copy of
+    the old embedding.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,
     )
 
-    tables = [each for each in model.modules() if isinstance(each, VocabParallelEmbedding)]
-    embedding = next(each for each in tables if not isinstance(each, ParallelLMHead))
-    for head in (each for each in tables if isinstance(each, ParallelLMHead)):
+    tables = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    embedding = next(table for table in tables if not isinstance(table, ParallelLMHead))
+    for head in (table for table in tables if isinstance(table, ParallelLMHead)):
         head.tie_weights(embedding)
         head.quant_method.process_weights_after_loading(head)

@@ -1,4 +1,4 @@
-"""`VllmGeneration`: the controller's handle of vLLM engines that sample for a policy."""
+"""`VllmGeneration`: the trainer's handle of vLLM engines that sample for a policy."""
 
 import os
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from aligner.distributed.interfaces import Cluster
 from aligner.distributed.named_sharding import layout_of
 from aligner.distributed.workers import run_on_all, run_sharded, scored_rows
 from aligner.errors import ConfigError
+from aligner.generation.vllm.engine import EngineArguments
 from aligner.generation.vllm.settings import VllmConfig
 from aligner.generation.vllm.worker import VllmWorker
 from aligner.kernels.counter_hash import CallSeeds
@@ -25,7 +26,7 @@ GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
 
 
 class VllmGeneration(BackgroundGeneration):
-    """Engines with a copy of the policy's weights, each sampling its share of a rollout."""
+    """Handle of engines with copies of the policy's weights, each sampling a share of a rollout."""
 
     model = None  # no token budgets: an engine forms its own micro-batches
     get_logprobs = scored_rows(VllmWorker.get_logprobs, ("input_ids", "input_lengths"))
@@ -40,13 +41,13 @@ class VllmGeneration(BackgroundGeneration):
         max_sequence_length: int,
         name_prefix: str = "vllm",
     ) -> None:
-        """Start the engines on ``cluster``; the first rollout brings them ``policy``'s weights.
+        """Start the engines on ``cluster``. The first rollout sends them ``policy``'s weights.
+
+        The first call raises exceptions of an engine's start, for instance if its torch cannot
+        receive the policy's weights (`aligner.refit.ends`).
 
         Raises:
             CheckpointError: no Hugging Face family can express ``architecture``.
-
-        What an engine raises when it starts, such as a torch that cannot take over the policy's
-        weights (`aligner.refit.ends`), is raised by the first call.
         """
         config_to_hf(architecture)
         self.tokenizer = tokenizer
@@ -55,27 +56,31 @@ class VllmGeneration(BackgroundGeneration):
         self._settings = settings.on_device(
             has_gpu=cluster.use_gpus, ahead=config.generation.async_rollouts
         )
+        # Checks and addresses that the engines need.
         _check_allocator(self._settings, cluster.use_gpus, config.cluster.env_vars)
         meeting_place = None
         if self._settings.tensor_parallel_size > 1:
             meeting_place = policy.open_meeting_place(self._settings.timeout_s)
+        # Workers in the engines' interpreter.
         rollout = config.model.rollout
         self.worker_group = cluster.start_workers(
             WORKER,
             name_prefix,
             layout=layout_of(1, self._settings.engines, 1, self._settings.tensor_parallel_size),
             python_executable=str(Path(self._settings.python).expanduser().absolute()),
-            architecture=architecture,
+            arguments=EngineArguments(
+                architecture=architecture,
+                precision=config.trainer.precision,
+                eos_ids=tokenizer.with_end_tokens(rollout.sampling_params.end_tokens).end_ids,
+                length=rollout.length_params,
+                sampling=rollout.sampling_params,
+                max_batch_size=rollout.rollout_micro_batch_size,
+                max_sequence_length=min(max_sequence_length, architecture.max_position_embeddings),
+                settings=self._settings,
+                record_kept=getattr(rollout, "record_kept_tokens", 0),
+            ),
             tokenizer_files=tokenizer.files(),
-            eos_ids=tokenizer.with_end_tokens(rollout.sampling_params.end_tokens).end_ids,
             pad_id=tokenizer.pad_id,
-            precision=config.trainer.precision,
-            length=rollout.length_params,
-            sampling=rollout.sampling_params,
-            max_batch_size=rollout.rollout_micro_batch_size,
-            max_sequence_length=min(max_sequence_length, architecture.max_position_embeddings),
-            settings=self._settings,
-            record_kept=getattr(rollout, "record_kept_tokens", 0),
             weights_from=policy.refit_ends(),
             meeting_place=meeting_place,
         )
@@ -91,17 +96,17 @@ class VllmGeneration(BackgroundGeneration):
         )
 
     def in_words(self) -> str:
-        """Device settings of the engines."""
+        """Describe the device settings of the engines."""
         return self._settings.in_words()
 
     # Sampling ---------------------------------------------------------------------------------
 
     def weights_changed(self) -> None:
-        """The engines' weights are old; the next `prepare_for_generation` replaces them."""
+        """Mark the engines' weights as old, so that `prepare_for_generation` replaces them."""
         self._stale = True
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Bring the engines' weights to the policy's, where they are not."""
+        """Send the policy's weights to the engines unless the engines have them."""
         if self._stale:
             self._refit()
             self._stale = False
@@ -115,11 +120,11 @@ class VllmGeneration(BackgroundGeneration):
         seed: int | None = None,
         sampling_options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
-        """Continue the right-padded prompts in ``input_ids``; see ``GenerationOutputSpec``.
+        """Continue the right-padded prompts in ``input_ids`` (see ``GenerationOutputSpec``).
 
-        Every response is sampled with a seed of its own, made of ``seed`` and its ``sample_ids``.
-        Columns and seed have the defaults of `Policy.generate`.
-        ``sampling_options``: lengths and sampling of this call, in place of the configured ones.
+        Every response has a separate seed, derived from ``seed`` and its ``sample_ids``. Columns
+        and seed have the defaults of `Policy.generate`. ``sampling_options`` replaces the
+        configured lengths and sampling.
         """
         seed = self._seeds.next() if seed is None else seed
         return self._started(
@@ -127,21 +132,21 @@ class VllmGeneration(BackgroundGeneration):
         ).result()
 
     def recover(self) -> bool:
-        """See `GenerationInterface.recover`; False where an engine has several processes."""
+        """See `GenerationInterface.recover`. Return False if engines have several processes."""
         if self._settings.tensor_parallel_size > 1 or not self.worker_group.recover():
             return False
         run_on_all(self.worker_group, VllmWorker.abandon_generation)
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Have the engines give their memory back, where configured; the weights go, too."""
+        """Release the engines' memory including weights, if configured."""
         if self._settings.sleep:
             run_on_all(self.worker_group, VllmWorker.sleep)
             self._stale = True
         return True
 
     def generate_in_background(self, data: BatchedDataDict, *, seed: int = 0) -> "VllmPending":
-        """Begin what `generate` does, without waiting; one batch at a time."""
+        """Begin `generate` without waiting. Only one batch can be in flight."""
         return self._started(data, seed=seed)
 
     def _started(self, data: BatchedDataDict, **options: Any) -> "VllmPending":
@@ -150,24 +155,19 @@ class VllmGeneration(BackgroundGeneration):
         return VllmPending(self)
 
     def memory_bytes(self) -> list[int]:
-        """Resident memory of every engine's process."""
+        """Return the resident memory of every engine's process."""
         return run_on_all(self.worker_group, VllmWorker.memory_bytes)
 
     def shutdown(self) -> bool:
-        """End the engines."""
+        """Shut the engines down."""
         return self.worker_group.shutdown(cleanup_method="shutdown")
-
-    def _joined(self, results: list[BatchedDataDict]) -> BatchedDataDict:
-        return BatchedDataDict.from_batches(
-            results, pad_value_dict={"output_ids": self.tokenizer.pad_id}
-        )
 
 
 def _check_allocator(settings: VllmConfig, on_gpus: bool, env_vars: Mapping[str, Any]) -> None:
-    """Refuse segments that grow where others open them, or where an engine's pool gives them back.
+    """Raise if expandable segments are enabled and must be shared or released.
 
-    CUDA IPC exports such a segment by another way, slowly or not at all, and vLLM's memory pool,
-    by which it sleeps, cannot be made of them.
+    CUDA IPC exports expandable segments slowly or not at all, and vLLM's memory pool, which `sleep`
+    uses, does not support them.
     """
     if not on_gpus or (settings.refit == "separate" and not settings.sleep):
         return
@@ -176,7 +176,7 @@ def _check_allocator(settings: VllmConfig, on_gpus: bool, env_vars: Mapping[str,
         if "expandable_segments:true" in value.lower().replace(" ", ""):
             raise ConfigError(
                 f"{name}={value} (of the driver, or in cluster.env_vars): engines that share the "
-                "policy's GPU or sleep cannot do with expandable segments; take it out, or set "
+                "policy's GPU or sleep do not support expandable segments. Remove it, or set "
                 "generation.vllm.refit=separate"
             )
 
@@ -188,12 +188,15 @@ class VllmPending:
         self._generation = generation
 
     def result(self) -> BatchedDataDict:
-        """Wait for it; see ``GenerationOutputSpec``."""
+        """Wait for the batch (see ``GenerationOutputSpec``)."""
         generation = self._generation
         results = run_on_all(generation.worker_group, VllmWorker.collect_generation)
-        # All processes of an engine have the same.
-        return generation._joined(results[:: generation._settings.tensor_parallel_size])
+        # All processes of an engine return the same batch.
+        return BatchedDataDict.from_batches(
+            results[:: generation._settings.tensor_parallel_size],
+            pad_value_dict={"output_ids": generation.tokenizer.pad_id},
+        )
 
     def abandon(self) -> None:
-        """End and forget it."""
+        """Abandon the batch."""
         run_on_all(self._generation.worker_group, VllmWorker.abandon_generation)

@@ -1,4 +1,4 @@
-"""This library's sampling parameters as vLLM's. Imports nothing of vLLM's."""
+"""Conversion of this library's sampling parameters to vLLM's, without importing vLLM."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,12 +16,11 @@ def sampling_arguments(
     greedy: bool,
     by_top_k: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.SamplingParams`` for one response.
+    """Return arguments of ``vllm.SamplingParams`` for one response.
 
-    Stop strings are not among them: they are found by our own code on our own tokenizer's text.
-    ``logprobs=0`` gives the sampled token's log-prob only. ``by_top_k``: the likeliest token is
-    sampled as the only one that is kept, with log-prob 0, because an engine that returns what it
-    kept takes no temperature of 0.
+    Stop strings are not included: this library finds them in its own tokenizer's text.
+    ``logprobs=0`` returns the sampled token's log-prob only. An engine that returns kept tokens
+    rejects temperature 0: ``by_top_k`` samples the likeliest token with top-k 1 and log-prob 0.
     """
     likeliest = {"temperature": 1.0, "top_k": 1} if by_top_k else {"temperature": 0.0}
     return {
@@ -30,11 +29,11 @@ def sampling_arguments(
         "top_p": sampling.top_p,
         **(likeliest if greedy else {}),
         "repetition_penalty": sampling.repetition_penalty,
-        # vLLM bans the ends while fewer tokens are out; ours counts the end that is being sampled.
+        # vLLM bans end tokens while the response has fewer tokens. Our min_length counts the end.
         "min_tokens": max(0, length.min_length - 1),
         "max_tokens": length.max_length,
         "stop_token_ids": list(eos_ids),
-        "ignore_eos": True,  # stop_token_ids has all ids that end a response
+        "ignore_eos": True,  # stop_token_ids contains all ids that end a response
         "seed": None if greedy else seed,
         "logprobs": 0,
         "detokenize": False,
@@ -42,22 +41,22 @@ def sampling_arguments(
 
 
 def logprobs_mode(sampling: SamplingParams) -> Literal["raw_logprobs", "processed_logprobs"]:
-    """Name of the log-probs that belong to the distribution a token was sampled from.
+    """Return vLLM's name of the log-probs under the sampled distribution.
 
-    ``processed`` ones know temperature, top-k, top-p and repetition penalty, but also the ban of
-    EOS before ``min_length``, which the policy's own do not have. Where none of these is on, the
-    raw ones are the policy's own to the bit.
+    ``processed_logprobs`` include temperature, top-k, top-p and repetition penalty, but also the
+    ban of EOS before ``min_length``, which the policy's log-probs do not include. If sampling is
+    unmodified, ``raw_logprobs`` equal the policy's log-probs to the bit.
     """
-    plain = (
+    is_unmodified = (
         sampling.temperature == 1.0
         and sampling.top_k == 0
         and sampling.top_p == 1.0
         and sampling.repetition_penalty == 1.0
     )
-    return "raw_logprobs" if plain else "processed_logprobs"
+    return "raw_logprobs" if is_unmodified else "processed_logprobs"
 
 
 def request_seed(seed: int, sample_id: int) -> int:
-    """Seed of one response, 0 <= seed < 2**63: of nothing but the run's seed and the sample."""
+    """Return the seed of one response, 0 <= seed < 2**63, from the run's seed and the sample."""
     digest = hashlib.blake2b(f"{seed} {sample_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""Section `generation.vllm`: settings of vLLM engines, and the rules that they must meet."""
+"""Section `generation.vllm`: settings of vLLM engines, and the rules for them."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -16,79 +16,79 @@ from aligner.errors import ConfigError
 
 @dataclass(frozen=True)
 class VllmConfig(EngineConfig):
-    """vLLM engines, each a worker in an interpreter of its own."""
+    """vLLM engines, each a worker in a separate interpreter."""
 
     title: ClassVar[str] = "vLLM"
     draws_ahead: ClassVar[bool] = True
 
     python: FilePath = ".venv-vllm/bin/python"
-    """Interpreter of the engines; `make vllm-env` makes it."""
+    """Interpreter of the engines. `make vllm-env` creates it."""
 
     engines: Count = 1
-    """Engines; each draws its share of every rollout."""
+    """Number of engines. Each engine samples its share of every rollout."""
 
     tensor_parallel_size: Count = 1
-    """Devices of an engine, over which its weights are split."""
+    """Number of devices of an engine, over which its weights are split."""
 
     refit: Literal["colocated", "separate"] = "colocated"
-    """Way of the weights to an engine.
+    """Transfer of weights to an engine.
 
-    `colocated`: it shares a machine (on GPUs: a device) with a policy worker, through shared memory
-    or CUDA IPC. `separate`: broadcast to engines anywhere.
+    `colocated`: the engine shares a machine (on GPUs: a device) with a policy worker, and reads
+    shared memory or CUDA IPC. `separate`: broadcast to engines anywhere.
     """
 
     refit_buffer_mb: Positive = 512.0
-    """Weights are handed over in groups of at most so much."""
+    """Maximum size of a group of weights that is transferred together."""
 
     kv_cache_mb: Count | None = None
-    """KV cache on a device; null: 1024 on CPU, on GPUs what `gpu_memory_utilization` leaves."""
+    """KV cache per device. null: 1024 on CPU, on GPUs limited by `gpu_memory_utilization`."""
 
     gpu_memory_utilization: Fraction | None = None
-    """Share of the device, weights included; null: 0.5 colocated, 0.9 separate."""
+    """Share of the device, including weights. null: 0.5 colocated, 0.9 separate."""
 
     enforce_eager: StrictBool | None = None
-    """No compiled graphs; null: true on CPU, false on GPUs."""
+    """No compiled graphs. null: true on CPU, false on GPUs."""
 
     sleep: StrictBool | None = None
-    """Give memory back between rollouts; null: on GPUs, colocated, not `async_rollouts`.
+    """Release the device's memory between rollouts. null: on GPUs, colocated, not `async_rollouts`.
 
-    The device's memory, weights included.
+    The released memory includes the weights.
     """
 
     threads: Count | None = None
-    """CPU threads of an engine; null: as a training worker has."""
+    """CPU threads of an engine. null: as many as a training worker."""
 
     timeout_s: Seconds = 600.0
-    """Longest wait for the other side of a separate refit, in seconds."""
+    """Longest wait for the policy in a separate refit, in seconds."""
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Any further arguments of `vllm.LLM`."""
+    """Additional arguments of `vllm.LLM`."""
 
     @property
     def workers(self) -> int:
-        """Processes of all engines."""
+        """Number of processes of all engines."""
         return self.engines * self.tensor_parallel_size
 
     def on_device(self, *, has_gpu: bool, ahead: bool) -> "VllmConfig":
-        """These settings with what goes by the device filled in.
+        """Return these settings with values for the device.
 
-        ``ahead``: rollouts are drawn while the policy trains.
+        ``ahead``: rollouts are sampled while the policy trains.
 
         Raises:
-            ConfigError: on CPU ``sleep``, or several engines of several processes, which vLLM
-                does not have there.
+            ConfigError: ``sleep``, or several engines with several processes, which vLLM does not
+                support on CPU.
         """
         if self.sleep and not has_gpu:
             raise ConfigError(
-                "generation.vllm.sleep=true: on CPU vLLM cannot give its memory back; set it to "
-                "null or false"
+                "generation.vllm.sleep=true: on CPU vLLM cannot release its memory. Set it to null "
+                "or false"
             )
         if not has_gpu and min(self.engines, self.tensor_parallel_size) > 1:
             raise ConfigError(
                 f"generation.vllm.engines={self.engines} of tensor_parallel_size="
-                f"{self.tensor_parallel_size} each: vLLM's CPU build gives the memory that an "
-                "engine's processes share the same name in all engines of a machine; set one of "
-                "them to 1"
+                f"{self.tensor_parallel_size} each: on CPU, vLLM's engines on a machine would use "
+                "the same name for the memory that an engine's processes share. Set one of the "
+                "keys to 1"
             )
         colocated = self.refit == "colocated"
         return replace(
@@ -100,21 +100,21 @@ class VllmConfig(EngineConfig):
         )
 
     def in_words(self) -> str:
-        """Description of the engines' settings, as `on_device` returned them."""
+        """Describe the engines' settings, which `on_device` returned."""
         cache = (
-            f"what its weights leave of {self.gpu_memory_utilization:.0%} of it"
+            f"the rest of {self.gpu_memory_utilization:.0%} of it after the weights"
             if self.kv_cache_mb is None
             else f"{self.kv_cache_mb:,} MiB"
         )
         devices = self.tensor_parallel_size
         return (
             f"vLLM: engines {self.engines}, devices of each {devices}, KV cache on a device "
-            f"{cache}; {'no compiled' if self.enforce_eager else 'compiled'} graphs; between "
-            f"rollouts its memory {'is given back' if self.sleep else 'is kept'}"
+            f"{cache}, {'no compiled' if self.enforce_eager else 'compiled'} graphs, memory "
+            f"between rollouts {'released' if self.sleep else 'kept'}"
         )
 
     def resources(self, *, has_gpu: bool, ahead: bool) -> EngineResources:
-        """Devices and memory of the engines."""
+        """Return devices and memory of the engines."""
         settings = self.on_device(has_gpu=has_gpu, ahead=ahead)
         return EngineResources(
             title=self.title,
@@ -127,57 +127,59 @@ class VllmConfig(EngineConfig):
             sleeps=bool(settings.sleep),
         )
 
-    def start(self, given: EngineStart) -> Any:
-        """Start the engines; the first rollout brings them the policy's weights."""
-        return imported("aligner.generation.vllm.generation:VllmGeneration")(*given)
+    def start(self, arguments: EngineStart) -> Any:
+        """Start the engines. The first rollout sends them the policy's weights."""
+        return imported("aligner.generation.vllm.generation:VllmGeneration")(*arguments)
 
     def engine_problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse engines that cannot be started."""
+        """Yield a message for each setting with which engines cannot be started."""
+        # Workers.
         if run.cluster.engine != "ray":
             yield (
                 "generation.backend=vllm needs cluster.engine=ray, which starts vLLM's workers in "
-                f"their own interpreter; it is {run.cluster.engine}. Set cluster.engine=ray, or "
+                f"their own interpreter, and is {run.cluster.engine}. Set cluster.engine=ray, or "
                 "generation.backend=megatron"
             )
         policy_workers = run.trainer.world_size
         if self.refit == "colocated" and self.workers > policy_workers:
-            of_each = self.tensor_parallel_size
-            devices = f" of tensor_parallel_size={of_each} each" if of_each > 1 else ""
+            size = self.tensor_parallel_size
+            devices = f" of tensor_parallel_size={size} each" if size > 1 else ""
             yield (
                 f"{key}.engines={self.engines}{devices} with refit=colocated needs a policy worker "
-                f"beside each of {self.workers} engine workers, and there are {policy_workers}; "
-                f"lower it, or set {key}.refit=separate"
+                f"for each of {self.workers} engine workers, but there are {policy_workers}. "
+                f"Lower it, or set {key}.refit=separate"
             )
+        # Arguments and interpreter.
         for name in ("distributed_executor_backend", "tensor_parallel_size"):
             if name in self.kwargs:
                 yield (
-                    f"{key}.kwargs.{name}={self.kwargs[name]}: who starts an engine's processes is "
-                    f"the library's to say; set {key}.tensor_parallel_size"
+                    f"{key}.kwargs.{name}={self.kwargs[name]} cannot be set, because this library "
+                    f"starts the engine's processes. Set {key}.tensor_parallel_size"
                 )
         if self.sleep and run.generation.async_rollouts:
             yield (
-                f"{key}.sleep=true gives the engines' memory back while the policy trains, and "
-                "with generation.async_rollouts=true they draw then; set sleep to null or false"
+                f"{key}.sleep=true releases the engines' memory while the policy trains, but with "
+                "generation.async_rollouts=true they sample then. Set sleep to null or false"
             )
         python = Path(self.python).expanduser()
         if not os.access(python, os.X_OK) or python.is_dir():
             yield (
-                f"{key}.python={self.python}: there is no such interpreter; `make vllm-env` makes "
-                ".venv-vllm, or give that of another environment with vLLM"
+                f"{key}.python={self.python} is not an interpreter. Run `make vllm-env`, which "
+                "creates .venv-vllm, or set the interpreter of another environment with vLLM"
             )
 
     def recording_problems(self, record: str, key: str, run: Any) -> Iterator[str]:
-        """Refuse to record what vLLM's sampling masks do not have (docs/corrections.md)."""
+        """Yield a message for settings that vLLM's sampling masks miss (docs/corrections.md)."""
         sampling, validation = run.model.ppo.sampling_params, run.validation
         if sampling.top_k == 0 or (validation.top_k == 0 and not validation.use_greedy):
             unbounded = "validation" if sampling.top_k else f"{key}.sampling_params"
             yield (
-                f"{record}: vLLM says what it kept only where top-k bounds it, and "
-                f"{unbounded}.top_k=0; set it to the most tokens that may be kept, or "
+                f"{record}: vLLM returns the tokens it kept only if top-k limits them, but "
+                f"{unbounded}.top_k=0. Set top_k to the maximum number of kept tokens, or use "
                 "generation.backend=megatron"
             )
         if sampling.use_greedy:
             yield (
-                f"{record}: vLLM takes {key}.sampling_params.use_greedy=true for top_k=1 there, so "
-                "that a set would be the token alone; set it to false, or the former to 0"
+                f"{record}: vLLM implements {key}.sampling_params.use_greedy=true as top_k=1, so "
+                "that only the sampled token is kept. Set it to false, or record_kept_tokens to 0"
             )

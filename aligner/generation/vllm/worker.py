@@ -1,7 +1,9 @@
-"""`VllmWorker`: one vLLM engine behind batch-level methods, in an interpreter of its own.
+"""`VllmWorker`: a process with one vLLM engine, in a separate interpreter.
 
-The engine lives in one thread, so that a rollout can be sampled while the process answers other
-calls: `start_generation` returns at once, `collect_generation` waits, `abandon_generation` ends it.
+    main thread: calls of the trainer ─► single engine thread: `VllmEngine`
+
+The process answers other calls during a rollout: `start_generation` returns at once,
+`collect_generation` waits, `abandon_generation` stops the batch.
 
 Consumes: prompts, weights. Waits for: the policy's worker in `init_collective` and
 `receive_weights`, at most ``timeout_s``.
@@ -19,14 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.architecture import GPTArchitecture
-from aligner.config import LengthParams, SamplingOptions, SamplingParams
+from aligner.config import SamplingOptions, SamplingParams
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import WorkerError
-from aligner.generation.vllm.engine import Response, VllmEngine
+from aligner.generation.vllm.engine import EngineArguments, Response, VllmEngine
 from aligner.generation.vllm.kept import kept_rows
 from aligner.generation.vllm.settings import VllmConfig
 from aligner.refit.ends import RefitEnd, RefitKeys, check_ends
@@ -35,72 +36,55 @@ from aligner.refit.receiver import RefitReceiver
 REFIT_KEYS = RefitKeys(
     python="generation.vllm.python",
     refit="generation.vllm.refit",
-    versions="install in generation.vllm.python a vLLM that wants the trainer's torch "
-    "(requirements-vllm-cuda.txt names a pair that agrees)",
+    versions="install a vLLM in generation.vllm.python that requires the trainer's torch "
+    "(requirements-vllm-cuda.txt names such a pair)",
 )
 
 
 class VllmWorker(RefitReceiver):
-    """Serves `aligner.generation.vllm.generation.VllmGeneration`."""
+    """Worker of `aligner.generation.vllm.generation.VllmGeneration`."""
 
     refit_keys = REFIT_KEYS
 
     def __init__(
         self,
-        architecture: GPTArchitecture,
+        arguments: EngineArguments,
         *,
         tokenizer_files: Mapping[str, bytes],
-        eos_ids: Sequence[int],
         pad_id: int,
-        precision: str,
-        length: LengthParams,
-        sampling: SamplingParams,
-        max_batch_size: int,
-        max_sequence_length: int,
-        settings: VllmConfig,
-        record_kept: int,
         weights_from: Sequence[RefitEnd],
         meeting_place: tuple[str, int] | None = None,
     ) -> None:
-        """See `VllmEngine`; the tokenizer is built from its files, and only for stop strings.
+        """Start the engine (see `VllmEngine`). The tokenizer is used for stop strings only.
 
-        ``weights_from``: the policy's workers, by rank. ``meeting_place``: where the processes of
-        an engine find each other, when it has several: those whose RANK is next to each other.
+        ``weights_from`` are the policy's workers by rank. ``meeting_place`` is the address of the
+        rendezvous if an engine has several processes, which have consecutive RANKs.
 
         Raises:
-            ConfigError: weights cannot be handed over from there to here; see `check_ends`.
+            ConfigError: the policy's weights cannot be sent to this process (see `check_ends`).
         """
-        number, rank = divmod(int(os.environ.get("RANK", "0")), settings.tensor_parallel_size)
+        settings = arguments.settings
+        # Check the refit, and meet the engine's other processes.
+        index, rank = divmod(int(os.environ.get("RANK", "0")), settings.tensor_parallel_size)
         check_ends(
             weights_from,
-            RefitEnd.here(f"engine {number}" + (f", device {rank}" if rank else "")),
+            RefitEnd.of_this_process(f"engine {index}" + (f", device {rank}" if rank else "")),
             separate=settings.refit == "separate",
             keys=REFIT_KEYS,
         )
         peers = None
         if meeting_place is not None:
-            peers = _meet(meeting_place, number, rank, settings)
+            peers = _meet(meeting_place, index, rank, settings)
+        # Start the engine in its thread.
         self._pad_id = pad_id
-        self._record_kept = record_kept
+        self._record_kept = arguments.record_kept
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._abandoned = threading.Event()
         self._pending: Future[list[Response] | None] | None = None
         self._prompts: list[list[int]] = []
         self._tokenizer_files = tokenizer_files
-        self._engine: VllmEngine = self._thread.submit(
-            VllmEngine,
-            architecture,
-            precision=precision,
-            eos_ids=eos_ids,
-            length=length,
-            sampling=sampling,
-            stop=self._stop_strings(sampling),
-            max_batch_size=max_batch_size,
-            max_sequence_length=max_sequence_length,
-            settings=settings,
-            record_kept=record_kept,
-            peers=peers,
-        ).result()
+        stop = self._stop_strings(arguments.sampling)
+        self._engine: VllmEngine = self._thread.submit(VllmEngine, arguments, stop, peers).result()
 
     # Sampling ---------------------------------------------------------------------------------
 
@@ -118,11 +102,12 @@ class VllmWorker(RefitReceiver):
     ) -> None:
         """Begin to continue ``input_ids`` [b, P] of ``input_lengths`` [b] and ``sample_ids`` [b].
 
-        One batch at a time: the one before must have been collected or abandoned.
-        ``sampling_options``: lengths and sampling of this batch, in place of the engine's.
+        The previous batch must have been collected or abandoned. ``sampling_options`` replaces the
+        engine's lengths and sampling.
         """
         if self._pending is not None:
-            raise WorkerError("a batch is in flight; collect or abandon it before the next")
+            raise WorkerError("a batch is in flight. Collect or abandon it before the next")
+        # vLLM takes prompts without padding.
         lengths = data["input_lengths"].tolist()
         rows = zip(data["input_ids"].tolist(), lengths, strict=True)
         self._prompts = [row[:length] for row, length in rows]
@@ -140,25 +125,25 @@ class VllmWorker(RefitReceiver):
         )
 
     def collect_generation(self) -> BatchedDataDict:
-        """Wait for the batch in flight; see `GenerationOutputSpec`."""
+        """Wait for the batch in flight (see `GenerationOutputSpec`)."""
         if self._pending is None:
             raise WorkerError("no batch is in flight")
         pending, self._pending = self._pending, None
         responses = pending.result()
-        assert responses is not None  # who abandons a batch takes it out of flight
+        assert responses is not None, "an abandoned batch cannot be collected"
         return responses_batch(self._prompts, responses, self._pad_id, self._record_kept)
 
     def abandon_generation(self) -> None:
-        """End the batch in flight, if there is one, and forget it, its error too."""
+        """Stop the batch in flight, if any, and ignore its result or error."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._abandoned.set()
             pending.exception()
 
     def get_logprobs(self, data: Mapping[str, Any]) -> BatchedDataDict:
-        """``logprobs`` float32 [b, S] of given tokens at temperature 1, 0 at t = 0 and in padding.
+        """Return ``logprobs`` float32 [b, S] at temperature 1, 0 at t = 0 and in padding.
 
-        What a policy's ``get_logprobs`` is compared with after a refit.
+        Used to compare an engine with the policy's ``get_logprobs`` after a refit.
         """
         lengths = data["input_lengths"].tolist()
         rows = zip(data["input_ids"].tolist(), lengths, strict=True)
@@ -172,26 +157,24 @@ class VllmWorker(RefitReceiver):
     # Weights ----------------------------------------------------------------------------------
 
     def begin_refit(self) -> None:
-        """Expect weights; nothing may be in flight."""
+        """Prepare for new weights. No batch may be in flight."""
         if self._pending is not None:
-            raise WorkerError(
-                "weights are coming while a batch is in flight; collect or abandon it"
-            )
-        self._in_order(self._engine.begin_refit)
+            raise WorkerError("a refit began while a batch is in flight. Collect or abandon it")
+        self._synchronized(self._engine.begin_refit)
 
     def load_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Load whole tensors of any shape under Hugging Face's names."""
-        self._in_order(self._engine.load_weights, weights)
+        """Load complete tensors of any shape with names of Hugging Face."""
+        self._synchronized(self._engine.load_weights, weights)
 
     def finish_refit(self) -> None:
-        """The weights are complete."""
-        self._in_order(self._engine.finish_refit)
+        """Activate the new weights."""
+        self._synchronized(self._engine.finish_refit)
 
-    def _in_order(self, step: Callable[..., None], *arguments: Any) -> None:
-        """A step of a refit in the engine's thread, which has a stream of its own on a GPU.
+    def _synchronized(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Run a refit step in the engine's thread, which has a separate stream on a GPU.
 
-        What it reads must have been written there before, by whatever stream, and when it is done
-        the policy may take the memory back that it read.
+        The step must see memory that other streams wrote, and the policy may free that memory
+        after the step.
         """
         accelerator.synchronize()
         self._thread.submit(step, *arguments).result()
@@ -200,15 +183,15 @@ class VllmWorker(RefitReceiver):
     # The process ------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Give the device's memory back, weights included, until the next refit."""
-        self._in_order(self._engine.sleep)
+        """Release the device's memory including weights until the next refit."""
+        self._synchronized(self._engine.sleep)
 
     def memory_bytes(self) -> int:
-        """Resident memory of this process."""
+        """Return the resident memory of this process."""
         return psutil.Process().memory_info().rss
 
     def shutdown(self) -> bool:
-        """End the engine and its thread."""
+        """Shut down the engine and its thread."""
         self.abandon_generation()
         self._thread.submit(self._engine.shutdown).result()
         self._thread.shutdown()
@@ -216,34 +199,35 @@ class VllmWorker(RefitReceiver):
 
 
 def _meet(
-    place: tuple[str, int], number: int, rank: int, settings: VllmConfig
+    address: tuple[str, int], index: int, rank: int, settings: VllmConfig
 ) -> dist.ProcessGroup:
-    """Join the other processes of engine ``number``: a torch.distributed world of its own.
+    """Join the other processes of engine ``index`` in a separate torch.distributed world.
 
-    Returns a group of theirs for values on the host. vLLM takes over the world as it is.
+    vLLM uses this world. Returns a group of its processes for values on the host.
     """
     limit = timedelta(seconds=settings.timeout_s)
     size = settings.tensor_parallel_size
     try:
-        store = dist.TCPStore(*place, is_master=False, timeout=limit)
+        store = dist.TCPStore(*address, is_master=False, timeout=limit)
         accelerator.activate()
         dist.init_process_group(
             accelerator.backend(),
-            store=dist.PrefixStore(f"engine {number}", store),
+            store=dist.PrefixStore(f"engine {index}", store),
             rank=rank,
             world_size=size,
             timeout=limit,
         )
     except RuntimeError as error:
         raise WorkerError(
-            f"the {size} processes of engine {number} did not meet at {place[0]}:{place[1]} within "
-            f"{settings.timeout_s:g} s: {error}"
+            f"the {size} processes of engine {index} did not meet at {address[0]}:{address[1]} "
+            f"within {settings.timeout_s:g} s: {error}"
         ) from error
+    # vLLM reads its world from the environment.
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
-        "MASTER_ADDR": place[0],
-        "MASTER_PORT": str(place[1]),
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
     }
     return dist.new_group(backend="gloo", timeout=limit)
 
@@ -254,25 +238,26 @@ def responses_batch(
     pad_id: int,
     record_kept: int = 0,
 ) -> BatchedDataDict:
-    """Prompts and responses as a `GenerationOutputSpec`, right-padded to the longest.
+    """Return prompts and responses as a `GenerationOutputSpec`, right-padded to the longest.
 
-    ``record_kept``: K of ``kept_ids`` int32 [B, S, K]; 0: the column is not there.
+    ``record_kept``: K of ``kept_ids`` int32 [B, S, K]. With 0 the column is omitted.
     """
     starts = [len(prompt) for prompt in prompts]
-    made = [len(response.tokens) for response in responses]
-    ends = [start + count for start, count in zip(starts, made, strict=True)]
+    lengths = [len(response.tokens) for response in responses]
+    ends = [start + count for start, count in zip(starts, lengths, strict=True)]
+    # Prompts have log-prob 0.
     ids = torch.full((len(prompts), max(ends, default=0)), pad_id, dtype=torch.int64)
     logprobs = torch.zeros(ids.shape)
     kept_ids = torch.full((*ids.shape, record_kept), -1, dtype=torch.int32)
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         ids[row, : ends[row]] = torch.tensor([*prompt, *response.tokens])
         logprobs[row, starts[row] : ends[row]] = torch.tensor(response.logprobs)
-        kept = kept_rows(response.kept, record_kept)
-        kept_ids[row, starts[row] : starts[row] + len(kept)] = kept
+        response_sets = kept_rows(response.kept_ids, record_kept)
+        kept_ids[row, starts[row] : starts[row] + len(response_sets)] = response_sets
     return BatchedDataDict(
         {
             "output_ids": ids,
-            "generation_lengths": torch.tensor(made, dtype=torch.int64),
+            "generation_lengths": torch.tensor(lengths, dtype=torch.int64),
             "unpadded_sequence_lengths": torch.tensor(ends, dtype=torch.int64),
             "logprobs": logprobs,
             "is_end": torch.tensor([response.is_end for response in responses], dtype=torch.bool),

@@ -1,8 +1,8 @@
-"""Kinds of environments: what ``environment.kind`` may name.
+"""Kinds of environments: possible values of ``environment.kind``.
 
-A kind is a class, by a row of `aligner.catalog.ENVIRONMENT_KINDS` or as ``package.module:Class`` or
-``path/to/file.py:Class``. Its module is imported with the configuration: modules that a run alone
-needs are named by ``rollouts``.
+A kind is a class in `aligner.catalog.ENVIRONMENT_KINDS` or at ``package.module:Class`` or
+``path/to/file.py:Class``. The configuration imports the module of the class. Modules that only a
+run needs are named by ``rollouts`` and imported later.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class EnvironmentKind:
-    """A kind of environment.
+    """Base of the kinds of environments.
 
-    ``rollouts``: path of a class or function that makes the `RolloutSource` of the arguments of
-    `open`; a `ConversationRollouts` has the retries, limits and clocks of all kinds. ``extra``: of
-    the package, which a run needs; None: none.
+    ``rollouts`` is the path of a class or function that returns a `RolloutSource` for the arguments
+    of `open`. A `ConversationRollouts` brings retries and the limits of ``environment``. ``extra``
+    is the extra of this package that a run needs, or None.
     """
 
     rollouts: ClassVar[str]
@@ -31,9 +31,9 @@ class EnvironmentKind:
 
     @classmethod
     def problems(cls, key: str, run: SamplingRunConfig) -> Iterator[str]:
-        """Yield a message for each rule that a run with this kind of environment breaks.
+        """Yield a message for each rule that a run with this kind breaks.
 
-        ``key``: of the section, ``environment``.
+        ``key`` is the section's key, ``environment``.
         """
         yield from ()
 
@@ -46,14 +46,11 @@ class EnvironmentKind:
         columns: Mapping[str, str | None],
         closing: ExitStack,
     ) -> "RolloutSource":
-        """Start the environments; collective.
+        """Start the environments on all ranks, until ``closing`` closes.
 
-        Args:
-            config: of the run; the kind's own settings are in ``environment.kwargs``.
-            tokenizer: the policy's.
-            architecture: the policy's.
-            columns: those of the data, of `aligner.data.prompts.columns_of_rows`.
-            closing: ends the environments.
+        Settings of the kind are in ``config.environment.kwargs``. ``tokenizer`` and
+        ``architecture`` are the policy's. ``columns`` are the data's (see `columns_of_rows` in
+        `aligner.data.prompts`).
         """
         make = load_function(cls.rollouts, key="environment.kind")
         rollouts: RolloutSource = make(config, tokenizer, architecture, columns, closing)

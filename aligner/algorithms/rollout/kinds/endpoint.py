@@ -1,4 +1,4 @@
-"""The kind ``endpoint``: an agent asks the policy over HTTP."""
+"""The kind ``endpoint``: an agent queries the policy over HTTP."""
 
 from collections.abc import Iterator
 
@@ -7,14 +7,15 @@ from aligner.config import RunConfig, SamplingRunConfig
 
 
 class Endpoint(EnvironmentKind):
-    """A function or a command that asks the policy by OpenAI's interface."""
+    """A function or a command that queries the policy with OpenAI's API."""
 
     rollouts = "aligner.algorithms.rollout.endpoint:EndpointRollouts"
     extra = "serve"
 
     @classmethod
     def problems(cls, key: str, run: SamplingRunConfig) -> Iterator[str]:
-        """Refuse a configuration without one agent, and options that an agent does not have."""
+        """Require a single agent and reject options without effect on agents."""
+        # The agent itself.
         environment = run.environment
         command, factory = environment.command, environment.factory
         if not environment.is_set:
@@ -24,24 +25,25 @@ class Endpoint(EnvironmentKind):
             )
         if command is not None and factory is not None:
             yield (
-                f"{environment.named} and {key}.factory={factory}: an agent is one of them; set "
-                "the other to null"
+                f"{environment.named} and {key}.factory={factory} are both set, but an agent is "
+                "one of them. Set the other to null"
             )
         if command is not None and not environment.words:
-            yield f"{key}.command={command!r} is empty; give a program and its arguments"
+            yield f"{key}.command={command!r} is empty. Set a program and its arguments"
+        # Options of other kinds.
         if environment.rewritten_history != "fork":
             yield (
                 f"{key}.rewritten_history={environment.rewritten_history} and {key}.kind=endpoint: "
-                "an agent says what the policy reads, and what does not continue it begins "
-                "another sequence; set it to fork"
+                "an agent chooses its prompts, and a prompt that does not continue a sequence "
+                "starts another. Set it to fork"
             )
         if run.generation.async_rollouts:
             yield (
                 f"generation.async_rollouts=true and {key}.kind=endpoint: agents are answered "
-                "while nothing else is done; set one of them to false or messages"
+                "only while no training runs. Set one of them to false or messages"
             )
         if isinstance(run, RunConfig) and run.model.ppo.record_kept_tokens:
             yield (
-                f"model.ppo.record_kept_tokens={run.model.ppo.record_kept_tokens}: with "
-                f"{key}.kind=endpoint nothing is recorded; set it to 0"
+                f"model.ppo.record_kept_tokens={run.model.ppo.record_kept_tokens}: "
+                f"{key}.kind=endpoint does not record kept tokens. Set it to 0"
             )

@@ -16,6 +16,6 @@ class Messages(EnvironmentKind):
         """Refuse a command."""
         if run.environment.command is not None:
             yield (
-                f"{run.environment.named} is an agent that asks the policy, and {key}.kind="
-                f"messages; set {key}.kind=endpoint"
+                f"{run.environment.named} is an agent that queries the policy, but {key}.kind="
+                f"messages. Set {key}.kind=endpoint"
             )

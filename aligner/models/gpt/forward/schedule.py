@@ -1,15 +1,15 @@
-"""One pass of micro-batches through the model, forward and (if asked) backward.
+"""Forward pass of micro-batches through the model, and backward pass in training.
 
-This is the only place that speaks megatron-core's schedule protocol: a forward step that returns
-``(output, closure)``, where the closure turns the last stage's output into a loss or a result. A
+Only this module implements megatron-core's schedule protocol: a forward step returns
+``(output, closure)``, and the closure computes a loss or a result from the last stage's output. A
 role binds the head of `forward_step`.
 
     microbatches ─► forward_step ─► GPTModel (bypassed output layer) ─► hidden [n, L, H]
                                                                             │
                                       head(hidden, microbatch) ◄────────────┘
 
-The model's logits are never computed: its output layer is bypassed, and what needs the vocabulary
-works on selected positions of the final hidden states (`aligner.logprobs.fused`).
+The model never computes logits: its output layer is bypassed. Heads that need the vocabulary
+project selected positions of the final hidden states (`aligner.logprobs.fused`).
 """
 
 import contextlib
@@ -43,10 +43,10 @@ from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
 class PlacedRotary(nn.Module):
-    """Stands where the rotary embedding was and answers for the positions of one layout.
+    """Replacement of the rotary embedding that returns the angles of one layout's positions.
 
-    megatron-core's own counts from the start of the row, or cuts it as it would be cut for
-    Transformer Engine.
+    megatron-core's embedding counts positions from the start of the row, or splits the row as
+    Transformer Engine does under context parallelism.
     """
 
     def __init__(self, rotary: nn.Module, layout: TokenLayout) -> None:
@@ -54,19 +54,19 @@ class PlacedRotary(nn.Module):
         self.angles = rotary.get_emb(layout.longest)[layout.positions[0]]
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        """Length to ask `forward` for; it does not matter."""
+        """Return the length argument of `forward`, which ignores it."""
         del args, kwargs
         return self.angles.shape[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Angles ``[L, 1, 1, D]`` of the layout's rows."""
+        """Return the angles ``[L, 1, 1, D]`` of the layout's rows."""
         del args, kwargs
         return self.angles
 
 
 @contextlib.contextmanager
 def placed_positions(gpt: GPTModel, layout: TokenLayout) -> Iterator[None]:
-    """Give rotary embeddings the layout's positions; without segments they are those anyway."""
+    """Use the layout's positions in rotary embeddings. Without segments these are the default."""
     original = gpt._modules.get("rotary_pos_emb")
     if layout.segments is None or original is None:
         yield
@@ -79,12 +79,11 @@ def placed_positions(gpt: GPTModel, layout: TokenLayout) -> Iterator[None]:
 
 
 def full_hidden_states(gpt: GPTModel, hidden: Tensor, *, vocab_parallel: bool) -> Tensor:
-    """Undo sequence parallelism on float ``[n, L, H]`` and place the tensor-parallel gradient sum.
+    """Undo sequence parallelism on float ``[n, L, H]``: ``[n * L, H]``, the rows of `TokenLayout`.
 
-    Returns ``[n * L, H]``, the rows that `TokenLayout` counts.
-
-    ``vocab_parallel``: what follows is sharded over the vocabulary, so each rank's gradient is a
-    partial one that must be summed. Otherwise every rank computes the same and none is summed.
+    ``vocab_parallel``: the following computation is sharded over the vocabulary, so that backward
+    sums the partial gradients of the tensor-parallel ranks. Otherwise every rank computes the full
+    gradient and backward sums nothing.
     """
     if gpt.config.sequence_parallel:
         gathered = gather_from_sequence_parallel_region(
@@ -97,24 +96,24 @@ def full_hidden_states(gpt: GPTModel, hidden: Tensor, *, vocab_parallel: bool) -
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Some rows of a batch, trimmed to the longest of them, and how they stand in the model."""
+    """Some rows of a batch, trimmed to the longest row, and their layout in the model."""
 
     columns: Mapping[str, Tensor]  # of `aligner.types`, [b] or [b, S, ...]
     layout: TokenLayout
-    selected: BoolArray  # [b, S] on the host: ``token_mask``, or nowhere where there is none
-    hidden: Tensor | None = None  # [n, L, H] of the last stage, where its pass was made before
+    selected: BoolArray  # [b, S] on the host: ``token_mask``, or all false if the column is missing
+    hidden: Tensor | None = None  # [n, L, H] of the last stage, if already computed
 
 
-# Sequences per micro-batch, or [first row, last row + 1] of each; a micro-batch may be empty.
+# Sequences per micro-batch, or [first row, last row + 1] of each. A micro-batch may be empty.
 MicroBatches = int | Sequence[Sequence[int]]
-# What the last stage makes of hidden states; in training a pair of the loss and a result.
+# Function of hidden states on the last stage. In training it returns the loss and a result.
 Head = Callable[[Tensor, Microbatch], Any]
-# megatron-core's: (micro-batches, this stage of the model) -> (output, closure over the output).
+# megatron-core's type: (micro-batches, this stage of the model) -> (output, closure).
 ForwardStep = Callable[[Iterator[Microbatch], nn.Module], tuple[Tensor, Callable[..., Any]]]
 
 
 def row_bounds(rows: int, micro_batches: MicroBatches) -> list[tuple[int, int]]:
-    """Rows of each micro-batch; at least one micro-batch, which is empty if there are no rows."""
+    """Return [first row, last row + 1] of each micro-batch, of one empty one if there are none."""
     if isinstance(micro_batches, int):
         starts = range(0, max(1, rows), micro_batches)
         return [(start, min(start + micro_batches, rows)) for start in starts]
@@ -124,19 +123,19 @@ def row_bounds(rows: int, micro_batches: MicroBatches) -> list[tuple[int, int]]:
 def split_microbatches(
     batch: Mapping[str, Tensor], bounds: Sequence[tuple[int, int]], rules: LayoutRules
 ) -> list[Microbatch]:
-    """Cut a batch into micro-batches, each as long as it needs to be.
+    """Split a batch into micro-batches of minimal length.
 
-    Per-token tensors ``[B, S]`` are trimmed to the longest sequence of the micro-batch, which
-    ``input_lengths`` gives. The host waits for the device once, for lengths and ``token_mask``, for
-    ``position_ids`` where rows may hold several sequences, and for the token ids where prefixes are
-    shared.
+    Per-token tensors ``[B, S]`` are trimmed to the longest sequence of the micro-batch by
+    ``input_lengths``. The host synchronises with the device once, to read lengths, ``token_mask``,
+    ``position_ids`` (if rows may contain several sequences) and token ids (if prefixes are shared).
     """
     length = batch["input_ids"].shape[1]
-    wanted = ["input_lengths", *(name for name in ("token_mask", "position_ids") if name in batch)]
+    # One copy to the host for all columns that the layout depends on.
+    names = ["input_lengths", *(name for name in ("token_mask", "position_ids") if name in batch)]
     if rules.shared_prefixes:
-        wanted.append("input_ids")
-    copies = accelerator.HostCopy(*(batch[name] for name in wanted)).wait()
-    host = {name: copy.numpy() for name, copy in zip(wanted, copies, strict=True)}
+        names.append("input_ids")
+    copies = accelerator.HostCopy(*(batch[name] for name in names)).wait()
+    host = {name: copy.numpy() for name, copy in zip(names, copies, strict=True)}
     lengths = host["input_lengths"]
     selected = np.zeros(batch["input_ids"].shape, np.bool_)
     if "token_mask" in host:
@@ -150,6 +149,7 @@ def split_microbatches(
             else value[start:end]
             for key, value in batch.items()
         }
+        # Layout: several sequences per row if their positions say so, then shared prefixes.
         part, sequences = lengths[start:end], None
         if "position_ids" in host:
             sequences = Sequences.find(host["position_ids"][start:end, :longest], part)
@@ -167,10 +167,10 @@ def split_microbatches(
 def forward_step(
     data_iterator: Iterator[Microbatch], model: nn.Module, *, head: Head
 ) -> tuple[Tensor, Callable[..., Any]]:
-    """megatron-core's forward step of every role.
+    """Run megatron-core's forward step for any role.
 
-    Returns this stage's output (on the last one hidden states ``[n, L, H]``: the output layer is
-    bypassed) and what the schedule calls with it, which asks ``head``.
+    Returns this stage's output (on the last stage hidden states ``[n, L, H]``, because the output
+    layer is bypassed) and the closure that the schedule calls with it, which applies ``head``.
     """
     microbatch = next(data_iterator)
     hidden = microbatch.hidden if microbatch.hidden is not None else _forward(microbatch, model)
@@ -179,7 +179,7 @@ def forward_step(
         if non_loss_data:
             return head(output, microbatch)
         loss, result = head(output, microbatch)
-        # The loss is divided already: a token count of 0 keeps the schedule from dividing it.
+        # The loss is already normalised. With a token count of 0 the schedule does not divide it.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
     return hidden, closure
@@ -188,7 +188,8 @@ def forward_step(
 def _forward(microbatch: Microbatch, model: nn.Module) -> Tensor:
     layout, gpt = microbatch.layout, unwrap_model(model)
     packed = None if layout.segments is None else SegmentParams(segments=layout.segments)
-    with bypassed_output_layer(gpt), placed_positions(gpt, layout), dropped_out(gpt, microbatch):
+    positions, dropout = placed_positions(gpt, layout), adapter_dropout(gpt, microbatch)
+    with bypassed_output_layer(gpt), positions, dropout:
         return model(layout.input_ids, layout.positions, None, packed_seq_params=packed)
 
 
@@ -197,7 +198,10 @@ def loss_head(
     loss_fn: LossFunction,
     denominators: Denominators,
 ) -> Head:
-    """The head that ends in ``loss_fn``; ``outputs`` takes float hidden states ``[n, L, H]``."""
+    """Return a head that computes ``loss_fn`` of ``outputs``.
+
+    ``outputs`` maps float hidden states ``[n, L, H]`` to the outputs of a micro-batch.
+    """
 
     def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = loss_fn(outputs(hidden, microbatch), microbatch.columns, denominators)
@@ -213,10 +217,10 @@ def run_microbatches(
     *,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Forward and backward; gradients are added to the gradient buffers, summed over ranks.
+    """Run forward and backward, and add gradients, summed over ranks, to the gradient buffers.
 
-    Returns what the head of ``step`` returned beside the loss, per micro-batch, on the last
-    pipeline stage. ``forward_only``: see `infer_microbatches`.
+    Returns, on the last pipeline stage, the result of the head of ``step`` for each micro-batch,
+    without the loss. ``forward_only``: see `infer_microbatches`.
     """
     rows, length = microbatches[0].layout.input_ids.shape
     with accelerator.cuda_literals():
@@ -239,12 +243,11 @@ def infer_microbatches(
     *,
     with_graph: bool = False,
 ) -> list[Any]:
-    """Forward without gradients or dropout; what the head of ``step`` returned, on the last stage.
+    """Run forward without gradients or dropout and return the head's results on the last stage.
 
-    Whatever phase the model is in: what is asked of it before the first phase, or between two
-    updates, is not to be dropped out.
+    Dropout is off in every phase of the model, also before its first phase and between updates.
 
-    ``with_graph``: the head gets hidden states that can be differentiated, as training makes them;
+    ``with_graph``: compute hidden states that can be differentiated, as in training. Use it only
     for models without dropout.
     """
     training = model.training
@@ -257,15 +260,14 @@ def infer_microbatches(
 
 
 @contextlib.contextmanager
-def dropped_out(gpt: GPTModel, microbatch: Microbatch) -> Iterator[None]:
-    """The block of a forward pass in which the adapters' dropout knows the tokens."""
-    dropout = getattr(gpt, "adapter_dropout", None)
+def adapter_dropout(gpt: GPTModel, microbatch: Microbatch) -> Iterator[None]:
+    """Provide the tokens of a forward pass to the adapters' dropout."""
+    dropout = cast(TokenDropout | None, getattr(gpt, "adapter_dropout", None))
     if dropout is None or not gpt.training:
         yield
         return
-    columns, layout = microbatch.columns, microbatch.layout
-    held = torch.from_numpy(layout.held).to(layout.input_ids.device).view_as(layout.input_ids)
-    known = cast(TokenDropout, dropout)
+    columns, ids = microbatch.columns, microbatch.layout.input_ids
+    frame_indices = torch.from_numpy(microbatch.layout.frame_indices).to(ids.device).view_as(ids)
     positions = columns.get("position_ids")
-    with known.of_pass(columns["input_ids"], columns["input_lengths"], held, positions):
+    with dropout.of_pass(columns["input_ids"], columns["input_lengths"], frame_indices, positions):
         yield

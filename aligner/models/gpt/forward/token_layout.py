@@ -1,17 +1,17 @@
-"""Layout of the tokens of a micro-batch in the model, and back.
+"""Layout of a micro-batch's tokens in the model, and the map of results back to the batch.
 
-Masks, losses and results live in the frame ``[b, S]``. The model runs on rows: the frame itself
-(one row of the batch per sequence), or, packed or under context parallelism, one long row of all
-tokens of this rank without the padding:
+Masks, losses and results are in the frame ``[b, S]``. The model's input is either the frame itself
+(one row per sequence) or, if packed or under context parallelism, one long row of all tokens of
+this rank without padding:
 
-    frame [b, S] ─held tokens─► rows [n, L] ─► model ─► hidden rows ─► head ─► frame [b, S]
+    frame [b, S] ─tokens─► rows [n, L] ─► model ─► hidden rows ─► head ─► frame [b, S]
 
-Where sequences share prefixes (`aligner.distributed.sequences`), the one long row has each run of
-tokens once, and its rows stand at several places of the frame. Where rows of the frame hold several
-sequences (`aligner.distributed.sequences`), each stands for itself in the one long row.
+If sequences share prefixes (`aligner.distributed.sequences`), the long row contains each run of
+tokens once, and a token of it can correspond to several frame indices. If a row of the frame
+contains several sequences, each is a separate sequence of the long row.
 
-A row's hidden state predicts the token after it, which may be held by another rank: every rank
-fills in what it knows and the frames are added up.
+The hidden state of a row predicts the next token, which may be on another rank. Every rank fills in
+the results that it computes, and the ranks' frames are summed.
 """
 
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ class LayoutRules:
     row_multiple: int  # length of the model's rows on one rank
     cp_rank: int = 0
     cp_size: int = 1
-    cp_group: dist.ProcessGroup | None = None  # None: nothing to add up
-    shared_prefixes: bool = False  # where sequences have any, each goes through the model once
+    cp_group: dist.ProcessGroup | None = None  # None: frames are not summed
+    shared_prefixes: bool = False  # compute a shared prefix once
 
     @classmethod
     def of(
@@ -56,7 +56,7 @@ class LayoutRules:
         sequence_length_round: int,
         shared_prefixes: bool = False,
     ) -> "LayoutRules":
-        """Under context parallelism every pass is packed: it costs nothing and pads nothing."""
+        """Derive the rules from a parallel layout. Context parallelism implies packing."""
         config: ParallelConfig = parallel.config
         split = config.context > 1
         return cls(
@@ -72,57 +72,60 @@ class LayoutRules:
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """One micro-batch as the model sees it."""
+    """Rows of one micro-batch in the model. Row indices are in n * L, frame indices in b * S."""
 
     frame: tuple[int, int]  # b, S
     input_ids: Tensor  # int64 [n, L]
     positions: Tensor  # int64 [n, L], from 0 in every sequence
-    longest: int  # positions are below it
-    held: IntArray  # [n * L]: index into b * S of a token in each row, or PADDING
-    ends: BoolArray  # [b * S]: no token of the sequence follows
+    longest: int  # upper bound of positions, excluded
+    frame_indices: IntArray  # [n * L]: frame index of each row's token (one of them), or PADDING
+    ends: BoolArray  # [b * S]: last token of a sequence
     segments: Segments | None  # None: every row of the model is a sequence
     cp_group: dist.ProcessGroup | None
-    also: tuple[IntArray, IntArray] | None = None  # further rows and places: a row has several
+    shared_tokens: tuple[IntArray, IntArray] | None = None  # rows and their other frame indices
 
-    def held_tokens(self) -> tuple[Tensor, Tensor]:
-        """Rows (into n * L) that hold a token, and its place in the frame (into b * S).
+    def all_tokens(self) -> tuple[Tensor, Tensor]:
+        """Return the row and the frame index of every token, int64 ``[N]`` each.
 
-        Every place comes once; a row comes once for every sequence that has its token.
+        Every frame index occurs once. A row occurs once for every sequence that contains its token.
         """
-        rows, places = self._held()
-        return self._indices(rows), self._indices(places)
+        rows, frame_indices = self._all_tokens()
+        return self._to_device(rows), self._to_device(frame_indices)
 
     def predicted_tokens(self, selected: BoolArray | None = None) -> tuple[Tensor, Tensor]:
-        """Rows (into n * L) that a token follows, and its place in the frame (into b * S).
+        """Return the row that predicts each token and the token's frame index, int64 ``[N]`` each.
 
-        As in `held_tokens`. ``selected``: [b, S], true for the tokens that are meant; default all.
+        Every frame index occurs once. ``selected``: ``[b, S]``, true for the tokens to return.
+        Default: all.
         """
-        rows, places = self._held()
-        followed = ~self.ends[places]
-        rows, places = rows[followed], places[followed] + 1
+        rows, frame_indices = self._all_tokens()
+        has_next = ~self.ends[frame_indices]
+        rows, frame_indices = rows[has_next], frame_indices[has_next] + 1
         if selected is not None:
-            wanted = selected.ravel()[places]
-            rows, places = rows[wanted], places[wanted]
-        return self._indices(rows), self._indices(places)
+            is_selected = selected.ravel()[frame_indices]
+            rows, frame_indices = rows[is_selected], frame_indices[is_selected]
+        return self._to_device(rows), self._to_device(frame_indices)
 
     def take(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Float ``[n * L, ...]`` at ``rows``, int64 ``[N]``, of one of the methods above."""
-        return hidden[rows] if self.also is None else take_rows(hidden, rows)
+        """Return float ``[n * L, ...]`` at ``rows``, int64 ``[N]`` from a method above."""
+        return hidden[rows] if self.shared_tokens is None else take_rows(hidden, rows)
 
-    def to_frame(self, values: Tensor, tokens: Tensor) -> Tensor:
-        """Values ``[N, ...]`` at ``tokens`` of ``[b, S, ...]``, 0 elsewhere, from all ranks."""
+    def to_frame(self, values: Tensor, frame_indices: Tensor) -> Tensor:
+        """Scatter values ``[N, ...]`` of all ranks to ``[b, S, ...]``, 0 elsewhere."""
         rows, length = self.frame
-        frame = values.new_zeros(rows * length, *values.shape[1:]).index_copy(0, tokens, values)
-        frame = frame.view(rows, length, *values.shape[1:])
+        frame = values.new_zeros(rows * length, *values.shape[1:])
+        frame = frame.index_copy(0, frame_indices, values).view(rows, length, *values.shape[1:])
         return frame if self.cp_group is None else SumOverRanks.apply(frame, self.cp_group)
 
-    def _held(self) -> tuple[IntArray, IntArray]:
-        rows = np.flatnonzero(self.held != PADDING)
-        if self.also is None:
-            return rows, self.held[rows]
-        return np.concatenate([rows, self.also[0]]), np.concatenate([self.held[rows], self.also[1]])
+    def _all_tokens(self) -> tuple[IntArray, IntArray]:
+        rows = np.flatnonzero(self.frame_indices != PADDING)
+        tokens = rows, self.frame_indices[rows]
+        if self.shared_tokens is None:
+            return tokens
+        rows, frame_indices = map(np.concatenate, zip(tokens, self.shared_tokens, strict=True))
+        return rows, frame_indices
 
-    def _indices(self, values: IntArray) -> Tensor:
+    def _to_device(self, values: IntArray) -> Tensor:
         return torch.from_numpy(values).to(self.input_ids.device, non_blocking=True)
 
 
@@ -139,26 +142,27 @@ def build_layout(
         input_ids: int64 ``[b, S]``, right-padded.
         lengths: int64 ``[b]``, at most ``S``.
         rules: see `LayoutRules`.
-        tree: of the sequences: each of its runs stands in the model once; None: each sequence
-            stands for itself.
-        sequences: those of rows that hold several; None: every row is one.
+        tree: prefix tree of the sequences, whose runs are computed once each. If None, sequences
+            share no computation.
+        sequences: sequences of rows that contain several. If None, every row is one sequence.
     """
     rows, width = input_ids.shape
     if tree is not None or sequences is not None or rules.packed or not len(lengths):
-        found = sequences or Sequences.rows(lengths, width)
-        return _packed(input_ids, found, tree or _unshared(found.lengths), rules)
+        sequences = sequences or Sequences.rows(lengths, width)
+        return _packed(input_ids, sequences, tree or _unshared(sequences.lengths), rules)
+    # One row per sequence.
     length = round_up(width, rules.row_multiple)
     column = np.arange(length)
     inside = column < lengths[:, None]
     index = np.arange(rows)[:, None] * width + column
-    # A padding position is clamped, because learned positions end somewhere.
+    # Positions of padding are clamped, because the table of learned positions is finite.
     positions = torch.arange(length, device=input_ids.device).clamp(max=width - 1)
     return TokenLayout(
         frame=(rows, width),
         input_ids=functional.pad(input_ids, (0, length - width)) if length > width else input_ids,
         positions=positions.expand(rows, length),
         longest=length,
-        held=np.where(inside, index, PADDING).ravel(),
+        frame_indices=np.where(inside, index, PADDING).ravel(),
         ends=_ends(Sequences.rows(lengths, width), rows * width),
         segments=None,
         cp_group=None,
@@ -170,11 +174,13 @@ def _packed(
 ) -> TokenLayout:
     rows, width = input_ids.shape
     device = input_ids.device
+    # Rows of this rank: each run padded and split over context-parallel ranks.
     padded = round_up(runs.lengths, rules.sequence_multiple)
     local = padded // rules.cp_size
     used = int(local.sum())
-    # A micro-batch without sequences still goes through the model, for the collectives there.
+    # A micro-batch without sequences also runs the model, for the collectives in the model.
     total = round_up(max(1, used), rules.row_multiple)
+    # The run of each row, its offset in the run, and its position in the sequence.
     run = np.arange(len(local)).repeat(local)
     offset = np.arange(used) - (np.cumsum(local) - local).repeat(local)
     if rules.cp_size > 1:
@@ -182,18 +188,19 @@ def _packed(
         offset = local_position(offset, chunk, rules.cp_rank, rules.cp_size)
     inside = offset < runs.lengths[run]
     position = runs.starts[run] + offset
-    held = np.full(total, PADDING)
-    held[:used] = np.where(inside, sequences.places[runs.examples[run]] + position, PADDING)
+    frame_indices = np.full(total, PADDING)
+    first_token = sequences.offsets[runs.examples[run]]
+    frame_indices[:used] = np.where(inside, first_token + position, PADDING)
     positions = np.zeros(total, np.int64)
     positions[:used] = np.minimum(position, width - 1)
-    index = torch.from_numpy(held.clip(0)).to(device, non_blocking=True)
+    index = torch.from_numpy(frame_indices.clip(0)).to(device, non_blocking=True)
     ids = input_ids.flatten()[index] if input_ids.numel() else torch.zeros_like(index)
     return TokenLayout(
         frame=(rows, width),
         input_ids=ids[None],
         positions=torch.from_numpy(positions).to(device, non_blocking=True)[None],
         longest=max(1, width),
-        held=held,
+        frame_indices=frame_indices,
         ends=_ends(sequences, rows * width),
         segments=build_segments(
             padded,
@@ -206,31 +213,35 @@ def _packed(
             cp_group=rules.cp_group,
         ),
         cp_group=rules.cp_group,
-        also=_further_places(runs, local, inside, position, sequences.places),
+        shared_tokens=_shared_tokens(runs, local, inside, position, sequences.offsets),
     )
 
 
-def _further_places(
-    runs: PrefixTree, local: IntArray, inside: BoolArray, position: IntArray, first_places: IntArray
+def _shared_tokens(
+    runs: PrefixTree, local: IntArray, inside: BoolArray, position: IntArray, starts: IntArray
 ) -> tuple[IntArray, IntArray] | None:
-    """Rows of the sequences that are no run's example, and their places in the frame.
+    """Return rows and frame indices of the sequences that contain a run but are not its example.
 
-    ``local``: rows of each run. ``inside`` and ``position``: of each row, whether it holds a token,
-    and its position in a sequence. ``first_places``: of each sequence, where it begins.
+    Args:
+        runs: the tree.
+        local: rows of each run.
+        inside: whether each row contains a token.
+        position: position of each row in its sequences.
+        starts: frame index of each sequence's first token.
     """
-    others = runs.owners != runs.examples[runs.owned]
-    if not others.any():
+    not_example = runs.owners != runs.examples[runs.owned]
+    if not not_example.any():
         return None
-    owned, owners = runs.owned[others], runs.owners[others]
+    owned, owners = runs.owned[not_example], runs.owners[not_example]
     counts = local[owned]
     first = (np.cumsum(local) - local)[owned]
     rows = np.arange(counts.sum()) + (first - (np.cumsum(counts) - counts)).repeat(counts)
-    places = first_places[owners].repeat(counts) + position[rows]
-    return rows[inside[rows]], places[inside[rows]]
+    frame_indices = starts[owners].repeat(counts) + position[rows]
+    return rows[inside[rows]], frame_indices[inside[rows]]
 
 
 def _unshared(lengths: IntArray) -> PrefixTree:
-    """Every sequence as a run of its own."""
+    """Return the tree in which every sequence is a separate run."""
     sequences = np.arange(len(lengths))
     return PrefixTree(
         starts=np.zeros_like(lengths),
@@ -243,11 +254,11 @@ def _unshared(lengths: IntArray) -> PrefixTree:
 
 
 def round_up(value: Number, multiple: int) -> Number:
-    """The multiple at or above ``value``."""
+    """Round ``value`` up to a multiple."""
     return -(-value // multiple) * multiple
 
 
 def _ends(sequences: Sequences, size: int) -> BoolArray:
     ends = np.zeros(size, np.bool_)
-    ends[sequences.places + sequences.lengths.clip(1) - 1] = True
+    ends[sequences.offsets + sequences.lengths.clip(1) - 1] = True
     return ends

@@ -1,8 +1,8 @@
-"""Log-probs from hidden states, in the one frame of `aligner.types`.
+"""Log-probs computed from hidden states, in the frame of `aligner.types`.
 
-Only selected positions reach the vocabulary. Where a batch asks for one token at each, logits are
-never in memory (`token_logprobs`). Where K candidates for each token are asked for, or the best K,
-logits exist for some rows at a time.
+Only selected positions are projected to the vocabulary. `token_logprobs` computes one token per
+position and never materialises logits. For K candidates per position, or the best K, logits of
+some rows exist at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,12 +26,12 @@ from aligner.types import TokenOutputs
 
 
 class Projection(NamedTuple):
-    """Hidden states and the output layer that makes logits of them.
+    """Hidden states and the output layer that computes logits.
 
-    ``rows``: float ``[n * L, H]`` of the layout, with gradients where they are wanted; under tensor
-    parallelism their gradient is this rank's part. ``weight``: ``[V / tp, H]``; every rank has as
-    many rows. ``vocab_size``: unpadded. ``tp_group``: spreads the vocabulary; None: it is whole.
-    ``temperature``: logits are divided by it.
+    ``rows``: float ``[n * L, H]`` of the layout, in training with gradients. Under tensor
+    parallelism their gradient is this rank's part. ``weight``: ``[V / tp, H]``, the same shape on
+    every rank. ``vocab_size``: unpadded. ``tp_group``: group that shards the vocabulary, or None.
+    ``temperature``: divisor of the logits.
     """
 
     rows: Tensor
@@ -42,11 +42,14 @@ class Projection(NamedTuple):
 
     @property
     def shard(self) -> VocabShard:
-        """Part of the vocabulary that the weight holds."""
+        """Part of the vocabulary in ``weight``."""
         return VocabShard.of(self.weight, self.vocab_size, self.tp_group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of float ``[N, H]`` over the temperature: ``[N, V / tp]``, float32 at least."""
+        """Compute logits of float ``[N, H]``, divided by the temperature: ``[N, V / tp]``.
+
+        Their dtype is float32 or wider.
+        """
         return wide_linear(hidden, self.weight) / self.temperature
 
 
@@ -60,21 +63,21 @@ def token_logprobs(
     with_entropy: bool = False,
     kept_ids: Tensor | None = None,
 ) -> TokenOutputs:
-    """Log-prob (and entropy) of the tokens where ``selected``; 0 elsewhere.
+    """Compute log-probs (and entropies) of the selected tokens, 0 elsewhere.
 
-    Token t is predicted from the hidden state at t - 1, so positions that are not selected (the
-    prompt, padding) are dropped before the output layer and never cost a vocabulary.
+    The hidden state at t - 1 predicts token t. Positions that are not selected (the prompt,
+    padding) are dropped before the output layer.
 
     Args:
         projection: of the layout's rows.
         input_ids: int64 ``[B, S]``.
-        selected: ``[B, S]`` on the host, true where the log-prob of token t is wanted. Position 0
-            has no predecessor and is never computed.
-        layout: which row holds which token.
-        sampling: top-k and top-p of the distribution the tokens were drawn from.
+        selected: ``[B, S]`` on the host, true to compute the log-prob of token t. Position 0 is
+            never computed, because no hidden state predicts its token.
+        layout: map of rows to tokens.
+        sampling: top-k and top-p of the distribution from which the tokens were drawn.
         with_entropy: also return the entropy of that distribution.
-        kept_ids: int ``[B, S, K]``, what top-k and top-p kept when a token was sampled, see
-            `hidden_states_to_logprobs`; None: not recorded.
+        kept_ids: int ``[B, S, K]``, the ids that top-k and top-p kept when each token was sampled,
+            see `hidden_states_to_logprobs`. None if not recorded.
 
     Returns:
         float32 ``[B, S]`` each.
@@ -99,19 +102,19 @@ def token_logprobs(
 
 
 def token_logits(projection: Projection, layout: TokenLayout) -> Tensor:
-    """Logits of the token after each one: float32 ``[B, S, V]``, 0 beyond a sequence's length.
+    """Compute next-token logits, float32 ``[B, S, V]``, 0 beyond a sequence's length.
 
-    All of them are in memory at once, on every tensor-parallel rank; `token_logprobs` is for those
-    who do not need that. Arguments as there.
+    Every tensor-parallel rank materialises all logits. If only log-probs are needed, use
+    `token_logprobs`, which describes the arguments.
     """
-    rows, tokens = layout.held_tokens()
+    rows, tokens = layout.all_tokens()
     logits = projection.logits(layout.take(projection.rows, rows))
     if projection.tp_group is not None:
         logits = gather_from_tensor_model_parallel_region(logits, group=projection.tp_group)
     return layout.to_frame(logits[:, : projection.vocab_size], tokens)
 
 
-_LOGIT_BYTES = 256 * 2**20  # of the logits that exist at a time
+_LOGIT_BYTES = 256 * 2**20  # memory limit of the logits that exist at a time
 
 
 def candidate_logprobs(
@@ -122,13 +125,13 @@ def candidate_logprobs(
     *,
     with_entropy: bool,
 ) -> TokenOutputs:
-    """Log-probs of the tokens that might stand at each selected position; 0 elsewhere.
+    """Compute log-probs of K candidate tokens at each selected position, 0 elsewhere.
 
-    They are normalised over the whole vocabulary. ``candidates``: int64 ``[B, S, K]``, token ids;
-    position t speaks of token t. ``with_entropy``: also return the entropy of the distribution. The
-    other arguments as in `token_logprobs`. Returns float32 ``[B, S, K]``, and ``[B, S]``.
+    Log-probs are normalised over the full vocabulary. ``candidates``: int64 ``[B, S, K]``, token
+    ids at position t for token t. ``with_entropy``: also return the entropy of the distribution.
+    For the other arguments see `token_logprobs`. Returns float32 ``[B, S, K]`` and ``[B, S]``.
     """
-    # Without the projection, whose rows nothing else may keep for the backward pass.
+    # The closure must not capture the projection: the backward pass would keep its rows in memory.
     shard, temperature = projection.shard, projection.temperature
     rows, tokens = layout.predicted_tokens(selected)
     ids = candidates.flatten(0, 1)[tokens]
@@ -142,10 +145,10 @@ def candidate_logprobs(
     parts = list(_slices(len(rows), weight))
     computed: Callable[..., tuple[Tensor, ...]] = outputs
     if len(parts) > 1 and torch.is_grad_enabled():
-        # Again in the backward pass, so that one part's logits are kept at most.
+        # Recompute logits in the backward pass, so that at most one part's logits exist.
         computed = partial(checkpoint, outputs, use_reentrant=False, preserve_rng_state=False)
-    found = [computed(chosen[part], weight, ids[part]) for part in parts]
-    logprobs, *entropy = (torch.cat(pieces) for pieces in zip(*found, strict=True))
+    results = [computed(chosen[part], weight, ids[part]) for part in parts]
+    logprobs, *entropy = (torch.cat(pieces) for pieces in zip(*results, strict=True))
     return TokenOutputs(
         layout.to_frame(logprobs, tokens),
         layout.to_frame(entropy[0], tokens) if with_entropy else None,
@@ -156,15 +159,15 @@ def candidate_logprobs(
 def best_candidates(
     projection: Projection, selected: BoolArray, layout: TokenLayout, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The ``count`` likeliest tokens at each selected position.
+    """Return the ``count`` most likely tokens at each selected position.
 
-    Arguments as in `token_logprobs`. Returns their logits, float32 ``[B, S, count]`` in descending
-    order, and their ids, int64 ``[B, S, count]``; 0 elsewhere.
+    For the arguments see `token_logprobs`. Returns logits, float32 ``[B, S, count]`` in descending
+    order, and ids, int64 ``[B, S, count]``, 0 elsewhere.
     """
     shard = projection.shard
     rows, tokens = layout.predicted_tokens(selected)
     chosen = layout.take(projection.rows, rows)
-    found = [
+    results = [
         distributed_vocab_topk(
             projection.logits(chosen[part])[None],
             count,
@@ -174,12 +177,14 @@ def best_candidates(
         )
         for part in _slices(len(rows), projection.weight)
     ]
-    logits, ids = (torch.cat([piece[0] for piece in pieces]) for pieces in zip(*found, strict=True))
+    logits, ids = (
+        torch.cat([piece[0] for piece in pieces]) for pieces in zip(*results, strict=True)
+    )
     return layout.to_frame(logits, tokens), layout.to_frame(ids, tokens)
 
 
 def _slices(rows: int, weight: Tensor) -> Iterator[slice]:
-    """Slices of rows whose logits fit; at least one, for the collectives of all ranks."""
+    """Yield row slices within the memory limit, at least one, for the collectives of all ranks."""
     size = max(1, _LOGIT_BYTES // (weight.shape[0] * torch.float32.itemsize))
     for start in range(0, max(1, rows), size):
         yield slice(start, min(start + size, rows))

@@ -1,12 +1,12 @@
-"""Chains of small operations in few passes over memory: SwiGLU, RMSNorm, dropout and addition.
+"""Chains of elementwise operations in few passes over memory: SwiGLU, RMSNorm, rotary embedding.
 
-On a CPU, SwiGLU and RMSNorm have their gradients written out. Composed of torch's operations they
-write and read a tensor for every step of the chain rule, and join the gradients of split tensors by
-another copy; that, not the arithmetic, is what they cost.
+On a CPU nothing is fused. SwiGLU and RMSNorm have handwritten gradients, because memory traffic
+dominates their cost: autograd over torch's operations writes and reads a tensor for every step of
+the chain rule and joins the gradients of split tensors by another copy.
 
-On a GPU, megatron-core's `jit_fuser` makes one kernel of a chain. Inside a fused kernel bf16 is
-computed in float32 and rounded once, where the chain rounds after every operation: the result
-differs from the chain's in the last bit, towards the exact one. On a CPU nothing is fused.
+On a GPU, megatron-core's `jit_fuser` compiles a chain into one kernel. The fused kernel computes
+bf16 in float32 and rounds once, whereas the chain rounds after every operation. The fused result
+differs in the last bit and is closer to the exact value.
 """
 
 import functools
@@ -38,7 +38,7 @@ def _swiglu(gate_and_up: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """``s · b`` with ``s = a·σ(a)``; ``ds / da = σ + s - s·σ``."""
+    """``s · b`` with ``s = a·σ(a)``. ``ds / da = σ + s - s·σ``."""
 
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
@@ -61,23 +61,23 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of float ``[..., 2 * F]``, the gate in the first half; ``[..., F]``."""
+    """Compute ``silu(gate) * up`` of float ``[..., 2 * F]``, gate first: ``[..., F]``."""
     return Origin(_swiglu, (gate_and_up.detach(),)).note(_SwiGLU.apply(gate_and_up))
 
 
 class SwiGLU(nn.Module):
-    """`swiglu` as megatron-core's MLP takes an activation."""
+    """Activation module of megatron-core's MLP that computes `swiglu`."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         assert config.gated_linear_unit
         assert config.activation_func is F.silu
-        # What megatron-core's own adds to a gated unit, and we do not have.
+        # megatron-core's options of a gated unit that `swiglu` does not support.
         assert config.activation_func_clamp_value is None
         assert config.glu_linear_offset == 0.0
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        """Float ``[..., 2 * F]`` to ``[..., F]``."""
+        """Compute `swiglu` of float ``[..., 2 * F]``: ``[..., F]``."""
         return swiglu(gate_and_up)
 
 
@@ -88,14 +88,17 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _inverse_rms(rows: Tensor, eps: float) -> Tensor:
-    """[n, H] to [n, 1], in as few operations as it takes: decoding calls this on few rows."""
+    """Return ``1 / rms`` of rows ``[n, H]``: ``[n, 1]``.
+
+    It uses the fewest possible operations, because decoding calls it on few rows.
+    """
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     epsilon = _constant(eps, rows.dtype, rows.device)
     return torch.addcmul(epsilon, length, length, value=1.0 / rows.shape[-1]).rsqrt_()
 
 
 class _RMSNorm(torch.autograd.Function):
-    """``x · w / rms(x)``; with ``n = x / rms(x)``: ``dx = (w·g - n·mean(w·g·n)) / rms(x)``."""
+    """``x · w / rms(x)``, with ``n = x / rms(x)``: ``dx = (w·g - n·mean(w·g·n)) / rms(x)``."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -122,16 +125,16 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``hidden`` float ``[..., H]`` over the root of its mean square, times ``weight`` ``[H]``."""
+    """Divide float ``hidden`` ``[..., H]`` by its root mean square and multiply by ``weight``."""
     out, normal = _RMSNorm.apply(hidden, weight, eps)
     return Origin(torch.mul, (normal, weight.detach())).note(out)
 
 
 class Norm(nn.Module):
-    """LayerNorm, LayerNorm1P (weight stored minus one) or RMSNorm, by the config.
+    """LayerNorm, LayerNorm1P (weight stored minus one) or RMSNorm, selected by the config.
 
-    Its parameters are marked ``sequence_parallel``, so that megatron-core sums their gradients
-    over tensor-parallel ranks that each saw a part of the sequence.
+    The parameters are marked ``sequence_parallel``, so that megatron-core sums their gradients over
+    the tensor-parallel ranks, each of which processes a part of the sequence.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -142,19 +145,17 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         if self.zero_centered:
             nn.init.zeros_(self.weight)
-        self.bias = (
-            None
-            if self.is_rms
-            else nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
-        )
+        self.bias: nn.Parameter | None = None
+        if not self.is_rms:
+            self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise the last dimension of ``hidden`` [..., H]; same shape and dtype."""
+        """Normalise the last dimension of ``hidden`` [..., H], same shape and dtype."""
         weight = self.weight + 1 if self.zero_centered else self.weight
         if self.is_rms:
-            # In bf16 torch's own computes in float32 inside.
+            # In bf16, torch's function computes in float32 internally.
             single = hidden.dtype == weight.dtype == torch.float32
             if single and hidden.device.type == "cpu":
                 return rms_norm(hidden, weight, self.eps)
@@ -163,18 +164,18 @@ class Norm(nn.Module):
 
 
 def rms_norm_rows(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` of float32 [n, H] to the bit, without gradients."""
+    """Compute `rms_norm` of float32 ``[n, H]`` without gradients, bit for bit the same."""
     return (rows * _inverse_rms(rows, eps)).mul_(weight)
 
 
 @functools.cache
 def missing_for_kernels() -> str | None:
-    """Missing requirements of `torch.compile` for GPU kernels, in words; None: all are there."""
+    """Name a missing requirement of `torch.compile` for GPU kernels, or return None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
     if not any(shutil.which(name) for name in compilers if name):
-        return "there is no C compiler"
+        return "a C compiler is missing"
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         return "Python's C headers are not installed"
     return None
@@ -182,7 +183,7 @@ def missing_for_kernels() -> str | None:
 
 @dataclass
 class GPTConfig(TransformerConfig):
-    """megatron-core's configuration and what it has no name for."""
+    """megatron-core's configuration with additional settings."""
 
     rotates_in_one_kernel: bool = False
 
@@ -193,18 +194,18 @@ class Fusions:
 
     swiglu: bool = False
     rotary: bool = False
-    bias: bool = False  # of a linear, with the residual
-    gradient_sum: bool = False  # a weight's gradient is added to the buffer by its product
+    bias: bool = False  # addition of a linear layer's bias and the residual
+    gradient_sum: bool = False  # the weight gradient's product accumulates into the buffer
 
     @classmethod
-    def of(cls, architecture: GPTArchitecture, wanted: bool) -> "Fusions":
-        """Chains that can be fused here for this architecture, where ``wanted``.
+    def of(cls, architecture: GPTArchitecture, enabled: bool) -> "Fusions":
+        """Select the chains that can be fused on this machine for this architecture.
 
-        Left out is what is not the same function: megatron-core's fused GELU is the tanh
-        approximation, and a fused dropout draws other random numbers than the one that full
-        recomputation repeats. The gradient sum is Apex's kernel, and needs its extension.
+        Fusions that change the function are excluded: megatron-core's fused GELU is the tanh
+        approximation, and a fused dropout draws other random numbers than full recomputation
+        repeats. The gradient sum requires the extension of Apex that contains its kernel.
         """
-        if not (wanted and accelerator.has_gpu()):
+        if not (enabled and accelerator.has_gpu()):
             return cls()
         compiles = missing_for_kernels() is None
         biased_experts = architecture.num_moe_experts is not None and architecture.bias_linear
@@ -220,11 +221,11 @@ class Fusions:
 
 
 @jit_fuser
-def turned(heads: Tensor, angles: Tensor, sign: float) -> Tensor:
-    """Float ``heads`` ``[S, B, N, D]`` turned by ``angles`` times ``sign``.
+def rotate(heads: Tensor, angles: Tensor, sign: float) -> Tensor:
+    """Rotate float ``heads`` ``[S, B, N, D]`` by ``angles`` times ``sign``.
 
-    ``angles``: float ``[S, 1 or B, 1, D_rot]``. Pairs are column i and ``i + D_rot / 2``; columns
-    from ``D_rot`` on stay.
+    ``angles``: float ``[S, 1 or B, 1, D_rot]``. Column i is paired with ``i + D_rot / 2``. Columns
+    from ``D_rot`` on are unchanged.
     """
     width = angles.shape[-1]
     cos, sin = angles.cos(), angles.sin() * sign
@@ -237,16 +238,16 @@ def turned(heads: Tensor, angles: Tensor, sign: float) -> Tensor:
     return torch.cat((*parts, heads[..., width:]), dim=-1)
 
 
-class _Turned(torch.autograd.Function):
+class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads: Tensor, angles: Tensor) -> Tensor:
         ctx.save_for_backward(angles)
-        return turned(heads, angles, 1.0)
+        return rotate(heads, angles, 1.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return turned(grad, ctx.saved_tensors[0], -1.0), None
+        return rotate(grad, ctx.saved_tensors[0], -1.0), None
 
 
 _megatron_rotary = megatron_attention.apply_rotary_pos_emb
@@ -260,8 +261,8 @@ def _apply_rotary(
     mscale: float = 1.0,
     **arguments: Any,
 ) -> Tensor:
-    """megatron-core's function of this name; in one kernel for models that ask for it."""
+    """Replace megatron-core's function of this name, with a fused kernel if enabled."""
     fused = getattr(config, "rotates_in_one_kernel", False)
     if fused and cu_seqlens is None and mscale == 1.0 and not config.rotary_interleaved:
-        return _Turned.apply(t, freqs)
+        return _Rotation.apply(t, freqs)
     return _megatron_rotary(t, freqs, config, cu_seqlens, mscale, **arguments)

@@ -1,14 +1,14 @@
 """Modules of a transformer layer.
 
-With Transformer Engine and a GPU it is megatron-core's Transformer Engine spec with our core
-attention, unless ``model.layer_spec`` asks for another; else our local one: megatron-core's linear
-layers with a norm that admits sequence parallelism and that core attention (megatron-core's own
-local spec refuses the first and has none that is fused).
+With Transformer Engine and a GPU, the layer is megatron-core's Transformer Engine spec with our
+core attention, unless ``model.layer_spec`` selects another spec. Otherwise it is our local spec:
+megatron-core's linear layers, a norm that supports sequence parallelism, and our fused core
+attention. megatron-core's local spec supports neither.
 
-Experts of a layer take one grouped matrix product each way, instead of one per expert. Their
-weights stay parameters of their own, as megatron-core's `SequentialMLP` has them: checkpoints,
-optimizer and run states do not see a difference. They are joined for a product and joined again for
-its gradient, so that one layer's copy is alive at a time.
+The experts of a layer use one grouped matrix product in each direction instead of one per expert.
+Their weights remain separate parameters as in megatron-core's `SequentialMLP`, so that checkpoints,
+optimizer and run states do not change. The weights are stacked for a product and again for its
+gradient, so that only one layer's copy exists at a time.
 """
 
 import functools
@@ -37,17 +37,17 @@ from aligner.config import LayerOptions, LayerSpec, LoraConfig
 from aligner.device import accelerator
 from aligner.errors import ConfigError
 from aligner.kernels.linear_product import ColumnLinear, RowLinear
-from aligner.logprobs.output_layer import weight_is_read
+from aligner.logprobs.output_layer import ready_weight
 from aligner.models.gpt.layers.attention import CoreAttention
 from aligner.models.gpt.layers.elementwise import Norm, SwiGLU
 from aligner.models.gpt.layers.short_attention import ShortSelfAttention
 from aligner.models.gpt.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 
-_MULTIPLE = 8  # of the columns of bf16 matrices: rows begin at multiples of 16 bytes
+_COLUMN_MULTIPLE = 8  # bf16 columns, so that matrix rows are aligned to 16 bytes
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Rows ``[n, in]`` sorted by expert, times its weight ``[out, in]``: ``[n, out]``."""
+    """Product of rows ``[n, in]``, sorted by expert, and expert weights ``[out, in]``."""
 
     @staticmethod
     def forward(
@@ -67,16 +67,16 @@ class _GroupedLinear(torch.autograd.Function):
             grad_rows = F.grouped_mm(grad, torch.stack(weights), offs=ends)
         grad_weights: list[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[3:]):
-            joined = F.grouped_mm(grad.t(), rows, offs=ends)
+            stacked = F.grouped_mm(grad.t(), rows, offs=ends)
             for expert, count in enumerate(ctx.counts):
-                if count == 0:  # a product of nothing is left unwritten
-                    joined[expert].zero_()
-            grad_weights = list(joined.unbind())
+                if count == 0:  # the kernel does not write the product of zero rows
+                    stacked[expert].zero_()
+            grad_weights = list(stacked.unbind())
         return (grad_rows, None, None, *grad_weights)
 
 
 class GroupedExperts(SequentialMLP):
-    """`SequentialMLP` in two grouped products, whatever the number of experts."""
+    """`SequentialMLP` that computes all experts in two grouped products."""
 
     def forward(
         self,
@@ -84,14 +84,20 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """Float rows ``[n, H]`` sorted by expert, their weights ``[n]``, numbers of each ``[E]``.
+        """Apply the experts.
 
-        Returns ``[n, H]`` and no bias.
+        Args:
+            permuted_local_hidden_states: float ``[n, H]``, rows sorted by expert.
+            tokens_per_expert: ``[E]``, rows of each expert.
+            permuted_probs: float ``[n]``, router weight of each row.
+
+        Returns:
+            ``[n, H]``, and None for the bias.
         """
-        experts, one = self.local_experts, self.local_experts[0]
-        # Where a linear communicates by itself, its product is not all of it.
-        alone = one.linear_fc1.explicit_expert_comm or self.tp_group.size() == 1
-        if len(experts) == 1 or not alone or not permuted_local_hidden_states.shape[0]:
+        experts, first = self.local_experts, self.local_experts[0]
+        # A linear layer that communicates computes more than its product.
+        is_product = first.linear_fc1.explicit_expert_comm or self.tp_group.size() == 1
+        if len(experts) == 1 or not is_product or not permuted_local_hidden_states.shape[0]:
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         counts = tokens_per_expert.tolist()
         ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
@@ -99,14 +105,14 @@ class GroupedExperts(SequentialMLP):
 
         def grouped(linears: list[nn.Module]) -> Any:
             def product(rows: Tensor) -> tuple[Tensor, None]:
-                weights = [weight_is_read(linear) for linear in linears]
+                weights = [ready_weight(linear) for linear in linears]
                 return _GroupedLinear.apply(rows, ends, counts, *weights), None
 
             return product
 
         mlp = SimpleNamespace(
-            config=one.config,
-            activation_func=one.activation_func,
+            config=first.config,
+            activation_func=first.activation_func,
             linear_fc1=grouped([expert.linear_fc1 for expert in experts]),
             linear_fc2=grouped([expert.linear_fc2 for expert in experts]),
         )
@@ -114,7 +120,7 @@ class GroupedExperts(SequentialMLP):
 
 
 def can_group(config: TransformerConfig) -> bool:
-    """Return whether there is a kernel for these experts: bf16 on a GPU, without biases."""
+    """Return whether the grouped kernel supports these experts: bf16 on a GPU, without biases."""
     widths = (config.hidden_size, config.moe_ffn_hidden_size or 0)
     return (
         accelerator.has_gpu()
@@ -122,22 +128,22 @@ def can_group(config: TransformerConfig) -> bool:
         and config.fp8 is None
         and not config.add_bias_linear
         and not config.moe_apply_probs_on_input
-        and all(width % _MULTIPLE == 0 for width in widths)
+        and all(width % _COLUMN_MULTIPLE == 0 for width in widths)
     )
 
 
 @functools.cache
 def has_transformer_engine() -> bool:
-    """Return whether Transformer Engine is installed and there is a GPU to run it on."""
+    """Return whether Transformer Engine and a GPU are available."""
     return accelerator.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def uses_transformer_engine(spec: LayerSpec = "auto", lora: LoraConfig | None = None) -> bool:
-    """Return whether layers are Transformer Engine's; its fused linears take no adapters."""
+    """Return whether layers use Transformer Engine, whose fused linears do not support adapters."""
     if spec == "transformer_engine" and not has_transformer_engine():
         raise ConfigError(
-            "model.layer_spec=transformer_engine needs Transformer Engine and a GPU; here is "
-            f"{accelerator.description()}"
+            "model.layer_spec=transformer_engine needs Transformer Engine and a GPU. This "
+            f"machine provides {accelerator.description()}"
             + ("" if accelerator.has_gpu() else ", no GPU")
             + ". Install transformer_engine[pytorch], or set model.layer_spec=auto"
         )
@@ -145,7 +151,7 @@ def uses_transformer_engine(spec: LayerSpec = "auto", lora: LoraConfig | None = 
 
 
 def moe_spec(config: TransformerConfig, linears: MLPSubmodules, grouped: bool) -> ModuleSpec:
-    """Experts of these linears; ``grouped``: by grouped products, where there are any."""
+    """Return the spec of experts. ``grouped``: use grouped products if a kernel supports them."""
     kind = GroupedExperts if grouped and can_group(config) else SequentialMLP
     experts = ModuleSpec(module=kind, submodules=linears)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
@@ -154,8 +160,9 @@ def moe_spec(config: TransformerConfig, linears: MLPSubmodules, grouped: bool) -
 def local_layer_spec(
     config: TransformerConfig, lora: LoraConfig | None = None, *, fusions: bool = True
 ) -> ModuleSpec:
-    """One transformer layer of megatron-core linears, `Norm` and `CoreAttention`."""
+    """Return the spec of a layer of megatron-core linears, `Norm` and `CoreAttention`."""
 
+    # The linear layers, with adapters if ``lora`` names them.
     def linear(name: str, plain: type, adapted: type) -> type | ModuleSpec:
         if lora is None or name not in lora.linears:
             return plain
@@ -169,8 +176,7 @@ def local_layer_spec(
 
     linears = MLPSubmodules(
         linear_fc1=column("mlp.linear_fc1"),
-        # Used where the config asks for an activation of one piece.
-        activation_func=SwiGLU,
+        activation_func=SwiGLU,  # used if ``config.use_te_activation_func``
         linear_fc2=row("mlp.linear_fc2"),
     )
     if config.num_moe_experts:
@@ -207,7 +213,7 @@ def block_spec(
     lora: LoraConfig | None = None,
     layers: LayerOptions | None = None,
 ) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage and its final norm."""
+    """Return the spec of one pipeline stage: its layers and the final norm."""
     layers = layers or LayerOptions()
     if uses_transformer_engine(layers.spec, lora):
         from megatron.core.extensions.transformer_engine import TENorm
@@ -215,7 +221,7 @@ def block_spec(
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
         )
-        # Generation keeps its cache in our core attention, which is flash attention on a GPU too.
+        # Generation attaches its cache to our core attention, also flash attention on a GPU.
         layer.submodules.self_attention.submodules.core_attention = CoreAttention
         if layers.fusions and config.num_moe_experts and can_group(config):
             linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)

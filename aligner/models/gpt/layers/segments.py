@@ -1,15 +1,15 @@
-"""Attention of the rows of a packed pass: the sequences that stand one after the other.
+"""Attention plan of a packed pass, whose rows are the tokens of one sequence after another.
 
-Attention must not cost the square of the packed row. The sequences are therefore taken apart into
-buckets of similar length, each of which is a small right-padded batch:
+The cost of attention must not grow with the square of the packed length. The sequences are
+therefore grouped into buckets of similar length. Each bucket is a small right-padded batch:
 
     rows [R, heads, D] ─index─► slots [M, heads, D] ─split─► bucket [n, L, heads, D] ─► SDPA
     rows [R, heads, D] ◄─inverse index────────────────────── cat ◄─┘
 
-Under context parallelism the queries are this rank's part of every sequence and the keys come from
-all ranks. Where sequences share prefixes, the rows hold runs of tokens
-(`aligner.distributed.sequences`): the queries are a run's, the keys also those of the runs before
-it.
+Under context parallelism the queries are this rank's part of every sequence and the keys are
+gathered from all ranks. If sequences share prefixes, each segment is a run of tokens
+(`aligner.distributed.sequences`): its queries are the tokens of the run, its keys also include the
+tokens of all runs before it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -26,15 +26,15 @@ from torch.autograd.function import once_differentiable
 from aligner.parallel.collectives import gather_first
 from aligner.parallel.context import IntArray, holder, local_position
 
-SHORT = 32  # sequences up to here share a bucket
-GROWTH = 1.25  # the longest of a bucket may be this many times its shortest
+SHORT = 32  # tokens, below which all sequences share a bucket
+GROWTH = 1.25  # largest ratio of the longest to the shortest sequence of a bucket
 
 
 @dataclass(frozen=True)
 class SlotMap:
-    """A partial one-to-one map between rows ``[R]`` and slots ``[M]``, as indices both ways.
+    """Partial one-to-one map between rows ``[R]`` and slots ``[M]``, as an index each way.
 
-    ``blank_slots`` have no row and ``blank_rows`` no slot; they become 0.
+    ``blank_slots`` map to no row and ``blank_rows`` to no slot. Both are filled with 0.
     """
 
     rows: Tensor  # int64 [M]: row of each slot
@@ -44,42 +44,52 @@ class SlotMap:
 
     @classmethod
     def of(cls, row_of_slot: IntArray, num_rows: int, device: torch.device) -> "SlotMap":
-        """Build from the row of each slot, -1 where there is none."""
+        """Build the map from the row of each slot, -1 for a blank slot."""
         filled = np.flatnonzero(row_of_slot >= 0)
         slot_of_row = np.full(num_rows, -1)
         slot_of_row[row_of_slot[filled]] = filled
         return cls(
-            rows=_indices(row_of_slot.clip(0), device),
-            blank_slots=_indices(np.flatnonzero(row_of_slot < 0), device),
-            slots=_indices(slot_of_row.clip(0), device),
-            blank_rows=_indices(np.flatnonzero(slot_of_row < 0), device),
+            rows=_to_device(row_of_slot.clip(0), device),
+            blank_slots=_to_device(np.flatnonzero(row_of_slot < 0), device),
+            slots=_to_device(slot_of_row.clip(0), device),
+            blank_rows=_to_device(np.flatnonzero(slot_of_row < 0), device),
         )
 
     def to_slots(self, rows: Tensor) -> Tensor:
-        """``[R, ...]`` to ``[M, ...]``, of any dtype."""
-        return _Move.apply(rows, self.rows, self.blank_slots, self.slots, self.blank_rows)
+        """Map rows ``[R, ...]`` of any dtype to slots ``[M, ...]``."""
+        return _Permute.apply(rows, self.rows, self.blank_slots, self.slots, self.blank_rows)
 
     def to_rows(self, slots: Tensor) -> Tensor:
-        """``[M, ...]`` to ``[R, ...]``, of any dtype."""
-        return _Move.apply(slots, self.slots, self.blank_rows, self.rows, self.blank_slots)
+        """Map slots ``[M, ...]`` of any dtype to rows ``[R, ...]``."""
+        return _Permute.apply(slots, self.slots, self.blank_rows, self.rows, self.blank_slots)
 
 
-@dataclass(frozen=True)
-class SlotCopies:
-    """Slots of rows that stand in several slots each; what a blank slot holds is masked."""
+class _Permute(torch.autograd.Function):
+    """Gather by an index whose inverse is known: backward gathers too, instead of adding up."""
 
-    rows: Tensor  # int64 [M]: row of each slot
+    @staticmethod
+    def forward(
+        ctx: Any, source: Tensor, index: Tensor, blank: Tensor, inverse: Tensor, missing: Tensor
+    ) -> Tensor:
+        ctx.inverse, ctx.missing = inverse, missing
+        return _gather(source, index, blank)
 
-    def to_slots(self, rows: Tensor) -> Tensor:
-        """Float ``[R, ...]`` to ``[M, ...]``."""
-        return take_rows(rows, self.rows)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _gather(gradients[0], ctx.inverse, ctx.missing), None, None, None, None
+
+
+def _gather(source: Tensor, index: Tensor, blank: Tensor) -> Tensor:
+    gathered = source.index_select(0, index)
+    return gathered.index_fill_(0, blank, 0.0) if blank.numel() else gathered
 
 
 def take_rows(source: Tensor, rows: Tensor) -> Tensor:
-    """Rows of float ``[R, ...]`` at ``rows``, int64 ``[N]``, some several times: ``[N, ...]``.
+    """Return the rows of float ``[R, ...]`` at ``rows``, int64 ``[N]`` with repeats: ``[N, ...]``.
 
-    The gradient of a row that is taken several times is a sum: in float32 at the least, and on a
-    CPU in the order of ``rows``, whatever the number of threads.
+    The gradient of a repeated row is a sum, accumulated in float32 or wider. On a CPU the terms are
+    added in the order of ``rows`` for any number of threads.
     """
     return _TakeRows.apply(source, rows)
 
@@ -99,39 +109,18 @@ class _TakeRows(torch.autograd.Function):
 
 
 def add_rows(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    """Sums of float ``[N, ...]`` by their rows, int64 ``[N]``: ``[num_rows, ...]``."""
+    """Sum float values ``[N, ...]`` by row index, int64 ``[N]``: ``[num_rows, ...]``."""
     wide = torch.promote_types(values.dtype, torch.float32)
     total = values.new_zeros((num_rows, *values.shape[1:]), dtype=wide)
     return total.index_add_(0, rows, values.to(wide)).to(values.dtype)
-
-
-class _Move(torch.autograd.Function):
-    """Gather by an index whose inverse is known: backward gathers too, instead of adding up."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, source: Tensor, index: Tensor, blank: Tensor, inverse: Tensor, missing: Tensor
-    ) -> Tensor:
-        ctx.inverse, ctx.missing = inverse, missing
-        return _take(source, index, blank)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _take(gradients[0], ctx.inverse, ctx.missing), None, None, None, None
-
-
-def _take(source: Tensor, index: Tensor, blank: Tensor) -> Tensor:
-    taken = source.index_select(0, index)
-    return taken.index_fill_(0, blank, 0.0) if blank.numel() else taken
 
 
 @dataclass(frozen=True)
 class Bucket:
     """Sequences of similar length.
 
-    ``positions``: int64 ``[sequences, queries]``, where each query stands among its keys; None
-    where query i stands at key i.
+    ``positions``: int64 ``[sequences, queries]``, the key index of each query. None if query i is
+    at key i.
     """
 
     sequences: int
@@ -141,9 +130,10 @@ class Bucket:
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, device: torch.device) -> Tensor | None:
-        """Bool ``[sequences or 1, 1, queries, keys]``, true where seen; None: plainly causal.
+        """Return the attention mask, the same tensor for every layer of a pass.
 
-        Every layer of a pass asks for the same one.
+        Bool ``[sequences or 1, 1, queries, keys]``, true if the query attends to the key. None
+        means plain causal attention.
         """
         windowed = window is not None and window < self.keys
         if self.positions is None and not windowed:
@@ -153,79 +143,80 @@ class Bucket:
             if queries is None:
                 queries = torch.arange(self.queries, device=device)[None]
             distance = queries[:, None, :, None] - torch.arange(self.keys, device=device)
-            seen = distance >= 0
-            self._masks[window] = seen & (distance < window) if windowed else seen
+            visible = distance >= 0
+            self._masks[window] = visible & (distance < window) if windowed else visible
         return self._masks[window]
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The same as runs of queries and of the keys they see, each pair aligned at its end.
+    """The segments as pairs of a run of queries and a run of keys, aligned at their ends.
 
-    Query i of q sees the first ``k - q + i + 1`` of its k keys. A sequence is one pair; under
-    context parallelism it is two, one for each chunk that this rank holds.
+    Query i of q attends to the first ``k - q + i + 1`` of its k keys. A sequence is one pair. Under
+    context parallelism it is two pairs, one for each chunk of the sequence on this rank.
     """
 
-    queries: IntArray  # [m] lengths; the queries are the local rows in order
+    queries: IntArray  # [m] lengths of runs, which are the local rows in order
     keys: IntArray  # [m] lengths
-    key_rows: Tensor | None  # int64 [k], rows of the keys among those of all ranks; None: in order
-    query_ends: Tensor  # int32 [m + 1], where each run begins, and where the last one ends
+    key_rows: Tensor | None  # int64 [k], rows of the keys among all ranks' rows, or None: in order
+    query_ends: Tensor  # int32 [m + 1], start of each run, then the end of the last run
     key_ends: Tensor
 
 
 @dataclass(frozen=True)
 class KeyRows:
-    """Rows of the keys that sequences see, among those of all context-parallel ranks.
+    """Rows of the keys of each sequence, among the rows of all context-parallel ranks.
 
-    The keys of a sequence are those of its prefix, which other sequences of the pass hold, and its
-    own; position 0 is the first of the prefix.
+    The keys of a sequence are the tokens of its prefix, which are in other sequences of the pass,
+    followed by the tokens of the sequence. Position 0 is the first token of the prefix.
     """
 
     lengths: IntArray  # [n] padded tokens of each sequence, over all ranks
-    starts: IntArray  # [n] first row of each, the same on every rank
+    starts: IntArray  # [n] first row of each sequence, the same on every rank
     num_rows: int  # of a rank
     ranks: int
-    before: IntArray  # [n] tokens of each prefix
-    prefix_starts: IntArray  # [n] where each begins in `prefix_rows`
-    prefix_rows: IntArray  # [k] of one prefix after the other
+    prefix_lengths: IntArray  # [n] tokens
+    prefix_starts: IntArray  # [n] start of each sequence's prefix in `prefix_rows`
+    prefix_rows: IntArray  # [k] rows of one prefix after the other
 
     @classmethod
     def of(cls, lengths: IntArray, num_rows: int, ranks: int) -> "KeyRows":
-        """Sequences without prefixes, one after the other."""
+        """Build the rows of sequences without prefixes, one after the other."""
         local = lengths // ranks
-        none = np.zeros_like(lengths)
-        return cls(lengths, np.cumsum(local) - local, num_rows, ranks, none, none, none[:0])
+        zeros = np.zeros_like(lengths)
+        return cls(lengths, np.cumsum(local) - local, num_rows, ranks, zeros, zeros, zeros[:0])
 
-    def following(self, parents: IntArray, tokens: IntArray) -> "KeyRows":
-        """The same where each sequence follows another one, with all that comes before that.
+    def with_prefixes(self, parents: IntArray, tokens: IntArray) -> "KeyRows":
+        """Return a copy in which the prefix of a sequence is its parent with the parent's prefix.
 
         Args:
-            parents: ``[n]``, an earlier sequence, or -1: none.
-            tokens: ``[n]``, tokens of each sequence without padding, which nobody follows.
+            parents: ``[n]``, the index of an earlier sequence, or -1 for no parent.
+            tokens: ``[n]``, tokens of each sequence without padding, which is in no prefix.
         """
-        paths = {-1: np.empty(0, np.int64)}  # by parent: the prefix of those that follow it
+        prefixes = {-1: np.empty(0, np.int64)}  # by parent
         for parent in np.unique(parents[parents >= 0]).tolist():
-            own = self._own(np.full(tokens[parent], parent), np.arange(tokens[parent]))
-            paths[parent] = np.concatenate([paths[int(parents[parent])], own])
-        sizes = {parent: len(path) for parent, path in paths.items()}
-        begins = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+            rows = self._rows(np.full(tokens[parent], parent), np.arange(tokens[parent]))
+            prefixes[parent] = np.concatenate([prefixes[int(parents[parent])], rows])
+        sizes = {parent: len(rows) for parent, rows in prefixes.items()}
+        starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
         return replace(
             self,
-            before=np.array([sizes[parent] for parent in parents.tolist()], np.int64),
-            prefix_starts=np.array([begins[parent] for parent in parents.tolist()], np.int64),
-            prefix_rows=np.concatenate(list(paths.values())),
+            prefix_lengths=np.array([sizes[parent] for parent in parents.tolist()], np.int64),
+            prefix_starts=np.array([starts[parent] for parent in parents.tolist()], np.int64),
+            prefix_rows=np.concatenate(list(prefixes.values())),
         )
 
     def at(self, sequences: IntArray, positions: IntArray) -> IntArray:
-        """Rows at positions of sequences, none behind their ends; shapes broadcast."""
-        before = self.before[sequences]
-        own = self._own(sequences, (positions - before).clip(0))
+        """Return the rows at positions within sequences (their ends excluded). Shapes broadcast."""
+        prefix_length = self.prefix_lengths[sequences]
+        rows = self._rows(sequences, (positions - prefix_length).clip(0))
         if not len(self.prefix_rows):
-            return own
-        place = (self.prefix_starts[sequences] + positions).clip(max=len(self.prefix_rows) - 1)
-        return np.where(positions < before, self.prefix_rows[place], own)
+            return rows
+        index = (self.prefix_starts[sequences] + positions).clip(max=len(self.prefix_rows) - 1)
+        return np.where(positions < prefix_length, self.prefix_rows[index], rows)
 
-    def _own(self, sequences: IntArray, offsets: IntArray) -> IntArray:
+    def _rows(self, sequences: IntArray, offsets: IntArray) -> IntArray:
+        """Return the rows at offsets within sequences, prefixes not counted."""
         if self.ranks == 1:
             return self.starts[sequences] + offsets
         rank, offset = holder(offsets, self.lengths[sequences] // (2 * self.ranks), self.ranks)
@@ -234,17 +225,17 @@ class KeyRows:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """The sequences of one packed pass, on this rank."""
+    """Sequences of one packed pass on this rank, and the plan of their attention."""
 
-    places: KeyRows
+    key_rows: KeyRows
     buckets: tuple[Bucket, ...]
     queries: SlotMap
-    keys: SlotMap | SlotCopies
+    keys: SlotMap | Tensor  # int64 [M], row of each slot, if a row is in several slots
     cp_rank: int = 0
     cp_group: dist.ProcessGroup | None = None
 
-    def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Float keys and values ``[R, groups, D]`` of all context-parallel ranks, in rank order."""
+    def gather_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather float keys and values ``[R, groups, D]`` of all cp ranks, in rank order."""
         if self.cp_group is None:
             return key, value
         both = gather_first(torch.cat((key, value), dim=-1), self.cp_group)
@@ -253,22 +244,22 @@ class Segments:
     @cached_property
     def runs(self) -> Runs:
         """Runs for kernels of variable-length attention."""
-        places, device = self.places, self.queries.rows.device
-        sequences, queries = np.arange(len(places.lengths)), places.lengths
-        own = queries
-        if places.ranks > 1:
-            chunk = places.lengths // (2 * places.ranks)
+        rows, device = self.key_rows, self.queries.rows.device
+        sequences, queries = np.arange(len(rows.lengths)), rows.lengths
+        keys = queries  # without the prefixes
+        if rows.ranks > 1:
+            chunk = rows.lengths // (2 * rows.ranks)
             sequences, queries = sequences.repeat(2), chunk.repeat(2)
-            chunks = np.array([self.cp_rank + 1, 2 * places.ranks - self.cp_rank])
-            own = (chunk[:, None] * chunks).ravel()
-        elif not len(places.prefix_rows):
+            chunks = np.array([self.cp_rank + 1, 2 * rows.ranks - self.cp_rank])
+            keys = (chunk[:, None] * chunks).ravel()
+        elif not len(rows.prefix_rows):
             ends = _ends(queries, device)
             return Runs(queries, queries, None, ends, ends)
-        keys = places.before[sequences] + own
+        keys = rows.prefix_lengths[sequences] + keys
         position = np.arange(keys.sum()) - (np.cumsum(keys) - keys).repeat(keys)
-        rows = places.at(sequences.repeat(keys), position)
+        key_rows = rows.at(sequences.repeat(keys), position)
         ends = _ends(queries, device), _ends(keys, device)
-        return Runs(queries, keys, _indices(rows, device), *ends)
+        return Runs(queries, keys, _to_device(key_rows, device), *ends)
 
 
 def build_segments(
@@ -282,60 +273,62 @@ def build_segments(
     cp_size: int = 1,
     cp_group: dist.ProcessGroup | None = None,
 ) -> Segments:
-    """Plan the attention of sequences that stand one after the other.
+    """Plan the attention of sequences that are packed one after the other.
 
     Args:
-        lengths: padded tokens of each sequence, multiples of ``2 * cp_size`` when that is over 1.
+        lengths: padded tokens of each sequence, multiples of ``2 * cp_size`` if ``cp_size > 1``.
         num_rows: rows on this rank, at least ``lengths.sum() / cp_size``.
-        device: where the indices go.
-        parents: the earlier sequence whose tokens come before, -1: none; default no one follows.
-        tokens: of each sequence, without padding; with ``parents``.
-        cp_rank: this rank among those that share every sequence.
-        cp_size: their number.
-        cp_group: their group.
+        device: device of the indices.
+        parents: index of the earlier sequence that precedes each sequence, -1 for no parent.
+            Default: no sequence has a parent.
+        tokens: tokens of each sequence without padding. Required with ``parents``.
+        cp_rank: this rank's index in the context-parallel group.
+        cp_size: size of the group.
+        cp_group: context-parallel group.
     """
-    places = KeyRows.of(lengths, num_rows, cp_size)
+    rows = KeyRows.of(lengths, num_rows, cp_size)
     if parents is not None and tokens is not None:
-        places = places.following(parents, tokens)
+        rows = rows.with_prefixes(parents, tokens)
     buckets, query_rows, key_rows = [], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for members in _by_length(lengths, places.before):
-        start, count = places.starts[members, None], (lengths // cp_size)[members, None]
-        before = places.before[members, None]
+    for members in _bucket_members(lengths, rows.prefix_lengths):
+        # Queries: this rank's rows of each sequence, padded to the longest of the bucket.
+        start, count = rows.starts[members, None], (lengths // cp_size)[members, None]
+        prefix_length = rows.prefix_lengths[members, None]
         offset = np.arange(count.max())[None]
         query_rows.append(np.where(offset < count, start + offset, -1).ravel())
-        if cp_size == 1 and not before.any():
+        if cp_size == 1 and not prefix_length.any():
             buckets.append(Bucket(len(members), offset.size, offset.size, None))
             key_rows.append(query_rows[-1])
             continue
-        place, own = offset, count  # of the queries, and the keys up to the last of them
+        # Keys: the prefix, then the sequence up to the last query of this rank.
+        query_position, key_count = offset, prefix_length + count
         if cp_size > 1:
-            place = local_position(offset, count // 2, cp_rank, cp_size)
-            own = (2 * cp_size - cp_rank) * (count // 2)  # up to the end of the late chunk
-        place = np.where(offset < count, before + place, 0)
-        seen = before + own
-        position = np.arange(seen.max())[None]
-        rows = places.at(members[:, None], np.minimum(position, seen - 1))
-        key_rows.append(np.where(position < seen, rows, -1).ravel())
-        buckets.append(Bucket(len(members), offset.size, position.size, _indices(place, device)))
+            query_position = local_position(offset, count // 2, cp_rank, cp_size)
+            key_count = prefix_length + (2 * cp_size - cp_rank) * (count // 2)  # late chunk's end
+        query_position = np.where(offset < count, prefix_length + query_position, 0)
+        key_position = np.arange(key_count.max())[None]
+        indices = rows.at(members[:, None], np.minimum(key_position, key_count - 1))
+        key_rows.append(np.where(key_position < key_count, indices, -1).ravel())
+        positions = _to_device(query_position, device)
+        buckets.append(Bucket(len(members), offset.size, key_position.size, positions))
     queries = SlotMap.of(np.concatenate(query_rows), num_rows, device)
-    keys: SlotMap | SlotCopies = queries
-    if len(places.prefix_rows):
-        row_of_slot = np.concatenate(key_rows).clip(0)
-        keys = SlotCopies(_indices(row_of_slot, device))
+    keys: SlotMap | Tensor = queries
+    if len(rows.prefix_rows):  # the mask hides blank slots
+        keys = _to_device(np.concatenate(key_rows).clip(0), device)
     elif cp_size > 1:
         keys = SlotMap.of(np.concatenate(key_rows), num_rows * cp_size, device)
-    return Segments(places, tuple(buckets), queries, keys, cp_rank, cp_group)
+    return Segments(rows, tuple(buckets), queries, keys, cp_rank, cp_group)
 
 
-def _by_length(lengths: IntArray, before: IntArray) -> list[IntArray]:
-    """Indices of the sequences of each bucket; sequences without tokens are in none.
+def _bucket_members(lengths: IntArray, prefix_lengths: IntArray) -> list[IntArray]:
+    """Return the indices of each bucket's sequences, of similar length and prefix length.
 
-    ``before``: keys beside their own; those of a bucket are similar in number, too.
+    Sequences without tokens are in no bucket.
     """
     level = _level(lengths) * 1000
-    level += np.where(before > 0, 1 + _level(before), 0)
+    level += np.where(prefix_lengths > 0, 1 + _level(prefix_lengths), 0)
     level[lengths == 0] = -1
-    return [np.flatnonzero(level == number) for number in np.unique(level) if number >= 0]
+    return [np.flatnonzero(level == value) for value in np.unique(level) if value >= 0]
 
 
 def _level(lengths: IntArray) -> IntArray:
@@ -343,9 +336,9 @@ def _level(lengths: IntArray) -> IntArray:
     return np.ceil(steps).astype(np.int64)
 
 
-def _indices(values: IntArray, device: torch.device) -> Tensor:
+def _to_device(values: IntArray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
 
 
 def _ends(lengths: IntArray, device: torch.device) -> Tensor:
-    return _indices(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)
+    return _to_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)

@@ -1,11 +1,11 @@
 """Self-attention over short sequences on CPU as one operation.
 
-At a hundred tokens per sequence a CPU's `scaled_dot_product_attention` and the operations around it
-(splitting, rotating, transposing, and the same backwards) take longer than the arithmetic. Here
-queries, keys and values go from the output of the qkv projection to one buffer, rotated on the
-way, whole batches of small products make the scores, and the backward pass writes one gradient.
-The probabilities are kept for it: ``[heads, S, S]`` per sequence, which is why `MAX_LENGTH` bounds
-``S``; beyond, flash attention is as fast and keeps none.
+At a hundred tokens per sequence, the overhead of `scaled_dot_product_attention` on a CPU and of the
+operations around it (splitting, rotating, transposing, and their backward passes) exceeds the
+arithmetic. Here queries, keys and values are rotated while they are copied from the output of the
+qkv projection to one buffer, batched matrix products compute the scores, and the backward pass
+writes one gradient. It needs the saved probabilities, ``[heads, S, S]`` per sequence. `MAX_LENGTH`
+therefore bounds ``S``: for longer sequences flash attention is as fast and saves no probabilities.
 
 Shape legend: ``S`` length, ``B`` sequences, ``G`` key-value heads, ``R`` query heads per key-value
 head, ``D`` head width, ``D_rot`` its rotated part. Packed heads are ``[B, G, R + 2, S, D]``: each
@@ -29,9 +29,9 @@ MAX_LENGTH = 128
 
 
 class HeadRotation(NamedTuple):
-    """Factors of all heads; the queries' contain the scale of the scores.
+    """Rotary factors of all heads. The factors of queries include the scale of the scores.
 
-    ``cos`` float ``[S, 1, 1, R + 2, D]``, 1 (or the scale) where nothing is rotated; ``sin``
+    ``cos``: float ``[S, 1, 1, R + 2, D]``, 1 (or the scale) in columns without rotation. ``sin``:
     ``[S, 1, 1, R + 1, D_rot / 2]``.
     """
 
@@ -53,23 +53,23 @@ class HeadRotation(NamedTuple):
     def apply(self, heads: Tensor, rotated: Tensor) -> None:
         """Rotate and scale float ``[S, B, G, R + 2, D]`` into ``rotated``."""
         torch.mul(heads, self.cos, out=rotated)
-        _add_turned(heads[..., :-1, :], rotated[..., :-1, :], self.sin)
+        _add_quarter_turn(heads[..., :-1, :], rotated[..., :-1, :], self.sin)
 
     def undo(self, rotated: Tensor, heads: Tensor, first: int) -> None:
         """Rotate a float gradient ``[S, B, G, n, D]`` of heads ``first``, … back to ``heads``."""
-        place = slice(first, first + rotated.shape[3])
-        target = heads[..., place, :]
-        torch.mul(rotated, self.cos[..., place, :], out=target)
-        _add_turned(rotated, target, self.sin[..., place, :], sign=-1.0)
+        selected = slice(first, first + rotated.shape[3])
+        target = heads[..., selected, :]
+        torch.mul(rotated, self.cos[..., selected, :], out=target)
+        _add_quarter_turn(rotated, target, self.sin[..., selected, :], sign=-1.0)
 
 
-def _add_turned(source: Tensor, target: Tensor, sin: Tensor, sign: float = 1.0) -> None:
-    """Add ``source`` turned by a right angle, times ``sin``, to ``target``, in place.
+def _add_quarter_turn(source: Tensor, target: Tensor, sin: Tensor, sign: float = 1.0) -> None:
+    """Add ``source``, rotated by a right angle and multiplied by ``sin``, to ``target`` in place.
 
-    With ``target = source * cos`` before, it is the rotation after; ``sign=-1`` turns back.
+    If ``target`` is ``source * cos``, the result is the rotation. ``sign=-1`` rotates backwards.
 
     Args:
-        source: ``[..., D]``; its first ``D_rot / 2`` columns pair with the next.
+        source: ``[..., D]``. Its first ``D_rot / 2`` columns are paired with the next.
         target: the same shape.
         sin: ``[..., D_rot / 2]``, broadcast.
         sign: 1 or -1.
@@ -88,13 +88,14 @@ class _ShortAttention(torch.autograd.Function):
         length, batch, groups, heads, width = mixed.shape
         packed = mixed.new_empty(batch, groups, heads, length, width)
         HeadRotation(cos, sin).apply(mixed, packed.permute(3, 0, 1, 2, 4))
+        # Probabilities, in the buffer of the scores.
         query, key, value = _parts(packed)
         causal = _causal_bias(length, heads - 2, mixed.dtype)
         scores = torch.baddbmm(causal, query, key.transpose(1, 2))
         shares = torch.softmax(scores, dim=-1, out=scores)
         ctx.save_for_backward(packed, shares, cos, sin)
-        seen = torch.bmm(shares, value).view(batch, groups, heads - 2, length, width)
-        return seen.permute(3, 0, 1, 2, 4).reshape(length, batch, -1)
+        attended = torch.bmm(shares, value).view(batch, groups, heads - 2, length, width)
+        return attended.permute(3, 0, 1, 2, 4).reshape(length, batch, -1)
 
     @staticmethod
     @once_differentiable
@@ -102,9 +103,10 @@ class _ShortAttention(torch.autograd.Function):
         packed, shares, cos, sin = ctx.saved_tensors
         batch, groups, heads, length, width = packed.shape
         query, key, value = _parts(packed)
+        # Gradients of the probabilities, then of the scores, in one buffer.
         by_head = grad.view(length, batch, groups, heads - 2, width).permute(1, 2, 3, 0, 4)
-        seen = by_head.reshape(batch * groups, -1, width)
-        scores = torch.bmm(seen, value.transpose(1, 2))
+        rows = by_head.reshape(batch * groups, -1, width)
+        scores = torch.bmm(rows, value.transpose(1, 2))
         torch.ops.aten._softmax_backward_data.out(
             scores, shares, -1, shares.dtype, grad_input=scores
         )
@@ -113,9 +115,10 @@ class _ShortAttention(torch.autograd.Function):
             for part in (
                 torch.bmm(scores, key),
                 torch.bmm(scores.transpose(1, 2), query),
-                torch.bmm(shares.transpose(1, 2), seen),
+                torch.bmm(shares.transpose(1, 2), rows),
             )
         )
+        # Undo the rotation into the gradient of the qkv projection's output.
         mixed = packed.new_empty(length, batch, groups, heads, width)
         rotation = HeadRotation(cos, sin)
         rotation.undo(by_query, mixed, 0)
@@ -126,7 +129,7 @@ class _ShortAttention(torch.autograd.Function):
 
 @functools.lru_cache(maxsize=8)
 def _causal_bias(length: int, queries: int, dtype: torch.dtype) -> Tensor:
-    """``[R * S, S]``: 0 where a query may look, -inf elsewhere."""
+    """Return the causal mask ``[R * S, S]``: 0 if the query attends to the key, else -inf."""
     with torch.inference_mode(False):
         bias = torch.full((length, length), -math.inf, dtype=dtype)
         return bias.triu_(1).repeat(queries, 1)
@@ -136,19 +139,19 @@ def _causal_bias(length: int, queries: int, dtype: torch.dtype) -> Tensor:
 def _head_rotation(
     angles: Tensor, queries: int, width: int, scale: float, dtype: torch.dtype
 ) -> HeadRotation:
-    """The same for all layers of a pass, which hand on one table: a tensor is its own key."""
+    """Build the factors once per pass: its layers share one table, and a tensor hashes by id."""
     with torch.inference_mode(False), torch.no_grad():
         return HeadRotation.of(angles.to(dtype), queries, width, scale)
 
 
 def _parts(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query ``[B * G, R * S, D]``, key and value ``[B * G, S, D]``: views of packed heads."""
+    """View packed heads as query ``[B * G, R * S, D]``, key and value ``[B * G, S, D]``."""
     rows = packed.flatten(0, 1)
     return rows[:, :-2].flatten(1, 2), rows[:, -2], rows[:, -1]
 
 
 def short_attention(mixed: Tensor, angles: Tensor, scale: float) -> Tensor:
-    """Causal grouped-query attention with rotary embedding.
+    """Compute causal grouped-query attention with rotary embedding.
 
     Args:
         mixed: float ``[S, B, G, R + 2, D]``, output of the qkv projection.
@@ -164,7 +167,7 @@ def short_attention(mixed: Tensor, angles: Tensor, scale: float) -> Tensor:
 
 
 class ShortSelfAttention(SelfAttention):
-    """megatron-core's self-attention, by `short_attention` where that applies."""
+    """megatron-core's self-attention that uses `short_attention` for short sequences on CPU."""
 
     def forward(
         self,
@@ -174,10 +177,10 @@ class ShortSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Float ``[S, B, H]`` to ``[S, B, H]`` and a bias that is still to be added."""
-        # What comes besides (caches, other sources of keys, attention sinks, …) is not known here.
-        others = (attention_mask, packed_seq_params, *arguments.values())
-        plain = rotary_pos_emb is not None and all(other is None for other in others)
+        """Map float ``[S, B, H]`` to ``[S, B, H]`` and a bias that the caller adds."""
+        # Any other argument (cache, external keys, attention sinks, …) needs the general code.
+        options = (attention_mask, packed_seq_params, *arguments.values())
+        plain = rotary_pos_emb is not None and all(option is None for option in options)
         if not plain or not self._is_short(hidden_states, rotary_pos_emb):
             return super().forward(
                 hidden_states,
@@ -186,6 +189,7 @@ class ShortSelfAttention(SelfAttention):
                 packed_seq_params=packed_seq_params,
                 **arguments,
             )
+        # One operation from the qkv projection to the output projection.
         mixed, _ = self.linear_qkv(hidden_states)
         heads = mixed.view(
             *mixed.shape[:2],

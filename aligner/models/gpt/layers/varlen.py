@@ -1,14 +1,15 @@
-"""Packed attention by the variable-length kernel of a GPU: PyTorch's, or flash-attn's.
+"""Packed attention by a GPU's variable-length kernel, from PyTorch or flash-attn.
 
-PyTorch's ``varlen_attn`` came in 2.10, scales and sliding windows in 2.11, grouped queries
-in 2.12. Its signature shows which of them it has; what it lacks is made up for where that is exact.
+PyTorch added ``varlen_attn`` in 2.10, scales and sliding windows in 2.11, grouped queries in 2.12.
+Its signature shows the supported options. A missing option is emulated if the result is exact.
 """
 
 import functools
 import importlib
 import importlib.util
 import inspect
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,50 +17,36 @@ from torch import Tensor
 
 from aligner.models.gpt.layers.segments import Segments, take_rows
 
-
-class VarlenKernel(Protocol):
-    """Causal attention within runs of queries and keys that are aligned at their ends."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        query_ends: Tensor,
-        key_ends: Tensor,
-        max_queries: int,
-        max_keys: int,
-        /,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        """``[rows, heads, D]``; the ends are int32 ``[runs + 1]``, the first 0."""
+# Causal attention within pairs of query and key runs, aligned at their ends. Arguments: query, key,
+# value, query_ends, key_ends (int32 [runs + 1], starting with 0), longest query run, longest key
+# run, scale=, window=. Result: [rows, heads, D].
+VarlenKernel = Callable[..., Tensor]
 
 
 def torch_kernel(window: int | None) -> VarlenKernel | None:
-    """PyTorch's kernel; None: there is none, or it knows no sliding windows and one is wanted."""
+    """Return PyTorch's kernel, or None if it is missing or does not support ``window``."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    known = inspect.signature(varlen_attn).parameters
-    if window is not None and "window_size" not in known:
+    supported = inspect.signature(varlen_attn).parameters
+    if window is not None and "window_size" not in supported:
         return None
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, *runs: Any, scale: float, window: int | None
     ) -> Tensor:
+        # Options of this version of PyTorch, or an equal computation without the option.
         options: dict[str, Any] = {}
         groups = query.shape[1] // key.shape[1]
-        if groups > 1 and "enable_gqa" in known:
+        if groups > 1 and "enable_gqa" in supported:
             options["enable_gqa"] = True
         elif groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        if "scale" in known:
+        if "scale" in supported:
             options["scale"] = scale
-        else:  # the kernel's own is 1 / sqrt(D)
+        else:  # the kernel scales by 1 / sqrt(D)
             query = query * (scale * query.shape[-1] ** 0.5)
-        if "window_size" in known:
+        if "window_size" in supported:
             options["window_size"] = (-1 if window is None else window - 1, 0)
         else:
             options["is_causal"] = True
@@ -69,7 +56,7 @@ def torch_kernel(window: int | None) -> VarlenKernel | None:
 
 
 def flash_kernel() -> VarlenKernel | None:
-    """flash-attn's kernel, where the package is installed."""
+    """Return flash-attn's kernel, or None if the package is not installed."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     flash_attn_varlen_func = importlib.import_module("flash_attn").flash_attn_varlen_func
@@ -93,12 +80,12 @@ def flash_kernel() -> VarlenKernel | None:
 
 @functools.cache
 def find_kernel(window: int | None) -> VarlenKernel | None:
-    """The kernel for this window; None: there is none, and attention is by buckets of lengths."""
+    """Return the kernel for this window, or None: attention is then computed per bucket."""
     return torch_kernel(window) or flash_kernel()
 
 
 def can_attend_varlen(query: Tensor, dropout: float, window: int | None) -> bool:
-    """Return whether a kernel takes these float queries ``[R, heads, D]``."""
+    """Return whether a kernel supports these float queries ``[R, heads, D]``."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -117,21 +104,22 @@ def attend_varlen(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Attend within every sequence.
+    """Compute attention within every sequence.
 
     Args:
         query: float ``[R, heads, D]``, this rank's rows.
         key: ``[cp_size * R, groups, D]``, rows of all context-parallel ranks.
         value: as ``key``.
-        segments: where the sequences are.
-        scale: of the scores.
-        window: sliding window; None: none.
+        segments: plan of the sequences.
+        scale: factor of the scores.
+        window: size of the sliding window, or None.
 
     Returns:
-        ``[R, heads, D]``, 0 where a row belongs to no sequence.
+        ``[R, heads, D]``, 0 in rows outside of sequences.
     """
     kernel = find_kernel(window)
-    assert kernel is not None  # can_attend_varlen
+    assert kernel is not None  # checked by can_attend_varlen
+    # Rows after the last sequence are padding. Shared prefixes repeat keys.
     runs = segments.runs
     used = int(runs.queries.sum())
     if runs.key_rows is None:

@@ -1,0 +1,295 @@
+"""`load_model`: a model in this process, for generation and log-probs."""
+
+import os
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aligner.algorithms.ask.model import InferenceModel, open_model
+from aligner.algorithms.rollout.validation import sample_responses
+from aligner.algorithms.run.engine import run_settings
+from aligner.api.quiet import quiet
+from aligner.checkpoint.convert import nemo_to_hf
+from aligner.checkpoint.run_state.store import RunStateStore
+from aligner.config import AskConfig, LengthParams, RunConfig, SamplingOptions, SamplingParams
+from aligner.config.load import parse_config
+from aligner.config.parse import build
+from aligner.data.prompts import Prompt, PromptDataset, make_prompt
+from aligner.data.readers import Row
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.errors import ConfigError, DataError
+from aligner.models.policy.lm_policy import Policy
+from aligner.models.value.lm_value import Value
+from aligner.parallel.groups import shutdown_parallel
+from aligner.rewards.sequences import response_texts
+
+Text = str | Sequence[Mapping[str, Any]]  # text, or the messages of a chat
+
+_open_models = 0
+
+
+class _Loaded:
+    """Tokenization, padding and the end of a loaded model or critic."""
+
+    def __init__(self, loaded: InferenceModel, closing: ExitStack) -> None:
+        self._loaded = loaded
+        self._end = weakref.finalize(self, closing.close)  # at the latest at exit
+        self.tokenizer = loaded.tokenizer
+
+    def close(self) -> None:
+        """Release the weights; after the last model also the process groups of this process."""
+        self._end()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _prompts(self, prompts: Sequence[Text]) -> list[Prompt]:
+        if isinstance(prompts, str):
+            raise DataError("prompts: a text, not a list of texts; write [prompt]")
+        columns = self._loaded.run.data
+        return [
+            make_prompt(Row(f"prompts[{i}]", {"prompt": text}), i, self.tokenizer, columns)
+            for i, text in enumerate(prompts)
+        ]
+
+    def _sequences(self, prompts: Sequence[Text], responses: Sequence[str]) -> "_Sequences":
+        if len(prompts) != len(responses):
+            raise DataError(f"{len(prompts)} prompts and {len(responses)} responses; give as many")
+        heads = [prompt.ids for prompt in self._prompts(prompts)]
+        rows = [[*ids, *self.tokenizer.encode(r)] for ids, r in zip(heads, responses, strict=True)]
+        return _Sequences(rows, [len(ids) for ids in heads], self.tokenizer.pad_id)
+
+
+class _Sequences:
+    """Prompts with their responses as one right-padded batch."""
+
+    def __init__(self, rows: list[list[int]], prompt_lengths: list[int], pad_id: int) -> None:
+        self._prompt_lengths = prompt_lengths
+        self._lengths = [len(row) for row in rows]
+        longest = max(self._lengths, default=0)
+        padded = [[*row, *[pad_id] * (longest - len(row))] for row in rows]
+        position = torch.arange(longest)
+        starts, ends = torch.tensor(prompt_lengths)[:, None], torch.tensor(self._lengths)[:, None]
+        self.batch: BatchedDataDict = BatchedDataDict(
+            {
+                "input_ids": torch.tensor(padded),
+                "input_lengths": torch.tensor(self._lengths),
+                "token_mask": ((position >= starts) & (position < ends)).float(),
+            }
+        )
+
+    def of_responses(self, values: torch.Tensor) -> list[list[float]]:
+        """Return the columns of each row's response tokens, ``values`` being [B, S]."""
+        return [
+            row[start:end].tolist()
+            for row, start, end in zip(values, self._prompt_lengths, self._lengths, strict=True)
+        ]
+
+
+class Model(_Loaded):
+    """A language model in this process. `close` it, or use it as a context manager."""
+
+    def __init__(self, loaded: InferenceModel, policy: Policy, closing: ExitStack) -> None:
+        super().__init__(loaded, closing)
+        self._policy = policy
+
+    def generate(
+        self,
+        prompts: Sequence[Text],
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        greedy: bool = False,
+        stop: Sequence[str] = (),
+        seed: int = 1234,
+    ) -> list[str]:
+        """Generate one response for each prompt.
+
+        Args:
+            prompts: texts, or lists of chat messages. A prompt that is given twice has two
+                responses, which differ.
+            max_new_tokens: most tokens of a response.
+            temperature: divisor of the logits.
+            top_p: share of the probability that the candidates of a token have; 1 means all.
+            top_k: number of candidates of a token; 0 means all.
+            greedy: take the likeliest token.
+            stop: strings after which a response ends.
+            seed: of the random numbers. The same seed and prompts give the same responses.
+
+        Returns:
+            the responses as text, without the tokens that end them.
+
+        Raises:
+            DataError: a prompt is neither text nor messages.
+            ConfigError: an option has a value that cannot be used, or a prompt is too long.
+        """
+        options = SamplingOptions(
+            build(LengthParams, {"max_length": max_new_tokens, "min_length": 1}, "generate"),
+            build(
+                SamplingParams,
+                {
+                    "temperature": temperature,
+                    "top_p": top_p,
+                    "top_k": top_k,
+                    "use_greedy": greedy,
+                    "end_strings": list(stop),
+                },
+                "generate",
+            ),
+        )
+        dataset = PromptDataset(self._prompts(prompts))
+        if not len(dataset):
+            return []
+        positions = self._loaded.architecture.max_position_embeddings
+        if dataset.max_length + max_new_tokens > positions:
+            raise ConfigError(
+                f"max_new_tokens={max_new_tokens}: the longest prompt has {dataset.max_length} "
+                f"tokens and the model {positions} positions; lower it or shorten the prompt"
+            )
+        sampling = self._loaded.sampling(self._policy, 1)
+        sampling = replace(sampling, seed=seed, sampling_options=options)
+        return response_texts(self.tokenizer, sample_responses(sampling, dataset))
+
+    def logprobs(self, prompts: Sequence[Text], responses: Sequence[str]) -> list[list[float]]:
+        """Compute the log-prob of every token of each response, at temperature 1.
+
+        Args:
+            prompts: texts, or lists of chat messages.
+            responses: texts, one for each prompt. They are tokenized apart from the prompts.
+
+        Returns:
+            one list for each response, with a natural logarithm for each of its tokens.
+        """
+        if not len(prompts) == len(responses) > 0:
+            return []
+        sequences = self._sequences(prompts, responses)
+        self._policy.prepare_for_lp_inference()
+        try:
+            found = self._policy.get_logprobs(sequences.batch)["logprobs"]
+        finally:
+            self._policy.finish_inference()
+        return sequences.of_responses(found)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the model: a ``.nemo`` file, or a Hugging Face directory for other names.
+
+        Raises:
+            ConfigError: ``path`` exists.
+        """
+        target = Path(path)
+        if target.exists():
+            raise ConfigError(f"path={target} exists; give the name of a new file or directory")
+        if target.suffix == ".nemo":
+            self._policy.save_checkpoint(str(target))
+            return target
+        with tempfile.TemporaryDirectory() as folder:
+            nemo = Path(folder) / "model.nemo"
+            self._policy.save_checkpoint(str(nemo))
+            nemo_to_hf(nemo, target)
+        return target
+
+
+class CriticModel(_Loaded):
+    """The critic of a run in this process. `close` it, or use it as a context manager."""
+
+    def __init__(self, loaded: InferenceModel, value: Value, closing: ExitStack) -> None:
+        super().__init__(loaded, closing)
+        self._value = value
+
+    def values(self, prompts: Sequence[Text], responses: Sequence[str]) -> list[list[float]]:
+        """Predict the return before every token of each response.
+
+        ``prompts`` and ``responses`` are those of `Model.logprobs`. Returns one list for each
+        response, with a number for each of its tokens.
+        """
+        sequences = self._sequences(prompts, responses)
+        self._value.prepare_for_inference()
+        try:
+            found = self._value.get_values(sequences.batch)["values"]
+        finally:
+            self._value.finish_inference()
+        return sequences.of_responses(found)
+
+
+def load_model(path: str | os.PathLike[str]) -> Model:
+    """Load a model into this process.
+
+    Args:
+        path: a ``.nemo`` file, a Hugging Face directory, or the directory of a run, whose newest
+            state is loaded.
+
+    Raises:
+        CheckpointError: ``path`` has no language model.
+    """
+    with ExitStack() as closing, _unchanged(), quiet():
+        loaded = _open(path, closing)
+        policy, _ = loaded.start(1, print)
+        assert isinstance(policy, Policy), "without an engine the policy generates"
+        return Model(loaded, policy, closing.pop_all())
+
+
+def load_critic(folder: str | os.PathLike[str]) -> CriticModel | None:
+    """Load the critic from the newest state of the run in ``folder``; None without a critic."""
+    states = RunStateStore(Path(folder) / "run_state").states()
+    if not states or not (states[-1].path / "value").is_dir():
+        return None
+    state = states[-1].path
+    config = parse_config(RunStateStore(state.parent).load(state).state["config"], RunConfig)
+    if config.critic is None:
+        return None
+    with ExitStack() as closing, _unchanged(), quiet():
+        loaded = _open(folder, closing)
+        value = Value(
+            loaded.engine.clusters(closing).value,
+            config.critic,
+            loaded.tokenizer,
+            init_optimizer=False,
+            model=config.model,
+            run=run_settings(config),
+            backend=config.policy.backend,
+        )
+        closing.callback(value.shutdown)
+        value.load_state(state / "value")
+        return CriticModel(loaded, value, closing.pop_all())
+
+
+def _open(path: str | os.PathLike[str], closing: ExitStack) -> InferenceModel:
+    """Open the model at ``path``; the process groups end with ``closing``."""
+    values = {"model": {"restore_from_path": os.fspath(path)}, "sampling": {"max_length": 1}}
+    closing.enter_context(_groups())
+    return open_model(build(AskConfig, values, ""), closing)
+
+
+@contextmanager
+def _unchanged() -> Iterator[None]:
+    """Keep the random generators of this process, and the hook that prints tracebacks."""
+    hook = sys.excepthook
+    with torch.random.fork_rng():
+        yield
+    sys.excepthook = hook  # torch.distributed would print the rank before every line
+
+
+@contextmanager
+def _groups() -> Iterator[None]:
+    """Destroy the process groups with the last model, unless the caller had made them."""
+    global _open_models
+    had_groups = torch.distributed.is_initialized() and _open_models == 0
+    _open_models += 1
+    try:
+        yield
+    finally:
+        _open_models -= 1
+        if _open_models == 0 and not had_groups:
+            shutdown_parallel()

@@ -1,0 +1,221 @@
+"""Python objects as values of configuration keys: functions, classes and rows become files.
+
+A function or class that can be imported is named, ``package.module:name``. Any other, such as a
+function of a notebook, is pickled by cloudpickle beside a module that loads it. The pickle travels
+from the caller to the run only. The module contains the source as a comment, so that the identity
+of the run changes with the code.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import cloudpickle
+
+from aligner.errors import ConfigError, DataError
+
+_PLAIN = (str, int, float, bool, type(None), tuple, list, dict)
+
+
+def as_setting(key: str, value: Any, folder: Path) -> Any:
+    """Return ``value`` as configuration has it: plain values, with the paths of objects.
+
+    Args:
+        key: the configuration key; files are named after it.
+        value: a plain value, a path, a function, class or callable object, or a list or mapping
+            of these.
+        folder: where files are written.
+
+    Raises:
+        ConfigError: an object cannot be pickled.
+    """
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {name: as_setting(f"{key}.{name}", item, folder) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_setting(f"{key}.{i}", item, folder) for i, item in enumerate(value)]
+    if callable(value):
+        return _importable_path(value) or _write_object(key, value, folder)
+    return value
+
+
+def _importable_path(value: Any) -> str | None:
+    """Return ``module:name`` if another process can import ``value``; None otherwise."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if module in (None, "__main__") or name is None or "<" in name:
+        return None
+    try:
+        loaded: Any = importlib.import_module(module)
+        for part in name.split("."):
+            loaded = getattr(loaded, part)
+        has_file = importlib.util.find_spec(module) is not None
+    except (ImportError, AttributeError, ValueError):
+        return None
+    return f"{module}:{name}" if loaded is value and has_file else None
+
+
+def _write_object(key: str, value: Any, folder: Path) -> str:
+    """Pickle ``value`` below ``folder`` and return the path by which a run imports the object."""
+    stem = key.replace(".", "_")
+    name = getattr(value, "__name__", "")
+    name = name if name.isidentifier() else "value"
+    try:
+        pickled = cloudpickle.dumps(value)
+    except Exception as error:
+        raise ConfigError(
+            f"{key}: {value!r} cannot be sent to the run's process: {type(error).__name__}: "
+            f"{error}. Open files, connections and locks inside of the function"
+        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{stem}.pickle").write_bytes(pickled)
+    source = textwrap.indent("\n".join(_sources(name, value)), "# ", lambda line: True)
+    (folder / f"{stem}.py").write_text(
+        f'"""Loads `{name}`, pickled for {key}. The source serves comparisons only."""\n'
+        "import pickle\n"
+        "from pathlib import Path\n\n"
+        f'{name} = pickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())\n'
+        "try:\n"
+        f"    {name}.__module__ = __name__\n"
+        "except AttributeError:\n"
+        "    pass\n\n"
+        f"{source}\n"
+    )
+    return f"{folder / stem}.py:{name}"
+
+
+def _sources(name: str, value: Any) -> Iterator[str]:
+    """Yield the source of ``value`` and of the objects that the source refers to, in a fixed order.
+
+    Objects of importable modules are represented by their names, and other values by their types
+    unless they are plain.
+    """
+    pending, seen = [(name, value)], set[int]()
+    while pending:
+        name, item = pending.pop(0)
+        if id(item) in seen and not isinstance(item, _PLAIN):
+            continue
+        seen.add(id(item))
+        if isinstance(item, _PLAIN):
+            yield f"{name} = {_plain_text(item)}"
+        elif item is not value and _importable_path(item):
+            yield f"{name} = {_importable_path(item)}"
+        elif isinstance(item, partial):
+            pending += [(f"{name}.func", item.func), (f"{name}.args", item.args)]
+            pending += [(f"{name}.keywords", item.keywords)]
+        elif inspect.ismethod(item):
+            pending += [(f"{name}.function", item.__func__), (f"{name}.self", item.__self__)]
+        elif isinstance(item, FunctionType):
+            yield f"{name} = {_function_source(item)}"
+            pending += sorted(_references(item).items())
+        elif isinstance(item, type):
+            yield f"{name} = class {item.__qualname__}{item.__bases__}"
+            members = sorted(vars(item).items())
+            pending += [
+                (f"{name}.{member}", getattr(part, "__func__", part))
+                for member, part in members
+                if member not in ("__dict__", "__weakref__", "__doc__", "__module__")
+                and not member.startswith("__static")
+            ]
+        else:
+            yield f"{name} = a {type(item).__qualname__}"
+            if callable(item):
+                state = sorted(getattr(item, "__dict__", {}).items())
+                pending += [(f"{name}.type", type(item)), *state]
+
+
+def _plain_text(value: Any) -> str:
+    """Return a plain value as JSON, or the digest of the JSON if that is long."""
+    try:
+        text = json.dumps(value, sort_keys=True, default=lambda item: type(item).__qualname__)
+    except (TypeError, ValueError):  # keys of several types, or a circle
+        return f"a {type(value).__qualname__}"
+    return text if len(text) <= 1000 else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _function_source(function: FunctionType) -> str:
+    """Return the source of a function, or its byte code if there is no source."""
+    try:
+        return textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        parts = [(code.co_code.hex(), code.co_consts, code.co_names) for code in _codes(function)]
+        return _plain_text(parts)
+
+
+def _codes(function: FunctionType) -> Iterator[CodeType]:
+    """Yield the code of a function and of the functions and comprehensions inside."""
+    pending = [function.__code__]
+    for code in pending:
+        yield code
+        pending += [item for item in code.co_consts if isinstance(item, CodeType)]
+
+
+def _references(function: FunctionType) -> dict[str, Any]:
+    """Return the global and enclosing variables and the defaults that a function reads."""
+    names = {name for code in _codes(function) for name in code.co_names}
+    outer = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            outer[name] = cell.cell_contents
+    outer = {name: item for name, item in outer.items() if not inspect.ismodule(item)}
+    defaults = {"__defaults__": function.__defaults__, "__kwdefaults__": function.__kwdefaults__}
+    return {**outer, **{name: item for name, item in defaults.items() if item is not None}}
+
+
+def write_rows(key: str, rows: Any, folder: Path) -> tuple[str, set[str]]:
+    """Write rows as JSON lines; return the path and the names of the columns.
+
+    Args:
+        key: the configuration key; the file is named after it.
+        rows: mappings of column to value: a list, a ``datasets.Dataset``, a generator or a
+            ``pandas.DataFrame``.
+        folder: where the file is written.
+
+    Raises:
+        DataError: there is no row, or a row is not a mapping or not JSON.
+    """
+    if hasattr(rows, "to_dict") and hasattr(rows, "iloc"):
+        rows = rows.to_dict("records")
+    folder.mkdir(parents=True, exist_ok=True)
+    path, columns = folder / f"{key.replace('.', '_')}.jsonl", set[str]()
+    index = -1
+    with path.open("w", encoding="utf-8") as file:
+        for index, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise DataError(
+                    f"{key}: row {index} must be a mapping of column to value, got "
+                    f"{type(row).__name__}"
+                )
+            columns |= row.keys()
+            try:
+                line = json.dumps(dict(row), ensure_ascii=False, default=_as_json)
+            except (TypeError, ValueError) as error:
+                raise DataError(f"{key}: row {index} cannot be written as JSON: {error}") from error
+            file.write(f"{line}\n")
+    if index < 0:
+        raise DataError(f"{key}: there are no rows")
+    return str(path), columns
+
+
+def _as_json(value: Any) -> Any:
+    """Return an array, a tensor or a NumPy scalar as lists and numbers."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a value of type {type(value).__name__}")
+
+
+def is_rows(data: Any) -> bool:
+    """Return whether ``data`` contains rows, rather than naming files or a generator function."""
+    if isinstance(data, str | os.PathLike) or callable(data):
+        return False
+    return not (isinstance(data, list | tuple) and data and isinstance(data[0], str | os.PathLike))

@@ -1,0 +1,112 @@
+"""A script of the command line in a process of its own, with its output and its errors.
+
+::
+
+    run's process                       caller
+    stdout  ── thread ──►  sys.stdout   (directly if that is a terminal)
+    stderr  ── thread ──►  sys.stderr   (and kept: its last lines become the exception)
+    signals ◄── SIGINT ──  KeyboardInterrupt, once; a second one kills the run
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import IO, TextIO
+
+from aligner import errors
+from aligner.errors import AlignerError, WorkerError
+from aligner.process_tree import kill_tree
+
+_KEPT_LINES = 2000
+
+
+def run_script(command: str, arguments: Sequence[str]) -> None:
+    """Run ``aligner COMMAND ARGUMENTS`` and wait for the end.
+
+    Raises:
+        AlignerError: the error that the command reported, of its class.
+        WorkerError: the command ended in another way.
+        KeyboardInterrupt: Ctrl-C, after the run has saved its state.
+    """
+    has_terminal = _is_terminal(sys.stdout)
+    # The caller may have extended sys.path, by which its modules are imported.
+    added = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(added)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "aligner.commands", command, *arguments],
+        stdout=None if has_terminal else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,  # a terminal's Ctrl-C reaches the run once, from here
+    )
+    stderr = deque[str](maxlen=_KEPT_LINES)
+    readers = [threading.Thread(target=_copy, args=(process.stderr, sys.stderr, stderr))]
+    if process.stdout is not None:
+        readers.append(threading.Thread(target=_copy, args=(process.stdout, sys.stdout, None)))
+    for reader in readers:
+        reader.start()
+    was_interrupted = False
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        was_interrupted = True
+        process.send_signal(signal.SIGINT)
+        status = process.wait()
+    finally:
+        if process.poll() is None:  # a second Ctrl-C, or an error of this process
+            kill_tree(process.pid)
+            process.wait()
+        for reader in readers:
+            reader.join()
+    if was_interrupted or status == 130:
+        raise KeyboardInterrupt
+    if status != 0:
+        raise _error_of("".join(stderr), status)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """Return whether ``stream`` is this process's standard output on a terminal."""
+    try:
+        return stream.isatty() and stream.fileno() == 1
+    except (OSError, ValueError, AttributeError):  # a notebook's stream has no descriptor
+        return False
+
+
+def _copy(source: IO[str] | None, target: TextIO, kept: deque[str] | None) -> None:
+    """Copy lines, keeping the last; an error report of the command is kept only."""
+    assert source is not None, "the stream is a pipe"
+    is_report = False
+    for line in source:
+        if kept is not None:
+            kept.append(line)
+            is_report = is_report or _report(line) is not None
+        if not is_report:
+            target.write(line)
+            target.flush()
+
+
+def _report(line: str) -> tuple[type[AlignerError], str] | None:
+    """Return the class and the first line of an error that ``config.cli`` reports."""
+    match = re.match(r"(\w+Error): (.*)", line, re.DOTALL)
+    kind = getattr(errors, match[1], None) if match else None
+    if match is None or not (isinstance(kind, type) and issubclass(kind, AlignerError)):
+        return None
+    return kind, match[2]
+
+
+def _error_of(stderr: str, status: int) -> AlignerError:
+    """Return the error that the command reported on ``stderr``."""
+    lines = stderr.splitlines(keepends=True)
+    for index, line in enumerate(lines):
+        if report := _report(line):
+            kind, first = report
+            return kind((first + "".join(lines[index + 1 :])).rstrip("\n"))
+    return WorkerError(f"the run ended with status {status}; its last lines are above")

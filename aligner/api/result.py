@@ -1,0 +1,135 @@
+"""`Result`: what a training run wrote, and the trained models."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aligner.api.quiet import quiet
+from aligner.errors import CheckpointNotFoundError, ConfigError, MissingPackageError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from aligner.api.model import CriticModel, Model
+
+
+class Result:
+    """Files of a run's directory, and the trained models, which are loaded when first used.
+
+    ``os.fspath(result)`` is the trained ``.nemo``: a result can be the ``model`` of the next call.
+
+    Args:
+        folder: the run's directory.
+        command: the equivalent command line.
+    """
+
+    def __init__(self, folder: Path, command: str) -> None:
+        self.folder = folder
+        self.command = command
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Metrics of every step, oldest first; each with ``step`` and numbers by their names."""
+        from aligner.observe.metrics import read_metrics
+
+        steps: dict[int, dict[str, Any]] = {}
+        for line in read_metrics(self.folder / "metrics.jsonl"):
+            steps.setdefault(line["step"], {}).update(line)
+        return list(steps.values())
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """Return `metrics` as a table, one row per step.
+
+        Raises:
+            MissingPackageError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingPackageError(
+                "Result.to_pandas() needs pandas, not installed here; pip install pandas"
+            ) from error
+        return pd.DataFrame(self.metrics).set_index("step")
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The best run state by the monitored metric: ``step``, ``metric`` (a number) and ``path``.
+
+        Raises:
+            CheckpointNotFoundError: the run has no state.
+        """
+        from aligner.checkpoint.run_state.store import RunStateStore
+
+        states = RunStateStore(self.folder / "run_state").states()
+        if not states:
+            raise CheckpointNotFoundError(f"{self.folder}: the run has not saved a state")
+        config = _saved_config(states[-1].path)
+        sign = -1 if config["exp_manager"]["mode"] == "min" else 1
+        scored = [state for state in states if state.metric is not None] or states[-1:]
+        state = max(scored, key=lambda state: (sign * (state.metric or 0.0), state.step))
+        return {"step": state.step, "metric": state.metric, "path": state.path}
+
+    @property
+    def report(self) -> Path:
+        """Path of the run's HTML report."""
+        return self.folder / "report.html"
+
+    @cached_property
+    def policy(self) -> "Model":
+        """The trained model."""
+        with quiet():
+            from aligner.api.model import load_model
+
+        return load_model(self.folder)
+
+    @cached_property
+    def value(self) -> "CriticModel | None":
+        """The trained critic of a PPO run; None for algorithms without a critic."""
+        with quiet():
+            from aligner.api.model import load_critic
+
+        return load_critic(self.folder)
+
+    def generate(self, prompts: Sequence[Any], **options: Any) -> list[str]:
+        """Generate one response for each prompt; see `Model.generate`."""
+        return self.policy.generate(prompts, **options)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the trained model: a ``.nemo`` file, or a Hugging Face directory for other names.
+
+        Raises:
+            CheckpointNotFoundError: the run was stopped before its end.
+            ConfigError: ``path`` exists.
+        """
+        from aligner.checkpoint.convert import nemo_to_hf
+
+        source, target = Path(os.fspath(self)), Path(path)
+        if target.exists():
+            raise ConfigError(f"path={target} exists; give the name of a new file or directory")
+        if target.suffix == ".nemo":
+            shutil.copyfile(source, target)
+        else:
+            nemo_to_hf(source, target)
+        return target
+
+    def __fspath__(self) -> str:
+        """Return the path of the trained ``.nemo``."""
+        for name in ("policy.nemo", "reward_model.nemo"):
+            if (path := self.folder / name).exists():
+                return str(path)
+        raise CheckpointNotFoundError(
+            f"{self.folder}: there is no trained model, because the run was stopped before its end "
+            "or exp_manager.save_nemo=false; call the training function again to continue"
+        )
+
+    def __repr__(self) -> str:
+        return f"Result({str(self.folder)!r}, {len(self.metrics)} steps)"
+
+
+def _saved_config(state: Path) -> dict[str, Any]:
+    from aligner.checkpoint.run_state.store import RunStateStore
+
+    return dict(RunStateStore(state.parent).load(state).state["config"])

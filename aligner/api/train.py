@@ -1,0 +1,450 @@
+"""Training functions: one for each algorithm, with the keys that are set most often as keywords."""
+
+import difflib
+import functools
+import inspect
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec
+
+from aligner.api.objects import as_setting, is_rows, write_rows
+from aligner.api.process import run_script
+from aligner.api.result import Result
+from aligner.errors import ConfigError
+
+P = ParamSpec("P")
+StrPath = str | os.PathLike[str]
+# Rows (a list, `datasets.Dataset` or `pandas.DataFrame`), paths, or a generator function.
+Data = StrPath | Sequence[StrPath] | Iterable[Mapping[str, Any]] | Callable[..., Any]
+Code = str | Callable[..., Any]  # a function or class, or the path of one
+
+# The configuration key of each keyword. {loop} is a section of `trainer`, {rollout} one of `model`.
+KEYS = {
+    "model": "model.restore_from_path",
+    "teacher": "teacher.restore_from_path",
+    "data": "data.train.source",
+    "validation_data": "data.validation.source",
+    "output_dir": "exp_manager.explicit_log_dir",
+    "reward": "reward.function",
+    "reward_model": "reward.model.restore_from_path",
+    "environment": "environment.factory",
+    "max_steps": "trainer.{loop}.max_steps",
+    "max_epochs": "trainer.{loop}.max_epochs",
+    "validate_every": "trainer.{loop}.val_check_interval",
+    "lr": "model.optim.lr",
+    "critic_lr": "critic.optim.lr",
+    "batch_size": "model.global_batch_size",
+    "micro_batch_size": "model.micro_batch_size",
+    "samples_per_step": "model.{rollout}.num_rollout_samples",
+    "num_generations": "model.{rollout}.num_rollouts_per_prompt",
+    "max_new_tokens": "model.{rollout}.length_params.max_length",
+    "temperature": "model.{rollout}.sampling_params.temperature",
+    "kl_penalty": "trainer.ppo.initial_policy_kl_penalty",
+    "loss": "trainer.dpo.loss",
+    "beta": "trainer.dpo.beta",
+    "devices": "trainer.devices",
+    "seed": "seed",
+}
+
+
+def _named(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Let ``function`` answer an unknown keyword with the nearest of its own."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> Result:
+        for name in keywords:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise TypeError(
+                    f"{function.__name__}() has no keyword {name!r}; {hint}Its keywords are "
+                    f"{', '.join(known)}. Any other key of the configuration goes into "
+                    "overrides={'model.ppo.ratio_eps': 0.1}"
+                )
+        return function(*args, **keywords)
+
+    return call
+
+
+@_named
+def train_ppo(
+    *,
+    model: StrPath,
+    data: Data,
+    reward: Code | None = None,
+    reward_model: StrPath | None = None,
+    environment: Code | None = None,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    critic_lr: float | None = None,
+    kl_penalty: float | None = None,
+    samples_per_step: int | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
+    output_dir: StrPath = "results/ppo",
+    overrides: Mapping[str, Any] | None = None,
+) -> Result:
+    """Train a policy and a critic by PPO (Schulman et al. 2017).
+
+    A call with the directory of a stopped run continues that run. Ctrl-C saves the run and raises
+    `KeyboardInterrupt`. Keywords that are None keep the defaults of ``aligner train-ppo``.
+
+    Args:
+        model: a ``.nemo`` file, a Hugging Face directory, or the `Result` of another training
+            function.
+        data: prompts: mappings with ``prompt`` (text or chat messages) and further columns, which
+            the reward receives; or files, or a generator function.
+        reward: ``reward(prompts, responses, **columns) -> list[float]``, or the path of such a
+            function, ``FILE.py:FUNCTION``.
+        reward_model: a reward model of `train_reward`, which scores instead.
+        environment: a class of an environment, which gives the prompts and scores.
+        validation_data: held-out prompts.
+        max_steps: number of steps, each with one rollout.
+        validate_every: number of steps between validations.
+        lr: learning rate of the policy.
+        critic_lr: learning rate of the critic.
+        kl_penalty: weight of the KL divergence from the initial policy in the reward.
+        samples_per_step: number of responses of a rollout.
+        max_new_tokens: most tokens of a response.
+        temperature: sampling temperature.
+        devices: number of processes, one per device.
+        seed: of sampling, shuffling and new weights.
+        output_dir: directory of the run.
+        overrides: further keys of the configuration with their values.
+
+    Returns:
+        the run's files and the trained models.
+
+    Raises:
+        ConfigError: a keyword or override has a value that cannot be used.
+        DataError: a row cannot be used.
+        TypeError: a keyword is unknown.
+    """
+    return _train("ppo", locals())
+
+
+@_named
+def train_grpo(
+    *,
+    model: StrPath,
+    data: Data,
+    reward: Code | None = None,
+    reward_model: StrPath | None = None,
+    environment: Code | None = None,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    kl_penalty: float | None = None,
+    samples_per_step: int | None = None,
+    num_generations: int | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
+    output_dir: StrPath = "results/grpo",
+    overrides: Mapping[str, Any] | None = None,
+) -> Result:
+    """Train a policy by GRPO (Shao et al. 2024), without a critic.
+
+    ``overrides={"trainer.ppo.advantage.estimator": "rloo"}`` selects another estimator of the
+    family. The other keywords are those of `train_ppo`.
+
+    Args:
+        model: see `train_ppo`.
+        data: see `train_ppo`.
+        reward: see `train_ppo`.
+        reward_model: see `train_ppo`.
+        environment: see `train_ppo`.
+        validation_data: see `train_ppo`.
+        max_steps: see `train_ppo`.
+        validate_every: see `train_ppo`.
+        lr: learning rate.
+        kl_penalty: see `train_ppo`.
+        samples_per_step: see `train_ppo`.
+        num_generations: number of responses to each prompt, which are compared with each other.
+        max_new_tokens: see `train_ppo`.
+        temperature: see `train_ppo`.
+        devices: see `train_ppo`.
+        seed: see `train_ppo`.
+        output_dir: directory of the run.
+        overrides: see `train_ppo`.
+    """
+    return _train("reinforce", locals(), {"trainer.ppo.advantage.estimator": "grpo"})
+
+
+@_named
+def train_rs(
+    *,
+    model: StrPath,
+    data: Data,
+    reward: Code | None = None,
+    reward_model: StrPath | None = None,
+    environment: Code | None = None,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    samples_per_step: int | None = None,
+    num_generations: int | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
+    output_dir: StrPath = "results/rs",
+    overrides: Mapping[str, Any] | None = None,
+) -> Result:
+    """Train a policy by rejection sampling: the best responses to each prompt are learned.
+
+    The keywords are those of `train_grpo`.
+    """
+    return _train("rs", locals())
+
+
+@_named
+def train_sft(
+    *,
+    model: StrPath,
+    data: Data,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    max_epochs: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
+    output_dir: StrPath = "results/sft",
+    overrides: Mapping[str, Any] | None = None,
+) -> Result:
+    """Fine-tune a model on worked examples.
+
+    Args:
+        model: a ``.nemo`` file, a Hugging Face directory, or a `Result`.
+        data: rows with ``prompt`` and ``response``, or with ``messages`` (a whole chat); or files,
+            or a generator function.
+        validation_data: held-out rows.
+        max_steps: number of optimizer steps at most.
+        max_epochs: number of passes over the data at most.
+        validate_every: number of steps between validations.
+        lr: learning rate.
+        batch_size: examples of an optimizer step.
+        micro_batch_size: examples of a forward and backward pass, on each device.
+        devices: number of processes, one per device.
+        seed: of shuffling and dropout.
+        output_dir: directory of the run.
+        overrides: further keys of the configuration with their values.
+
+    Returns and raises what `train_ppo` does.
+    """
+    return _train("sft", locals())
+
+
+@_named
+def train_dpo(
+    *,
+    model: StrPath,
+    data: Data,
+    loss: str | None = None,
+    beta: float | None = None,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    max_epochs: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
+    output_dir: StrPath = "results/dpo",
+    overrides: Mapping[str, Any] | None = None,
+) -> Result:
+    """Train a policy on preferences, by DPO (Rafailov et al. 2023) or a related loss.
+
+    Args:
+        model: a ``.nemo`` file, a Hugging Face directory, or a `Result`.
+        data: rows with ``prompt``, ``chosen`` and ``rejected``; for ``loss="kto"`` with ``prompt``,
+            ``response`` and ``label``; or files, or a generator function.
+        loss: ``dpo``, ``ipo``, ``rpo``, ``simpo`` or ``kto``.
+        beta: weight of the implicit reward.
+        validation_data: see `train_sft`.
+        max_steps: see `train_sft`.
+        max_epochs: see `train_sft`.
+        validate_every: see `train_sft`.
+        lr: see `train_sft`.
+        batch_size: see `train_sft`.
+        micro_batch_size: see `train_sft`.
+        devices: see `train_sft`.
+        seed: see `train_sft`.
+        output_dir: see `train_sft`.
+        overrides: see `train_sft`.
+    """
+    return _train("dpo", locals())
+
+
+@_named
+def train_reward(
+    *,
+    model: StrPath,
+    data: Data,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    max_epochs: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
+    output_dir: StrPath = "results/reward",
+    overrides: Mapping[str, Any] | None = None,
+) -> Result:
+    """Train a reward model on comparisons: rows with ``prompt``, ``chosen`` and ``rejected``.
+
+    The keywords are those of `train_sft`. The `Result` can be the ``reward_model`` of `train_ppo`.
+    """
+    return _train("reward", locals())
+
+
+@_named
+def train_distill(
+    *,
+    model: StrPath,
+    teacher: StrPath,
+    data: Data,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    max_epochs: int | None = None,
+    validate_every: int | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    devices: int | None = None,
+    seed: int | None = None,
+    output_dir: StrPath = "results/distill",
+    overrides: Mapping[str, Any] | None = None,
+) -> Result:
+    """Train a model to predict the token distributions of ``teacher``, a larger model.
+
+    The other keywords are those of `train_sft`. Both models have the same tokenizer.
+    """
+    return _train("distill", locals())
+
+
+def _train(
+    algorithm: str, keywords: dict[str, Any], settings: Mapping[str, Any] | None = None
+) -> Result:
+    """Write rows and objects into the run's directory, run the script, return its result.
+
+    Args:
+        algorithm: name in `aligner.catalog.ALGORITHMS`.
+        keywords: of the training function, by name.
+        settings: keys that the training function sets itself.
+    """
+    folder = Path(os.fspath(keywords["output_dir"])).expanduser()
+    files = folder / "python"
+    sections = {"loop": {"reinforce": "ppo"}.get(algorithm, algorithm)}
+    sections["rollout"] = sections["loop"]
+    overrides = dict(keywords.pop("overrides") or {})
+    config: dict[str, Any] = {**_choices(keywords), **(settings or {})}
+    given = {name: value for name, value in keywords.items() if value is not None}
+    if clash := {KEYS[name].format(**sections) for name in given} & overrides.keys():
+        raise ConfigError(
+            f"overrides: {', '.join(sorted(clash))} is a keyword as well; give one of the two"
+        )
+    is_new = not folder.exists()
+    columns: list[set[str]] = []
+    for name, value in given.items():
+        key = KEYS[name].format(**sections)
+        if key.endswith(".source") and is_rows(value):
+            value, names = write_rows(key, value, files)
+            columns.append(names)
+        config[key] = as_setting(key, value, files)
+    config |= _columns(algorithm, columns, overrides)
+    epochs = KEYS["max_epochs"].format(**sections)
+    if "max_steps" in given and "max_epochs" not in given and epochs not in overrides:
+        config[epochs] = given["max_steps"]  # an epoch has at least one step
+    config |= {key: as_setting(key, value, files) for key, value in overrides.items()}
+    arguments = [f"{key}={_override(value)}" for key, value in config.items()]
+    command = shlex.join(["aligner", f"train-{algorithm}", *arguments])
+    files.mkdir(parents=True, exist_ok=True)
+    (files / "command.sh").write_text(f"{command}\n")
+    print(f"same run from the command line: {command}", flush=True)
+    try:
+        run_script(f"train-{algorithm}", arguments)
+    except BaseException:
+        if is_new:
+            _remove_unused(folder)
+        raise
+    return Result(folder, command)
+
+
+def _choices(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of configuration groups that the source of the rewards needs.
+
+    Raises:
+        ConfigError: there are several sources of rewards.
+    """
+    sources = {name: keywords.get(name) for name in ("environment", "reward_model", "reward")}
+    given = [name for name, value in sources.items() if value is not None]
+    if "environment" in given and len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)}: an environment scores itself; give one of them")
+    choices = {"environment": "environment", "reward_model": "model"}
+    return {"reward": choices[given[0]]} if given and given[0] in choices else {}
+
+
+def _columns(
+    algorithm: str, columns: Sequence[set[str]], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings that follow from the columns of the rows."""
+    has_rewards = algorithm in ("ppo", "reinforce", "rs")
+    settings: dict[str, Any] = {}
+    if columns and has_rewards and not any("ground_truth" in names for names in columns):
+        settings["data.ground_truth_column"] = None
+    if columns and algorithm in ("sft", "distill") and "messages" in columns[0]:
+        settings["data.messages_column"] = "messages"
+    return {key: value for key, value in settings.items() if key not in overrides}
+
+
+def _override(value: Any) -> str:
+    """Return a value in hydra's grammar of overrides."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{_override(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_override, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return repr(value)
+    text = str(value)
+    if re.fullmatch(r"[A-Za-z_./][\w./:-]*", text) and text.lower() not in (
+        "null",
+        "true",
+        "false",
+    ):
+        return text
+    if re.search(r"[\n\r\t]", text):  # written \\n in double quotes, as in YAML
+        quote, names = '"', {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    else:
+        quote, names = "'", {}
+    # A backslash is doubled before a quotation mark only. A \ keeps ${ from being interpolated.
+    text = re.sub(rf"(\\*)({quote}|$)", lambda m: m[1] * 2 + (m[2] and f"\\{m[2]}"), text)
+    for character, name in {**names, "${": "\\${"}.items():
+        text = text.replace(character, name)
+    return f"{quote}{text}{quote}"
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove the directory of a run that was refused before the first step."""
+    if {path.name for path in folder.iterdir()} <= {"python", ".lock", "run.json"}:
+        shutil.rmtree(folder)

@@ -1,0 +1,241 @@
+"""Python objects and rows as values of configuration keys, without a run."""
+
+import functools
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+import aligner
+from aligner.api.objects import as_setting, is_rows, write_rows
+from aligner.api.train import _override
+from aligner.config.cli import _unescaped
+from aligner.errors import ConfigError, DataError
+
+BONUS = 2.0
+
+
+def outside(prompts, responses, **columns):
+    return [BONUS] * len(prompts)
+
+
+def as_notebook(text, name="reward"):
+    """A function as a notebook has it: of no module that can be imported."""
+    namespace = {"__name__": "__main__"}
+    exec(compile(text, "<cell>", "exec"), namespace)
+    return namespace[name]
+
+
+def loaded(path):
+    file, _, name = path.rpartition(":")
+    spec = importlib.util.spec_from_file_location("written", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def test_a_function_of_a_module_is_named(tmp_path):
+    assert as_setting("reward.function", math.sqrt, tmp_path) == "math:sqrt"
+    assert as_setting("a", [Path("x"), 1, {"b": math.sqrt}], tmp_path) == [
+        "x",
+        1,
+        {"b": "math:sqrt"},
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+CELL = """
+BONUS = {bonus}
+def helper(text):
+    return {helper}
+def reward(prompts, responses, **columns):
+    return [BONUS + helper(response) for response in responses]
+"""
+
+
+def test_a_function_of_a_notebook_is_loaded_by_another_process(tmp_path):
+    function = as_notebook(CELL.format(bonus=2, helper="len(text)"))
+    path = as_setting("reward.function", function, tmp_path)
+    assert loaded(path)(["p"], ["abc"]) == [5]
+    file, _, name = path.rpartition(":")
+    program = f"import runpy; print(runpy.run_path({file!r})[{name!r}](['p'], ['abcd']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[6]\n", done.stderr
+
+
+def test_the_file_changes_with_the_code_and_with_the_values_that_the_code_reads(tmp_path):
+    def text(**cell):
+        path = as_setting("key", as_notebook(CELL.format(**cell)), tmp_path)
+        return Path(path.rpartition(":")[0]).read_text()
+
+    first = text(bonus=2, helper="len(text)")
+    assert text(bonus=2, helper="len(text)") == first
+    assert text(bonus=3, helper="len(text)") != first
+    assert text(bonus=2, helper="-len(text)") != first
+
+
+def test_closures_partials_methods_and_callable_objects(tmp_path):
+    def scaled(factor):
+        return lambda prompts, responses, **columns: [factor] * len(prompts)
+
+    class Scorer:
+        def __init__(self, value):
+            self.value = value
+
+        def __call__(self, prompts, responses, **columns):
+            return [self.value] * len(prompts)
+
+    texts = set()
+    for index, function in enumerate(
+        [
+            scaled(1.0),
+            scaled(2.0),
+            functools.partial(outside),
+            Scorer(3.0),
+            Scorer(4.0),
+            Scorer(5.0).__call__,
+        ]
+    ):
+        path = as_setting(f"key{index}", function, tmp_path)
+        assert loaded(path)(["p"], ["r"]) == function(["p"], ["r"])
+        texts.add(Path(path.rpartition(":")[0]).read_text().replace(f"key{index}", "key"))
+    assert len(texts) == 6
+
+
+def test_classes_keep_their_name_and_change_with_their_methods(tmp_path):
+    cell = (
+        "class Env:\n    limit = {limit}\n    def step(self, message):\n        return {result}\n"
+    )
+    texts = set()
+    for limit, result in ((1, "1"), (2, "1"), (1, "2")):
+        cls = as_notebook(cell.format(limit=limit, result=result), "Env")
+        path = as_setting("environment.factory", cls, tmp_path)
+        assert path.endswith(":Env")
+        assert loaded(path)().step(None) == int(result)
+        texts.add(Path(path.rpartition(":")[0]).read_text())
+    assert len(texts) == 3
+
+
+def test_an_object_that_cannot_be_pickled_is_refused(tmp_path):
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"reward\.function.*inside of the function"):
+        as_setting("reward.function", lambda prompts, responses, **c: lock, tmp_path)
+
+
+ROWS = [{"prompt": "a", "level": np.int64(3)}, {"prompt": "b", "scores": np.ones(2)}]
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "datasets", "pandas"])
+def test_rows_become_json_lines(tmp_path, kind):
+    rows, expected = ROWS, [{"prompt": "a", "level": 3}, {"prompt": "b", "scores": [1.0, 1.0]}]
+    if kind == "generator":
+        rows = (row for row in ROWS)
+    if kind in ("datasets", "pandas"):
+        expected = [{"prompt": "a", "level": 3}, {"prompt": "b", "level": 4}]
+        package = pytest.importorskip(kind)
+        rows = (
+            package.Dataset.from_list(expected)
+            if kind == "datasets"
+            else package.DataFrame(expected)
+        )
+    assert is_rows(rows)
+    path, columns = write_rows("data.train.source", rows, tmp_path)
+    assert [json.loads(line) for line in Path(path).read_text().splitlines()] == expected
+    assert columns == {name for row in expected for name in row}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "no rows"),
+        ([{"prompt": "a"}, "text"], "row 1.*mapping.*str"),
+        ([{"prompt": object()}], "row 0.*JSON.*object"),
+    ],
+)
+def test_rows_that_are_refused(tmp_path, rows, message):
+    with pytest.raises(DataError, match=rf"data\.train\.source.*{message}"):
+        write_rows("data.train.source", rows, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "data", ["train.jsonl", Path("train.jsonl"), ["a.jsonl", "b.jsonl"], outside]
+)
+def test_paths_and_generator_functions_are_no_rows(data):
+    assert not is_rows(data)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            None,
+            True,
+            3,
+            -1.5,
+            6e-3,
+            "plain",
+            "a/b-c.nemo",
+            "results/ä ö",
+            "null",
+            "True",
+            "1e3",
+            "",
+        ),
+        *(
+            "a, b",
+            "{x: 1}",
+            "[1]",
+            "it's",
+            'say "x"',
+            "back\\slash",
+            "C:\\new",
+            "ends\\",
+            "it's \\' so",
+            "don't\n",
+            "line\nbreak\ttab",
+            "a=b",
+            "#x",
+        ),
+        *([1, "a b", None], {"size": 3, "text": "a, b"}, [], {}),
+    ],
+)
+def test_overrides_are_read_as_they_were_given(value):
+    argument = _unescaped(f"key={_override(value)}")
+    assert OverridesParser.create().parse_override(argument).value() == value
+
+
+def test_an_interpolation_in_a_text_stays_text():
+    from omegaconf import OmegaConf
+
+    text = OverridesParser.create().parse_override(f"key={_override('a ${x} b')}").value()
+    assert OmegaConf.create({"key": str(text)}).key == "a ${x} b"
+
+
+def test_unknown_keywords_are_answered_with_the_nearest():
+    with pytest.raises(TypeError, match=r"train_ppo.*'max_step'.*max_steps\?.*overrides"):
+        aligner.train_ppo(model="m", data="d", max_step=3)
+
+
+def test_contradictions_are_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="environment and reward"):
+        aligner.train_grpo(model="m", data="d", reward=outside, environment="e")
+    with pytest.raises(ConfigError, match=r"model\.optim\.lr"):
+        aligner.train_sft(model="m", data="d", lr=1.0, overrides={"model.optim.lr": 2.0})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_package_offers_the_functions_and_imports_quickly():
+    assert {"train_grpo", "load_model", "Result"} <= set(dir(aligner))
+    with pytest.raises(AttributeError, match="no attribute 'train_gpro'"):
+        _ = aligner.train_gpro
+    program = "import sys, aligner; aligner.train_grpo; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

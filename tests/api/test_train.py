@@ -1,0 +1,208 @@
+"""Runs that Python functions start, to their results."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import aligner
+from aligner.errors import CheckpointNotFoundError, ConfigError
+from aligner.observe.metrics import read_metrics
+
+DATA = [{"prompt": f"{i} + 2 = "} for i in range(16)]
+
+
+def digits(prompts, responses, **columns):
+    assert columns["ground_truths"] == [None] * len(prompts)
+    return [float(response[:1].isdigit()) for response in responses]
+
+
+by_lambda = lambda p, r, **columns: digits(p, r, **columns)  # noqa: E731
+
+
+def train(tiny_nemo, folder, reward=digits, **keywords):
+    keywords = {"max_steps": 3, "lr": 6e-3, "samples_per_step": 16, "max_new_tokens": 3, **keywords}
+    return aligner.train_grpo(
+        model=tiny_nemo, data=DATA, reward=reward, output_dir=folder, **keywords
+    )
+
+
+@pytest.fixture(scope="module")
+def result(tiny_nemo, tmp_path_factory):
+    state, hook = torch.get_rng_state(), sys.excepthook
+    # A lambda cannot be imported by name.
+    found = train(tiny_nemo, tmp_path_factory.mktemp("api") / "run", by_lambda)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert sys.excepthook is hook
+    return found
+
+
+def test_the_result_has_what_the_run_wrote(result, tmp_path):
+    assert [line["step"] for line in result.metrics] == [0, 1, 2, 3]
+    assert 0 <= result.metrics[-1]["train_rollouts/rewards"] <= 1
+    assert result.report.exists()
+    assert result.best["step"] == 3
+    assert result.best["path"].is_dir()
+    assert len(result.to_pandas()) == 4
+    assert (result.folder / "python" / "command.sh").read_text() == f"{result.command}\n"
+    assert result.command.startswith("aligner train-reinforce ")
+    assert result.value is None
+
+
+def test_the_policy_generates_scores_and_is_saved(result, tmp_path):
+    state, hook = torch.get_rng_state(), sys.excepthook
+    prompts = ["1 + 1 = ", "1 + 1 = ", "2 + 3 = "]
+    answers = result.generate(prompts, max_new_tokens=4, seed=7)
+    assert answers == result.generate(prompts, max_new_tokens=4, seed=7)
+    assert answers[0] != answers[1]
+    logprobs = result.policy.logprobs(["1 + 1 = "] * 2, ["23", "4"])
+    assert [len(row) for row in logprobs] == [2, 1]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert sys.excepthook is hook
+    result.save(tmp_path / "hf")
+    result.policy.save(tmp_path / "policy.nemo")
+    for path in (tmp_path / "hf", tmp_path / "policy.nemo", os.fspath(result)):
+        with aligner.load_model(path) as model:
+            again = model.logprobs(["1 + 1 = "] * 2, ["23", "4"])
+            assert again == [pytest.approx(row, abs=1e-5) for row in logprobs]
+    with pytest.raises(ConfigError, match="exists"):
+        result.save(tmp_path / "hf")
+
+
+def test_logprobs_equal_those_of_transformers(result, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = result.save(tmp_path / "hf")
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    prompt, response = (tokenizer.encode(t, add_special_tokens=False) for t in ("1 + 1 = ", "23"))
+    ids = torch.tensor([[*prompt, *response]])
+    with torch.no_grad():
+        expected = model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+    found = result.policy.logprobs(["1 + 1 = "], ["23"])[0]
+    assert found == pytest.approx(expected[len(prompt) - 1 :].tolist(), abs=1e-4)
+
+
+def test_the_groups_of_this_process_end_with_the_last_model(result):
+    with aligner.load_model(os.fspath(result)):
+        assert torch.distributed.is_initialized()
+    result.policy.close()
+    del result.__dict__["policy"]
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_changed_reward_is_refused_and_the_same_call_continues(result, tiny_nemo, capsys):
+    with pytest.raises(ConfigError, match=r"reward\.function.*another content"):
+        train(tiny_nemo, result.folder, lambda p, r, **k: [0.0] * len(p), max_steps=4)
+    longer = train(tiny_nemo, result.folder, by_lambda, max_steps=4)
+    assert [line["step"] for line in longer.metrics] == [0, 1, 2, 3, 4]
+    rewards = [[m.get("train_rollouts/rewards") for m in r.metrics] for r in (result, longer)]
+    assert rewards[1][:4] == rewards[0]
+    assert "step 4/4" in capsys.readouterr().out
+
+
+def test_the_errors_of_a_run_are_raised_and_leave_nothing(tmp_path, capsys):
+    with pytest.raises(CheckpointNotFoundError, match=r"missing\.nemo.*model\.restore_from_path"):
+        train(tmp_path / "missing.nemo", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert "CheckpointNotFoundError" not in capsys.readouterr().err
+
+
+CTRL_C = """
+import sys
+import aligner
+
+def slow(prompts, responses, **columns):
+    import time
+    time.sleep(0.5)
+    return [0.0] * len(prompts)
+
+try:
+    aligner.train_grpo(
+        model=sys.argv[1], data=[{"prompt": f"{i} "} for i in range(16)], reward=slow,
+        max_steps=500, samples_per_step=16, max_new_tokens=2, output_dir=sys.argv[2],
+    )
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.extended
+def test_ctrl_c_saves(tiny_nemo, tmp_path):
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", CTRL_C, str(tiny_nemo), str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    metrics = folder / "metrics.jsonl"
+    for _ in range(600):
+        if metrics.exists() and len(metrics.read_text().splitlines()) > 3:
+            break
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert output.endswith("interrupted\n")
+    steps = [line["step"] for line in read_metrics(metrics)]
+    assert (folder / "run_state" / f"step_{steps[-1]:06d}" / "manifest.json").exists()
+
+
+@pytest.mark.extended
+def test_calls_with_different_layouts_follow_each_other(tiny_nemo, tmp_path):
+    one, two = (train(tiny_nemo, tmp_path / f"run{n}", devices=n) for n in (1, 2))
+    key = "train_rollouts/rewards"
+    assert [m.get(key) for m in two.metrics] == [m.get(key) for m in one.metrics]
+
+
+ROOT = Path(__file__).parents[2]
+# The last line of each script, as values, and the smallest that they may be.
+PROMISES = {"grpo": 0.9, "ppo": 0.9, "environment": 0.4, "dpo": 1.0}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("script", [*PROMISES, "sft"])
+def test_the_scripts_learn(script, tiny_nemo, tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.nemo").symlink_to(tiny_nemo)
+    path = ROOT / "examples" / "python" / f"{script}.py"
+    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    if script == "sft":
+        assert float(last.split()[0]) < 0.2
+        assert "['4']" in last
+    else:
+        assert float(last.split()[0]) >= PROMISES[script]
+
+
+@pytest.mark.extended
+def test_a_notebook(tiny_nemo, tmp_path):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    cells = [
+        "import aligner\n\ndef reward(prompts, responses, **columns):\n"
+        "    return [float('4' in response) for response in responses]",
+        f"result = aligner.train_grpo(model={str(tiny_nemo)!r},"
+        " data=[{'prompt': '2 + 2 = '}] * 16, reward=reward, max_steps=2, samples_per_step=16,"
+        " max_new_tokens=2, output_dir='four')",
+        "print(len(result.metrics), len(result.generate(['2 + 2 = '])))",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(
+        notebook,
+        timeout=300,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    ).execute()
+    outputs = ["".join(part.get("text", "") for part in cell.outputs) for cell in notebook.cells]
+    assert "step 2/2" in re.sub(r"\x1b\[\d*m", "", outputs[1])  # kernels ask for colours
+    assert outputs[2].splitlines()[-1] == "3 1"
+    assert json.loads((tmp_path / "four" / "run.json").read_text())["saved"]
