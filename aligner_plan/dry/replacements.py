@@ -7,6 +7,7 @@ fake tensors do not support.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -57,13 +58,17 @@ def common_replacements(
     def new_group(*args: Any, **kwargs: Any) -> Any:
         return real_new_group(*args, **{**kwargs, "backend": "fake"})
 
+    # Coalesced collectives are counted individually.
+    work = SimpleNamespace(wait=constant(True), append=constant(None))
     for module in (dist, dist.distributed_c10d):
         yield module, "new_group", new_group
         yield module, "all_gather_object", _all_gather_object
         yield module, "gather_object", constant(None)
         yield module, "broadcast_object_list", constant(None)
-        yield module, "_coalescing_manager", _coalescing_manager
-    yield megatron, "broadcast_floats", _broadcast_floats
+        yield module, "_coalescing_manager", constant(contextlib.nullcontext(work))
+    # Other pipeline stages receive the metrics of the last one.
+    metrics = {"loss": 1.0, "valid_tokens": 1.0}
+    yield megatron, "broadcast_floats", lambda values, *_: dict(values or metrics)
     yield from _Stages().replacements()
     # Values that depend on weights.
     routing = router.topk_routing_with_score_function
@@ -149,11 +154,6 @@ def _all_gather_object(objects: list[Any], local: Any, group: Any = None) -> Non
     objects[:] = [local] * len(objects)
 
 
-def _broadcast_floats(values: Any, *_: Any) -> dict[str, float]:
-    """Return the metrics of the last pipeline stage, which other stages receive."""
-    return dict(values or {"loss": 1.0, "valid_tokens": 1.0})
-
-
 def _balanced(real: Callable[..., Any]) -> Callable[..., Any]:
     """Give every expert the same number of tokens: the router's choice depends on its weights."""
 
@@ -210,18 +210,3 @@ class _Stages:
             return real(communicator, **kwargs)
 
         return communicate
-
-
-class _Work:
-    """Handle of coalesced collectives, which are counted individually."""
-
-    def wait(self) -> bool:
-        return True
-
-    def append(self, work: object) -> None:
-        return None
-
-
-@contextlib.contextmanager
-def _coalescing_manager(*_: Any, **__: Any) -> Iterator[_Work]:
-    yield _Work()
