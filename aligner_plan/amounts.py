@@ -1,7 +1,7 @@
-"""Amounts of phases, which can be added and scaled, and the time that a device needs for them.
+"""Amounts of phases, as numbers that can be added and scaled, and the time they take a device.
 
-Runs on the dry device are short: they have a few layers and one or two micro-batches. All counts
-are linear in both, so two runs determine the counts of any other size.
+Runs on the dry device are short: of a few layers, of one and two micro-batches. Everything counted
+is linear in both, so two runs give any number of them.
 """
 
 from collections import Counter
@@ -26,57 +26,54 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Amounts:
-    """Counts of a phase on one rank.
-
-    ``counters``: launches, host_reads, copied_bytes.
-    """
+    """Counts of a phase on one rank."""
 
     kernels: dict[Kernel, float] = field(default_factory=dict)
     calls: dict[Collective, float] = field(default_factory=dict)
     wires: dict[Collective, float] = field(default_factory=dict)  # bytes of the larger operand
-    counters: dict[str, float] = field(default_factory=dict)
+    others: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, record: Record) -> "Amounts":
-        """Return the amounts of a record."""
+        """Amounts that a record has counted."""
         return cls(
             {kernel: float(count) for kernel, count in record.kernels.items()},
             {key: float(calls) for key, (calls, _) in record.collectives.items()},
             {key: float(size) for key, (_, size) in record.collectives.items()},
             {
-                name: float(getattr(record, name))
-                for name in ("launches", "host_reads", "copied_bytes")
+                "launches": float(record.launches),
+                "host_reads": float(record.host_reads),
+                "copied_bytes": float(record.copied_bytes),
             },
         )
 
-    def plus(self, addend: "Amounts", times: float = 1.0) -> "Amounts":
-        """Return ``self + times * addend``."""
+    def plus(self, other: "Amounts", times: float = 1.0) -> "Amounts":
+        """``self + times * other``."""
         return Amounts(
-            _sum(self.kernels, addend.kernels, times),
-            _sum(self.calls, addend.calls, times),
-            _sum(self.wires, addend.wires, times),
-            _sum(self.counters, addend.counters, times),
+            _sum(self.kernels, other.kernels, times),
+            _sum(self.calls, other.calls, times),
+            _sum(self.wires, other.wires, times),
+            _sum(self.others, other.others, times),
         )
 
     @property
     def launches(self) -> float:
-        """Kernels that the host launches. A CUDA graph of many kernels is one launch."""
-        return self.counters.get("launches", 0.0)
+        """Kernels that the host starts; a CUDA graph of many is one."""
+        return self.others.get("launches", 0.0)
 
     @property
     def flops(self) -> dict[str, float]:
         """Floating-point operations by dtype."""
-        flops: dict[str, float] = {}
+        found: Counter[str] = Counter()
         for kernel, count in self.kernels.items():
             if kernel.flops:
-                dtype = str(kernel.dtype).removeprefix("torch.")
-                flops[dtype] = flops.get(dtype, 0) + kernel.flops * count
-        return flops
+                found[str(kernel.dtype).removeprefix("torch.")] += kernel.flops * count  # type: ignore[assignment]
+        return dict(found)
 
     def wire_bytes(self, device: DeviceRates) -> tuple[float, float]:
-        """Return the bytes that the rank sends over NVLink, and over the network.
+        """Bytes that the rank sends over NVLink, and over the network.
 
-        All bytes of a group with members on several nodes count for the network.
+        What a group of several nodes sends counts for the network.
         """
         within = across = 0.0
         for key, size in self.wires.items():
@@ -90,32 +87,31 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of a phase by resource."""
+    """Seconds of a phase by what they go to."""
 
     arithmetic: float
     memory: float
-    launches: float  # beyond the time in which the device computes
-    nvlink: float  # collectives that kernels wait for, and the excess of overlapping ones
+    launches: float  # beyond what the device computes meanwhile
+    nvlink: float  # of collectives for which kernels wait; of others what is longer than these
     network: float
-    host: float  # copies from and to host memory, and values that the host waits for
+    host: float  # copies to and from host memory, and values that the host waits for
 
     @property
     def total(self) -> float:
-        """Sum of all resources."""
+        """Seconds of all."""
         return sum(vars(self).values())
 
     @property
     def bound(self) -> str:
-        """Resource with the largest share."""
+        """Part that takes most of the time."""
         return max(vars(self), key=lambda name: vars(self)[name])
 
 
 def time_of(amounts: Amounts, device: DeviceRates) -> Time:
-    """Add up arithmetic and memory traffic of all kernels, then communication.
+    """Arithmetic and memory of every kernel, one after the other, then communication.
 
-    Collectives that overlap with kernels only count for the time by which they exceed the kernels.
+    Collectives that overlap with kernels take time only if all of them take longer than these.
     """
-    # Kernels run one after the other.
     arithmetic = memory = 0.0
     for kernel, count in amounts.kernels.items():
         computes = kernel.flops / device.flops(kernel.dtype, kernel.is_attention)
@@ -123,96 +119,89 @@ def time_of(amounts: Amounts, device: DeviceRates) -> Time:
         arithmetic += count * computes
         memory += count * max(moves, KERNEL_SECONDS - computes)
     launches = max(0.0, amounts.launches * LAUNCH_SECONDS - arithmetic - memory)
-    # Collectives, by whether they overlap with kernels and cross nodes.
-    seconds: dict[tuple[bool, bool], float] = {}
+    seconds: Counter[tuple[bool, bool]] = Counter()  # by: overlaps, crosses nodes
     for key in {**amounts.calls, **amounts.wires}:
         if key.group_size > 1:
             calls = amounts.calls.get(key, 0.0)
             sent = key.wire_bytes(1) * amounts.wires.get(key, 0.0)
             time = sent / (WIRE_REACHED * _wire_rate(key, device)) + calls * COLLECTIVE_SECONDS
-            link = key.overlaps, _crosses_nodes(key, device)
-            seconds[link] = seconds.get(link, 0.0) + time
-    overlapping = [seconds.get((True, across), 0.0) for across in (False, True)]
-    excess = max(0.0, sum(overlapping) - arithmetic - memory - launches)
-    exposed = excess / (sum(overlapping) or 1.0)
-    nvlink, network = (
-        seconds.get((False, across), 0.0) + exposed * overlapping[across]
-        for across in (False, True)
+            seconds[key.overlaps, _crosses_nodes(key, device)] += time  # type: ignore[assignment]
+    overlapping = seconds[True, False] + seconds[True, True]
+    exposed = max(0.0, overlapping - arithmetic - memory - launches) / (overlapping or 1.0)
+    return Time(
+        arithmetic,
+        memory,
+        launches,
+        seconds[False, False] + exposed * seconds[True, False],
+        seconds[False, True] + exposed * seconds[True, True],
+        amounts.others.get("copied_bytes", 0.0) / (WIRE_REACHED * device.host)
+        + amounts.others.get("host_reads", 0.0) * READ_SECONDS,
     )
-    # Copies to the host and waits of the host.
-    host = amounts.counters.get("copied_bytes", 0.0) / (WIRE_REACHED * device.host)
-    host += amounts.counters.get("host_reads", 0.0) * READ_SECONDS
-    return Time(arithmetic, memory, launches, nvlink, network, host)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One phase on one rank: counts, peaks by the location that allocated, and remaining memory."""
+    """One phase on one rank: counts of a step, memory by the place that allocated, and after it."""
 
     amounts: Amounts
     peaks: dict[str, Kinds]
-    remaining: Kinds  # alive when the phase is over
+    rest: Kinds  # alive once the phase is over
 
     @property
     def peak_at(self) -> str:
-        """Place of the highest peak."""
-        return max(self.peaks, key=lambda location: total(self.peaks[location]))
+        """Phase in which memory is fullest."""
+        return max(self.peaks, key=lambda place: total(self.peaks[place]))
 
 
-def extrapolated(runs: Mapping[int, Measured], layers: int) -> Measured:
-    """Extrapolate a phase to ``layers`` layers from one or two runs with other numbers of layers.
+def extrapolated(at: Mapping[int, Measured], layers: int) -> Measured:
+    """The phase with ``layers`` layers, from what it took with one or two other numbers of them.
 
-    Peaks are extrapolated place by place, because the highest one may change with the depth.
+    Peaks are carried on place by place: which is the highest may change with the depth.
     """
-    (low, first), *more = sorted(runs.items())
+    (low, first), *more = sorted(at.items())
     if not more:
         return first
     high, second = more[0]
     times = (layers - low) / (high - low)
 
-    def line(start: Kinds, end: Kinds) -> Kinds:
-        return {
-            kind: start.get(kind, 0) + times * (end.get(kind, 0) - start.get(kind, 0))
-            for kind in {**start, **end}
-        }
+    def line(one: Kinds, two: Kinds) -> Kinds:
+        return {k: one.get(k, 0) + times * (two.get(k, 0) - one.get(k, 0)) for k in {**one, **two}}
 
+    places = first.peaks.keys() & second.peaks.keys()
     return Measured(
         first.amounts.plus(second.amounts, times).plus(first.amounts, -times),
-        {
-            location: line(first.peaks[location], second.peaks[location])
-            for location in first.peaks.keys() & second.peaks.keys()
-        },
-        line(first.remaining, second.remaining),
+        {place: line(first.peaks[place], second.peaks[place]) for place in places},
+        line(first.rest, second.rest),
     )
 
 
-def higher_peaks(first: dict[str, Kinds], second: Mapping[str, Kinds]) -> dict[str, Kinds]:
-    """Return the higher peak of each location."""
-    peaks = {**first}
-    for location, kinds in second.items():
-        if location not in peaks or total(kinds) > total(peaks[location]):
-            peaks[location] = kinds
-    return peaks
+def fuller(one: dict[str, Kinds], other: Mapping[str, Kinds]) -> dict[str, Kinds]:
+    """The higher peak of each place."""
+    places = {**one}
+    for place, kinds in other.items():
+        if place not in places or total(kinds) > total(places[place]):
+            places[place] = kinds
+    return places
 
 
 def peaks_of(record: Record) -> dict[str, Kinds]:
-    """Return the peaks of a record by location and kind."""
+    """A record's peaks."""
     return {
-        location: {kind: float(size) for kind, size in snapshot.kinds.items()}
-        for location, snapshot in record.peaks.items()
+        place: {kind: float(size) for kind, size in snapshot.kinds.items()}
+        for place, snapshot in record.peaks.items()
     }
 
 
 def total(kinds: Mapping[Kind, float]) -> float:
-    """Return the bytes of all kinds."""
+    """Bytes of all kinds."""
     return sum(kinds.values())
 
 
-def _sum(first: Mapping[Key, float], second: Mapping[Key, float], times: float) -> dict[Key, float]:
-    result = dict(first)
-    for key, value in second.items():
-        result[key] = result.get(key, 0.0) + times * value
-    return {key: value for key, value in result.items() if value}
+def _sum(one: Mapping[Key, float], other: Mapping[Key, float], times: float) -> dict[Key, float]:
+    found = dict(one)
+    for key, value in other.items():
+        found[key] = found.get(key, 0.0) + times * value
+    return {key: value for key, value in found.items() if value}
 
 
 def _crosses_nodes(key: Collective, device: DeviceRates) -> bool:
@@ -220,10 +209,10 @@ def _crosses_nodes(key: Collective, device: DeviceRates) -> bool:
 
 
 def _wire_rate(key: Collective, device: DeviceRates) -> float:
-    """Return the bytes per second that a rank sends over NVLink or the network cards of its node.
+    """Bytes a second that a rank sends: over NVLink; or over the network cards of its node.
 
-    NCCL makes a ring for each card of a node with a member, and every ring leaves the node once.
-    Members on one node therefore share their cards. In an all-to-all each member uses its own card.
+    NCCL makes a ring for each card of a node that has members, and every ring leaves the node once,
+    so that members of one node share their cards. In an all-to-all each sends through its own.
     """
     if not _crosses_nodes(key, device):
         return device.nvlink

@@ -1,8 +1,4 @@
-"""Measurement of one role on one rank of the dry device: a short piece of every phase of a step.
-
-worker with few layers ─► first update ─► phase: 1 micro-batch, p + 1 micro-batches ─► all rows
-                                          generation: first tokens, last tokens ─► response
-"""
+"""One role on one rank of the dry device: every phase of its step, a short piece of each."""
 
 import contextlib
 import gc
@@ -28,16 +24,16 @@ from aligner.models.gpt.decode.responses import Responses
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.worker import RoleWorker
 from aligner.parallel.groups import initialize_parallel
-from aligner_plan.amounts import Amounts, Kinds, Measured, extrapolated, higher_peaks, peaks_of
+from aligner_plan.amounts import Amounts, Kinds, Measured, extrapolated, fuller, peaks_of
 from aligner_plan.dry.device import DeviceKind, DryDevice
 from aligner_plan.dry.record import Record
 from aligner_plan.roles import Phase, PlannedRole
 
-# Layers of a pipeline stage that are run if the stage has more. FSDP2 gathers layers ahead: from
-# four layers on, it gathers as many as in any deeper model.
+# Layers of a pipeline stage that are run, of more. FSDP2 gathers layers ahead: from four
+# on, as many as in any deeper model.
 _DEPTHS = {"megatron": (2, 4), "dtensor": (4, 6)}
 _LEAVE = {"prepare_for_training": "finish_training"}
-_TOKENS = 5  # sampled tokens of each response. From the third on a CUDA graph samples them
+_TOKENS = 5  # of each response that are sampled: from the third on by a CUDA graph
 
 
 @dataclass(frozen=True)
@@ -50,40 +46,36 @@ class MeasuredRole:
 
 
 def measure(role: PlannedRole, stage: int, kind: DeviceKind = "gpu") -> MeasuredRole:
-    """Measure the role on a rank of pipeline stage ``stage`` in all phases of one step.
+    """Measure the role on a rank of pipeline stage ``stage``, phase by phase, in one step.
 
-    Only a few layers are run, and the others are extrapolated. ``kind``: kind of the `DryDevice`.
+    Layers beyond a few are not run: what they take is what the others do. ``kind``: that of the
+    `DryDevice`.
     """
     runs = {layers: measure_at(role, stage, layers, kind) for layers in depths_of(role)}
-    return joined(runs, stage_layers(role))
-
-
-def stage_layers(role: PlannedRole) -> int:
-    """Return the layers of each pipeline stage."""
-    return role.architecture.num_layers // role.parallel.pipeline
+    return joined(runs, role.architecture.num_layers // role.parallel.pipeline)
 
 
 def depths_of(role: PlannedRole) -> list[int]:
-    """Return the numbers of layers per pipeline stage that are measured."""
-    layers = stage_layers(role)
+    """Numbers of layers of a pipeline stage from which all of them follow."""
+    layers = role.architecture.num_layers // role.parallel.pipeline
     depths = _DEPTHS["dtensor" if role.is_dtensor else "megatron"]
     return [layers] if layers <= depths[-1] else list(depths)
 
 
 def joined(runs: Mapping[int, MeasuredRole], layers: int) -> MeasuredRole:
-    """Extrapolate the role to ``layers`` layers per stage from runs with other numbers of them."""
+    """The role with ``layers`` layers on a pipeline stage, from what it took with others."""
     static = {depth: Measured(Amounts(), {}, run.static) for depth, run in runs.items()}
-    (low, shallow), *more = sorted(runs.items())
+    (low, some), *more = sorted(runs.items())
     slope = 0.0
     if more:
-        high, deep = more[0]
-        slope = (deep.parameters - shallow.parameters) / (high - low)
+        high, other = more[0]
+        slope = (other.parameters - some.parameters) / (high - low)
     return MeasuredRole(
-        shallow.parameters + slope * (layers - low),
-        extrapolated(static, layers).remaining,
+        some.parameters + slope * (layers - low),
+        extrapolated(static, layers).rest,
         {
             name: extrapolated({depth: run.phases[name] for depth, run in runs.items()}, layers)
-            for name in shallow.phases
+            for name in some.phases
         },
     )
 
@@ -95,32 +87,27 @@ def measure_at(
     kind: DeviceKind = "gpu",
     names: Collection[str] | None = None,
 ) -> MeasuredRole:
-    """Measure the role with ``layers`` layers on each pipeline stage.
+    """The role with ``layers`` layers on each pipeline stage.
 
-    ``names``: names of the phases to measure. None: all.
+    ``names``: of the phases to measure; None: all.
     """
     parallel = role.parallel
     architecture = replace(role.architecture, num_layers=layers * parallel.pipeline)
     rank = stage * (role.world // parallel.pipeline)
-    device = DryDevice(role.world, rank, kind=kind)
-    # The garbage collector then only looks at objects of the block, not at all imported ones.
-    gc.freeze()
-    try:
-        with device, without_weights(architecture, role):
-            run = _RoleRun(device, start_worker(role), role)
-            phases = {}
-            for phase in role.phases:
-                if names is None or phase.name in names:
-                    phases[phase.name] = run.measure(phase)
-                elif phase.method not in ("", "generate", "train"):
-                    run.touch(phase)
-            return MeasuredRole(float(run.role.num_parameters()), run.static, phases)
-    finally:
-        gc.unfreeze()
+    dry = DryDevice(role.world, rank, kind=kind)
+    with _little_garbage(), dry as device, without_weights(architecture, role):
+        run = _RoleRun(device, start_worker(role), role)
+        phases = {}
+        for phase in role.phases:
+            if names is None or phase.name in names:
+                phases[phase.name] = run.measure(phase)
+            elif phase.method not in ("", "generate", "train"):
+                run.touch(phase)
+        return MeasuredRole(float(run.role.num_parameters()), run.static, phases)
 
 
 def start_worker(role: PlannedRole) -> Any:
-    """Start the role's worker in this process, on this process's rank of the role's layout."""
+    """The role's worker in this process, whose place in the role's layout is taken here."""
     cluster = LocalCluster(initialize_parallel(role.parallel))
     group = cluster.start_workers(
         role.worker, role.name, tokenizer=byte_level_tokenizer(), **role.options
@@ -132,18 +119,15 @@ def start_worker(role: PlannedRole) -> Any:
 def without_weights(
     architecture: GPTArchitecture, role: PlannedRole, initialize: bool = False
 ) -> Iterator[None]:
-    """Let workers build a model of this architecture without a file.
-
-    ``initialize``: the weights are random. Otherwise they are unset.
-    """
+    """Workers build their model of this shape, and read no file; weights are random or unset."""
     attributes = role.options.get("attributes")
-    source = SimpleNamespace(architecture=architecture, weights=_UnsetWeights(architecture))
+    unread = SimpleNamespace(architecture=architecture, weights=_UnsetWeights(architecture))
 
     def load_model(worker: Any, settings: Any, path: Any, tokenizer: Any) -> Any:
         del path
         if issubclass(worker.model_class, DTensorModel):
             return worker.model_class.from_checkpoint(
-                source, settings=settings, tokenizer=tokenizer
+                unread, settings=settings, tokenizer=tokenizer
             )
         if attributes:
             settings = replace(settings, attributes=attributes)
@@ -160,7 +144,7 @@ def without_weights(
 
 
 class _UnsetWeights(Mapping[str, Tensor]):
-    """Canonical weights of an architecture with undefined values."""
+    """Canonical weights of an architecture, whose values are whatever is in memory."""
 
     def __init__(self, architecture: GPTArchitecture) -> None:
         self._shapes = expected_shapes(architecture)
@@ -175,8 +159,18 @@ class _UnsetWeights(Mapping[str, Tensor]):
         return len(self._shapes)
 
 
-class _LastToken(Exception):
-    """Raised when all measured tokens are sampled."""
+@contextlib.contextmanager
+def _little_garbage() -> Iterator[None]:
+    """Collections look only at objects made inside, not at all that was imported."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class _Enough(Exception):
+    """Raised when as many tokens were sampled as are measured."""
 
 
 class _RoleRun:
@@ -185,6 +179,7 @@ class _RoleRun:
     def __init__(self, device: DryDevice, worker: Any, role: PlannedRole) -> None:
         self.device, self.worker, self.planned = device, worker, role
         self.role = worker.model
+        self.dp_size = worker.parallel.dp_size
         self._name_memory()
         if role.learns:
             self._first_step()
@@ -192,10 +187,10 @@ class _RoleRun:
         self.static: Kinds = self._alive()
 
     def measure(self, phase: Phase) -> Measured:
-        """Measure one phase, after the phases before it."""
+        """One phase, between those before and after it."""
         match phase.method:
             case "":
-                amounts, peaks = self._transfer(phase)
+                amounts, peaks = self._hand_over(phase)
             case "generate":
                 amounts, peaks = self._generate(phase)
             case _:
@@ -204,15 +199,15 @@ class _RoleRun:
         return Measured(amounts, peaks, self._alive())
 
     def touch(self, phase: Phase) -> None:
-        """Run one micro-batch: megatron-core keeps its largest buffer for gathered tensors."""
+        """One micro-batch: megatron-core keeps its largest buffer for what it gathers."""
         self._call(phase, self.planned.micro_batch_size(phase))
 
     def _first_step(self) -> None:
-        """Make the first update, which creates the optimizer's moments."""
+        """Moments are made in the first update."""
         self.worker.prepare_for_training()
         self.role.optimizer.zero_grad()
         for parameter in self.role.model.parameters():
-            if isinstance(parameter, DTensor):  # whose gradients exist until the next update
+            if isinstance(parameter, DTensor):  # whose gradients stay until the next update
                 parameter.grad = torch.zeros_like(parameter)
         self.role.optimizer.step()
         self.worker.finish_training()
@@ -227,7 +222,7 @@ class _RoleRun:
         )
         for model in (self.role.model, *copies):
             if model is not None:
-                self.device.name_memory(model)
+                self.device.holds(model)
 
     def _alive(self) -> Kinds:
         return {k: float(size) for k, size in self.device.memory.snapshot().kinds.items()}
@@ -235,74 +230,71 @@ class _RoleRun:
     # Micro-batches ----------------------------------------------------------------------------
 
     def _in_parts(self, phase: Phase) -> tuple[Amounts, dict[str, Kinds]]:
-        """Extrapolate to all micro-batches from one, and from one more than pipeline stages."""
+        """One micro-batch, and one more than pipeline stages, give all of them."""
         rows, size = self.planned.rows(phase), self.planned.micro_batch_size(phase)
-        count = -(-rows // size)
-        stages = self.planned.parallel.pipeline  # micro-batches in flight at once
-        passes, record = self._call(phase, rows if count <= stages else size)
-        amounts, peaks = Amounts.of(passes), peaks_of(record)
-        around = Amounts.of(record).plus(amounts, -1.0)  # of entering and leaving the phase
-        if count > stages:
-            more_passes, record = self._call(phase, (stages + 1) * size)
-            difference = Amounts.of(more_passes).plus(amounts, -1.0)
-            amounts = amounts.plus(difference, (rows / size - 1) / stages)
-            peaks = higher_peaks(peaks, peaks_of(record))
-        return around.plus(amounts, phase.times), peaks
+        number = -(-rows // size)
+        few = self.planned.parallel.pipeline  # micro-batches that are on their way at once
+        first, whole = self._call(phase, rows if number <= few else size)
+        amounts, peaks = Amounts.of(first), peaks_of(whole)
+        moved = Amounts.of(whole).plus(amounts, -1.0)
+        if number > few:
+            more, whole = self._call(phase, (few + 1) * size)
+            step = Amounts.of(more).plus(amounts, -1.0)
+            amounts = amounts.plus(step, (rows / size - 1) / few)
+            peaks = fuller(peaks, peaks_of(whole))
+        return moved.plus(amounts, phase.times), peaks
 
     def _call(self, phase: Phase, rows: int) -> tuple[Record, Record]:
-        """Record the passes over ``rows`` rows of this rank, and the complete phase."""
-        with self.device.record() as record:
+        """Records of the passes over ``rows`` rows of this rank, and of the whole phase."""
+        with self.device.record() as whole:
             getattr(self.worker, phase.enter)()
             with self.device.record() as passes:
                 call_worker(self.worker, self.planned, phase, rows)
             self._name_memory()
             getattr(self.worker, _LEAVE.get(phase.enter, "finish_inference"))()
-        return passes, record
+        return passes, whole
 
     # Generation -------------------------------------------------------------------------------
 
     def _generate(self, phase: Phase) -> tuple[Amounts, dict[str, Kinds]]:
-        """Measure the first and the last tokens: the cost of a token grows with its position.
+        """The first tokens, and the last: the cost of a token grows with the length before it.
 
-        The cost between them is linear. It is taken from steps that a CUDA graph launches, if the
-        generator uses graphs, and not from captures or the first steps of a shape.
+        The step that is carried on is the last one sampled, which a CUDA graph launches where the
+        generator has them. Captures, and first steps of a shape, are left out.
         """
         worker = self.worker
         with self.device.record() as ready:
             worker.prepare_for_generation()
-        around = Amounts.of(ready)
+        moved = Amounts.of(ready)
         self._name_memory()
         if not worker.parallel.is_last_stage:  # which would receive the sampled tokens
-            return around, {"": self._alive()}
-        # The beginning and the end of a response.
+            return moved, {"": self._alive()}
         begin = self._sample(phase, phase.length, phase.response)
         late = phase.length + max(0, phase.response - _TOKENS)
         end = self._sample(phase, late, phase.length + phase.response - late)
-        self.role.release_generator()  # its cache and graphs count for this phase only
-        with self.device.record() as finished:
+        self.role.release_generator()  # its cache and graphs are counted in this phase only
+        with self.device.record() as left:
             worker.finish_generation()
-        around = around.plus(Amounts.of(finished))
-        # The first token, and the mean of the others.
+        moved = moved.plus(Amounts.of(left))
         amounts = Amounts.of(begin[0])
         if phase.response > 1:
             mean = Amounts().plus(_step(begin), 0.5).plus(_step(end), 0.5)
             amounts = amounts.plus(mean, phase.response - 1.0)
         peaks = peaks_of(ready)
         for record in (*begin, *end):
-            peaks = higher_peaks(peaks, peaks_of(record))
-        return around.plus(amounts, self.planned.rows(phase) / self.planned.slots(phase)), peaks
+            peaks = fuller(peaks, peaks_of(record))
+        return moved.plus(amounts, self.planned.rows(phase) / self.planned.slots(phase)), peaks
 
     def _sample(self, phase: Phase, prompt: int, response: int) -> list[Record]:
-        """Record prefill with the first token, then each later step with its host reads.
+        """Prefill and the first token; each step after it, with what the host reads meanwhile.
 
-        The host reads the result of a step while the next one runs. The last complete record
-        therefore ends with the step after it.
+        The host reads a step while the next one runs, so the last step that is measured whole is
+        ended by the one after it.
         """
         rollout, slots = self.planned.model.rollout, self.planned.slots(phase)
-        # Different prompts.
-        prompt_ids = torch.arange(slots) // rollout.num_rollouts_per_prompt
-        ids = (prompt_ids[:, None] + torch.arange(prompt)) % 200
-        ids[:, 0] = prompt_ids // 200
+        numbers = torch.arange(slots) // rollout.num_rollouts_per_prompt
+        ids = (numbers[:, None] + torch.arange(prompt)) % 200
+        ids[:, 0] = numbers // 200  # no two prompts are the same
         data: BatchedDataDict = BatchedDataDict(
             {
                 "input_ids": ids,
@@ -315,15 +307,14 @@ class _RoleRun:
         with contextlib.ExitStack() as stack:
             records = [stack.enter_context(self.device.record())]
 
-            def recorded_advance(*args: Any, **kwargs: Any) -> None:
+            def measured(*args: Any, **kwargs: Any) -> None:
                 stack.close()
                 if len(records) == _TOKENS:
-                    raise _LastToken
+                    raise _Enough
                 records.append(stack.enter_context(self.device.record()))
                 advance(*args, **kwargs)
 
-            stop = contextlib.suppress(_LastToken)
-            with stop, mock.patch.object(Responses, "advance", recorded_advance):
+            with contextlib.suppress(_Enough), mock.patch.object(Responses, "advance", measured):
                 self.worker.generate(
                     data,
                     seed=1,
@@ -331,31 +322,32 @@ class _RoleRun:
                 )
         return records
 
-    # Outside the step -------------------------------------------------------------------------
+    # Beside the step --------------------------------------------------------------------------
 
-    def _transfer(self, phase: Phase) -> tuple[Amounts, dict[str, Kinds]]:
-        """Measure `save` or `refit`."""
+    def _hand_over(self, phase: Phase) -> tuple[Amounts, dict[str, Kinds]]:
         with self.device.record() as record:
-            if phase.name == "save":  # every tensor is written from host memory
-                record.copied_bytes += sum(
-                    leaf.nbytes
-                    for leaf in tree_leaves(self.worker.state_dict())
-                    if isinstance(leaf, Tensor) and self.device.memory.holds(leaf)
-                )
+            if phase.name == "save":  # every tensor of it is written from host memory
+                state = tree_leaves(self.worker.state_dict())
+                tensors = [
+                    each
+                    for each in state
+                    if isinstance(each, Tensor) and self.device.memory.holds(each)
+                ]
+                record.copied_bytes += sum(each.nbytes for each in tensors)
             else:
                 self.worker.offload_before_refit()
                 buffer = torch.empty(
                     phase.buffer_bytes, dtype=torch.uint8, device=accelerator.device()
                 )
                 for _, tensor in self.worker.hf_weights(self.worker.hf_weight_names()):
-                    tensor.clone()  # into the buffer, or to the engine
+                    tensor.clone()  # into the buffer, or on its way
                 del buffer
                 self.worker.offload_after_refit()
         return Amounts.of(record), peaks_of(record)
 
 
 def _step(records: list[Record]) -> Amounts:
-    """Return the last step with the fewest launches. Others precede or capture a graph."""
+    """The last step with the fewest launches: others capture a graph, or are before that."""
     return Amounts.of(min(records[:0:-1], key=lambda record: record.launches))
 
 
