@@ -145,13 +145,13 @@ def test_a_checkpoint_that_is_not_there_is_named_by_its_own_key(tiny_nemo):
     from aligner.models.value.workers.megatron_value_worker import MegatronValueWorkerImpl
 
     config = ppo("critic.restore_from_path=nope.nemo", f"model.restore_from_path={tiny_nemo}")
-    with pytest.raises(CheckpointNotFoundError, match=r"nope.*; check critic\.restore_from_path"):
+    with pytest.raises(CheckpointNotFoundError, match=r"nope.*. Check critic\.restore_from_path"):
         MegatronValueWorkerImpl(config.critic, None, model=config.model)
     with initialize_config_dir(config_dir=CONF, version_base="1.3"):
         needed = ["model.restore_from_path=m.nemo", "data.train.source=d.jsonl"]
         composed = compose("gpt_distill", [*needed, "teacher.restore_from_path=nope.nemo"])
     distill = load_config(composed, DistillRunConfig)
-    with pytest.raises(CheckpointNotFoundError, match=r"nope.*; check teacher\.restore_from_path"):
+    with pytest.raises(CheckpointNotFoundError, match=r"nope.*. Check teacher\.restore_from_path"):
         check_teacher(distill, None)
 
 

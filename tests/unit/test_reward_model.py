@@ -224,7 +224,7 @@ def test_ratings_by_hand(tmp_path):
     ("ratings", "said"),
     [
         ('"helpful": 1', "line 1: none of the columns .'helpfulness'.* Columns found: .'helpful'"),
-        ('"length": "long"', "column 'length' must be a finite number or null, it is 'long'"),
+        ('"length": "long"', "column 'length' must be a finite number or null, but it is 'long'"),
         ('"length": true', "it is True"),
         ('"length": NaN', "it is nan"),
     ],
