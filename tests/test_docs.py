@@ -151,8 +151,7 @@ def test_the_picture_of_results_shows_the_tables():
     assert (ROOT / "docs" / "results.svg").read_text() == drawn["picture"]()
 
 
-def test_scripts_of_the_pages_are_those_of_the_examples():
-    for page, name in (("README.md", "grpo"), ("docs/python.md", "environment")):
-        script = (ROOT / "examples" / "python" / f"{name}.py").read_text()
-        _, _, body = script.split('"""', 2)
-        assert f"```python\n{body.strip()}\n```" in (ROOT / page).read_text(), page
+def test_the_script_of_the_readme_is_the_example():
+    script = (ROOT / "examples" / "python" / "grpo.py").read_text()
+    _, _, body = script.split('"""', 2)
+    assert f"```python\n{body.strip()}\n```" in (ROOT / "README.md").read_text()
