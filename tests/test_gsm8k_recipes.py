@@ -120,7 +120,7 @@ def test_what_cannot_be_judged_is_said(tmp_path, run_check):
         ([str(folder), "--step", "40", condition], "no step 40. The last step is 39"),
         ([str(folder), "--step", "39", "val_rollouts/accuracy > 0"], "val_check_interval"),
         ([str(folder), "--step", "39", "accuracy is good"], "not a condition"),
-        ([str(tmp_path), "--step", "39", condition], "no such file"),
+        ([str(tmp_path), "--step", "39", condition], "does not exist"),
     ):
         status, printed = run_check(*arguments)
         assert (status, words in printed) == (2, True), printed
