@@ -53,17 +53,15 @@ def tensors_on_device(data: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def micro_batches_of(data: Mapping[str, Any], size: int | None) -> MicroBatches | None:
-    """Return the micro-batches of a share of one global batch, or else ``size`` rows each."""
-    indices = data.micro_batch_indices if isinstance(data, BatchedDataDict) else None
-    return size if indices is None else indices[0]
-
-
 def passes_over(
     data: Mapping[str, Any], size: int | None
 ) -> tuple[dict[str, Tensor], MicroBatches | None]:
-    """Return `tensors_on_device` and `micro_batches_of`, the arguments of a role's passes."""
-    return tensors_on_device(data), micro_batches_of(data, size)
+    """Return the arguments of a role's passes: tensors on the device, and micro-batches.
+
+    If the share of a global batch defines no micro-batches, they are ``size`` rows each.
+    """
+    indices = data.micro_batch_indices if isinstance(data, BatchedDataDict) else None
+    return tensors_on_device(data), size if indices is None else indices[0]
 
 
 def place_of(
