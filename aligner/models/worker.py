@@ -165,22 +165,11 @@ class RoleWorker(Generic[RoleT]):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Run one pass over this rank's rows, with an optimizer step for every ``gbs`` global rows.
+        """Run one pass over this rank's rows (see `aligner.models.handle.RoleHandle.train`).
 
-        Args:
-            data: a shard from `BatchedDataDict.shard_by_batch_size`, with the columns that
-                ``loss_fn`` and the role read.
-            loss_fn: a loss of `aligner.algorithms.losses`, or of the type that NeMo-RL publishes
-                (`aligner.losses.interfaces`).
-            eval_mode: forward only, no update.
-            gbs: rows of a global mini-batch, over all ranks. Default: the role's setting.
-            mbs: rows per forward-backward pass, if the shard does not define its micro-batches.
-                Default: the role's setting.
-
-        Returns:
-            ``global_loss`` and ``grad_norm`` (means over the pass's steps), ``lr`` of the last
-            step, ``skipped`` (a step was skipped because it was not finite) and
-            ``all_mb_metrics``: lists with one value per step, reduced over the global mini-batch.
+        ``data``: a shard from `BatchedDataDict.shard_by_batch_size`, with the columns that
+        ``loss_fn`` and the role read. ``mbs`` applies if the shard defines no micro-batches. The
+        result equals the handle's, with the key ``global_loss`` in place of ``loss``.
         """
         loss = as_loss(loss_fn)
         history: dict[str, list[float]] = defaultdict(list)
@@ -312,16 +301,10 @@ class RoleWorker(Generic[RoleT]):
         tokenizer_path: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the role, each part atomically.
+        """Write the role, each part atomically (see `RoleHandle.save_checkpoint`).
 
-        Adapters are merged into the weights, and also written to the same folder.
-
-        Args:
-            weights_path: a `.nemo` file, including configuration and tokenizer. A path without that
-                suffix becomes a Hugging Face directory.
-            optimizer_path: directory for the float32 weights, moments and step, a file per worker.
-            tokenizer_path: directory for the tokenizer's files.
-            kwargs: ignored published arguments, listed in a warning.
+        Adapters are merged into the weights, and also written to the same folder. ``kwargs``:
+        ignored published arguments, listed in a warning.
         """
         note_unused("save_checkpoint", kwargs)
         self._restore_weights()

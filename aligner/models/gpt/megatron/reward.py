@@ -146,14 +146,9 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
     ) -> Tensor:
         """Compute the reward of each sequence, the head's output at the last valid token.
 
-        Args:
-            batch: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
-            micro_batches: sequences per forward pass, or the rows of each pass. Default:
-                ``forward_micro_batch_size``.
-            standardize: apply the standardisation saved with the model, if any.
-
-        Returns:
-            float32 ``[B]``, or ``[B, K]`` for K rated attributes.
+        ``batch``: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
+        ``micro_batches``: see `RoleModel.infer_tokens`. ``standardize``: apply the standardisation
+        saved with the model, if any. Returns float32 ``[B]``, or ``[B, K]`` for K rated attributes.
         """
         scores = self.infer_tokens(batch, micro_batches)
         rows = torch.arange(scores.shape[0], device=scores.device)
