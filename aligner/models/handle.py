@@ -92,6 +92,7 @@ class RoleHandle:
         mbs = mbs or self.config.micro_batch_size
         if not batching:
             check_whole_groups(self.worker_group, gbs, mbs, group)
+        # Every worker trains on its share, and all return the same result.
         results, _ = run_sharded(
             self.worker_group,
             RoleWorker.train,

@@ -171,6 +171,7 @@ class RoleWorker(Generic[RoleT]):
         ``loss_fn`` and the role read. ``mbs`` applies if the shard defines no micro-batches. The
         result equals the handle's, with the key ``global_loss`` in place of ``loss``.
         """
+        # Metrics of every step, reduced over the ranks by the model.
         loss = as_loss(loss_fn)
         history: dict[str, list[float]] = defaultdict(list)
         for index, part in enumerate(self._global_batches(data, gbs)):
@@ -194,6 +195,7 @@ class RoleWorker(Generic[RoleT]):
         if data.elem_counts_per_gb is not None:
             yield from (data.get_batch(index) for index in range(len(data.elem_counts_per_gb)))
             return
+        # Otherwise every rank has an equal share of rows.
         gbs = gbs or self.model.settings.global_batch_size
         if gbs % self.parallel.dp_size:
             raise ConfigError(
@@ -243,6 +245,7 @@ class RoleWorker(Generic[RoleT]):
         """With ``offload_weights``, move all memory to the host."""
         if not self._offloads:
             return
+        # Memory outside of weights first: graphs of passes, of sampling, and the optimizer's.
         self.model.drop_reused_forward()
         self.model.release_generator()
         if self.model.optimizer is not None:
@@ -308,6 +311,7 @@ class RoleWorker(Generic[RoleT]):
         """
         note_unused("save_checkpoint", kwargs)
         self._restore_weights()
+        # The suffix selects the format.
         if weights_path.endswith(".nemo"):
             self.model.save_to(weights_path)
         else:

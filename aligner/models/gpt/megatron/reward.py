@@ -216,6 +216,7 @@ def saved_attributes(checkpoint: ModelSource) -> tuple[str, ...] | None:
     """
     if REWARD_HEAD[0] not in checkpoint.weights:
         return None
+    # A head with one output is of a regression model only if the configuration says so.
     outputs = checkpoint.weights[REWARD_HEAD[0]].shape[0]
     named = (checkpoint.config.get("regression") or {}).get("attributes") or []
     kind = checkpoint.config.get("reward_model_type")
@@ -258,6 +259,7 @@ class SharedBackboneRewardModel(MegatronGPTRewardModel):
         tokenizer: Tokenizer,
     ) -> Self:
         """Load a reward model through ``critic``'s backbone, then restore the critic's weights."""
+        # The critic's weights wait in host memory while the reward model is loaded.
         backbone = critic.gpt
         critic_head = getattr(backbone, "rm_head", None)
         critic_weights = SwappedWeights(_without_head(backbone))

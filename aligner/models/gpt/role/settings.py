@@ -227,6 +227,7 @@ def run_section(
 def settings_of_section(config: SectionConfig, trainer: Any = None) -> RoleSettings:
     """Return the settings of a separate role, with the Lightning trainer's precision and clip."""
     run = _run_settings(trainer)
+    # A separate critic has no policy whose layout it could share.
     if isinstance(config, CriticConfig):
         body = TrainedModelConfig(restore_from_path=config.restore_from_path or "")
         return critic_settings(config, body, run)
@@ -244,6 +245,7 @@ def settings_from_model_config(
     present = plain_mapping(cfg, _RUN_KEYS)
     values = {key: value for key, value in present.items() if value is not None}
     run = _run_settings(trainer)
+    # A plain `.nemo` file contains the architecture only.
     if not values:
         return RoleSettings(precision=run.precision)
     values["restore_from_path"] = "model_config.yaml"  # required, but not used
