@@ -46,7 +46,8 @@ class Value(RoleHandle, ValueInterface):
         """Start the workers on ``cluster``.
 
         They load ``config.restore_from_path``, or the policy's weights with a new head. With
-        ``weights_path`` and ``optimizer_path`` from `save_checkpoint` they continue from there.
+        ``weights_path`` and ``optimizer_path`` from `save_checkpoint` they continue from there. For
+        the other arguments and the errors see `Policy`.
 
         Args:
             cluster: cluster of the workers.
@@ -54,8 +55,6 @@ class Value(RoleHandle, ValueInterface):
                 which is complete and includes the layout.
             weights_path: weights, including the head, to continue from.
             model: the policy's section, with micro-batching and the default layout.
-            tokenizer, name_prefix, workers_per_node, init_optimizer, optimizer_path, run, backend,
-                max_optimizer_steps: see `Policy`, also for the errors.
         """
         # Configuration: a published mapping, or the critic's and the policy's sections.
         self.cfg = config
