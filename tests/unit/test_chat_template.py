@@ -49,11 +49,14 @@ def test_a_tokenizer_without_a_template_gets_one(tmp_path):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for m in messages %}", "refuses the messages.*mend the template"),
-        ("{{ raise_exception('never') }}", "never; mend the template"),
-        ("{{ messages[1].content }}", "shows nothing of what the user says"),
-        (OWN.split("{%- if")[0].replace("m.content", "m.content[:3]"), "what the user says"),
-        ("{{ messages[0].content }}", "shows nothing of what the assistant says"),
+        ("{% for m in messages %}", "refuses the messages.*correct the template"),
+        ("{{ raise_exception('never') }}", "never; correct the template"),
+        ("{{ messages[1].content }}", "omits the message of the user"),
+        (
+            OWN.split("{%- if")[0].replace("m.content", "m.content[:3]"),
+            "omits the message of the user",
+        ),
+        ("{{ messages[0].content }}", "omits the message of the assistant"),
         (b"\xff\xfe\x00", "cannot be read as text"),
         (None, "cannot be read as text.*No such file"),
     ],
@@ -77,7 +80,7 @@ def test_a_template_that_changes_the_assistants_messages_is_refused_at_the_start
         "chat_template": "<|im_start|>" + changed
     }
     tokenizer = tokenizer_from_files(files | {"tokenizer_config.json": json.dumps(config).encode()})
-    with pytest.raises(ConfigError, match=rf"An answer⁂': .*set {KEY}=FILE.jinja"):
+    with pytest.raises(ConfigError, match=rf"An answer⁂': .*Set {KEY}=FILE.jinja"):
         ChatRenderer(tokenizer)
     assert tokenizer.encode("<|im_start|>")[0] not in tokenizer.end_ids
 

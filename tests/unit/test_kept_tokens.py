@@ -263,18 +263,18 @@ def test_a_policy_scores_over_what_it_recorded(policy):
         (
             {"sampling_params": {"top_k": 9}},
             {},
-            r"record_kept_tokens=8 is below .*top_k=9.*set it to 9",
+            r"record_kept_tokens=8 is below .*top_k=9.*Set it to 9",
         ),
-        ({}, VLLM, r"record_kept_tokens=8 with .*vllm: .* and model.ppo.sampling_params.top_k=0;"),
+        ({}, VLLM, r"record_kept_tokens=8 with .*vllm: .* but model.ppo.sampling_params.top_k=0"),
         (
             {"sampling_params": {"top_k": 8}},
             {**VLLM, "validation": {"top_k": 0}},
-            r"and validation.top_k=0; set it",
+            r"but validation.top_k=0. Set top_k",
         ),
         (
             {"sampling_params": {"top_k": 8, "use_greedy": True}, "num_rollouts_per_prompt": 1},
             VLLM,
-            r"use_greedy=true for top_k=1 there.* set it to false",
+            r"use_greedy=true as top_k=1.* Set it to false",
         ),
     ],
 )

@@ -140,7 +140,7 @@ def test_another_architecture_is_refused(tmp_path, tiny_nemo):
     weights.pop("output_layer.weight")
     path = tmp_path / "wide.nemo"
     save_nemo(path, weights, wider, byte_level_tokenizer().files())
-    with pytest.raises(ConfigError, match=r"differ in hidden_size \(128, 64\); start both from"):
+    with pytest.raises(ConfigError, match=r"differ in hidden_size \(128, 64\). Start both from"):
         ppo(
             tmp_path / "run",
             tiny_nemo,
@@ -155,9 +155,9 @@ def test_another_architecture_is_refused(tmp_path, tiny_nemo):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("policy.backend=dtensor", "swaps weights of megatron-core models"),
-        ("reward.model.offload_weights=true", "is for workers of its own"),
-        ("model.peft.peft_scheme=lora", "the critic is adapters"),
+        ("policy.backend=dtensor", "needs megatron-core models, but policy.backend=dtensor"),
+        ("reward.model.offload_weights=true", "offload_weights=true needs separate workers"),
+        ("model.peft.peft_scheme=lora", "but model.peft.peft_scheme=lora"),
     ],
 )
 def test_what_cannot_share_is_refused(tmp_path, tiny_nemo, override, message):
@@ -168,5 +168,5 @@ def test_what_cannot_share_is_refused(tmp_path, tiny_nemo, override, message):
 
 def test_without_a_critic_there_is_no_body_to_share(tmp_path, tiny_nemo):
     share = "reward.model.share_body_with_critic=true"
-    with pytest.raises(ConfigError, match="this run has no critic"):
+    with pytest.raises(ConfigError, match="needs a critic, but this run has none"):
         ppo(tmp_path, tiny_nemo, "r.nemo", share, recipe="grpo_tiny_cpu")

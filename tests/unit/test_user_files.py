@@ -24,7 +24,7 @@ def test_objects_of_a_file_travel_and_columns_that_are_not_taken_stay(module, lo
     assert pickle.loads(pickle.dumps(row["ground_truth"])) == row["ground_truth"]
     columns = {"check": [row["check"]]}
     assert score(load("of_truths"), ["a"], [row["ground_truth"]], columns).rewards.tolist() == [2.0]
-    with pytest.raises(DataError, match=r"takes_checks'.* object that cannot travel .*lambda"):
+    with pytest.raises(DataError, match=r"takes_checks'.* object that cannot be pickled.*lambda"):
         score(load("takes_checks"), ["a"], columns=columns)
 
 
@@ -48,12 +48,12 @@ def test_a_failure_of_the_batch_is_not_blamed_on_a_sample(load):
 
 def test_clashing_columns_and_keys_are_refused(load):
     function = load("clashes")
-    with pytest.raises(DataError, match=r"parameters \['data_source'\].*rename the parameters"):
+    with pytest.raises(DataError, match=r"parameters \['data_source'\].*Rename the parameters"):
         function.check_columns(["data_source", "is_end"])
     function.check_columns(["level", "is_end"])
     with pytest.raises(ConfigError, match=r"reward.kwargs.*no keyword arguments \['data_source'\]"):
         load("clashes", kwargs={"data_source": 1})
-    with pytest.raises(RewardError, match=r"sample 0 .*the key 3 is no text"):
+    with pytest.raises(RewardError, match=r"sample 0 .*the key 3 is not text"):
         score(load("integer_keys"), ["a"])
 
 
@@ -80,5 +80,5 @@ def test_nothing_of_an_answer_runs_here(load):
     ids=lambda value: value[:20],
 )
 def test_forged_answers_are_no_answers(load, answer, said):
-    with pytest.raises(RewardError, match=rf"sent what is no answer \({said}\)"):
+    with pytest.raises(RewardError, match=rf"sent an invalid answer \({said}\)"):
         score(load("forges"), [answer])
