@@ -64,6 +64,7 @@ class Generator:
         length: LengthParams,
         sampling: SamplingParams,
         max_batch_size: int,
+        tp_group: dist.ProcessGroup | None = None,
         cuda_graphs: bool = True,
         record_kept: int = 0,
     ) -> None:
@@ -78,6 +79,7 @@ class Generator:
             length: minimum and maximum of new tokens.
             sampling: parameters of the distribution, and the stop strings.
             max_batch_size: maximum of sequences in flight.
+            tp_group: ranks that shard the vocabulary. Default: the model's tensor-parallel group.
             cuda_graphs: on a GPU, launch decoding steps as CUDA graphs if the model is on one
                 process and all layers are dense. The tokens do not change.
             record_kept: maximum of ids kept by top-k and top-p that are recorded with each sampled
@@ -101,6 +103,7 @@ class Generator:
         self._tokenizer = tokenizer
         self._sampling_options = SamplingOptions(length, sampling)
         self._max_batch_size = max_batch_size
+        self._tp_group = tp_group or gpt.pg_collection.tp
         self._stop = self._stop_strings(self._sampling_options)
         self._cuda_graphs = cuda_graphs
         self._record_kept = record_kept
@@ -240,6 +243,7 @@ class Generator:
             self._architecture,
             num_slots=num_slots,
             capacity=with_headroom(capacity) if captured else capacity,
+            tp_group=self._tp_group,
         )
         return self._model
 

@@ -130,6 +130,7 @@ class IncrementalModel:
         *,
         num_slots: int,
         capacity: int,
+        tp_group: dist.ProcessGroup,
     ) -> None:
         """Prepare for at most ``num_slots`` sequences of at most ``capacity`` tokens.
 
@@ -147,7 +148,6 @@ class IncrementalModel:
         parameter = next(gpt.parameters())
         self._device = parameter.device
         self.stages = PipelineComm(gpt.pg_collection.pp, self._device)
-        tp_group = gpt.pg_collection.tp
         # The vocabulary shards: of the embedding (first stage) and the output layer (last stage).
         self._embedded: VocabShard | None = None
         if self.stages.is_first:
