@@ -94,12 +94,14 @@ class Session:
 
     def __init__(self, seed: int | None = None, limits: Limits | None = None) -> None:
         """Create an empty session. A request that exceeds ``limits`` ends the session."""
+        # The id is public. Only the key authorises requests.
         self.id, self.key = secrets.token_hex(8), f"session-{secrets.token_urlsafe(24)}"
         self.seed = seed
         self.sequences: list[RecordedSequence] = []
         self.answers: list[RecordedAnswer] = []
         self.rewards: dict[int, Turn] = {}
         self.exceeded: Limit | None = None
+        # Requests of the session, reserved answers, and prompts as text.
         self._jobs: list[RowJob] = []
         self._limits = limits
         self._last_reward: Turn | None = None
@@ -148,6 +150,7 @@ class Session:
         if self.seed is None:
             return None
         prompts_id = sample_id(*chain.from_iterable(prompts))
+        # The count makes the sampling of repeated requests independent.
         with self._lock:
             self._repeats[prompts_id] += 1
             return ("session", self.seed, prompts_id, self._repeats[prompts_id])

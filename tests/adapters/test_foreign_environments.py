@@ -163,7 +163,7 @@ def test_schemas_of_a_server_and_one_that_hangs(folder):
     unknown = {**kwargs, "tools": ["wait", "fly"]}
     with Game(MCP, unknown, {"prompt": "q"}) as game:
         failure = game.call("begin", (1, {"prompt": "q"}))
-        assert "the server has no fly; it has wait, other" in failure.text
+        assert "the server has no fly, only wait, other" in failure.text
 
 
 def test_the_page_s_gsm8k(packages):
