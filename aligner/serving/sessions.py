@@ -120,11 +120,6 @@ class Session:
         return None if self._last_reward is None else self._last_reward.score
 
     @property
-    def parts(self) -> dict[str, float]:
-        """Additional metrics of the last reward."""
-        return {} if self._last_reward is None else self._last_reward.parts
-
-    @property
     def is_waiting(self) -> bool:
         """True while the engine still has to answer a request of the session."""
         with self._lock:
@@ -215,19 +210,12 @@ class Session:
             self._drop_texts(prompts)
             if self._limits is not None:
                 self.exceeded = limit
-        if limit == "max_turns":
-            raise DataError(
-                f"the session is over: it has reached its limit of {limits.max_turns} answers"
-            )
-        if self._limits is not None:
-            raise DataError(
-                f"the session is over: it is limited to {limits.max_tokens} tokens, and this "
-                f"request could make it {bound}"
-            )
-        raise DataError(
-            f"the session has {recorded} tokens and is limited to {limits.max_tokens}, and this "
-            f"request could make it {bound}. Begin another session"
-        )
+        size = f"{limits.max_turns} answers"
+        if limit == "max_tokens":
+            size = f"{limits.max_tokens} tokens, has {recorded}, and could get {bound}"
+        if self._limits is None:
+            raise DataError(f"the session is limited to {size}. Begin another session")
+        raise DataError(f"the session is over: it is limited to {size}")
 
     def withdraw(self, prompts: Sequence[Sequence[int]], requests: Sequence[int | None]) -> None:
         """Release reserved answers of a request that failed or whose client disconnected.
@@ -297,7 +285,7 @@ class Session:
             return {
                 "id": self.id,
                 "reward": self.reward,
-                "parts": self.parts,
+                "parts": {} if self._last_reward is None else self._last_reward.parts,
                 # The published name of the sequences.
                 "trajectories": [sequence.as_json() for sequence in self.sequences],
             }
