@@ -78,12 +78,18 @@ def install(peer: Peer) -> None:
 
 
 def table(found: Sequence[Comparison]) -> Iterator[str]:
-    """Markdown: formulas that agree, then those that are known not to."""
-    yield "| formula | peer | difference | of gradients |"
+    """Yield Markdown: a row of agreeing formulas per peer, then formulas that are known to differ.
+
+    The row of a peer contains its largest differences.
+    """
+    yield "| peer | formulas that agree | difference | of gradients |"
     yield "|---|---|---:|---:|"
-    for entry in found:
-        if not entry.why:
-            yield f"| {entry.formula} | {entry.peer} | {_numbers(entry)} |"
+    for peer in dict.fromkeys(entry.peer for entry in found):
+        agreeing = [entry for entry in found if entry.peer == peer and not entry.why]
+        values = max((entry.difference for entry in agreeing), default=0.0)
+        gradients = max((entry.gradient or 0.0 for entry in agreeing), default=0.0)
+        largest = f"{_number(values)} | {_number(gradients)}"
+        yield f"| {peer} | {'; '.join(entry.formula for entry in agreeing)} | {largest} |"
     yield ""
     yield "| formula | peer | difference | of gradients | how they differ |"
     yield "|---|---|---:|---:|---|"
