@@ -23,9 +23,9 @@ def make_environment(folder: Path, packages: Sequence[Sequence[str]]) -> Path:
     Returns its interpreter. A half-made environment is continued.
     """
     python = folder / "bin" / "python"
-    wanted = json.dumps([list(group) for group in packages])
+    required = json.dumps([list(group) for group in packages])
     ready = folder / ".ready"
-    if ready.exists() and ready.read_text() == wanted:
+    if ready.exists() and ready.read_text() == required:
         return python
     log(f"making {folder.name}: {', '.join(name for group in packages for name in group)}")
     if not python.exists():
@@ -33,7 +33,7 @@ def make_environment(folder: Path, packages: Sequence[Sequence[str]]) -> Path:
     install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     for group in packages:
         subprocess.run([*install, *group], check=True, timeout=1800, stdout=sys.stderr)
-    ready.write_text(wanted)
+    ready.write_text(required)
     return python
 
 
@@ -51,7 +51,7 @@ def read_json(
     timeout_s: float = 3600,
 ) -> dict[str, Any]:
     """Run ``python -m module arguments`` from the repository's root; its one line of JSON."""
-    done = subprocess.run(
+    completed = subprocess.run(
         [str(python), "-m", module, *arguments],
         check=True,
         timeout=timeout_s,
@@ -60,21 +60,21 @@ def read_json(
         stdout=subprocess.PIPE,
         text=True,
     )
-    return json.loads(done.stdout)
+    return json.loads(completed.stdout)
 
 
 @contextlib.contextmanager
 def stdout_reserved() -> Iterator[None]:
     """Send everything written to standard output inside, by whomever, to standard error."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    saved_stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)
 
 
 def peak_mb() -> float:

@@ -79,7 +79,7 @@ def run(engine: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             "critic.global_batch_size": options.samples,
             "data.train.arguments.size": options.samples * options.steps,
         }
-        done = subprocess.run(
+        completed = subprocess.run(
             [
                 *(sys.executable, str(ROOT / "examples" / "train_gpt_ppo.py")),
                 *("--config-name", "recipes/ppo_tiny_cpu"),
@@ -93,16 +93,16 @@ def run(engine: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             text=True,
             timeout=3600,
         )
-        if done.returncode:
-            sys.exit(done.stdout)
+        if completed.returncode:
+            sys.exit(completed.stdout)
         text = (Path(folder) / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 
 def without_times(lines: list[dict[str, Any]]) -> str:
     """Everything but the times, as text (NaN is not equal to itself)."""
-    kept = [{k: v for k, v in line.items() if not k.startswith("timers/")} for line in lines]
-    return json.dumps(kept)
+    untimed = [{k: v for k, v in line.items() if not k.startswith("timers/")} for line in lines]
+    return json.dumps(untimed)
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ def compare(peer: Peer) -> list[Comparison]:
         environment["PYTHONPATH"] += f"{os.pathsep}{peer.folder}"
     else:
         python = make_environment(peer.folder, ppo_step.PEER_PACKAGES)
-    found = read_json(python, peer.module, [], environment, timeout_s=600)["found"]
-    return [Comparison(**entry) for entry in found]
+    comparisons = read_json(python, peer.module, [], environment, timeout_s=600)["found"]
+    return [Comparison(**entry) for entry in comparisons]
 
 
 def install(peer: Peer) -> None:
@@ -77,17 +77,17 @@ def install(peer: Peer) -> None:
     subprocess.run(command, check=True, timeout=600, stdout=sys.stderr)
 
 
-def table(found: Sequence[Comparison]) -> Iterator[str]:
+def table(comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Markdown: formulas that agree, then those that are known not to."""
     yield "| formula | peer | difference | of gradients |"
     yield "|---|---|---:|---:|"
-    for entry in found:
+    for entry in comparisons:
         if not entry.why:
             yield f"| {entry.formula} | {entry.peer} | {_numbers(entry)} |"
     yield ""
     yield "| formula | peer | difference | of gradients | how they differ |"
     yield "|---|---|---:|---:|---|"
-    for entry in found:
+    for entry in comparisons:
         if entry.why:
             yield f"| {entry.formula} | {entry.peer} | {_numbers(entry)} | {entry.why} |"
 
@@ -104,9 +104,9 @@ def _number(value: float) -> str:
 def write(page: Path, lines: Sequence[str]) -> None:
     """Replace the tables of ``page``."""
     text = page.read_text()
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    page.write_text("\n".join([f"{before}{BEGIN}", "", *lines, "", f"{END}{after}"]))
+    head, tail = text.split(BEGIN)
+    _, foot = tail.split(END)
+    page.write_text("\n".join([f"{head}{BEGIN}", "", *lines, "", f"{END}{foot}"]))
 
 
 def main() -> None:
@@ -115,15 +115,15 @@ def main() -> None:
     parser.add_argument("--peer", action="append", choices=names, help="default: all of them")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="replace the tables in a page")
     arguments = parser.parse_args()
-    wanted = [peer for peer in PEERS if peer.name in (arguments.peer or names)]
-    found = [entry for peer in wanted for entry in compare(peer)]
-    lines = list(table(found))
+    peers = [peer for peer in PEERS if peer.name in (arguments.peer or names)]
+    comparisons = [entry for peer in peers for entry in compare(peer)]
+    lines = list(table(comparisons))
     print("\n".join(lines))
     if arguments.write:
         write(arguments.write, lines)
-    agreeing = [entry for entry in found if not entry.why]
-    surprises = [entry for entry in found if not entry.as_expected]
-    log(f"{len(agreeing)} to agree to {LIMIT}, {len(found) - len(agreeing)} to differ")
+    agreeing = [entry for entry in comparisons if not entry.why]
+    surprises = [entry for entry in comparisons if not entry.as_expected]
+    log(f"{len(agreeing)} to agree to {LIMIT}, {len(comparisons) - len(agreeing)} to differ")
     for entry in surprises:
         log(f"NOT AS EXPECTED: {entry}")
     sys.exit(1 if surprises else 0)

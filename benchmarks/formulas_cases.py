@@ -70,11 +70,11 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _with_gradient(function: Callable[[Tensor], Tensor], leaf: Tensor) -> tuple[Tensor, Tensor]:
-    own = leaf.detach().clone().requires_grad_()
-    value = function(own)
+    copy = leaf.detach().clone().requires_grad_()
+    value = function(copy)
     value.sum().backward()
-    assert own.grad is not None
-    return value.detach(), own.grad
+    assert copy.grad is not None
+    return value.detach(), copy.grad
 
 
 class Inputs:

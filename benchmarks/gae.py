@@ -107,10 +107,10 @@ def main() -> None:
     make_peer()
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{PEER}"}
     command = [sys.executable, "-m", "benchmarks.gae", "--measure", *sys.argv[1:]]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, check=True, timeout=600, env=environment, stdout=subprocess.PIPE, text=True
     )
-    print(done.stdout.strip().splitlines()[-1])
+    print(completed.stdout.strip().splitlines()[-1])
 
 
 if __name__ == "__main__":

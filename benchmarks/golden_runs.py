@@ -118,9 +118,9 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, tree
 
 
-def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+def differences(expected: dict[str, Any], actual: dict[str, Any]) -> Iterator[str]:
     """One line for each value that two records of a case do not share."""
-    old, new = (dict(_leaves(record, "")) for record in (before, after))
+    old, new = (dict(_leaves(record, "")) for record in (expected, actual))
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             yield f"{name}: {old.get(name)} -> {new.get(name)}"

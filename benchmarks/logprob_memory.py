@@ -63,7 +63,7 @@ def measure(form: str, size: int, tokens: int, vocab: int, repeats: int) -> dict
     # The libraries' own pages come with the first product, however small; they are not counted.
     small = torch.ones(64, size, requires_grad=True)
     function(small[:8], small, target[:8] % 64).sum().backward()
-    before = rss_mb()
+    rss_before = rss_mb()
 
     def step() -> None:
         hidden.grad = weight.grad = None
@@ -76,7 +76,7 @@ def measure(form: str, size: int, tokens: int, vocab: int, repeats: int) -> dict
         step()
         wall.append(time.perf_counter() - start)
         cpu.append(time.process_time() - start_cpu)
-    rss = rss_mb() - before  # before the profiler adds its own
+    rss = rss_mb() - rss_before  # before the profiler adds its own
     return {
         "form": form,
         "hidden": size,
@@ -107,10 +107,10 @@ def compare(arguments: argparse.Namespace, size: int) -> bool:
             for name in ("tokens", "vocab", "repeats", "threads"):
                 command += [f"--{name}", str(getattr(arguments, name))]
             command += ["--hidden", str(size)]
-            done = subprocess.run(
+            completed = subprocess.run(
                 command, check=True, timeout=900, stdout=subprocess.PIPE, text=True
             )
-            line = done.stdout.strip().splitlines()[-1]
+            line = completed.stdout.strip().splitlines()[-1]
             print(line, flush=True)
             rows.append(json.loads(line))
 
@@ -146,8 +146,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.form is None:
-        kept = [compare(arguments, size) for size in arguments.hidden]
-        sys.exit(0 if all(kept) else 1)
+        results = [compare(arguments, size) for size in arguments.hidden]
+        sys.exit(0 if all(results) else 1)
     for size in arguments.hidden:
         reading = measure(
             arguments.form, size, arguments.tokens, arguments.vocab, arguments.repeats

@@ -91,9 +91,10 @@ def main() -> None:
                 with without:
                     times[False].append(read(path, targets))
             print(f"{kind}, {path.stat().st_size / 1e6:.0f} MB")
-            for place, name in enumerate(("wall", "CPU")):
+            for clock, name in enumerate(("wall", "CPU")):
                 compared, plain = (
-                    statistics.median(each[place] for each in times[key]) for key in (True, False)
+                    statistics.median(values[clock] for values in times[key])
+                    for key in (True, False)
                 )
                 print(
                     f"  {name}: {compared:.3f} s with, {plain:.3f} s without: "

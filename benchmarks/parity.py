@@ -78,15 +78,15 @@ class Cell(NamedTuple):
 
 def run_all(folder: Path) -> dict[Column, dict[str, Any]]:
     """Results of every column, by mode; a sentence where its processes failed."""
-    seen: dict[Column, dict[str, Any]] = {}
-    wanted = [*COLUMNS.values(), *(ONE._replace(model=model) for model in MODELS)]
-    for start in dict.fromkeys((column.processes, column.model) for column in wanted):
+    outputs: dict[Column, dict[str, Any]] = {}
+    columns_to_run = [*COLUMNS.values(), *(ONE._replace(model=model) for model in MODELS)]
+    for start in dict.fromkeys((column.processes, column.model) for column in columns_to_run):
         modes = (*MODES, *REFERENCES.values()) if start[0] == 1 else MODES
-        columns = dict.fromkeys(column for column in wanted if column[:2] == start)
-        found = launch(folder, *start, [column.sizes for column in columns], modes)
+        columns = dict.fromkeys(column for column in columns_to_run if column[:2] == start)
+        results = launch(folder, *start, [column.sizes for column in columns], modes)
         for column in columns:
-            seen[column] = {mode: found[f"{column.sizes},{mode}"] for mode in modes}
-    return seen
+            outputs[column] = {mode: results[f"{column.sizes},{mode}"] for mode in modes}
+    return outputs
 
 
 def launch(
@@ -98,7 +98,7 @@ def launch(
     if not output.exists():
         write_model(model, file)
         log(f"{processes} processes, {model} model: {len(layouts)} layouts")
-        done = subprocess.run(
+        completed = subprocess.run(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
                 *("--nproc-per-node", str(processes), "-m", "benchmarks.parity_worker"),
@@ -111,8 +111,8 @@ def launch(
             stderr=subprocess.STDOUT,
             text=True,
         )
-        if done.returncode:
-            log(done.stdout[-6000:])
+        if completed.returncode:
+            log(completed.stdout[-6000:])
             return dict.fromkeys(layouts, f"{processes} processes failed")
     return torch.load(output, weights_only=True)
 
@@ -143,56 +143,56 @@ def difference(expected: Any, actual: Any, name: str = "") -> float:
         if expected.shape != actual.shape:
             return float("inf")
         largest = expected.double().abs().max().clamp(min=1e-6)
-        found = ((expected.double() - actual.double()).abs().max() / largest).item()
+        gap = ((expected.double() - actual.double()).abs().max() / largest).item()
     else:
         least = 1.0 if any(part in name for part in NATS) else 1e-3
-        found = abs(expected - actual) / max(abs(expected), least)
-    return found if found == found else float("inf")  # NaN is no agreement
+        gap = abs(expected - actual) / max(abs(expected), least)
+    return gap if gap == gap else float("inf")  # NaN is no agreement
 
 
 def cell(row: str, expected: Any, actual: Any, limit: float) -> Cell:
     """One cell; ``expected`` and ``actual`` as `parity_worker` has them, or a sentence."""
     if isinstance(actual, str):
         return Cell("—", reason=actual)
-    found = difference(expected, actual)
+    gap = difference(expected, actual)
     if row.endswith("generation"):
-        return Cell("same" if found == 0 else "differs", good=found == 0)
-    return Cell("0" if found == 0 else f"{found:.0e}", good=found <= limit)
+        return Cell("same" if gap == 0 else "differs", good=gap == 0)
+    return Cell("0" if gap == 0 else f"{gap:.0e}", good=gap <= limit)
 
 
 def table(
-    seen: dict[Column, dict[str, Any]], mode: str, limit: float, reasons: dict[str, int]
+    outputs: dict[Column, dict[str, Any]], mode: str, limit: float, reasons: dict[str, int]
 ) -> tuple[list[str], int]:
     """Lines of one mode's table and its number of bad cells; holes are numbered in ``reasons``."""
     columns = [name for name, column in COLUMNS.items() if (mode, column) != ("padded", ONE)]
     lines = [f"| {mode} | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
     bad = 0
-    for row in seen[ONE]["padded"]:
+    for row in outputs[ONE]["padded"]:
         texts = []
         for name in columns:
             column = COLUMNS[name]
-            one = seen[ONE._replace(model=column.model)][REFERENCES.get(mode, "padded")]
-            many = seen[column][mode]
-            if isinstance(one, str) or isinstance(many, str):
+            reference = outputs[ONE._replace(model=column.model)][REFERENCES.get(mode, "padded")]
+            sharded = outputs[column][mode]
+            if isinstance(reference, str) or isinstance(sharded, str):
                 texts.append("**failed**")
                 bad += 1
                 continue
-            found = cell(row, one[row], many[row], limit)
-            text = found.text
-            if found.reason is not None:
-                text += f" [{reasons.setdefault(found.reason, len(reasons) + 1)}]"
-            bad += not found.good
-            texts.append(text if found.good else f"**{text}**")
+            shown = cell(row, reference[row], sharded[row], limit)
+            text = shown.text
+            if shown.reason is not None:
+                text += f" [{reasons.setdefault(shown.reason, len(reasons) + 1)}]"
+            bad += not shown.good
+            texts.append(text if shown.good else f"**{text}**")
         lines.append(f"| {row} | {' | '.join(texts)} |")
     return lines, bad
 
 
-def report(seen: dict[Column, dict[str, Any]], limit: float) -> tuple[str, int]:
+def report(outputs: dict[Column, dict[str, Any]], limit: float) -> tuple[str, int]:
     """The four tables and the reasons of the holes, as Markdown; the number of bad cells."""
     reasons: dict[str, int] = {}
     parts, bad = [], 0
     for mode in MODES:
-        lines, wrong = table(seen, mode, limit, reasons)
+        lines, wrong = table(outputs, mode, limit, reasons)
         parts.append("\n".join(lines))
         bad += wrong
     holes = [f"{number}. {reason}" for reason, number in reasons.items()]
@@ -203,9 +203,9 @@ def report(seen: dict[Column, dict[str, Any]], limit: float) -> tuple[str, int]:
 def write_between_marks(path: Path, text: str) -> None:
     """Replace what stands between the two marks of a page."""
     page = path.read_text()
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+    head, tail = page.split(BEGIN)
+    _, foot = tail.split(END)
+    path.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{foot}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -218,11 +218,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        seen = run_all(folder.resolve())
-    if isinstance(seen[ONE]["padded"], str):
+        outputs = run_all(folder.resolve())
+    if isinstance(outputs[ONE]["padded"], str):
         log("one process failed: nothing to compare with")
         return 1
-    text, bad = report(seen, options.limit)
+    text, bad = report(outputs, options.limit)
     print(text)
     if options.write is not None:
         write_between_marks(options.write, text)

@@ -59,13 +59,13 @@ def rows_of(model: str, layout: str) -> dict[str, Row]:
     }
 
 
-def _training(role: str, seen: dict[str, Any]) -> dict[str, Row]:
-    first = seen["first"]
+def _training(role: str, outputs: dict[str, Any]) -> dict[str, Row]:
+    first = outputs["first"]
     return {
         f"{role} loss": first["loss"],
         f"{role} gradient norm": first["grad_norm"],
-        f"{role} per-parameter gradients": seen["gradient"],
-        f"{role} parameters after 2 steps": seen["weights"],
+        f"{role} per-parameter gradients": outputs["gradient"],
+        f"{role} parameters after 2 steps": outputs["weights"],
     }
 
 
@@ -169,9 +169,9 @@ def letters(prompts: list[str], responses: list[str], ground_truths: list) -> li
 def main() -> None:
     """Every layout, then the file."""
     model, output, *layouts = sys.argv[1:]
-    seen = {layout: rows_of(model, layout) for layout in layouts}
+    outputs = {layout: rows_of(model, layout) for layout in layouts}
     if torch.distributed.get_rank() == 0:
-        torch.save(seen, output)
+        torch.save(outputs, output)
     shutdown_parallel()
 
 

@@ -88,8 +88,8 @@ def predicted(model: str, layout: str, batches: str) -> dict[str, float]:
     from aligner_plan.measure import measure
 
     role, train = planned(model, layout, batches)
-    found = measure(dataclasses.replace(role, phases=(train,)), 0, "cpu")
-    phase = found.phases["train"]
+    result = measure(dataclasses.replace(role, phases=(train,)), 0, "cpu")
+    phase = result.phases["train"]
     return {
         "static_bytes": total(phase.rest),
         "peak_bytes": total(phase.peaks[phase.peak_at]),
@@ -124,7 +124,9 @@ def measured(model: str, layout: str, batches: str) -> dict[str, float]:
     in_place = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}  # left out of its table
     counter = FlopCounterMode(
         display=False,
-        custom_mapping={op: formula(flop_registry[same]) for op, same in in_place.items()},
+        custom_mapping={
+            op: formula(flop_registry[flop_name]) for op, flop_name in in_place.items()
+        },
     )
     collectives = collective_counter()
     with counter, collectives:
@@ -180,13 +182,13 @@ def collective_counter() -> Any:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if func.namespace == "c10d":
-                names = (each.name for each in func._schema.arguments)
-                given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-                group = dist.ProcessGroup.unbox(given["process_group"])
+                names = (argument.name for argument in func._schema.arguments)
+                call_arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+                group = dist.ProcessGroup.unbox(call_arguments["process_group"])
                 if group.size() > 1:
                     self.sizes[func.overloadpacket.__name__] += max(
-                        sum(t.nbytes for t in tree_leaves(each) if isinstance(t, Tensor))
-                        for each in args
+                        sum(t.nbytes for t in tree_leaves(argument) if isinstance(t, Tensor))
+                        for argument in args
                     )
             return func(*args, **(kwargs or {}))
 
@@ -221,11 +223,11 @@ def run_case(model: str, layout: str, batches: str) -> dict[str, Any]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         port = str(holder.getsockname()[1])
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+        rank_variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
         ranks = [
             start(
                 "measured",
-                {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {},
+                {**rank_variables, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {},
             )
             for rank in range(world)
         ]
@@ -258,9 +260,9 @@ def main() -> None:
         return
     missed = False
     for case in itertools.product(arguments.models, arguments.layouts, arguments.batches):
-        found = run_case(*case)
-        missed |= not found["holds"]
-        print(json.dumps(found), flush=True)
+        result = run_case(*case)
+        missed |= not result["holds"]
+        print(json.dumps(result), flush=True)
     sys.exit(missed)
 
 

@@ -65,7 +65,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=int, help=f"default {field.default}")
 
 
-def given(options: argparse.Namespace) -> dict[str, int]:
+def shape_options(options: argparse.Namespace) -> dict[str, int]:
     """The fields that the command line set."""
     values = {field.name: getattr(options, field.name) for field in fields(Shape)}
     return {name: value for name, value in values.items() if value is not None}
@@ -75,7 +75,7 @@ def shape_of(arguments: Sequence[str] | None = None) -> Shape:
     """A shape from the command line of one side."""
     parser = argparse.ArgumentParser()
     add_shape_arguments(parser)
-    return Shape(**given(parser.parse_args(arguments)))
+    return Shape(**shape_options(parser.parse_args(arguments)))
 
 
 class StepClock:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, log, make_environment, read_json, stdout_reserved, verdict
-from benchmarks.ppo_shape import Shape, add_shape_arguments, given
+from benchmarks.ppo_shape import Shape, add_shape_arguments, shape_options
 
 PEER = ROOT / ".venv-bench"
 # torch first: TRL's requirements would pull another build of it.
@@ -137,12 +137,12 @@ def run(
     parser.add_argument("--json", action="store_true", help="one line of JSON per shape")
     add_shape_arguments(parser)
     options = parser.parse_args()
-    wanted = given(options)
+    wanted_shape = shape_options(options)
     sides = SIDES if options.only is None else (options.only,)
     rounds = options.rounds or (3 if options.only is None else 1)
-    own_shape = options.only is not None or wanted.keys() & {"layers", "hidden", "vocab"}
+    own_shape = options.only is not None or wanted_shape.keys() & {"layers", "hidden", "vocab"}
     for sizes in shapes[:1] if own_shape else shapes:
-        shape = Shape(**{**sizes, **wanted})
+        shape = Shape(**{**sizes, **wanted_shape})
         with stdout_reserved():
             result = compare(shape, comparison, sides, rounds)
         line = options.json or options.only is not None

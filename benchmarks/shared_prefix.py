@@ -87,12 +87,12 @@ Work = Callable[[Policy, BatchedDataDict], Tensor]
 
 def reading(work: Work, policy: Policy, batch: BatchedDataDict, memory: Any) -> dict[str, Any]:
     """Seconds, bytes at the peak beyond those before, and the result."""
-    before = memory.alive_bytes()
+    bytes_before = memory.alive_bytes()
     memory.take_peak_bytes()
     start = time.perf_counter()
     result = work(policy, batch)
     seconds = time.perf_counter() - start
-    return {"s": seconds, "bytes": memory.take_peak_bytes() - before, "result": result}
+    return {"s": seconds, "bytes": memory.take_peak_bytes() - bytes_before, "result": result}
 
 
 def compared(
@@ -100,16 +100,23 @@ def compared(
 ) -> dict[str, float]:
     """Shared over unshared, in turn; the first pair of a kind warms up on one group."""
     pairs = [[reading(work, policy, batch, memory) for policy in policies] for _ in range(repeats)]
-    for one, other in pairs:
-        apart = (one["result"] - other["result"]).abs().max().item()
-        assert apart < TOLERANCE * max(1.0, other["result"].abs().max().item()), apart
+    for shared_run, unshared_run in pairs:
+        gap = (shared_run["result"] - unshared_run["result"]).abs().max().item()
+        assert gap < TOLERANCE * max(1.0, unshared_run["result"].abs().max().item()), gap
     return {
-        "ratio": round(statistics.median(one["s"] / other["s"] for one, other in pairs), 3),
+        "ratio": round(
+            statistics.median(
+                shared_run["s"] / unshared_run["s"] for shared_run, unshared_run in pairs
+            ),
+            3,
+        ),
         "peak": round(statistics.median(a["bytes"] / b["bytes"] for a, b in pairs), 3),
-        "shared_s": round(statistics.median(one["s"] for one, _ in pairs), 2),
-        "unshared_s": round(statistics.median(other["s"] for _, other in pairs), 2),
-        "shared_peak_MB": round(max(one["bytes"] for one, _ in pairs) / 2**20, 1),
-        "unshared_peak_MB": round(max(other["bytes"] for _, other in pairs) / 2**20, 1),
+        "shared_s": round(statistics.median(shared_run["s"] for shared_run, _ in pairs), 2),
+        "unshared_s": round(statistics.median(unshared_run["s"] for _, unshared_run in pairs), 2),
+        "shared_peak_MB": round(max(shared_run["bytes"] for shared_run, _ in pairs) / 2**20, 1),
+        "unshared_peak_MB": round(
+            max(unshared_run["bytes"] for _, unshared_run in pairs) / 2**20, 1
+        ),
     }
 
 
@@ -128,7 +135,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             make_policy(model, shared_prefixes=True, **rows),
             make_policy(model, shared_prefixes=False, **rows),
         )
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for kind in options.kinds:
         batch = make_batch(options, kind == "shared")
         few = batch.slice(0, options.micro_batch)
@@ -136,7 +143,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for policy in policies:
                 work(policy, few)
             compare = compared(policies, work, batch, options.repeats, memory)
-            found[f"{kind}_{work.__name__}"] = compare
+            results[f"{kind}_{work.__name__}"] = compare
             log(f"{kind} {work.__name__}: {compare}")
     return {
         "benchmark": "shared_prefix",
@@ -144,20 +151,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "layers", "prompts", "group", "prompt", "response", "micro_batch", "repeats"
         )},
         "threads": torch.get_num_threads(),
-        **summary(found),
-        "readings": found,
+        **summary(results),
+        "readings": results,
     }  # fmt: skip
 
 
-def summary(found: dict[str, Any]) -> dict[str, float]:
+def summary(results: dict[str, Any]) -> dict[str, float]:
     """What the marks speak of, as far as it was measured."""
     numbers = {}
-    if "shared_train" in found:
+    if "shared_train" in results:
         for work in ("train", "score"):
-            numbers[work] = found[f"shared_{work}"]["ratio"]
-            numbers[f"{work}_peak"] = found[f"shared_{work}"]["peak"]
-    if "nothing_shared_train" in found:
-        ratios = (found[f"nothing_shared_{work}"]["ratio"] for work in ("train", "score"))
+            numbers[work] = results[f"shared_{work}"]["ratio"]
+            numbers[f"{work}_peak"] = results[f"shared_{work}"]["peak"]
+    if "nothing_shared_train" in results:
+        ratios = (results[f"nothing_shared_{work}"]["ratio"] for work in ("train", "score"))
         numbers["nothing_shared"] = max(ratios)
     return numbers
 

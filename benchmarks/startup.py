@@ -35,11 +35,11 @@ def processor_seconds(words: list[str]) -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         return used.ru_utime + used.ru_stime
 
-    before = spent()
+    start = spent()
     subprocess.run(
         [sys.executable, *words], check=True, cwd=ROOT, timeout=120, stdout=subprocess.DEVNULL
     )
-    return spent() - before
+    return spent() - start
 
 
 def first_token(model: Path, recipe: str, folder: str, started: float) -> NoReturn:
@@ -91,11 +91,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.started is not None:
-        first_token(asked.model, asked.recipe, asked.folder, asked.started)
-    rounds = [readings(asked.model, asked.recipe) for _ in range(asked.rounds)]
-    best: dict[str, Any] = {name: round(min(one[name] for one in rounds), 2) for name in AIMS}
+    arguments = parser.parse_args()
+    if arguments.started is not None:
+        first_token(arguments.model, arguments.recipe, arguments.folder, arguments.started)
+    rounds = [readings(arguments.model, arguments.recipe) for _ in range(arguments.rounds)]
+    best: dict[str, Any] = {name: round(min(timing[name] for timing in rounds), 2) for name in AIMS}
     print(json.dumps({**best, "aims": AIMS}))
 
 

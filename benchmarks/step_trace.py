@@ -56,8 +56,8 @@ def _ours(file: str, *folders: str) -> str | None:
 def _note_frames(*step: Any) -> None:
     del step
     for frame in [] if FRAMES else traceback.extract_stack():
-        if place := _ours(frame.filename, "aligner", "examples"):
-            FRAMES.append(f"{place}:{frame.lineno} {frame.name}")
+        if source_file := _ours(frame.filename, "aligner", "examples"):
+            FRAMES.append(f"{source_file}:{frame.lineno} {frame.name}")
 
 
 def trace(model: Path) -> dict[str, Any]:
@@ -94,14 +94,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON, the last one")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny.nemo")
     arguments = parser.parse_args()
-    found = trace(arguments.model)
+    traced = trace(arguments.model)
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(traced))
         return
-    print(*found["frames"], sep="\n")
-    print(f"\n{len(found['frames'])} frames in {found['frames_in_files']} files\n")
-    print(*found["files"], sep="\n")
-    print(f"\n{len(found['files'])} files of {found['lines']:,} lines")
+    print(*traced["frames"], sep="\n")
+    print(f"\n{len(traced['frames'])} frames in {traced['frames_in_files']} files\n")
+    print(*traced["files"], sep="\n")
+    print(f"\n{len(traced['files'])} files of {traced['lines']:,} lines")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ class StepWatch(TrainerCallback):
         self.clock.tick()
 
 
-def llama_config(shape: Shape, **others: Any) -> LlamaConfig:
+def llama_config(shape: Shape, **overrides: Any) -> LlamaConfig:
     """The Llama of ``shape``."""
     return LlamaConfig(
         vocab_size=shape.vocab,
@@ -32,5 +32,5 @@ def llama_config(shape: Shape, **others: Any) -> LlamaConfig:
         max_position_embeddings=shape.prompt + shape.response,
         initializer_range=INIT_STD,
         tie_word_embeddings=bool(shape.tied),
-        **others,
+        **overrides,
     )

@@ -54,8 +54,8 @@ _SETTINGS = (
 
 def settings_with(options: Sequence[str]) -> list[str]:
     """Options of a run, ``key=value`` each: the game's, or others in their place."""
-    others = {option.partition("=")[0] for option in options}
-    return [one for one in _SETTINGS if one.partition("=")[0] not in others] + list(options)
+    changed = {option.partition("=")[0] for option in options}
+    return [item for item in _SETTINGS if item.partition("=")[0] not in changed] + list(options)
 
 
 def curve(
@@ -96,8 +96,8 @@ def table(curves: Curves, seeds: Sequence[int]) -> str:
         f"|---|{'---:|' * (len(seeds) + 1)}",
     ]
     for name, measure in MEASURES.items():
-        for credit, each in curves.items():
-            values = [measure(one) for one in each]
+        for credit, runs in curves.items():
+            values = [measure(item) for item in runs]
             cells = [f"{value:.3f}" for value in (*values, statistics.fmean(values))]
             rows.append(f"| {credit}, {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -123,9 +123,9 @@ def main() -> None:
     with stdout_reserved():
         for seed in options.seeds:
             for credit in CREDITS:
-                found = curve(options.model, credit, seed, options.steps, options.options)
-                curves[credit].append(found)
-                log(f"seed {seed}, {credit}: {' '.join(f'{share:.2f}' for share in found)}")
+                rewards = curve(options.model, credit, seed, options.steps, options.options)
+                curves[credit].append(rewards)
+                log(f"seed {seed}, {credit}: {' '.join(f'{share:.2f}' for share in rewards)}")
     print(f"{os.cpu_count()} CPU cores, {options.steps} steps\n\n{table(curves, options.seeds)}\n")
     for name, measure in MEASURES.items():
         count = ahead(curves, measure)

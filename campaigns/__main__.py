@@ -40,14 +40,14 @@ def main() -> int:
     # Not TemporaryDirectory: the forked children would remove it as they end.
     out = (options.out or Path(tempfile.mkdtemp(prefix="campaigns-"))).resolve()
     try:
-        done = [_run(name, options.seed, options.minutes, out) for name in options.names or NAMES]
+        passed = [_run(name, options.seed, options.minutes, out) for name in options.names or NAMES]
     finally:
         if options.out is None:
             shutil.rmtree(out, ignore_errors=True)
     print(f"\nseed {options.seed}, {options.minutes:g} minutes each")
-    for campaign in done:
+    for campaign in passed:
         print(campaign.summary())
-    return int(any(campaign.failures for campaign in done))
+    return int(any(campaign.failures for campaign in passed))
 
 
 def _run(name: str, seed: int, minutes: float, out: Path) -> Campaign:

@@ -111,10 +111,10 @@ class Campaign:
     def summary(self) -> str:
         """One line on the whole campaign."""
         state = "FAILED" if self.failures else "passed"
-        rest = f"; out of time for {', '.join(self.left_out)}" if self.left_out else ""
+        suffix = f"; out of time for {', '.join(self.left_out)}" if self.left_out else ""
         return (
             f"{self.name:16s} {state}: {self.trials} trials, {len(self.failures)} failures, "
-            f"{self.seconds:.0f} s{rest}"
+            f"{self.seconds:.0f} s{suffix}"
         )
 
 
@@ -125,7 +125,7 @@ class Outcome:
     status: int  # minus the signal that ended it
     output: str
     seconds: float
-    left: tuple[int, ...]  # processes that outlived it
+    survivors: tuple[int, ...]  # processes that outlived it
     timed_out: bool
 
     @property
@@ -138,7 +138,7 @@ class Outcome:
         if "Traceback (most recent call last)" in self.output:
             return "TRACEBACK"
         word = {0: "ok", 2: "refused"}.get(self.status, f"status {self.status}")
-        return f"{word}, processes left" if self.left else word
+        return f"{word}, processes left" if self.survivors else word
 
     @property
     def is_clean(self) -> bool:
@@ -229,18 +229,18 @@ class Run:
                 self.send(signal.SIGKILL)
             time.sleep(0.01)
         grace = time.monotonic() + GRACE_S
-        while (left := self.left()) and time.monotonic() < grace:
+        while (survivors := self.survivor_pids()) and time.monotonic() < grace:
             time.sleep(0.05)
-        for pid in left:
+        for pid in survivors:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         output = self.log.read_text(errors="replace")
         seconds = time.monotonic() - self._started
-        return Outcome(self._status, output, seconds, tuple(left), timed_out)
+        return Outcome(self._status, output, seconds, tuple(survivors), timed_out)
 
-    def left(self) -> list[int]:
+    def survivor_pids(self) -> list[int]:
         """Processes of its session, or that it started."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.pid in (os.getpid(), self.pid):
@@ -249,8 +249,8 @@ class Run:
                     continue
                 is_ours = os.getsid(process.pid) == self.pid
                 if is_ours or process.environ().get(_MARK) == self._mark:
-                    found.append(process.pid)
-        return found
+                    processes.append(process.pid)
+        return processes
 
 
 def run(
@@ -302,21 +302,21 @@ def python(*words: object, log: Path, mark: str) -> "subprocess.Popen[bytes]":
 
 def marked(mark: str) -> dict[int, psutil.Process]:
     """Processes that `python` started with ``mark``, and those that these started."""
-    found = {}
+    processes = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found[process.pid] = process
-    return found
+                processes[process.pid] = process
+    return processes
 
 
 def end_marked(mark: str, grace_s: float) -> list[str]:
     """Command lines of those that are still there after ``grace_s``; they are killed."""
     deadline = time.monotonic() + grace_s
-    while (left := marked(mark)) and time.monotonic() < deadline:
+    while (survivors := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     lines = []
-    for process in left.values():
+    for process in survivors.values():
         with contextlib.suppress(psutil.Error):
             lines.append(" ".join(process.cmdline())[:100])
             process.kill()

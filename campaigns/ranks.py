@@ -39,14 +39,14 @@ def run_campaign(campaign: Campaign) -> None:
             started = time.monotonic()
             with contextlib.suppress(Exception):
                 process.wait(120)
-            took, status = time.monotonic() - started, process.poll()
-            left = end_marked(mark, GRACE_S)
+            elapsed_s, status = time.monotonic() - started, process.poll()
+            survivors = end_marked(mark, GRACE_S)
         finally:
             end_marked(mark, 0)
         right = status == 0 if victim == "end" else status not in (0, None)
         lines = log.read_text(errors="replace").strip().splitlines()
-        note = f"status {status} after {took:.1f} s, left {left}; {lines[-1:]}"
-        campaign.record(case, right and not left, note)
+        note = f"status {status} after {elapsed_s:.1f} s, left {survivors}; {lines[-1:]}"
+        campaign.record(case, right and not survivors, note)
 
 
 def _wait_for(path: Path, process: object, seconds: float) -> None:

@@ -73,28 +73,28 @@ def run_campaign(campaign: Campaign) -> None:
 def _send(campaign: Campaign, case: str, port: int) -> None:
     count, make = _REQUESTS[case]
     path, body = make()
-    data, said = json.dumps(body).encode(), []
+    data, responses = json.dumps(body).encode(), []
     threads = [
-        threading.Thread(target=lambda: said.append(_ask(port, path, data, 60.0)), daemon=True)
+        threading.Thread(target=lambda: responses.append(_ask(port, path, data, 60.0)), daemon=True)
         for _ in range(count)
     ]
     for thread in threads:
         thread.start()
-    _is_quick(campaign, f"{count} times {case}", port, said)
+    _is_quick(campaign, f"{count} times {case}", port, responses)
     for thread in threads:
         thread.join(60.0)
 
 
 def _connect(campaign: Campaign, case: str, port: int) -> None:
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         for _ in range(campaign.rng.choice((200, 520, 700))):
             with contextlib.suppress(OSError):
-                channel = held.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+                channel = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
                 channel.sendall(_CONNECTIONS[case])
         _is_quick(campaign, f"{case} connections", port, [])
 
 
-def _is_quick(campaign: Campaign, case: str, port: int, said: list[Any]) -> None:
+def _is_quick(campaign: Campaign, case: str, port: int, responses: list[Any]) -> None:
     """``/health`` three times meanwhile, and a request of one token at its end."""
     longest, answers = 0.0, []
     for _ in range(3):
@@ -104,7 +104,8 @@ def _is_quick(campaign: Campaign, case: str, port: int, said: list[Any]) -> None
         longest = max(longest, time.monotonic() - began)
     answers.append(_ask(port, *_encoded(_text("1+1=", max_tokens=1)), 60.0))
     good = answers == [200] * 4 and longest < _QUICK_S
-    note = f"/health and a token: {answers}, at most {longest:.1f} s; its own: {sorted(set(said))}"
+    note = f"/health and a token: {answers}, at most {longest:.1f} s; "
+    note += f"its own: {sorted(set(responses))}"
     campaign.record(case, good, note)
 
 

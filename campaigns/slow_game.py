@@ -10,9 +10,9 @@ from aligner.examples.tasks.games import GuessingGame
 class SlowGame(GuessingGame):
     """`GuessingGame` whose answers take ``seconds``."""
 
-    def __init__(self, *, seconds: float = 0.0, **given: Any) -> None:
+    def __init__(self, *, seconds: float = 0.0, **options: Any) -> None:
         """``given``: see `GuessingGame`."""
-        super().__init__(**given)
+        super().__init__(**options)
         self._seconds = seconds
 
     def step(self, message: dict[str, Any]) -> Turn:

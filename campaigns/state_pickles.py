@@ -39,8 +39,8 @@ def payloads(mark: Path) -> dict[str, bytes]:
 def run_campaign(campaign: Campaign) -> None:
     """One payload in one place at a time; the manifest has its size and checksum."""
     mark, base = campaign.folder / "code_was_run", campaign.fresh("base")
-    place = f"exp_manager.explicit_log_dir={base}"
-    first = run(campaign, "train_gpt_ppo", [*PPO, place])
+    log_dir = f"exp_manager.explicit_log_dir={base}"
+    first = run(campaign, "train_gpt_ppo", [*PPO, log_dir])
     if first.status:
         campaign.record("the first step", False, first.last)
         return

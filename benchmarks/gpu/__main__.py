@@ -73,7 +73,7 @@ def run(text: str, limit_s: float, options: argparse.Namespace) -> dict[str, obj
         output.flush()
         into_log = text == PYTEST
         try:
-            done = subprocess.run(
+            completed = subprocess.run(
                 command,
                 cwd=ROOT,
                 env=with_repository(),
@@ -83,7 +83,7 @@ def run(text: str, limit_s: float, options: argparse.Namespace) -> dict[str, obj
                 timeout=limit_s,
                 check=False,
             )
-            code, printed = done.returncode, done.stdout or ""
+            code, printed = completed.returncode, completed.stdout or ""
         except subprocess.TimeoutExpired as late:
             code, raw = 124, late.stdout or b""  # bytes, whatever the mode
             printed = raw.decode() if isinstance(raw, bytes) else raw
@@ -116,14 +116,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seconds, commands = PARTS[part]
         deadline = time.monotonic() + seconds
         for limit, text in commands:
-            left = _DRY_LIMIT_S if dry else min(limit, deadline - time.monotonic())
-            if left < 1:
+            remaining_s = _DRY_LIMIT_S if dry else min(limit, deadline - time.monotonic())
+            if remaining_s < 1:
                 ended.append({"command": text, "status": "no time left", "seconds": 0.0})
                 continue
-            ended.append(run(text, left, options))
+            ended.append(run(text, remaining_s, options))
             log(json.dumps(ended[-1]))
     print(json.dumps({"benchmark": "gpu", "device": options.device, "commands": ended}))
-    return int(any(each["status"] != 0 for each in ended))
+    return int(any(result["status"] != 0 for result in ended))
 
 
 if __name__ == "__main__":

@@ -110,11 +110,11 @@ class Machine:
             function()
             self.wait()
             seconds.append(time.perf_counter() - start)
-        found: dict[str, Any] = {"seconds": statistics.median(seconds), "fastest_s": min(seconds)}
+        result: dict[str, Any] = {"seconds": statistics.median(seconds), "fastest_s": min(seconds)}
         if self.device == "cuda":
-            found["peak_bytes"] = torch.cuda.max_memory_allocated()
-            found["reserved_bytes"] = torch.cuda.max_memory_reserved()
-        return found
+            result["peak_bytes"] = torch.cuda.max_memory_allocated()
+            result["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        return result
 
     def holds(self, model: Any) -> None:
         """Name the memory of a model's weights and gradients for the dry device."""
@@ -140,10 +140,10 @@ class Machine:
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             function()
             self.wait()
-        events = seen.events() or []
+        events = profiler.events() or []
         on_device = [event for event in events if event.device_type == DeviceType.CUDA]
         calls = [event.name for event in events if event.device_type == DeviceType.CPU]
         spent: dict[str, float] = {}
@@ -186,8 +186,8 @@ def planned_amounts(options: argparse.Namespace, phase: str, **fields: Any) -> d
         return {}
     from benchmarks.gpu import planned
 
-    found: dict[str, Any] = getattr(planned, phase)(options.shape, options.card, **fields)
-    return found
+    result: dict[str, Any] = getattr(planned, phase)(options.shape, options.card, **fields)
+    return result
 
 
 def _at_rates(record: Any, card: str) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _at_rates(record: Any, card: str) -> dict[str, Any]:
     return {"card": card, **fields}
 
 
-def report(options: argparse.Namespace, benchmark: str, **found: Any) -> dict[str, Any]:
+def report(options: argparse.Namespace, benchmark: str, **result: Any) -> dict[str, Any]:
     """Print one line of JSON: the command, the machine, what was found, what was predicted.
 
     ``predicted`` is the line of the same command on the dry device, where there is one, and
@@ -210,16 +210,18 @@ def report(options: argparse.Namespace, benchmark: str, **found: Any) -> dict[st
 
     from aligner.device import accelerator
 
-    given = {k: v for k, v in vars(options).items() if k not in ("device", "repeats", "warmup")}
+    run_options = {
+        k: v for k, v in vars(options).items() if k not in ("device", "repeats", "warmup")
+    }
     name = "dry" if options.device == "dry" else accelerator.description()
     line = {
         "benchmark": benchmark,
-        **given,
-        **{key: value for key, value in found.items() if key in given},
+        **run_options,
+        **{key: value for key, value in result.items() if key in run_options},
         "device": name,
         "torch": torch.__version__,
         "megatron_core": importlib.metadata.version("megatron-core"),
-        **{key: value for key, value in found.items() if key not in given},
+        **{key: value for key, value in result.items() if key not in run_options},
     }
     if options.device != "dry":
         line["predicted"] = predicted = _prediction(line)
@@ -234,28 +236,38 @@ def _prediction(line: dict[str, Any]) -> dict[str, Any] | None:
         return None
     skipped = ("device", "torch", "megatron_core")
     for text in reversed(PREDICTED.read_text().splitlines()):  # the newest first
-        said = json.loads(text)
-        same = [key for key, value in said.items() if not isinstance(value, dict | float)]
-        settings = [key for key in same if key not in skipped and not key.endswith("_bytes")]
-        if all(said[key] == line.get(key, said[key]) for key in settings):
-            return {key: value for key, value in said.items() if key not in (*settings, *skipped)}
+        planned_values = json.loads(text)
+        equal_keys = [
+            key for key, value in planned_values.items() if not isinstance(value, dict | float)
+        ]
+        settings = [key for key in equal_keys if key not in skipped and not key.endswith("_bytes")]
+        if all(planned_values[key] == line.get(key, planned_values[key]) for key in settings):
+            return {
+                key: value
+                for key, value in planned_values.items()
+                if key not in (*settings, *skipped)
+            }
     return None
 
 
-def _over_plan(found: dict[str, Any], said: dict[str, Any], at: str = "") -> Iterator[Any]:
+def _over_plan(
+    result: dict[str, Any], planned_values: dict[str, Any], at: str = ""
+) -> Iterator[Any]:
     """Seconds and peak over those of `plan`, by part of the benchmark."""
-    for name, part in said.items():
-        here = found.get(name)
-        if not isinstance(part, dict) or not isinstance(here, dict):
+    for name, part in planned_values.items():
+        measured_value = result.get(name)
+        if not isinstance(part, dict) or not isinstance(measured_value, dict):
             continue
         plan = part.get("plan", {})
         measured = {
-            "seconds": here.get("seconds", here.get("wait_s")),  # what training waits for a save
-            "peak_bytes": here.get("peak_bytes"),
+            "seconds": measured_value.get(
+                "seconds", measured_value.get("wait_s")
+            ),  # what training waits for a save
+            "peak_bytes": measured_value.get("peak_bytes"),
         }
         ratios = {
             key: value / plan[key] for key, value in measured.items() if value and plan.get(key)
         }
         if ratios:
             yield f"{at}{name}", ratios
-        yield from _over_plan(here, part, f"{at}{name}.")
+        yield from _over_plan(measured_value, part, f"{at}{name}.")

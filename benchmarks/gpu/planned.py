@@ -52,9 +52,9 @@ def update(
     planned = run.roles[name]
     phases = {phase.name: phase for phase in planned.phases}
     train, score = phases["train"], phases[scoring]
-    one, as_many = replace(train, times=1), replace(score, rows=rows)
-    found = _estimated(run, replace(planned, phases=(one, as_many)), shape, card)
-    return {"update": found["train"], "scoring": found[scoring]}
+    single, as_many = replace(train, times=1), replace(score, rows=rows)
+    planned_phases = _estimated(run, replace(planned, phases=(single, as_many)), shape, card)
+    return {"update": planned_phases["train"], "scoring": planned_phases[scoring]}
 
 
 def generation(
@@ -123,13 +123,13 @@ def _estimated(run: PlannedRun, role: PlannedRole, shape: str, card: str) -> Pla
     estimator = Estimator(PlanConfig(), device_named(card), {shape: SHAPES[shape]})
     step = tuple((role.name, phase.name) for phase in role.phases)
     estimate = estimator.estimate_run(PlannedRun(run.config, {role.name: role}, step))
-    found: Planned = {}
+    planned_phases: Planned = {}
     for _, name in step:
         phase = estimate.phase(role.name, name)
-        found[name] = {
+        planned_phases[name] = {
             "card": card,
             "seconds": phase.seconds,
             "bound": phase.time.bound,
             "peak_bytes": round(phase.card_bytes),
         }
-    return found
+    return planned_phases

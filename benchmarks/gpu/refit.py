@@ -63,7 +63,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         def load_model(*_: Any) -> MegatronGPTActorModel:
             return roles.build(MegatronGPTActorModel, shape, optim=None)
 
-    with machine.Machine(options).running() as here:
+    with machine.Machine(options).running() as bench:
         config = ModelConfig(restore_from_path="random")
         worker = RandomPolicyWorker(
             config,
@@ -74,16 +74,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )
         sizes, _ = worker.prepare_weights_for_ipc()
         groups = group_by_bytes(sizes, options.buffer_mb << 20)
-        size = sum(each for _, each in sizes)
+        size = sum(nbytes for _, nbytes in sizes)
         fields = {"bytes": size, "groups": len(groups), "tensors": len(sizes)}
-        if here.device == "dry":  # there is no other process to open what it offers
+        if bench.device == "dry":  # there is no other process to open what it offers
 
             def gather() -> None:
                 for keys in groups:
-                    held = [tensor.clone() for _, tensor in worker.hf_weights(keys)]
-                    del held
+                    copies = [tensor.clone() for _, tensor in worker.hf_weights(keys)]
+                    del copies
 
-            gathered, refit_plan = here.measure(gather), {"plan": plan["refit"]}
+            gathered, refit_plan = bench.measure(gather), {"plan": plan["refit"]}
             return machine.report(options, "refit", **fields, gather=gathered, refit=refit_plan)
         receiver = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(RECEIVER)],
@@ -106,9 +106,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 worker.offload_after_refit()
 
             refit()
-            before = accelerator.free_memory_bytes()
-            cost = here.measure(refit)
-            level = before - accelerator.free_memory_bytes()
+            bytes_before = accelerator.free_memory_bytes()
+            cost = bench.measure(refit)
+            level = bytes_before - accelerator.free_memory_bytes()
             pickle.dump(None, to_it)
             to_it.flush()
             receiver.wait(60)

@@ -18,10 +18,10 @@ Role = TypeVar("Role", bound=MegatronGPTModel)
 
 def build(cls: type[Role], architecture: GPTArchitecture, **settings: Any) -> Role:
     """A role on the device, in bfloat16 by default; it can train."""
-    given: dict[str, Any] = {"precision": "bf16", "optim": OptimConfig(lr=1e-6), **settings}
+    arguments: dict[str, Any] = {"precision": "bf16", "optim": OptimConfig(lr=1e-6), **settings}
     role = cls(
         {"vocab_size": architecture.vocab_size},
-        settings=RoleSettings(**given),
+        settings=RoleSettings(**arguments),
         architecture=architecture,
         tokenizer=byte_level_tokenizer(),
         initialize=False,

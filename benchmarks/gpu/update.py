@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         precision=options.precision,
         recompute=options.recompute,
     )
-    with machine.Machine(options).running() as here:
+    with machine.Machine(options).running() as bench:
         role = roles.build(
             cls,
             shape,
@@ -70,18 +70,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             forward_micro_batch_size=rows,
         )
         role.setup_training()
-        here.holds(role.gpt)
+        bench.holds(role.gpt)
         role.loss_fn = loss
         data = roles.batch(rows, options.sequence, options.sequence // 8, shape.vocab_size)
         role.prepare_for_training()
-        static = here.alive_bytes()
-        update = here.measure(lambda: role.training_update(data), plan.get("update"))
-        kernels = here.kernels(lambda: role.training_update(data)) if options.profile else None
-        held = here.alive_bytes()
+        static = bench.alive_bytes()
+        update = bench.measure(lambda: role.training_update(data), plan.get("update"))
+        kernels = bench.kernels(lambda: role.training_update(data)) if options.profile else None
+        alive_bytes = bench.alive_bytes()
         role.prepare_for_inference()
-        scoring = here.measure(lambda: getattr(role, score)(data), plan.get("scoring"))
-        needed = model_flops(role, options.tokens, options.sequence)
-        for part, flops in ((update, needed), (scoring, needed / 3)):
+        scoring = bench.measure(lambda: getattr(role, score)(data), plan.get("scoring"))
+        needed_flops = model_flops(role, options.tokens, options.sequence)
+        for part, flops in ((update, needed_flops), (scoring, needed_flops / 3)):
             part["model_flops"] = flops
             if "seconds" in part:
                 part["tokens_per_s"] = options.tokens / part["seconds"]
@@ -91,7 +91,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "update",
             parameters=roles.parameters_of(role),
             static_bytes=static,  # weights and gradients, before the first step makes moments
-            held_bytes=held,  # with the moments
+            held_bytes=alive_bytes,  # with the moments
             update=update,
             scoring=scoring,
             **({} if kernels is None else {"kernels": kernels}),
