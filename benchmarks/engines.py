@@ -8,7 +8,7 @@ on two cores: Ray adds its calls to a step, about twenty, and the batches that p
 object store. Both engines compute with the same number of threads, and must write the same metrics,
 or the benchmark fails.
 
-Each reading is a run of its own, the way users start it; the engines take turns, ``--rounds``
+Each reading is a separate run, the way users start it; the engines take turns, ``--rounds``
 times. A run's time is the median of ``timers/total`` over its steps after the first; an engine's
 is the median of its runs. Mark (Ray over local): at most 1.15, of a step of 2 s or more.
 """
@@ -45,7 +45,7 @@ def main() -> None:
         lines = {}
         for engine in ENGINES:
             lines[engine] = run(engine, options)
-            times = [line["timers/total"] for line in lines[engine][2:]]  # step 0 is no step
+            times = [line["timers/total"] for line in lines[engine][2:]]  # step 0 is not a step
             seconds[engine].append(statistics.median(times))
             log(f"round {number + 1}, {engine}: {seconds[engine][-1]:.3f} s a step")
         if without_times(lines["local"]) != without_times(lines["ray"]):

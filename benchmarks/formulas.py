@@ -6,7 +6,7 @@
 
 In float64, values and gradients: both are to agree to 1e-6, or to differ by more where the table
 explains how they differ. Exits with 1 otherwise, so the page stays true. Each peer's own functions
-run in a process of their own, from an environment beside the repository that the first run makes
+run in a separate process, from an environment next to the repository that the first run makes
 and nothing else sees; packages that a peer's module imports and its formulas do not use are
 replaced by placeholders.
 """
@@ -55,7 +55,7 @@ PEERS = [
 
 
 def compare(peer: Peer) -> list[Comparison]:
-    """All comparisons with one peer, in a process of its own."""
+    """All comparisons with one peer, in a separate process."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if peer.packages:
         install(peer)

@@ -141,7 +141,7 @@ def nothing(name: str) -> Nothing:
 
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for packages that a peer's module imports and its formulas do not use."""
+    """Replace packages that a peer's module imports and its formulas do not use."""
 
     def __init__(self, packages: Iterable[str]) -> None:
         self.packages = set(packages)

@@ -210,7 +210,7 @@ def advantages(table: Comparisons, inputs: Inputs) -> None:
 
 
 def bound(peer: type, methods: tuple[str, ...], **attributes: Any) -> SimpleNamespace:
-    """A stand-in for a model: ``attributes`` and some of the methods of its class."""
+    """Substitute of a model: ``attributes`` and some of the methods of its class."""
     model = SimpleNamespace(**attributes)
     for name in methods:
         setattr(model, name, getattr(peer, name).__get__(model))

@@ -251,7 +251,7 @@ def compare_others(table: Comparisons, inputs: Inputs) -> None:
 
 
 def fake_trainer(**attributes: Any) -> SimpleNamespace:
-    """A stand-in for a trainer: ``attributes``, and one process that evaluates."""
+    """Substitute of a trainer: ``attributes``, and one process that evaluates."""
     gather = {name: lambda value, **_: value for name in ("gather", "gather_for_metrics", "reduce")}
     return SimpleNamespace(
         model=SimpleNamespace(training=False),

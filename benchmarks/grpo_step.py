@@ -8,7 +8,7 @@ The same job for both: a random Llama of SmolLM2's shape (float32, tied embeddin
 optimizer step; clipping 0.2; a reward that costs nothing. Every pass takes the 32 sequences at once
 unless ``--micro-batch`` is given.
 
-Each reading is a process of its own; the two sides take turns, ``--rounds`` times. TRL lives in
+Each reading is a separate process; the two sides take turns, ``--rounds`` times. TRL lives in
 `.venv-bench`, made on the first run. Time is the median over the steps after the first; memory is
 the whole process's largest resident set, libraries included. Marks (aligner over TRL): at most 0.25
 of the time and 0.4 of the memory.

@@ -1,4 +1,4 @@
-"""TRL's side of `grpo_step`: its GRPOTrainer on transformers' Llama, in an environment of its own.
+"""TRL's side of `grpo_step`: its GRPOTrainer on transformers' Llama, in a separate environment.
 
 No reference and one epoch, as TRL's own defaults have it; every pass takes ``--micro-batch`` rows.
 TRL's gradient checkpointing is off: that is its faster setting. A step is the time from one

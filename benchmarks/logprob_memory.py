@@ -2,7 +2,7 @@
 
     python -m benchmarks.logprob_memory
 
-Every reading is a process of its own, the two forms in turn. Memory is counted over the inputs
+Every reading is a separate process, the two forms in turn. Memory is counted over the inputs
 (hidden states and weight), so the gradients that both must return are part of it: `peak_MB` is the
 peak of what the tensor allocator has handed out, `rss_MB` the growth of the process's peak resident
 memory (which also holds the libraries' code and buffers, some 30 MB that come and go). Prints a
@@ -60,7 +60,7 @@ def measure(form: str, size: int, tokens: int, vocab: int, repeats: int) -> dict
     target = torch.randint(0, vocab, (tokens,), generator=generator)
     upstream = torch.empty(tokens).normal_(generator=generator)
     function = {"fused": fused, "gathered": gathered}[form]
-    # The libraries' own pages come with the first product, however small; they are not counted.
+    # The libraries' own pages appear with the first product of any size; they are not counted.
     small = torch.ones(64, size, requires_grad=True)
     function(small[:8], small, target[:8] % 64).sum().backward()
     rss_before = rss_mb()

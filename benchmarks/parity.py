@@ -147,7 +147,7 @@ def difference(expected: Any, actual: Any, name: str = "") -> float:
     else:
         least = 1.0 if any(part in name for part in NATS) else 1e-3
         gap = abs(expected - actual) / max(abs(expected), least)
-    return gap if gap == gap else float("inf")  # NaN is no agreement
+    return gap if gap == gap else float("inf")  # NaN is not an agreement
 
 
 def cell(row: str, expected: Any, actual: Any, limit: float) -> Cell:
@@ -201,7 +201,7 @@ def report(outputs: dict[Column, dict[str, Any]], limit: float) -> tuple[str, in
 
 
 def write_between_marks(path: Path, text: str) -> None:
-    """Replace what stands between the two marks of a page."""
+    """Replace the text between the two marks of a page."""
     page = path.read_text()
     head, tail = page.split(BEGIN)
     _, foot = tail.split(END)

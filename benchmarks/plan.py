@@ -140,7 +140,7 @@ def measured(model: str, layout: str, batches: str) -> dict[str, float]:
 
 
 def formula(registered: Any) -> Any:
-    """A formula of torch's table as its counter takes further ones."""
+    """A formula of torch's table with additional arguments, as its counter passes."""
 
     def count(*args: Any, **kwargs: Any) -> int:
         return int(registered(*args, **kwargs))

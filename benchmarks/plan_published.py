@@ -1,4 +1,4 @@
-"""Estimates of `plan` for runs whose speed was published, beside what was measured.
+"""Estimates of `plan` for runs whose speed was published, next to the measurements.
 
     python -m benchmarks.plan_published
 

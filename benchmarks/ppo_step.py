@@ -16,7 +16,7 @@ What each does with it:
 * TRL (`ppo_trl`): generate, keeping every logit → log-probs from those → reference log-probs →
   values → reward → advantages → one update of policy and critic together, gradients not clipped.
 
-Each reading is a process of its own; the two sides take turns, ``--rounds`` times. TRL lives in
+Each reading is a separate process; the two sides take turns, ``--rounds`` times. TRL lives in
 `.venv-bench`, made on the first run. Time is the median over the steps after the first; memory is
 the whole process's largest resident set, libraries included. Marks (aligner over TRL): at most 0.5
 of the time for 4 layers of 128 and 1,024 tokens; at most 0.25 of the time and 0.33 of the memory
@@ -75,7 +75,7 @@ PPO = Comparison(
 
 
 def read(side: str, shape: Shape, comparison: Comparison, peer: Path | None) -> dict[str, Any]:
-    """One reading of one side, in a process of its own."""
+    """One reading of one side, in a separate process."""
     if side == "trl":
         assert peer is not None
         return read_json(peer, comparison.peer_module, shape.arguments(), PEER_ENVIRONMENT)

@@ -1,4 +1,4 @@
-"""TRL's side of `ppo_step`: its PPOTrainer on transformers' Llama, in an environment of its own.
+"""TRL's side of `ppo_step`: its PPOTrainer on transformers' Llama, in a separate environment.
 
 TRL needs four models: policy, reference (a second Llama), value (Llama with a score head) and
 reward. The reward here is a module that returns ones at once. A step is the time from one

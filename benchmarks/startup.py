@@ -4,7 +4,7 @@
 
 Prints one line of JSON: processor seconds of ``--help`` of the PPO script and of importing what PPO
 needs, and seconds on the clock from starting the main job (`make ppo`) to its first sampled token.
-Each reading is of a process of its own, the better one of ``--rounds``; the first round also warms
+Each reading is of a separate process, the better one of ``--rounds``; the first round also warms
 the disk cache. Needs `models/smollm2-135m-instruct.nemo` (make models/smollm2-135m-instruct.nemo),
 or another model as ``--model``.
 """
@@ -50,7 +50,7 @@ def first_token(model: Path, recipe: str, folder: str, started: float) -> NoRetu
     from aligner.models.gpt.decode.scheduler import Rollout
 
     stdout = os.dup(1)
-    os.dup2(2, 1)  # what the run says is no result
+    os.dup2(2, 1)  # output of the run is not a result
     read = Rollout._read
 
     def until_read(self: Rollout, unread: int) -> None:

@@ -1,4 +1,4 @@
-"""Credit of turns beside credit of trajectories: the tiny model learns a game with both.
+"""Credit of turns compared with credit of trajectories: the tiny model learns a game with both.
 
     python -m benchmarks.turn_credit [--model models/tiny.nemo] [--seeds 1 2 3 4 5] [--steps 100]
 
@@ -30,7 +30,7 @@ CREDITS = ("turn", "trajectory")
 LAST = 5  # steps whose mean is the end of a curve
 Curves = Mapping[str, Sequence[Sequence[float]]]  # by credit: of every seed, by step
 _GAMES = "aligner.examples.tasks.games"
-# Messages and nothing around them: two tokens a turn, and a number stands before its answer.
+# Messages and nothing around them: two tokens a turn, and a number precedes its answer.
 _TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 _SETTINGS = (
     "reward=environment",

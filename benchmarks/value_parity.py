@@ -112,7 +112,7 @@ def verdict(results: dict[str, list[list[dict[str, Any]]]]) -> list[str]:
 
 
 def write_page(text: str) -> None:
-    """Replace what stands between the marks."""
+    """Replace the text between the marks."""
     page = PAGE.read_text()
     head, foot = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
     PAGE.write_text(f"{head}\n{text}\n{foot}")

@@ -2,7 +2,7 @@
 
     python -m campaigns --seed 1 --minutes 2 [--out FOLDER] [NAMES]
 
-``--minutes`` is the time of each campaign: it begins no further case after that.
+``--minutes`` is the time of each campaign: it starts no case after that.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Reward functions that misbehave: refused by name in time, with nothing left behind."""
+"""Reward functions that misbehave: refused by name in time, with nothing left over."""
 
 import json
 

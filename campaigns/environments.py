@@ -2,7 +2,7 @@
 
 Where the fault comes once, the run goes on: it is counted under its reason, and the other seven
 conversations are those of an undisturbed run, to the bit. Where it comes each time the conversation
-begins again, the run stops and names the cause. Nothing is left behind.
+begins again, the run stops and names the cause. Nothing remains.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ _FAULTS: dict[str, tuple[str, str | None]] = {
     "speaks_for_the_policy": ("return Turn([{'role': 'assistant', 'content': 'a'}], 1.0)", _ERROR),
     "closes_its_pipe": ("os.closerange(3, 400); return turn", _ERROR),
     "closes_everything": ("os.closerange(0, 400); return turn", _ERROR),
-    "writes_junk": (_WRITE.format("b'junk that is no answer'") + "return turn", _ERROR),
+    "writes_junk": (_WRITE.format("b'junk that is not an answer'") + "return turn", _ERROR),
     "writes_half": (
         _WRITE.format("b'\\x93ALN' + bytes(6) + b'\\1\\0'") + "time.sleep(100)",
         _TIMEOUT,

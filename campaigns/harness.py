@@ -285,7 +285,7 @@ def learned(folder: Path) -> tuple[list[dict[str, Any]], str, dict[str, str]]:
 
 
 def python(*words: object, log: Path, mark: str) -> "subprocess.Popen[bytes]":
-    """A process of its own, with an interpreter of its own, for what cannot be forked."""
+    """A process of its own, with a separate interpreter, for what cannot be forked."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, _MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with open(log, "ab") as stream:

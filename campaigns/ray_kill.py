@@ -1,4 +1,4 @@
-"""PPO on a Ray of its own: a worker killed, the driver killed. Same bits, nothing left behind.
+"""PPO on a separate Ray cluster: a worker killed, the driver killed. Same bits, nothing left over.
 
 The reference is the same run on the local engine, which agrees with Ray to the bit and starts in a
 third of the time.

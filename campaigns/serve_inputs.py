@@ -1,4 +1,4 @@
-"""Requests that cost a server much: whoever else asks has an answer in seconds."""
+"""Requests that cost a server much: other clients get an answer in seconds."""
 
 import contextlib
 import http.client
@@ -25,7 +25,7 @@ def _text(prompt: Any, **more: Any) -> tuple[str, Any]:
     return "/v1/completions", {"prompt": prompt, "max_tokens": 4, **more}
 
 
-# What a client sends, so many times at once.
+# Requests that a client sends at the same time.
 _REQUESTS: dict[str, tuple[int, Callable[[], tuple[str, Any]]]] = {
     "a stop string of 1 MiB": (4, lambda: _text("1+1=", stop=["x" * _MIB])),
     "a stop string that nearly matches": (4, lambda: _text("1+1=", stop=["1" * _MIB + "x"])),

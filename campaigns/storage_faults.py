@@ -41,7 +41,7 @@ def run_campaign(campaign: Campaign) -> None:
         outcome = _go(campaign, folder)
         if outcome.verdict == "ok":
             equal = [x == y for x, y in zip(expected, learned(folder), strict=True)]
-            # What was taken from the records themselves cannot come back: then the weights count.
+            # What was taken from the records themselves cannot be restored: then the weights count.
             good = all(equal) if "records" not in name else equal[2]
             campaign.record(name, good, f"ok; metrics, samples, weights the same: {equal}")
         else:

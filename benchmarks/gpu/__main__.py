@@ -4,7 +4,7 @@
     python -m benchmarks.gpu cost rates       # some of them
     python -m benchmarks.gpu --device dry cost large   # what is counted without a GPU
 
-Every command is a process of its own with a time limit, and so has every part. Lines of JSON go to
+Every command is a separate process with a time limit, and so has every part. Lines of JSON go to
 ``OUT/results.jsonl``, everything else that is printed to ``OUT/log.txt``; at the end stands which
 commands failed. The status is not 0 where one did. Results of ``--device dry`` are put beside those
 of a GPU, as ``predicted``.
@@ -23,7 +23,7 @@ from benchmarks.gpu.machine import DEVICES, PREDICTED
 from benchmarks.shapes import SHAPES
 
 _DRY_LIMIT_S = 900  # of one command, on a machine that may have other work
-PYTEST = "pytest"  # the entry that is no benchmark
+PYTEST = "pytest"  # the entry that is not a benchmark
 # By part: seconds that it may take in all, and its commands, each with its own limit.
 PARTS: dict[str, tuple[int, list[tuple[int, str]]]] = {
     "truth": (360, [(360, PYTEST)]),

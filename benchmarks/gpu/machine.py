@@ -44,7 +44,9 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=DEVICES, default="cuda", help="see benchmarks/gpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-1.5b")
     parser.add_argument("--card", default="h200", help="of plan's table, whose times are predicted")
-    parser.add_argument("--repeats", type=int, default=5, help="the median of so many")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="number of readings, whose median counts"
+    )
     parser.add_argument("--warmup", type=int, default=2, help="runs before them")
     return parser
 

@@ -2,7 +2,7 @@
 
 The role is by itself on the card, as in the benchmark: `aligner_plan.estimate.Estimator` measures
 it on the dry device with few layers and extrapolates. So it runs in a process of ``--device dry``,
-before the benchmark's own role is built on a dry device of its own.
+before the benchmark's own role is built on a separate dry device.
 """
 
 from collections.abc import Mapping
