@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def make_environment(folder: Path, packages: Sequence[Sequence[str]]) -> Path:
-    """A virtual environment with ``packages``, installed group by group; made once.
+    """A virtual environment with ``packages``, installed group by group. Made once.
 
     Returns its interpreter. A half-made environment is continued.
     """
@@ -50,7 +50,7 @@ def read_json(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 3600,
 ) -> dict[str, Any]:
-    """Run ``python -m module arguments`` from the repository's root; its one line of JSON."""
+    """Run ``python -m module arguments`` from the repository's root. Its one line of JSON."""
     completed = subprocess.run(
         [str(python), "-m", module, *arguments],
         check=True,

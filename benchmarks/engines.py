@@ -8,8 +8,8 @@ on two cores: Ray adds its calls to a step, about twenty, and the batches that p
 object store. Both engines compute with the same number of threads, and must write the same metrics,
 or the benchmark fails.
 
-Each reading is a separate run, the way users start it; the engines take turns, ``--rounds``
-times. A run's time is the median of ``timers/total`` over its steps after the first; an engine's
+Each reading is a separate run, the way users start it. The engines take turns, ``--rounds``
+times. A run's time is the median of ``timers/total`` over its steps after the first. An engine's
 is the median of its runs. Mark (Ray over local): at most 1.15, of a step of 2 s or more.
 """
 
@@ -86,7 +86,7 @@ def run(engine: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                 *(f"{key}={value}" for key, value in settings.items()),
             ],
             cwd=ROOT,
-            # Under Ray a worker's threads are the cores its group shares; be explicit for both.
+            # Under Ray a worker's threads are the cores its group shares. Be explicit for both.
             env={"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -7,7 +7,7 @@
 In float64, values and gradients: both are to agree to 1e-6, or to differ by more where the table
 explains how they differ. Exits with 1 otherwise, so the page stays true. Each peer's own functions
 run in a separate process, from an environment next to the repository that the first run makes
-and nothing else sees; packages that a peer's module imports and its formulas do not use are
+and nothing else sees. Packages that a peer's module imports and its formulas do not use are
 replaced by placeholders.
 """
 

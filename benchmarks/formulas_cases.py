@@ -78,10 +78,10 @@ def _with_gradient(function: Callable[[Tensor], Tensor], leaf: Tensor) -> tuple[
 
 
 class Inputs:
-    """A batch of ``ROWS`` responses, all that any of the formulas takes; always the same numbers.
+    """A batch of ``ROWS`` responses, all that any of the formulas takes. Always the same numbers.
 
-    Prompts of 2 tokens, responses of 1 to 15; rows ``GROUP`` by ``GROUP`` answer the same prompt;
-    rows 2i and 2i + 1 are a pair.
+    Prompts of 2 tokens, responses of 1 to 15. Rows ``GROUP`` by ``GROUP`` answer the same prompt.
+    Rows 2i and 2i + 1 are a pair.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -108,7 +108,7 @@ class Inputs:
         self.ones = torch.ones(ROWS, dtype=torch.float64)
 
     def loss(self, function: LossFunction, leaf: Tensor, **columns: Tensor) -> Tensor:
-        """One of our losses on the whole batch in one piece; ``columns`` join or replace."""
+        """One of our losses on the whole batch in one piece. ``columns`` join or replace."""
         batch = {
             "token_mask": self.mask,
             "sample_mask": self.ones,

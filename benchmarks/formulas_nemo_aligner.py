@@ -1,6 +1,6 @@
-"""Our formulas against NeMo-Aligner's; run by `benchmarks.formulas`.
+"""Our formulas against NeMo-Aligner's. Run by `benchmarks.formulas`.
 
-It needs versions of its dependencies that have gone; its formulas need none of them.
+It needs versions of its dependencies that have gone. Its formulas need none of them.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Our formulas against OpenRLHF's; run by `benchmarks.formulas`."""
+"""Our formulas against OpenRLHF's. Run by `benchmarks.formulas`."""
 
 from types import SimpleNamespace
 from typing import Any

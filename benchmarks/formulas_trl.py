@@ -1,4 +1,4 @@
-"""Our formulas against TRL's; run by `benchmarks.formulas` in TRL's environment.
+"""Our formulas against TRL's. Run by `benchmarks.formulas` in TRL's environment.
 
 Most of TRL's losses are methods of trainers that run a model. The model here has two tokens: the
 first one, which is the right one everywhere, has just the log-prob it is to have.

@@ -1,4 +1,4 @@
-"""Our formulas against verl's; run by `benchmarks.formulas`."""
+"""Our formulas against verl's. Run by `benchmarks.formulas`."""
 
 from types import SimpleNamespace
 from typing import Any

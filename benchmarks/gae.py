@@ -3,7 +3,7 @@
     python -m benchmarks.gae
 
 verl is installed into `.venv-bench-verl` on the first run, without its dependencies, and is seen by
-the measuring subprocess only. Prints one JSON line; `ratio` is aligner's time over verl's, the
+the measuring subprocess only. Prints one JSON line. `ratio` is aligner's time over verl's, the
 median over alternating pairs. Mark: at most 0.2. One thread by default: verl's loop of small
 operations uses no more, and two would measure how busy the machine is.
 """
@@ -58,7 +58,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def measure(batch: int, length: int, repeats: int, holes: bool) -> dict[str, object]:
-    """Time both in turn; the results must agree."""
+    """Time both in turn. The results must agree."""
     from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 
     values, rewards, mask = make_inputs(batch, length, holes)

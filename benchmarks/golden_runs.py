@@ -76,7 +76,7 @@ CASES = {
 
 
 def record(case: str, folder: Path) -> dict[str, Any]:
-    """Run ``case`` below ``folder``; its metrics by step and the hashes of its last run state."""
+    """Run ``case`` below ``folder``. Its metrics by step and the hashes of its last run state."""
     (agent := folder / "agent.py").write_text(AGENT)
     script, *options = CASES[case].replace("{agent}", str(agent)).split()
     log_dir = folder / "run"

@@ -1,6 +1,6 @@
 """TRL's side of `grpo_step`: its GRPOTrainer on transformers' Llama, in a separate environment.
 
-No reference and one epoch, as TRL's own defaults have it; every pass takes ``--micro-batch`` rows.
+No reference and one epoch, as TRL's own defaults have it. Every pass takes ``--micro-batch`` rows.
 TRL's gradient checkpointing is off: that is its faster setting. A step is the time from one
 `on_step_end` to the next: generation, scoring where TRL does it, the update, TRL's own logging.
 """
@@ -62,7 +62,7 @@ def make_trainer(shape: Shape, folder: str, reward: Any, watch: StepWatch) -> GR
 
 
 def grpo_config(shape: Shape, folder: str) -> GRPOConfig:
-    """Float32 on CPU; no recomputation of activations, which would only cost time here."""
+    """Float32 on CPU. No recomputation of activations, which would only cost time here."""
     return GRPOConfig(
         output_dir=folder,
         bf16=False,

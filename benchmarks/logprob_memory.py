@@ -6,8 +6,8 @@ Every reading is a separate process, the two forms in turn. Memory is counted ov
 (hidden states and weight), so the gradients that both must return are part of it: `peak_MB` is the
 peak of what the tensor allocator has handed out, `rss_MB` the growth of the process's peak resident
 memory (which also holds the libraries' code and buffers, some 30 MB that come and go). Prints a
-JSON line per reading and one with the ratios and verdicts per hidden size; exits with 1 when a mark
-is missed. Marks: memory at most 0.1; time at most 1.25 at hidden size 576 and 1.0 at 64.
+JSON line per reading and one with the ratios and verdicts per hidden size. Exits with 1 when a mark
+is missed. Marks: memory at most 0.1. Time at most 1.25 at hidden size 576 and 1.0 at 64.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def measure(form: str, size: int, tokens: int, vocab: int, repeats: int) -> dict
     target = torch.randint(0, vocab, (tokens,), generator=generator)
     upstream = torch.empty(tokens).normal_(generator=generator)
     function = {"fused": fused, "gathered": gathered}[form]
-    # The libraries' own pages appear with the first product of any size; they are not counted.
+    # The libraries' own pages appear with the first product of any size. They are not counted.
     small = torch.ones(64, size, requires_grad=True)
     function(small[:8], small, target[:8] % 64).sum().backward()
     rss_before = rss_mb()
@@ -99,7 +99,7 @@ def verdicts(size: int, ratios: dict[str, float]) -> dict[str, str]:
 
 
 def compare(arguments: argparse.Namespace, size: int) -> bool:
-    """Alternate the two forms, print the ratios of their medians; whether every mark is kept."""
+    """Alternate the two forms, print the ratios of their medians. Whether every mark is kept."""
     readings: dict[str, list[dict[str, float]]] = {"fused": [], "gathered": []}
     for _ in range(arguments.rounds):
         for form, rows in readings.items():

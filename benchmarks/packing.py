@@ -3,10 +3,10 @@
     python -m benchmarks.packing
 
 A log-normal mix of lengths whose mean is a third of the longest. Padded micro-batches have
-``--micro-batch`` sequences, each padded to the longest of its micro-batch; packed ones are a row of
+``--micro-batch`` sequences, each padded to the longest of its micro-batch. Packed ones are a row of
 as many tokens as such a micro-batch can have at the most, so both need about the same memory. Both
-go through `Policy.train`, in turn, with one optimizer step per update; their losses must agree.
-Prints one JSON line; ``ratio`` is packed real tokens per second over padded, the median over
+go through `Policy.train`, in turn, with one optimizer step per update. Their losses must agree.
+Prints one JSON line. ``ratio`` is packed real tokens per second over padded, the median over
 alternating pairs. Mark: at least 1.8. ``cpu_ratio`` is the same of processor time.
 """
 
@@ -35,7 +35,7 @@ SIGMA = 0.6  # of the logarithm of a length
 
 
 def make_lengths(count: int, longest: int) -> np.ndarray:
-    """int64 ``[count]``: log-normal, cut at ``longest``, which one has; mean a third of it."""
+    """int64 ``[count]``: log-normal, cut at ``longest``, which one has. Mean a third of it."""
     quantiles = np.random.default_rng(0).lognormal(0.0, SIGMA, count)
     quantiles[0] = np.inf
     low, high = 1.0, float(longest)
@@ -48,7 +48,7 @@ def make_lengths(count: int, longest: int) -> np.ndarray:
 
 
 def make_batch(count: int, longest: int, vocab: int) -> BatchedDataDict:
-    """A rollout; a quarter of each sequence is its prompt."""
+    """A rollout. A quarter of each sequence is its prompt."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.from_numpy(make_lengths(count, longest))
     position = torch.arange(longest)

@@ -3,9 +3,9 @@
     python -m benchmarks.parity [--write docs/parity.md] [--limit 1e-5] [--keep FOLDER]
 
 Starts real processes, at most four at a time. A cell is the largest relative difference from one
-process with padded micro-batches and every row for itself (`difference`); generation must give
+process with padded micro-batches and every row for itself (`difference`). Generation must give
 identical tokens. The exit status is 1 when a cell is above the limit, differs, or could not be had
-because processes failed; a layout that refuses something is a hole, named below the tables.
+because processes failed. A layout that refuses something is a hole, named below the tables.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.common import ROOT, log
 
 LIMIT = 1e-5
 MODES = ("padded", "dynamic", "packed", "shared")
-REFERENCES = {"shared": "separate"}  # of one process; of the others: padded
+REFERENCES = {"shared": "separate"}  # of one process. Of the others: padded
 MODELS = {
     "dense": TINY_ARCHITECTURE,
     "experts": dataclasses.replace(
@@ -77,7 +77,7 @@ class Cell(NamedTuple):
 
 
 def run_all(folder: Path) -> dict[Column, dict[str, Any]]:
-    """Results of every column, by mode; a sentence where its processes failed."""
+    """Results of every column, by mode. A sentence where its processes failed."""
     outputs: dict[Column, dict[str, Any]] = {}
     columns_to_run = [*COLUMNS.values(), *(ONE._replace(model=model) for model in MODELS)]
     for start in dict.fromkeys((column.processes, column.model) for column in columns_to_run):
@@ -92,7 +92,7 @@ def run_all(folder: Path) -> dict[Column, dict[str, Any]]:
 def launch(
     folder: Path, processes: int, model: str, sizes: Sequence[str], modes: Sequence[str]
 ) -> dict[str, Any]:
-    """One start of ``processes`` for all their layouts; reads what an earlier one left."""
+    """One start of ``processes`` for all their layouts. Reads what an earlier one left."""
     output, file = folder / f"{model}-{processes}.pt", folder / f"{model}.nemo"
     layouts = [f"{size},{mode}" for size in sizes for mode in modes]
     if not output.exists():
@@ -151,7 +151,7 @@ def difference(expected: Any, actual: Any, name: str = "") -> float:
 
 
 def cell(row: str, expected: Any, actual: Any, limit: float) -> Cell:
-    """One cell; ``expected`` and ``actual`` as `parity_worker` has them, or a sentence."""
+    """One cell. ``expected`` and ``actual`` as `parity_worker` has them, or a sentence."""
     if isinstance(actual, str):
         return Cell("—", reason=actual)
     gap = difference(expected, actual)
@@ -163,7 +163,7 @@ def cell(row: str, expected: Any, actual: Any, limit: float) -> Cell:
 def table(
     outputs: dict[Column, dict[str, Any]], mode: str, limit: float, reasons: dict[str, int]
 ) -> tuple[list[str], int]:
-    """Lines of one mode's table and its number of bad cells; holes are numbered in ``reasons``."""
+    """Lines of one mode's table and its number of bad cells. Holes are numbered in ``reasons``."""
     columns = [name for name, column in COLUMNS.items() if (mode, column) != ("padded", ONE)]
     lines = [f"| {mode} | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
     bad = 0
@@ -188,7 +188,7 @@ def table(
 
 
 def report(outputs: dict[Column, dict[str, Any]], limit: float) -> tuple[str, int]:
-    """The four tables and the reasons of the holes, as Markdown; the number of bad cells."""
+    """The four tables and the reasons of the holes, as Markdown. The number of bad cells."""
     reasons: dict[str, int] = {}
     parts, bad = [], 0
     for mode in MODES:
@@ -209,7 +209,7 @@ def write_between_marks(path: Path, text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; the exit status."""
+    """Command line. The exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, help="page whose tables are replaced")
     parser.add_argument("--limit", type=float, default=LIMIT, help="largest difference that passes")

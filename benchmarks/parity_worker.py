@@ -1,8 +1,8 @@
-"""One process of `parity`: every row of the matrix in each layout; rank 0 writes what it saw.
+"""One process of `parity`: every row of the matrix in each layout. Rank 0 writes what it saw.
 
     torchrun --nproc-per-node N -m benchmarks.parity_worker MODEL OUTPUT LAYOUT [LAYOUT ...]
 
-Scores, training and layouts are those of the distributed tests (`layout_worker`); generation and
+Scores, training and layouts are those of the distributed tests (`layout_worker`). Generation and
 the whole PPO step are here. A row is a tensor, a number, a dict of them, or the sentence with which
 the layout refuses it.
 """

@@ -4,11 +4,11 @@
     python -m benchmarks.plan --models tiny --layouts one --batches padded
 
 For every model, layout and way to form micro-batches there is one process that predicts, on the dry
-device in the place of a CPU, from two short runs of few layers; and the processes of the layout,
+device in the place of a CPU, from two short runs of few layers. And the processes of the layout,
 which make the update with random weights. Compared are, on rank 0: bytes alive between updates and
 at the peak of one (counted in torch's allocator, from before the process takes its place in the
 layout), floating-point operations (torch's counter) and bytes that collectives were given (their
-calls, as they reach torch). Prints a JSON line per case; exits with 1 when a mark is missed. Marks:
+calls, as they reach torch). Prints a JSON line per case. Exits with 1 when a mark is missed. Marks:
 static 0.1 %, peak 10 %, operations and bytes of collectives equal. Needs a C++ compiler.
 """
 

@@ -5,8 +5,8 @@
 Prints a row per run, and exits with 1 if a deviation is more than `TOLERANCE`. Needs a C++ compiler
 and no GPU. Sources: Korthikanti et al. 2022 (GPT 22B), Narayanan et al. 2021 (GPT 1.7B, 7.5B),
 torchtitan's performance pages (Llama), gpt-fast (decoding). torchtitan recomputes half of the
-products (selective by operation), between our ``selective`` and ``full``; here it is ``full``.
-Attention of the GPT runs was not fused; ours is, which makes estimates of them faster.
+products (selective by operation), between our ``selective`` and ``full``. Here it is ``full``.
+Attention of the GPT runs was not fused. Ours is, which makes estimates of them faster.
 """
 
 # ruff: noqa: E402
@@ -33,7 +33,7 @@ from benchmarks.shapes import QWEN_1_5B
 
 TOLERANCE = {"train": 0.20, "generate": 0.25}
 _GIB = 1 << 30
-_MICRO_BATCH = 4  # sequences; not published for the runs of 2021
+_MICRO_BATCH = 4  # sequences. Not published for the runs of 2021
 
 LLAMA_8B = replace(
     QWEN_1_5B,

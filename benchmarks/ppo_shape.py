@@ -29,9 +29,9 @@ class Shape:
     vocab: int = 1024
     heads: int = 4
     kv_heads: int = 0  # 0: as many as heads
-    ffn: int = 0  # width of the gated MLP; 0: 8/3 of the hidden size, to a multiple of 32
+    ffn: int = 0  # width of the gated MLP. 0: 8/3 of the hidden size, to a multiple of 32
     tied: int = 0  # 1: the output layer is the embedding
-    group: int = 1  # responses to a prompt; of several GRPO is made, without a critic
+    group: int = 1  # responses to a prompt. Of several GRPO is made, without a critic
     batch: int = 32  # sequences of a rollout: one optimizer step of policy and critic each
     micro_batch: int = 32  # sequences of every forward and backward pass
     prompt: int = 32
@@ -59,7 +59,7 @@ class Shape:
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """One option per field of `Shape`; what is not given stays unset."""
+    """One option per field of `Shape`. What is not given stays unset."""
     for field in fields(Shape):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=int, help=f"default {field.default}")
@@ -79,7 +79,7 @@ def shape_of(arguments: Sequence[str] | None = None) -> Shape:
 
 
 class StepClock:
-    """Wall and processor seconds of consecutive steps; the first is not measured."""
+    """Wall and processor seconds of consecutive steps. The first is not measured."""
 
     def __init__(self) -> None:
         self._readings: list[tuple[float, float]] = []
@@ -89,7 +89,7 @@ class StepClock:
         self._readings.append((time.perf_counter(), time.process_time()))
 
     def report(self, side: str, shape: Shape) -> dict[str, Any]:
-        """Result that one side prints; call when its last step is done."""
+        """Result that one side prints. Call when its last step is done."""
         pairs = list(pairwise(self._readings))[1:]
         wall, cpu = ([end[i] - start[i] for start, end in pairs] for i in range(2))
         return {

@@ -4,9 +4,9 @@
     python -m benchmarks.ppo_step --only aligner --layers 4 --hidden 128 --vocab 1024 --json
 
 The same job for both: a random Llama (float32, untied, 4 heads) as policy, as reference and, with a
-scalar head, as critic; 32 prompts of 32 tokens, 32 responses of exactly 64; KL to the reference in
-the reward; one epoch, one mini-batch, so one optimizer step of each model; clipping 0.2 on both
-losses; a reward that costs nothing. Every pass takes the 32 sequences at once unless
+scalar head, as critic. 32 prompts of 32 tokens, 32 responses of exactly 64. KL to the reference in
+the reward. One epoch, one mini-batch, so one optimizer step of each model. Clipping 0.2 on both
+losses. A reward that costs nothing. Every pass takes the 32 sequences at once unless
 ``--micro-batch`` is given. TRL's gradient checkpointing is off: that is its faster setting.
 
 What each does with it:
@@ -16,10 +16,10 @@ What each does with it:
 * TRL (`ppo_trl`): generate, keeping every logit → log-probs from those → reference log-probs →
   values → reward → advantages → one update of policy and critic together, gradients not clipped.
 
-Each reading is a separate process; the two sides take turns, ``--rounds`` times. TRL lives in
-`.venv-bench`, made on the first run. Time is the median over the steps after the first; memory is
+Each reading is a separate process. The two sides take turns, ``--rounds`` times. TRL lives in
+`.venv-bench`, made on the first run. Time is the median over the steps after the first. Memory is
 the whole process's largest resident set, libraries included. Marks (aligner over TRL): at most 0.5
-of the time for 4 layers of 128 and 1,024 tokens; at most 0.25 of the time and 0.33 of the memory
+of the time for 4 layers of 128 and 1,024 tokens. At most 0.25 of the time and 0.33 of the memory
 for 2 layers of 64 and 128,256 tokens.
 """
 
@@ -45,7 +45,7 @@ SIDES = ("aligner", "trl")
 
 @dataclass(frozen=True)
 class Mark:
-    """Largest ratios that count as kept; None: memory is not judged at this shape."""
+    """Largest ratios that count as kept. None: memory is not judged at this shape."""
 
     layers: int
     hidden: int
@@ -85,7 +85,7 @@ def read(side: str, shape: Shape, comparison: Comparison, peer: Path | None) -> 
 def compare(
     shape: Shape, comparison: Comparison, sides: tuple[str, ...], rounds: int
 ) -> dict[str, Any]:
-    """The sides in turn; medians over the rounds, and their ratios where there are two sides."""
+    """The sides in turn. Medians over the rounds, and their ratios where there are two sides."""
     peer = make_environment(PEER, PEER_PACKAGES) if "trl" in sides else None
     readings: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for number in range(rounds):
@@ -131,7 +131,7 @@ def report(shape: Shape, comparison: Comparison, result: dict[str, Any]) -> str:
 def run(
     parser: argparse.ArgumentParser, comparison: Comparison, shapes: Sequence[Mapping[str, int]]
 ) -> None:
-    """Command line of a comparison; ``shapes`` where it names none, the first one's the rest."""
+    """Command line of a comparison. ``shapes`` where it names none, the first one's the rest."""
     parser.add_argument("--only", choices=SIDES, help="measure one side")
     parser.add_argument("--rounds", type=int, help="readings of each side; default 3, --only 1")
     parser.add_argument("--json", action="store_true", help="one line of JSON per shape")

@@ -84,7 +84,7 @@ def make_trainer(shape: Shape, folder: str, reward: nn.Module, watch: StepWatch)
 
 
 def ppo_config(shape: Shape, folder: str) -> PPOConfig:
-    """Float32 on CPU; no recomputation of activations, which would only cost time here."""
+    """Float32 on CPU. No recomputation of activations, which would only cost time here."""
     return PPOConfig(
         output_dir=folder,
         bf16=False,

@@ -7,9 +7,9 @@ One policy of SmolLM2's shape with random weights, in one process, with ``model.
 on and off in turn: a training pass (forward and backward of a global batch, no update) and the
 log-probs of it, on ``--prompts`` prompts with ``--group`` responses each, and then on as many rows
 that share nothing. The losses and log-probs of both must agree. Prints one JSON line. ``train`` and
-``score`` are seconds shared over unshared, the median over alternating pairs; ``train_peak`` and
+``score`` are seconds shared over unshared, the median over alternating pairs. ``train_peak`` and
 ``score_peak`` the same of bytes allocated beyond what was there before (counted in torch's
-allocator, `allocations.cpp`; needs a C++ compiler). Marks: 0.40, 0.40 and 0.45; where nothing is
+allocator, `allocations.cpp`, needs a C++ compiler). Marks: 0.40, 0.40 and 0.45. Where nothing is
 shared at most 1.03.
 """
 
@@ -42,7 +42,7 @@ TOLERANCE = 1e-5
 
 
 def make_batch(options: argparse.Namespace, shared: bool) -> BatchedDataDict:
-    """A rollout of random tokens; ``shared``: the rows of a group have one prompt."""
+    """A rollout of random tokens. ``shared``: the rows of a group have one prompt."""
     generator = torch.Generator().manual_seed(0)
     rows, width = options.prompts * options.group, options.prompt + options.response
     ids = torch.randint(0, SMOLLM2.vocab_size, (rows, width), generator=generator)
@@ -69,7 +69,7 @@ def role_of(policy: Policy) -> Any:
 
 
 def train(policy: Policy, batch: BatchedDataDict) -> Tensor:
-    """Forward and backward of a global batch; the loss, [1]."""
+    """Forward and backward of a global batch. The loss, [1]."""
     role = role_of(policy)
     role.optimizer.zero_grad()
     loss, _ = role.get_loss_and_metrics(batch, False, PPOPolicyLoss())
@@ -98,7 +98,7 @@ def reading(work: Work, policy: Policy, batch: BatchedDataDict, memory: Any) -> 
 def compared(
     policies: tuple[Policy, Policy], work: Work, batch: BatchedDataDict, repeats: int, memory: Any
 ) -> dict[str, float]:
-    """Shared over unshared, in turn; the first pair of a kind warms up on one group."""
+    """Shared over unshared, in turn. The first pair of a kind warms up on one group."""
     pairs = [[reading(work, policy, batch, memory) for policy in policies] for _ in range(repeats)]
     for shared_run, unshared_run in pairs:
         gap = (shared_run["result"] - unshared_run["result"]).abs().max().item()

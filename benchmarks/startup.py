@@ -4,7 +4,7 @@
 
 Prints one line of JSON: processor seconds of ``--help`` of the PPO script and of importing what PPO
 needs, and seconds on the clock from starting the main job (`make ppo`) to its first sampled token.
-Each reading is of a separate process, the better one of ``--rounds``; the first round also warms
+Each reading is of a separate process, the better one of ``--rounds``. The first round also warms
 the disk cache. Needs `models/smollm2-135m-instruct.nemo` (make models/smollm2-135m-instruct.nemo),
 or another model as ``--model``.
 """
@@ -43,7 +43,7 @@ def processor_seconds(words: list[str]) -> float:
 
 
 def first_token(model: Path, recipe: str, folder: str, started: float) -> NoReturn:
-    """Run the PPO script in this process up to the first token that is read back; print the time.
+    """Run the PPO script in this process up to the first token that is read back. Print the time.
 
     ``started``: `time.time` of whoever began this process, so that its own start counts.
     """

@@ -23,7 +23,7 @@ from typing import Any
 from aligner.algorithms.callbacks import Callback, CallbackRun
 from benchmarks.common import ROOT
 
-# Of the run; the callback below is imported a second time, under this module's own name.
+# Of the run. The callback below is imported a second time, under this module's own name.
 FRAMES: list[str] = []
 CALLED: set[str] = set()
 
@@ -61,7 +61,7 @@ def _note_frames(*step: Any) -> None:
 
 
 def trace(model: Path) -> dict[str, Any]:
-    """Run three steps of ``model``; the frames from the outermost on, the files in order."""
+    """Run three steps of ``model``. The frames from the outermost on, the files in order."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from benchmarks import step_trace

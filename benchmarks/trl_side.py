@@ -1,4 +1,4 @@
-"""What `ppo_trl` and `grpo_trl` have in common; in an environment that has transformers."""
+"""What `ppo_trl` and `grpo_trl` have in common. In an environment that has transformers."""
 
 from typing import Any
 

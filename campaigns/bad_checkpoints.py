@@ -1,4 +1,4 @@
-"""Damaged and hostile model files: refused by name; no code is run, nothing is written outside."""
+"""Damaged and hostile model files: refused by name. No code is run, nothing is written outside."""
 
 import json
 import shutil

@@ -24,7 +24,7 @@ _SLEEPER = (
 )
 _WRITE = "\n        for fd in range(3, 400):\n            try: os.write(fd, {})\n"
 _WRITE += "            except OSError: pass\n        "
-# What the environment does in place of its answer, and how that fails; None: it does not.
+# What the environment does in place of its answer, and how that fails. None: it does not.
 _FAULTS: dict[str, tuple[str, str | None]] = {
     "raises": ("raise KeyError('x')", _ERROR),
     "raises_base": ("raise BaseException('x')", _ERROR),
@@ -134,7 +134,7 @@ _KILLS = 10
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """An undisturbed run first; then faults, and kills at any moment."""
+    """An undisturbed run first. Then faults, and kills at any moment."""
     calm, _, outcome = played(campaign, "calm", "return turn", at=-1)
     campaign.record("undisturbed", outcome.status == 0 and len(calm) == _GAMES, outcome.verdict)
     if outcome.status:
@@ -229,7 +229,7 @@ def _kill_from_outside(campaign: Campaign) -> None:
 
 
 def _hurt(driver: int, rng: random.Random) -> int:
-    """A signal to one process of an environment; how many had it."""
+    """A signal to one process of an environment. How many had it."""
     children = []
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(driver).children():

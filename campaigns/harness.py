@@ -1,6 +1,6 @@
 """Common parts of the campaigns: runs of the scripts in forked children, leftovers, the tally.
 
-The heavy imports happen once, in this process; a case is a fork of it that leads a session of its
+The heavy imports happen once, in this process. A case is a fork of it that leads a session of its
 own, so that killing it and finding what outlived it concern no other process.
 """
 
@@ -35,12 +35,12 @@ import aligner.models.gpt  # noqa: F401 - imported for the children
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny.nemo"
 _MARK = "ALIGNER_CAMPAIGN"
-# A rank that outlives another needs up to 6 s to see it, report it and unwind; one that has just
+# A rank that outlives another needs up to 6 s to see it, report it and unwind. One that has just
 # been started imports everything before it can look.
 GRACE_S = 60.0
 Case = TypeVar("Case")
 
-# One step of PPO in a second; a case adds what it is about.
+# One step of PPO in a second. A case adds what it is about.
 PPO = (
     *("--config-name", "recipes/ppo_tiny_cpu", f"model.restore_from_path={TINY}"),
     *("exp_manager.create_tensorboard_logger=false", "trainer.ppo.max_steps=1"),
@@ -82,7 +82,7 @@ class Campaign:
         return self.minutes * 60 - self.seconds
 
     def while_time(self, cases: Sequence[Case]) -> Iterator[Case]:
-        """``cases`` in random order, each begun only while there is time; at least one."""
+        """``cases`` in random order, each begun only while there is time. At least one."""
         order = list(cases)
         self.rng.shuffle(order)
         for number, case in enumerate(order):
@@ -130,7 +130,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """In a word; good ones are ``ok`` and ``refused``."""
+        """In a word. Good ones are ``ok`` and ``refused``."""
         if self.timed_out:
             return "HANG"
         if self.status < 0:
@@ -165,7 +165,7 @@ class Run:
         call: Callable[[], None] | None = None,
         memory_gib: float | None = None,
     ) -> None:
-        """Start ``examples/<script>.py``, or ``call``; ``memory_gib`` limits the address space.
+        """Start ``examples/<script>.py``, or ``call``. ``memory_gib`` limits the address space.
 
         ``log`` is written anew, so it is of this run only.
         """
@@ -215,12 +215,12 @@ class Run:
         return True
 
     def send(self, number: signal.Signals, whole_group: bool = True) -> None:
-        """A signal to the whole group, or to its first process; nothing where it has ended."""
+        """A signal to the whole group, or to its first process. Nothing where it has ended."""
         with contextlib.suppress(ProcessLookupError):
             (os.killpg if whole_group else os.kill)(self.pid, number)
 
     def finish(self, timeout_s: float) -> Outcome:
-        """Wait; after ``timeout_s`` it is killed. What outlived it is named and then killed too."""
+        """Wait. After ``timeout_s`` it is killed. What outlived it is named and then killed too."""
         deadline = time.monotonic() + timeout_s
         timed_out = False
         while not self.poll():
@@ -311,7 +311,7 @@ def marked(mark: str) -> dict[int, psutil.Process]:
 
 
 def end_marked(mark: str, grace_s: float) -> list[str]:
-    """Command lines of those that are still there after ``grace_s``; they are killed."""
+    """Command lines of those that are still there after ``grace_s``. They are killed."""
     deadline = time.monotonic() + grace_s
     while (survivors := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -327,9 +327,9 @@ def end_marked(mark: str, grace_s: float) -> list[str]:
 def served(
     campaign: Campaign, *words: object, ready: str, timeout_s: float = 180.0
 ) -> "Iterator[tuple[int, subprocess.Popen[bytes]]]":
-    """Run a server with `python`; yield its port and its process, which ends with the block.
+    """Run a server with `python`. Yield its port and its process, which ends with the block.
 
-    ``ready``: regular expression of what the server prints once it listens; its group is the port.
+    ``ready``: regular expression of what the server prints once it listens. Its group is the port.
 
     Raises:
         RuntimeError: the server ended, or did not print it within ``timeout_s``.

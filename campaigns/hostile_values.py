@@ -7,7 +7,7 @@ no code of an object runs in the trainer.
 from campaigns.environments import played
 from campaigns.harness import PPO, Campaign, run
 
-# Expressions; the classes are those of `_CLASSES`, with a file's name for {mark}.
+# Expressions. The classes are those of `_CLASSES`, with a file's name for {mark}.
 _VALUES = {
     "nan": "float('nan')",
     "infinity": "-float('inf')",
@@ -117,7 +117,7 @@ def run_campaign(campaign: Campaign) -> None:
 def _from_an_environment(
     campaign: Campaign, value: str, position: str, classes: str
 ) -> tuple[bool, str]:
-    """The run ends well; the conversation is a sample, or counted and begun again."""
+    """The run ends well. The conversation is a sample, or counted and begun again."""
     marker = campaign.folder / "was_said"
     marker.unlink(missing_ok=True)
     body = f"V = {value}; {_PLACES[position]}\n{classes}"

@@ -1,9 +1,9 @@
 """Runs that are ended at any moment and continued, against one that was left alone.
 
-SIGKILL goes to the whole group; SIGTERM to the group, or only to the first process, and the run
+SIGKILL goes to the whole group. SIGTERM to the group, or only to the first process, and the run
 must then save and end by itself.
 
-The moments are spread evenly over the time of a run, not only over its saves; where the steps are
+The moments are spread evenly over the time of a run, not only over its saves. Where the steps are
 short (everything that scores with a function, and games) a slow reward or game makes them last.
 """
 

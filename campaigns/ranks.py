@@ -64,7 +64,7 @@ def _kill(victim: str, parent: int, mark: str) -> None:
         with contextlib.suppress(psutil.Error):
             words, environment = " ".join(process.cmdline()), process.environ()
             is_worker = "train_gpt_ppo" in words and "torch.distributed.run" not in words
-            # torchrun gives RANK; a process that the first one starts has LOCAL_RANK only.
+            # torchrun gives RANK. A process that the first one starts has LOCAL_RANK only.
             if is_worker and environment.get("RANK", environment.get("LOCAL_RANK", "0")) == rank:
                 process.kill()
                 return

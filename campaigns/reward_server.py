@@ -166,7 +166,7 @@ class _Liar(ThreadingHTTPServer):
     lie, asked = "ok", 0
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients give up; that is what this is about."""
+        """Clients give up. That is what this is about."""
 
 
 class _Answers(BaseHTTPRequestHandler):

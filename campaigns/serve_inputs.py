@@ -121,7 +121,7 @@ def _deep(levels: int) -> Any:
 
 
 def _ask(port: int, path: str, body: bytes | None, timeout_s: float) -> int:
-    """Status of the answer; 0: there was none."""
+    """Status of the answer. 0: there was none."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     headers = {"Authorization": f"Bearer {_TOKEN}", "Content-Type": "application/json"}
     try:

@@ -37,7 +37,7 @@ def payloads(mark: Path) -> dict[str, bytes]:
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """One payload in one place at a time; the manifest has its size and checksum."""
+    """One payload in one place at a time. The manifest has its size and checksum."""
     mark, base = campaign.folder / "code_was_run", campaign.fresh("base")
     log_dir = f"exp_manager.explicit_log_dir={base}"
     first = run(campaign, "train_gpt_ppo", [*PPO, log_dir])

@@ -24,7 +24,7 @@ Damage = Callable[[Path], Any]
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """A run of six steps; what is done to the directory of one that made four."""
+    """A run of six steps. What is done to the directory of one that made four."""
     alone, half = campaign.fresh("alone"), campaign.fresh("half")
     _go(campaign, alone)
     _go(campaign, half, "trainer.ppo.max_steps=4")

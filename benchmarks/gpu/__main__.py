@@ -1,11 +1,11 @@
-"""Everything that a first session on a GPU runs, in order; one failure loses nothing.
+"""Everything that a first session on a GPU runs, in order. One failure loses nothing.
 
     python -m benchmarks.gpu                  # all parts
     python -m benchmarks.gpu cost rates       # some of them
     python -m benchmarks.gpu --device dry cost large   # what is counted without a GPU
 
 Every command is a separate process with a time limit, and so has every part. Lines of JSON go to
-``OUT/results.jsonl``, everything else that is printed to ``OUT/log.txt``; at the end stands which
+``OUT/results.jsonl``, everything else that is printed to ``OUT/log.txt``. At the end stands which
 commands failed. The status is not 0 where one did. Results of ``--device dry`` are put beside those
 of a GPU, as ``predicted``.
 """
@@ -65,7 +65,7 @@ def command_of(text: str, options: argparse.Namespace) -> list[str]:
 
 
 def run(text: str, limit_s: float, options: argparse.Namespace) -> dict[str, object]:
-    """One command; its lines are written as they come."""
+    """One command. Its lines are written as they come."""
     command = command_of(text, options)
     start = time.monotonic()
     with (options.out / "log.txt").open("a") as output:

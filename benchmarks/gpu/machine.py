@@ -2,7 +2,7 @@
 
 ``--device cuda``: times, memory and kernels of a GPU. ``--device dry``: the same calls at full size
 on the dry device, which counts instead of timing. ``--device cpu``: times of this machine, for
-rehearsals. `choose_device` comes before torch is imported; everything else imports it when called.
+rehearsals. `choose_device` comes before torch is imported. Everything else imports it when called.
 """
 
 import argparse
@@ -24,7 +24,7 @@ PREDICTED = Path(__file__).parent / "dry" / "results.jsonl"  # results of `--dev
 
 
 def choose_device(arguments: Sequence[str] | None = None) -> None:
-    """Make ready for the command line's ``--device``; call before torch is imported."""
+    """Make ready for the command line's ``--device``. Call before torch is imported."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--device")
     device = parser.parse_known_args(arguments)[0].device
@@ -84,7 +84,7 @@ class Machine:
         """Cost of one call of ``function``: on the dry device counts, else seconds.
 
         ``peak_bytes`` are those of tensors, what was alive before included. ``plan``: what
-        `planned_amounts` gives; None: the dry device's counts at the rates that `plan` takes.
+        `planned_amounts` gives. None: the dry device's counts at the rates that `plan` takes.
         """
         if self._dry is not None:
             function()  # what only the first call allocates, such as moments
@@ -126,7 +126,7 @@ class Machine:
     def kernels(self, function: Callable[[], object], most: int = 12) -> dict[str, Any]:
         """Kernels of one call: how many ran, how many calls launched them, the longest by name.
 
-        On the dry device only the launches, a CUDA graph being one; empty on the CPU.
+        On the dry device only the launches, a CUDA graph being one. Empty on the CPU.
         """
         if self._dry is not None:
             with self._dry.record() as record:
@@ -162,7 +162,7 @@ class Machine:
         }
 
     def alive_bytes(self) -> int | None:
-        """Bytes of tensors on the device; None on the CPU."""
+        """Bytes of tensors on the device. None on the CPU."""
         if self._dry is not None:
             return int(self._dry.memory.alive_bytes)
         if self.device == "cpu":
@@ -179,7 +179,7 @@ class Machine:
 
 
 def planned_amounts(options: argparse.Namespace, phase: str, **fields: Any) -> dict[str, Any]:
-    """Estimates of `plan` for the parts of a benchmark, by name; empty but on the dry device.
+    """Estimates of `plan` for the parts of a benchmark, by name. Empty but on the dry device.
 
     ``phase`` and ``fields``: a function of `benchmarks.gpu.planned` and what it takes. Call it
     outside of `Machine.running`.
@@ -233,7 +233,7 @@ def report(options: argparse.Namespace, benchmark: str, **result: Any) -> dict[s
 
 
 def _prediction(line: dict[str, Any]) -> dict[str, Any] | None:
-    """Result of the dry device for the same command; None: there is none."""
+    """Result of the dry device for the same command. None: there is none."""
     if not PREDICTED.exists():
         return None
     skipped = ("device", "torch", "megatron_core")

@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def _there_and_back(
     bench: machine.Machine, size: int, leave: Callable[[], object], come: Callable[[], object]
 ) -> dict[str, Any]:
-    """Both ways; ``freed_bytes`` is what the device has less of in between."""
+    """Both ways. ``freed_bytes`` is what the device has less of in between."""
     bytes_before = bench.alive_bytes()
     leave()
     bench.wait()

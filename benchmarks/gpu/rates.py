@@ -32,13 +32,13 @@ _LAUNCHES = 1000
 
 
 def data_sheet() -> tuple[float, float] | None:
-    """TFLOP/s and bytes/s of this card; None: not known."""
+    """TFLOP/s and bytes/s of this card. None: not known."""
     name = accelerator.description()
     return next((card for key, card in CARDS.items() if key in name), None)
 
 
 def share_of_peak(flops_per_s: float) -> float | None:
-    """Share of the card's dense bfloat16 peak; None: not known."""
+    """Share of the card's dense bfloat16 peak. None: not known."""
     card = data_sheet()
     return None if card is None else flops_per_s / (card[0] * 1e12)
 
@@ -88,7 +88,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _copies(bench: machine.Machine, size: int) -> dict[str, float]:
-    """Rates of copies on the device (read and written counted), to it, and from it; host pinned."""
+    """Rates of copies on the device (read and written counted), to it, and from it. Host pinned."""
     pinned = bench.device == "cuda"
     host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     from_tensor, to_tensor = (

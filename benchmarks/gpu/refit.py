@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.refit
 
-Groups of at most ``--buffer-mb`` of whole tensors under Hugging Face's names are offered; the other
+Groups of at most ``--buffer-mb`` of whole tensors under Hugging Face's names are offered. The other
 process opens each, copies it into separate memory and answers. ``level_bytes`` is what the
 device has less of after the refits than after the first. Aim: 1 s for 1.5B on one H200.
 """

@@ -17,7 +17,7 @@ Role = TypeVar("Role", bound=MegatronGPTModel)
 
 
 def build(cls: type[Role], architecture: GPTArchitecture, **settings: Any) -> Role:
-    """A role on the device, in bfloat16 by default; it can train."""
+    """A role on the device, in bfloat16 by default. It can train."""
     arguments: dict[str, Any] = {"precision": "bf16", "optim": OptimConfig(lr=1e-6), **settings}
     role = cls(
         {"vocab_size": architecture.vocab_size},
@@ -41,7 +41,7 @@ def parameters_of(role: MegatronGPTModel) -> int:
 
 
 def batch(rows: int, length: int, prompt: int, vocab: int) -> dict[str, Tensor]:
-    """Full rows of random tokens, whose first ``prompt`` are not learned from; on the device."""
+    """Full rows of random tokens, whose first ``prompt`` are not learned from. On the device."""
     generator = torch.Generator().manual_seed(0)
     # Made on the host, where rows that begin alike are found: the dry device has no random numbers.
     ids = np.random.default_rng(0).integers(0, vocab, (rows, length))

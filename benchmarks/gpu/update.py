@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.update --tokens 8192
     python -m benchmarks.gpu.update --tokens 16384 --role critic --recompute full
 
-One packed micro-batch, random weights, bfloat16; an update is forward, backward, gradient norm,
+One packed micro-batch, random weights, bfloat16. An update is forward, backward, gradient norm,
 clipping and AdamW. MFU counts what the model needs, not what is computed twice: 6 operations a
 token and weight that multiplies (the output layer included, the embedding's lookup not) and
 causal attention, over the card's dense bfloat16 peak. Aim: 45 % for the actor on one H200.
