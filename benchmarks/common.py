@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def make_environment(folder: Path, packages: Sequence[Sequence[str]]) -> Path:
-    """A virtual environment with ``packages``, installed group by group. Made once.
+    """Create a virtual environment with ``packages``, installed group by group, once.
 
     Returns its interpreter. A half-made environment is continued.
     """
@@ -38,7 +38,7 @@ def make_environment(folder: Path, packages: Sequence[Sequence[str]]) -> Path:
 
 
 def with_repository() -> dict[str, str]:
-    """This process's environment for another one, which imports from the repository too."""
+    """Return this process's environment with the repository on the import path."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path}
 
@@ -78,7 +78,7 @@ def stdout_reserved() -> Iterator[None]:
 
 
 def peak_mb() -> float:
-    """Largest resident memory of this process so far, in MiB.
+    """Return the largest resident memory of this process so far, in MiB.
 
     Where the kernel has it, of this program only: `getrusage` on Linux also remembers the size that
     the parent had when it started us.
@@ -97,7 +97,7 @@ def log(text: str) -> None:
 
 
 def verdict(name: str, ratio: float, mark: float | None) -> str:
-    """``time 0.43 (mark 0.50: kept)``."""
+    """Format a result, such as ``time 0.43 (mark 0.50: kept)``."""
     if mark is None:
         return f"{name} {ratio:.3f}"
     return f"{name} {ratio:.3f} (mark {mark:.2f}: {'kept' if ratio <= mark else 'MISSED'})"

@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def run(engine: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The metrics of one run."""
+    """Run a configuration and return its metrics."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "cluster.engine": engine,
@@ -100,7 +100,7 @@ def run(engine: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def without_times(lines: list[dict[str, Any]]) -> str:
-    """Everything but the times, as text (NaN is not equal to itself)."""
+    """Return everything except times as text (NaN is not equal to itself)."""
     untimed = [{k: v for k, v in line.items() if not k.startswith("timers/")} for line in lines]
     return json.dumps(untimed)
 

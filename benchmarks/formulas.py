@@ -55,7 +55,7 @@ PEERS = [
 
 
 def compare(peer: Peer) -> list[Comparison]:
-    """All comparisons with one peer, in a separate process."""
+    """Run all comparisons with one peer, in a separate process."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if peer.packages:
         install(peer)
@@ -68,7 +68,7 @@ def compare(peer: Peer) -> list[Comparison]:
 
 
 def install(peer: Peer) -> None:
-    """Put a peer's packages into its folder, once."""
+    """Install a peer's packages into its folder, once."""
     if peer.folder.is_dir():
         return
     log(f"making {peer.folder.name}: {', '.join(peer.packages)}")
@@ -78,7 +78,7 @@ def install(peer: Peer) -> None:
 
 
 def table(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """Markdown: formulas that agree, then those that are known not to."""
+    """Yield Markdown lines: formulas that agree, then formulas that differ as expected."""
     yield "| formula | peer | difference | of gradients |"
     yield "|---|---|---:|---:|"
     for entry in comparisons:

@@ -63,7 +63,7 @@ class Comparisons:
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Largest absolute difference, relative to our largest value where that is above 1."""
+    """Compute the largest absolute difference, relative to our largest value if above 1."""
     assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
     scale = max(1.0, ours.abs().max().item())
     return (ours - theirs).abs().max().item() / scale
@@ -108,7 +108,7 @@ class Inputs:
         self.ones = torch.ones(ROWS, dtype=torch.float64)
 
     def loss(self, function: LossFunction, leaf: Tensor, **columns: Tensor) -> Tensor:
-        """One of our losses on the whole batch in one piece. ``columns`` join or replace."""
+        """Compute one of our losses on the whole batch. ``columns`` are added or replaced."""
         batch = {
             "token_mask": self.mask,
             "sample_mask": self.ones,
@@ -134,7 +134,7 @@ class Nothing(abc.ABCMeta):
 
 
 def nothing(name: str) -> Nothing:
-    """A class to be named, called and inherited from."""
+    """Return a class that can be named, called and inherited from."""
     if name.startswith("__"):
         raise AttributeError(name)
     return Nothing(name, (), {"__init__": lambda self, *_, **__: None})

@@ -210,7 +210,7 @@ def advantages(table: Comparisons, inputs: Inputs) -> None:
 
 
 def bound(peer: type, methods: tuple[str, ...], **attributes: Any) -> SimpleNamespace:
-    """Substitute of a model: ``attributes`` and some of the methods of its class."""
+    """Return a substitute of a model: ``attributes`` and some methods of its class."""
     model = SimpleNamespace(**attributes)
     for name in methods:
         setattr(model, name, getattr(peer, name).__get__(model))

@@ -251,7 +251,7 @@ def compare_others(table: Comparisons, inputs: Inputs) -> None:
 
 
 def fake_trainer(**attributes: Any) -> SimpleNamespace:
-    """Substitute of a trainer: ``attributes``, and one process that evaluates."""
+    """Return a substitute of a trainer: ``attributes``, and one process that evaluates."""
     gather = {name: lambda value, **_: value for name in ("gather", "gather_for_metrics", "reduce")}
     return SimpleNamespace(
         model=SimpleNamespace(training=False),
@@ -263,7 +263,7 @@ def fake_trainer(**attributes: Any) -> SimpleNamespace:
 
 
 def two_tokens(logprobs: Tensor) -> Any:
-    """A model whose token 0 has at position t the log-prob ``logprobs[:, t]`` [B, S]."""
+    """Return a model in which token 0 at position t has log-prob ``logprobs[:, t]`` [B, S]."""
     ahead = torch.roll(logprobs, -1, dims=1)
     logits = torch.stack([ahead, torch.log1p(-ahead.exp())], dim=-1)
     return lambda **_: SimpleNamespace(logits=logits)

@@ -96,7 +96,7 @@ def policy_losses(table: Comparisons, inputs: Inputs) -> None:
 
 
 def corrections(table: Comparisons, inputs: Inputs) -> None:
-    """Weights, masks and measures of rollouts by another policy."""
+    """Compare weights, masks and metrics of rollouts by another policy."""
     from verl.trainer.ppo import rollout_corr_helper as helper
 
     mask = inputs.mask.bool()

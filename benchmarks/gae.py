@@ -39,7 +39,7 @@ def make_peer() -> None:
 
 
 def make_inputs(batch: int, length: int, holes: bool) -> tuple[torch.Tensor, ...]:
-    """Values, rewards, mask: a prompt of up to 64 tokens, a response of varying length."""
+    """Return values, rewards, mask: prompts of up to 64 tokens, responses of varying length."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(batch, length, generator=generator)
     rewards = 0.1 * torch.randn(batch, length, generator=generator)

@@ -97,7 +97,7 @@ def record(case: str, folder: Path) -> dict[str, Any]:
 
 
 def _hashes(folder: Path) -> Iterator[tuple[str, str]]:
-    """Name and hash of each tensor of the newest run state below ``folder``."""
+    """Return name and hash of each tensor of the newest run state below ``folder``."""
     import torch
 
     if not (states := sorted(folder.glob("step_*"))):
@@ -119,7 +119,7 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def differences(expected: dict[str, Any], actual: dict[str, Any]) -> Iterator[str]:
-    """One line for each value that two records of a case do not share."""
+    """Yield one line for each value that differs between two records of a case."""
     old, new = (dict(_leaves(record, "")) for record in (expected, actual))
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):

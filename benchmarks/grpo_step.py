@@ -37,7 +37,7 @@ MARK = Mark(SMOLLM2.layers, SMOLLM2.hidden, SMOLLM2.vocab, 0.25, 0.4)
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

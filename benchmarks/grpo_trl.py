@@ -21,7 +21,7 @@ from benchmarks.words import END, text_of, word_backend
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    """One step to warm up, then ``shape.steps`` of them."""
+    """Run one step to warm up, then ``shape.steps`` steps."""
     torch.set_num_threads(shape.threads)
     watch = StepWatch()
     lengths: set[int] = set()
@@ -37,7 +37,7 @@ def measure(shape: Shape) -> dict[str, Any]:
 
 
 def make_trainer(shape: Shape, folder: str, reward: Any, watch: StepWatch) -> GRPOTrainer:
-    """TRL's trainer with its defaults, and the settings of both sides."""
+    """Build TRL's trainer with its defaults and the settings of both sides."""
     end = shape.vocab - 1
     torch.manual_seed(SEED)
     model = LlamaForCausalLM(
@@ -62,7 +62,7 @@ def make_trainer(shape: Shape, folder: str, reward: Any, watch: StepWatch) -> GR
 
 
 def grpo_config(shape: Shape, folder: str) -> GRPOConfig:
-    """Float32 on CPU. No recomputation of activations, which would only cost time here."""
+    """Return a float32 CPU configuration without recomputation of activations."""
     return GRPOConfig(
         output_dir=folder,
         bf16=False,

@@ -29,7 +29,7 @@ MARKS = {64: {"time": 1.0, "memory": 0.1}, 576: {"time": 1.25, "memory": 0.1}}
 
 
 def gathered(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The plain form."""
+    """Compute the plain form."""
     logits = hidden @ weight.t()
     return torch.log_softmax(logits, dim=-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
@@ -43,7 +43,7 @@ def rss_mb() -> float:
 
 
 def peak_allocated_mb(function: Callable[[], None]) -> float:
-    """Most bytes that tensors made by ``function`` hold at one time."""
+    """Measure the largest total of tensors that ``function`` allocates, in MB."""
     with torch.profiler.profile(profile_memory=True) as profile:
         function()
     events = profile.profiler.kineto_results.events()
@@ -53,7 +53,7 @@ def peak_allocated_mb(function: Callable[[], None]) -> float:
 
 
 def measure(form: str, size: int, tokens: int, vocab: int, repeats: int) -> dict[str, object]:
-    """One form in this process: the median of its repeats after one warm-up."""
+    """Measure one form in this process: the median of its repeats after one warm-up."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.empty(tokens, size).normal_(generator=generator).requires_grad_()
     weight = torch.empty(vocab, size).normal_(0, size**-0.5, generator=generator).requires_grad_()
@@ -91,7 +91,7 @@ def measure(form: str, size: int, tokens: int, vocab: int, repeats: int) -> dict
 
 
 def verdicts(size: int, ratios: dict[str, float]) -> dict[str, str]:
-    """For each mark of this hidden size: kept or missed, with both numbers."""
+    """Return each mark of this hidden size as kept or missed, with both numbers."""
     return {
         key: f"{'kept' if ratios[key] <= mark else 'MISSED'}: {ratios[key]} (at most {mark})"
         for key, mark in MARKS.get(size, {}).items()

@@ -30,7 +30,7 @@ HIDDEN = 1024
 
 
 def shape_of(megabytes: int) -> GPTArchitecture:
-    """Model with layers of 48 MB, as many as make up the size, and an embedding of 33 MB."""
+    """Return a model of 48 MB layers up to the size, and an embedding of 33 MB."""
     return GPTArchitecture(
         num_layers=max(1, (megabytes - 33) // 48),
         hidden_size=HIDDEN,
@@ -49,7 +49,7 @@ def shape_of(megabytes: int) -> GPTArchitecture:
 
 
 def write_files(folder: Path, architecture: GPTArchitecture) -> dict[str, Path]:
-    """The same random weights in two layouts."""
+    """Write the same random weights in two layouts."""
     weights = {name: torch.randn(shape) for name, shape in expected_shapes(architecture).items()}
     files = {kind: folder / f"{kind}.nemo" for kind in ("rank file", "torch_dist")}
     save_nemo(files["torch_dist"], weights, architecture, {})
@@ -64,7 +64,7 @@ def write_files(folder: Path, architecture: GPTArchitecture) -> dict[str, Path]:
 
 
 def read(path: Path, targets: dict[str, Tensor]) -> tuple[float, float]:
-    """Wall time and CPU time in seconds of one reading."""
+    """Measure wall time and CPU time of one reading, in seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     with open_nemo(path) as nemo:
         for name, target in targets.items():

@@ -77,7 +77,7 @@ class Cell(NamedTuple):
 
 
 def run_all(folder: Path) -> dict[Column, dict[str, Any]]:
-    """Results of every column, by mode. A sentence where its processes failed."""
+    """Return the results of every column by mode, or a sentence if its processes failed."""
     outputs: dict[Column, dict[str, Any]] = {}
     columns_to_run = [*COLUMNS.values(), *(ONE._replace(model=model) for model in MODELS)]
     for start in dict.fromkeys((column.processes, column.model) for column in columns_to_run):
@@ -92,7 +92,7 @@ def run_all(folder: Path) -> dict[Column, dict[str, Any]]:
 def launch(
     folder: Path, processes: int, model: str, sizes: Sequence[str], modes: Sequence[str]
 ) -> dict[str, Any]:
-    """One start of ``processes`` for all their layouts. Reads what an earlier one left."""
+    """Start ``processes`` once for all their layouts, or read the results of an earlier start."""
     output, file = folder / f"{model}-{processes}.pt", folder / f"{model}.nemo"
     layouts = [f"{size},{mode}" for size in sizes for mode in modes]
     if not output.exists():
@@ -118,7 +118,7 @@ def launch(
 
 
 def write_model(name: str, path: Path) -> None:
-    """The tiny model with weights large enough that tokens differ."""
+    """Write the tiny model with weights large enough that tokens differ."""
     if not path.exists():
         architecture = MODELS[name]
         weights = random_weights(architecture, scale=SCALE)
@@ -129,7 +129,7 @@ def write_model(name: str, path: Path) -> None:
 
 
 def difference(expected: Any, actual: Any, name: str = "") -> float:
-    """The largest relative difference, over all entries of a dict.
+    """Compute the largest relative difference, over all entries of a dict.
 
     Of a tensor: the largest absolute difference over the largest absolute value. Of a number:
     relative to it, or to 1e-3 where that is more (to 1 where it is a difference of log-probs,
@@ -151,7 +151,7 @@ def difference(expected: Any, actual: Any, name: str = "") -> float:
 
 
 def cell(row: str, expected: Any, actual: Any, limit: float) -> Cell:
-    """One cell. ``expected`` and ``actual`` as `parity_worker` has them, or a sentence."""
+    """Return one cell. ``expected`` and ``actual``: results of `parity_worker`, or a sentence."""
     if isinstance(actual, str):
         return Cell("—", reason=actual)
     gap = difference(expected, actual)
@@ -163,7 +163,7 @@ def cell(row: str, expected: Any, actual: Any, limit: float) -> Cell:
 def table(
     outputs: dict[Column, dict[str, Any]], mode: str, limit: float, reasons: dict[str, int]
 ) -> tuple[list[str], int]:
-    """Lines of one mode's table and its number of bad cells. Holes are numbered in ``reasons``."""
+    """Return the lines of one mode's table and its number of bad cells, and number ``reasons``."""
     columns = [name for name, column in COLUMNS.items() if (mode, column) != ("padded", ONE)]
     lines = [f"| {mode} | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
     bad = 0
@@ -188,7 +188,7 @@ def table(
 
 
 def report(outputs: dict[Column, dict[str, Any]], limit: float) -> tuple[str, int]:
-    """The four tables and the reasons of the holes, as Markdown. The number of bad cells."""
+    """Return the tables and the reasons of holes as Markdown, and the number of bad cells."""
     reasons: dict[str, int] = {}
     parts, bad = [], 0
     for mode in MODES:
@@ -209,7 +209,7 @@ def write_between_marks(path: Path, text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line. The exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, help="page whose tables are replaced")
     parser.add_argument("--limit", type=float, default=LIMIT, help="largest difference that passes")

@@ -46,7 +46,7 @@ MARKS = {"static_bytes": 0.001, "peak_bytes": 0.10, "flops": 0.0, "wire_bytes": 
 
 
 def planned(model: str, layout: str, batches: str) -> Any:
-    """The role of a fine-tuning run, `PlannedRole`, and its updates, a `Phase`."""
+    """Return the role of a fine-tuning run, a `PlannedRole`, and its updates, a `Phase`."""
     from aligner.config.commands.plan import PlanConfig, varied
     from aligner.config.load import parse_config
     from aligner.config.run import SFTRunConfig
@@ -80,7 +80,7 @@ def planned(model: str, layout: str, batches: str) -> Any:
 
 
 def predicted(model: str, layout: str, batches: str) -> dict[str, float]:
-    """Numbers of `aligner_plan`."""
+    """Return the numbers of `aligner_plan`."""
     from aligner_plan.dry.guard import load_guard
 
     load_guard()
@@ -99,7 +99,7 @@ def predicted(model: str, layout: str, batches: str) -> dict[str, float]:
 
 
 def measured(model: str, layout: str, batches: str) -> dict[str, float]:
-    """Numbers of the update itself, in one of its processes."""
+    """Measure the update itself, in one of its processes."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -140,7 +140,7 @@ def measured(model: str, layout: str, batches: str) -> dict[str, float]:
 
 
 def formula(registered: Any) -> Any:
-    """A formula of torch's table with additional arguments, as its counter passes."""
+    """Return a formula of torch's table that accepts additional arguments."""
 
     def count(*args: Any, **kwargs: Any) -> int:
         return int(registered(*args, **kwargs))
@@ -167,7 +167,7 @@ def collect_garbage() -> None:
 
 
 def collective_counter() -> Any:
-    """Counts what collectives among several processes are called with, by name."""
+    """Count the collectives between processes and their bytes, by name."""
     import torch.distributed as dist
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -196,7 +196,7 @@ def collective_counter() -> Any:
 
 
 def run_case(model: str, layout: str, batches: str) -> dict[str, Any]:
-    """Both sides, and how far they are apart."""
+    """Run both sides and compare them."""
     case = [model, layout, batches]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     word = [sys.executable, "-m", "benchmarks.plan", "--side"]
@@ -245,7 +245,7 @@ def run_case(model: str, layout: str, batches: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

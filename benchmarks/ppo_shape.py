@@ -50,7 +50,7 @@ class Shape:
         return self.kv_heads or self.heads
 
     def arguments(self) -> list[str]:
-        """The command line that `shape_of` reads back."""
+        """Return the command line that `shape_of` parses."""
         return [
             text
             for name, value in asdict(self).items()
@@ -59,20 +59,20 @@ class Shape:
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """One option per field of `Shape`. What is not given stays unset."""
+    """Add one option per field of `Shape`, unset by default."""
     for field in fields(Shape):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=int, help=f"default {field.default}")
 
 
 def shape_options(options: argparse.Namespace) -> dict[str, int]:
-    """The fields that the command line set."""
+    """Return the fields that the command line set."""
     values = {field.name: getattr(options, field.name) for field in fields(Shape)}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def shape_of(arguments: Sequence[str] | None = None) -> Shape:
-    """A shape from the command line of one side."""
+    """Return a shape from the command line of one side."""
     parser = argparse.ArgumentParser()
     add_shape_arguments(parser)
     return Shape(**shape_options(parser.parse_args(arguments)))
@@ -89,7 +89,7 @@ class StepClock:
         self._readings.append((time.perf_counter(), time.process_time()))
 
     def report(self, side: str, shape: Shape) -> dict[str, Any]:
-        """Result that one side prints. Call when its last step is done."""
+        """Return the result that one side prints, after its last step."""
         pairs = list(pairwise(self._readings))[1:]
         wall, cpu = ([end[i] - start[i] for start, end in pairs] for i in range(2))
         return {

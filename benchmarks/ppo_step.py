@@ -75,7 +75,7 @@ PPO = Comparison(
 
 
 def read(side: str, shape: Shape, comparison: Comparison, peer: Path | None) -> dict[str, Any]:
-    """One reading of one side, in a separate process."""
+    """Read one side once, in a separate process."""
     if side == "trl":
         assert peer is not None
         return read_json(peer, comparison.peer_module, shape.arguments(), PEER_ENVIRONMENT)
@@ -85,7 +85,7 @@ def read(side: str, shape: Shape, comparison: Comparison, peer: Path | None) -> 
 def compare(
     shape: Shape, comparison: Comparison, sides: tuple[str, ...], rounds: int
 ) -> dict[str, Any]:
-    """The sides in turn. Medians over the rounds, and their ratios where there are two sides."""
+    """Run the sides in turn, and compute medians over the rounds and ratios of two sides."""
     peer = make_environment(PEER, PEER_PACKAGES) if "trl" in sides else None
     readings: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for number in range(rounds):
@@ -115,7 +115,7 @@ def _medians(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def report(shape: Shape, comparison: Comparison, result: dict[str, Any]) -> str:
-    """One line: who took how long, and whether the marks are kept."""
+    """Print one line of times and verdicts."""
     ratios = [("time", result["time_ratio"]), ("memory", result["memory_ratio"])]
     mark = next((mark for mark in comparison.marks if mark.fits(shape)), None)
     limits = {} if mark is None else {"time": mark.time, "memory": mark.memory}
@@ -131,7 +131,7 @@ def report(shape: Shape, comparison: Comparison, result: dict[str, Any]) -> str:
 def run(
     parser: argparse.ArgumentParser, comparison: Comparison, shapes: Sequence[Mapping[str, int]]
 ) -> None:
-    """Command line of a comparison. ``shapes`` where it names none, the first one's the rest."""
+    """Run the command line of a comparison, by default for each of ``shapes``."""
     parser.add_argument("--only", choices=SIDES, help="measure one side")
     parser.add_argument("--rounds", type=int, help="readings of each side; default 3, --only 1")
     parser.add_argument("--json", action="store_true", help="one line of JSON per shape")
@@ -150,7 +150,7 @@ def run(
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -42,7 +42,7 @@ TOLERANCE = 1e-5
 
 
 def make_batch(options: argparse.Namespace, shared: bool) -> BatchedDataDict:
-    """A rollout of random tokens. ``shared``: the rows of a group have one prompt."""
+    """Return a rollout of random tokens. ``shared``: the rows of a group share one prompt."""
     generator = torch.Generator().manual_seed(0)
     rows, width = options.prompts * options.group, options.prompt + options.response
     ids = torch.randint(0, SMOLLM2.vocab_size, (rows, width), generator=generator)
@@ -63,13 +63,13 @@ def make_batch(options: argparse.Namespace, shared: bool) -> BatchedDataDict:
 
 
 def role_of(policy: Policy) -> Any:
-    """The model in this process."""
+    """Return the model in this process."""
     assert isinstance(policy.worker_group, LocalWorkerGroup)
     return policy.worker_group.worker.model
 
 
 def train(policy: Policy, batch: BatchedDataDict) -> Tensor:
-    """Forward and backward of a global batch. The loss, [1]."""
+    """Run forward and backward of a global batch and return the loss, [1]."""
     role = role_of(policy)
     role.optimizer.zero_grad()
     loss, _ = role.get_loss_and_metrics(batch, False, PPOPolicyLoss())
@@ -77,7 +77,7 @@ def train(policy: Policy, batch: BatchedDataDict) -> Tensor:
 
 
 def score(policy: Policy, batch: BatchedDataDict) -> Tensor:
-    """Log-probs, [B, S], of micro-batches of the same size."""
+    """Compute log-probs, [B, S], in micro-batches of the same size."""
     role = role_of(policy)
     return role.get_logprobs(batch, role.settings.micro_batch_size)
 
@@ -86,7 +86,7 @@ Work = Callable[[Policy, BatchedDataDict], Tensor]
 
 
 def reading(work: Work, policy: Policy, batch: BatchedDataDict, memory: Any) -> dict[str, Any]:
-    """Seconds, bytes at the peak beyond those before, and the result."""
+    """Measure seconds, peak bytes above the initial bytes, and the result."""
     bytes_before = memory.alive_bytes()
     memory.take_peak_bytes()
     start = time.perf_counter()
@@ -98,7 +98,7 @@ def reading(work: Work, policy: Policy, batch: BatchedDataDict, memory: Any) -> 
 def compared(
     policies: tuple[Policy, Policy], work: Work, batch: BatchedDataDict, repeats: int, memory: Any
 ) -> dict[str, float]:
-    """Shared over unshared, in turn. The first pair of a kind warms up on one group."""
+    """Alternate shared and unshared. The first pair of a kind warms up on one group."""
     pairs = [[reading(work, policy, batch, memory) for policy in policies] for _ in range(repeats)]
     for shared_run, unshared_run in pairs:
         gap = (shared_run["result"] - unshared_run["result"]).abs().max().item()
@@ -121,7 +121,7 @@ def compared(
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Both kinds of work on both kinds of batches."""
+    """Measure both kinds of work on both kinds of batches."""
     memory = counting_allocator()
     architecture = dataclasses.replace(SMOLLM2, num_layers=options.layers)
     with tempfile.TemporaryDirectory() as folder:
@@ -157,7 +157,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(results: dict[str, Any]) -> dict[str, float]:
-    """What the marks speak of, as far as it was measured."""
+    """Return the measured numbers of the marks."""
     numbers = {}
     if "shared_train" in results:
         for work in ("train", "score"):
@@ -170,7 +170,7 @@ def summary(results: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=SMOLLM2.num_layers)
     parser.add_argument("--prompts", type=int, default=4)

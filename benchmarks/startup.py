@@ -29,7 +29,7 @@ AIMS = {"help_cpu_s": 1.0, "import_cpu_s": 6.0, "first_token_s": 12.0}
 
 
 def processor_seconds(words: list[str]) -> float:
-    """User and system time of ``python words`` from its start to its end."""
+    """Measure user and system time of ``python words`` from start to end."""
 
     def spent() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -70,7 +70,7 @@ def first_token(model: Path, recipe: str, folder: str, started: float) -> NoRetu
 
 
 def readings(model: Path, recipe: str) -> dict[str, float]:
-    """One reading of each figure."""
+    """Read each figure once."""
     with tempfile.TemporaryDirectory() as folder:  # whoever has its first token leaves at once
         arguments = ["--model", str(model), "--recipe", recipe, "--folder", folder]
         arguments += ["--started", str(time.time())]

@@ -45,7 +45,7 @@ def _note_call(frame: FrameType, event: str, argument: Any) -> None:
 
 
 def _ours(file: str, *folders: str) -> str | None:
-    """Path of ``file`` in the repository, or None where it is not below one of ``folders``."""
+    """Return the path of ``file`` in the repository, or None outside ``folders``."""
     path = Path(file)
     if not path.is_relative_to(ROOT):
         return None

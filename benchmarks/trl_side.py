@@ -21,7 +21,7 @@ class StepWatch(TrainerCallback):
 
 
 def llama_config(shape: Shape, **overrides: Any) -> LlamaConfig:
-    """The Llama of ``shape``."""
+    """Return the Llama of ``shape``."""
     return LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,

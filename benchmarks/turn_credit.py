@@ -53,7 +53,7 @@ _SETTINGS = (
 
 
 def settings_with(options: Sequence[str]) -> list[str]:
-    """Options of a run, ``key=value`` each: the game's, or others in their place."""
+    """Return options of a run, ``key=value`` each: ``options`` override the game's options."""
     changed = {option.partition("=")[0] for option in options}
     return [item for item in _SETTINGS if item.partition("=")[0] not in changed] + list(options)
 
@@ -61,7 +61,7 @@ def settings_with(options: Sequence[str]) -> list[str]:
 def curve(
     model: str, credit: str, seed: int, steps: int, options: Sequence[str] = ()
 ) -> list[float]:
-    """Share of right answers in the rollout of each step of a run."""
+    """Return the share of right answers in the rollout of each step of a run."""
     from aligner.algorithms.ppo.trainer import train_ppo
 
     with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +90,7 @@ MEASURES: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 
 def table(curves: Curves, seeds: Sequence[int]) -> str:
-    """Markdown: share of right answers by credit and seed, and in the mean."""
+    """Return Markdown: share of right answers by credit and seed, and their mean."""
     rows = [
         f"| credit | {' | '.join(f'seed {seed}' for seed in seeds)} | mean |",
         f"|---|{'---:|' * (len(seeds) + 1)}",
@@ -104,13 +104,13 @@ def table(curves: Curves, seeds: Sequence[int]) -> str:
 
 
 def ahead(curves: Curves, measure: Callable[[Sequence[float]], float]) -> int:
-    """Number of seeds in which turn credit has more right answers."""
+    """Count the seeds in which turn credit yields more right answers."""
     pairs = zip(*(curves[credit] for credit in CREDITS), strict=True)
     return sum(measure(turn) > measure(trajectory) for turn, trajectory in pairs)
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -59,7 +59,7 @@ def _mean(lines: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def run(variant: Variant, model: str, seed: int, steps: int, folder: Path) -> list[dict[str, Any]]:
-    """The run's metrics, a line per step and one before the first."""
+    """Return a run's metrics, a line per step and one before the first."""
     from aligner.algorithms.ppo.trainer import train_ppo
     from aligner.models.gpt.dtensor.critic import DTensorCriticModel
 
@@ -83,7 +83,7 @@ def run(variant: Variant, model: str, seed: int, steps: int, folder: Path) -> li
 
 
 def table(results: dict[str, list[list[dict[str, Any]]]]) -> str:
-    """Markdown: mean over seeds, and every seed."""
+    """Return Markdown: mean over seeds, and every seed."""
     rows = [f"| | {' | '.join(COLUMNS)} |", f"|---|{'---:|' * len(COLUMNS)}"]
     for name, runs in results.items():
         cells = []
@@ -96,7 +96,7 @@ def table(results: dict[str, list[list[dict[str, Any]]]]) -> str:
 
 
 def verdict(results: dict[str, list[list[dict[str, Any]]]]) -> list[str]:
-    """Problems found in the table."""
+    """Return problems in the table."""
     end, all_steps = COLUMNS[f"reward, last {LAST} steps"], COLUMNS["reward, all steps"]
 
     def mean(name: str, column: Any) -> float:
@@ -119,7 +119,7 @@ def write_page(text: str) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="models/tiny.nemo", help="the model to begin with")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])

@@ -25,7 +25,7 @@ NAMES = (
 
 
 def main() -> int:
-    """Command line. 1 where a campaign failed."""
+    """Run the command line and return 1 if a campaign failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--seed", type=int, default=1)

@@ -39,7 +39,7 @@ Members = dict[str, bytes]
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Each file once: opened whole, and where it names files, converted."""
+    """Open each file once, and convert it if it names files."""
     mark = campaign.folder / "code_was_run"
     with tarfile.open(TINY) as tar:
         members = {
@@ -170,7 +170,7 @@ def _write(path: Path, members: Members) -> None:
 
 
 def _around(campaign: Campaign) -> set[str]:
-    """Files that a conversion has no business to make."""
+    """Return files that a conversion must not create."""
     inside = {"deep", "damaged_hf"}
     folders = [campaign.folder, campaign.folder.parent]
     return (

@@ -55,7 +55,7 @@ class _HangError(BaseException):
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Every file as every kind."""
+    """Load every file as every kind."""
     with open_nemo(TINY) as nemo:
         tokenizer = nemo.tokenizer
     files = _files(campaign.folder)

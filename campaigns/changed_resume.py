@@ -35,7 +35,7 @@ _CHANGES = {
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """One step. Then, in a copy each, a second one with one key changed."""
+    """Run one step, then resume copies with one changed key each."""
     base = campaign.fresh("base")
     first = run(campaign, "train_gpt_ppo", [*PPO, f"exp_manager.explicit_log_dir={base}"])
     campaign.record("the first step", first.status == 0, first.last)

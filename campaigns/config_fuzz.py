@@ -42,7 +42,7 @@ _COUNT = 2000
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Mutations one at a time, until the time is over."""
+    """Try mutations one at a time, until the time is over."""
     trees = {name: OmegaConf.to_container(_composed(name, ())) for name in _ROOTS}
     keys = {name: list(_keys(tree)) for name, tree in trees.items()}
     tally: Counter[str] = Counter()
@@ -97,6 +97,6 @@ def _keys(tree: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _with(tree: Any, key: str, value: Any) -> dict[str, Any]:
-    """A copy of ``tree`` with ``value`` at the dotted ``key``."""
+    """Return a copy of ``tree`` with ``value`` at the dotted ``key``."""
     first, _, tail = key.partition(".")
     return {**tree, first: _with(tree[first], tail, value) if tail else value}

@@ -134,7 +134,7 @@ _KILLS = 10
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """An undisturbed run first. Then faults, and kills at any moment."""
+    """Run undisturbed first, then with faults, and with kills at any moment."""
     calm, _, outcome = played(campaign, "calm", "return turn", at=-1)
     campaign.record("undisturbed", outcome.status == 0 and len(calm) == _GAMES, outcome.verdict)
     if outcome.status:
@@ -183,7 +183,7 @@ def _meet_always(campaign: Campaign, name: str) -> None:
 def played(
     campaign: Campaign, name: str, body: str, *, bad: int = -1, at: int, marker: str = ""
 ) -> tuple[dict[int, Any], dict[str, int], Outcome]:
-    """A run of one step: its conversations by their numbers, how many failed, how it ended."""
+    """Run one step. Return conversations by number, the number of failures, and the outcome."""
     # A secret that is not guessed: every conversation has its three turns.
     rows = "".join(f'{{"secret": 99, "number": {n}}}\n' for n in range(_GAMES))
     (campaign.folder / "rows.jsonl").write_text(rows)
@@ -203,7 +203,7 @@ def played(
 
 
 def _kill_from_outside(campaign: Campaign) -> None:
-    """SIGKILL, SIGTERM and SIGSTOP to processes of environments at random moments."""
+    """Send SIGKILL, SIGTERM and SIGSTOP to environment processes at random moments."""
     folder = campaign.fresh("kills")
     arguments = [
         *_arguments(campaign, folder, steps=4),
@@ -229,7 +229,7 @@ def _kill_from_outside(campaign: Campaign) -> None:
 
 
 def _hurt(driver: int, rng: random.Random) -> int:
-    """A signal to one process of an environment. How many had it."""
+    """Send a signal to one environment process and return the number of signalled processes."""
     children = []
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(driver).children():

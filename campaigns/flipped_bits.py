@@ -14,7 +14,7 @@ _CASES = 1000
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """The whole file. Then as many places of chance as there is time for."""
+    """Read the intact file, then copies with random flipped bits."""
     path = campaign.folder / "flipped.nemo"
     intact = run(campaign, None, call=lambda: _read(TINY))
     campaign.record("the whole file", intact.verdict == "ok", intact.last)

@@ -73,7 +73,7 @@ class Campaign:
         return (self._ended or time.monotonic()) - self._started
 
     def end(self) -> None:
-        """No more trials."""
+        """End the trials."""
         self._ended = time.monotonic()
 
     @property
@@ -82,7 +82,7 @@ class Campaign:
         return self.minutes * 60 - self.seconds
 
     def while_time(self, cases: Sequence[Case]) -> Iterator[Case]:
-        """``cases`` in random order, each begun only while there is time. At least one."""
+        """Yield ``cases`` in random order while there is time, at least one case."""
         order = list(cases)
         self.rng.shuffle(order)
         for number, case in enumerate(order):
@@ -103,13 +103,13 @@ class Campaign:
         )
 
     def fresh(self, name: str) -> Path:
-        """An empty folder's path, which does not exist yet."""
+        """Return the path of an empty folder that does not exist yet."""
         path = self.folder / "".join(c if c.isalnum() or c in "._-" else "_" for c in name)[:80]
         shutil.rmtree(path, ignore_errors=True)
         return path
 
     def summary(self) -> str:
-        """One line on the whole campaign."""
+        """Return one line on the whole campaign."""
         state = "FAILED" if self.failures else "passed"
         suffix = f"; out of time for {', '.join(self.left_out)}" if self.left_out else ""
         return (
@@ -206,7 +206,7 @@ class Run:
             os._exit(status)
 
     def poll(self) -> bool:
-        """True if it has ended."""
+        """Return whether the run has ended."""
         if not hasattr(self, "_status"):
             done, status = os.waitpid(self.pid, os.WNOHANG)
             if not done:
@@ -215,7 +215,7 @@ class Run:
         return True
 
     def send(self, number: signal.Signals, whole_group: bool = True) -> None:
-        """A signal to the whole group, or to its first process. Nothing where it has ended."""
+        """Send a signal to the whole group, or to its first process, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
             (os.killpg if whole_group else os.kill)(self.pid, number)
 
@@ -239,7 +239,7 @@ class Run:
         return Outcome(self._status, output, seconds, tuple(survivors), timed_out)
 
     def survivor_pids(self) -> list[int]:
-        """Processes of its session, or that it started."""
+        """Return the processes of the run's session, and processes that it started."""
         processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -262,14 +262,14 @@ def run(
     call: Callable[[], None] | None = None,
     memory_gib: float | None = None,
 ) -> Outcome:
-    """`Run` to its end."""
+    """Run `Run` to its end."""
     log = campaign.folder / "run.log"
     child = Run(script, arguments, log=log, call=call, memory_gib=memory_gib)
     return child.finish(timeout_s)
 
 
 def learned(folder: Path) -> tuple[list[dict[str, Any]], str, dict[str, str]]:
-    """Metrics without timers, samples and digests of the weights of a run."""
+    """Return metrics without timers, samples and weight digests of a run."""
     import hashlib
     import json
 
@@ -285,7 +285,7 @@ def learned(folder: Path) -> tuple[list[dict[str, Any]], str, dict[str, str]]:
 
 
 def python(*words: object, log: Path, mark: str) -> "subprocess.Popen[bytes]":
-    """A process of its own, with a separate interpreter, for what cannot be forked."""
+    """Start a separate process with a separate interpreter, for code that cannot be forked."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, _MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with open(log, "ab") as stream:
@@ -301,7 +301,7 @@ def python(*words: object, log: Path, mark: str) -> "subprocess.Popen[bytes]":
 
 
 def marked(mark: str) -> dict[int, psutil.Process]:
-    """Processes that `python` started with ``mark``, and those that these started."""
+    """Return the processes that `python` started with ``mark``, and their descendants."""
     processes = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -311,7 +311,7 @@ def marked(mark: str) -> dict[int, psutil.Process]:
 
 
 def end_marked(mark: str, grace_s: float) -> list[str]:
-    """Command lines of those that are still there after ``grace_s``. They are killed."""
+    """Kill marked processes after ``grace_s`` and return their command lines."""
     deadline = time.monotonic() + grace_s
     while (survivors := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)

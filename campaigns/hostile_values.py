@@ -99,7 +99,7 @@ def circle():
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """One value in one place of one conversation of eight, or of each reward."""
+    """Put each value in one position of one conversation of eight, or of each reward."""
     cases = [(value, position) for value in _VALUES for position in (*_PLACES, *_REWARDS)]
     for value, position in campaign.while_time(cases):
         mark = campaign.folder / "code_was_run"
@@ -117,7 +117,7 @@ def run_campaign(campaign: Campaign) -> None:
 def _from_an_environment(
     campaign: Campaign, value: str, position: str, classes: str
 ) -> tuple[bool, str]:
-    """The run ends well. The conversation is a sample, or counted and begun again."""
+    """Check that the run ends well and that the conversation is a sample or restarted."""
     marker = campaign.folder / "was_said"
     marker.unlink(missing_ok=True)
     body = f"V = {value}; {_PLACES[position]}\n{classes}"
@@ -130,7 +130,7 @@ def _from_an_environment(
 
 
 def _from_a_reward(campaign: Campaign, value: str, position: str, classes: str) -> tuple[bool, str]:
-    """The run ends well, or is refused by name."""
+    """Check that the run ends well, or is refused with the cause."""
     file, folder = campaign.folder / "rewards.py", campaign.fresh("rewards")
     head = "def reward(prompts, responses, ground_truths, **columns):\n"
     file.write_text(f"{head}    V = {value}; {_REWARDS[position]}\n{classes}")

@@ -83,7 +83,7 @@ _WAYS = (
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Each case once without interruptions, once with them."""
+    """Run each case once without interruptions, and once with interruptions."""
     write_tiny_nemo(campaign.folder / "teacher.nemo", seed=1, hidden_size=128, scale=0.06)
     for case in campaign.while_time(_CASES):
         script = f"train_gpt_{case.script}"

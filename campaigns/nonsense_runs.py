@@ -45,7 +45,7 @@ _CASES = (
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """As many as there is time for."""
+    """Run as many cases as there is time for."""
     for number, case in enumerate(campaign.while_time(_CASES)):
         folder = campaign.fresh(f"run_{number}")
         log_dir = [] if "explicit_log_dir" in case else [f"exp_manager.explicit_log_dir={folder}"]

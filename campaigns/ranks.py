@@ -18,7 +18,7 @@ _CASES = (
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Each case once."""
+    """Run each case once."""
     for case in campaign.while_time(_CASES):
         victim, launcher = case.rsplit(" ", 1)
         folder = campaign.fresh(case)

@@ -22,7 +22,7 @@ _VICTIMS = ("policy", "value", "driver")
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Once undisturbed, then as many victims as there is time for."""
+    """Run once undisturbed, then with as many victims as there is time for."""
     if importlib.util.find_spec("ray") is None:
         campaign.left_out.append("all cases: Ray is not installed")
         return
@@ -94,7 +94,7 @@ def _lines(folder: Path) -> int:
 
 
 def _worker(role: str, mark: str) -> int | None:
-    """The process that writes the log of the role's first worker."""
+    """Return the process that writes the log of the role's first worker."""
     for pid, process in marked(mark).items():
         with contextlib.suppress(psutil.Error, OSError):
             files = " ".join(os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir())

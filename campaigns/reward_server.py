@@ -52,7 +52,7 @@ _LIES = {
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """The server first, then the client."""
+    """Test the server first, then the client."""
     model = campaign.fresh("model")
     run_result = run(
         campaign,
@@ -166,7 +166,7 @@ class _Liar(ThreadingHTTPServer):
     lie, asked = "ok", 0
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients give up. That is what this is about."""
+        """Ignore clients that give up, which this campaign causes."""
 
 
 class _Answers(BaseHTTPRequestHandler):
@@ -174,14 +174,14 @@ class _Answers(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *arguments: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
-        """Health."""
+        """Answer a health check."""
         self._send(b'{"status": "ok", "attributes": []}')
 
     def do_POST(self) -> None:
-        """A lie, unless the request has no sample."""
+        """Answer with a lie, unless the request has no sample."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         count = len(json.loads(body)["samples"])
         good = json.dumps({"rewards": [0.5] * count}).encode()

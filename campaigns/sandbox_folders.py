@@ -31,7 +31,7 @@ _PROGRAMS = {
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Each program with and without a kill of the process that asked for it."""
+    """Run each program with and without a kill of the requesting process."""
     cases = [(name, how) for name in _PROGRAMS for how in ("answered", "killed")]
     for name, how in campaign.while_time(cases * 3):
         code, folder = "import os\n" + _PROGRAMS[name], campaign.fresh("temporary")
@@ -67,7 +67,7 @@ def _answered(campaign: Campaign, code: str, folder: Path) -> tuple[bool, str]:
 
 
 def _killed(campaign: Campaign, code: str, folder: Path) -> tuple[bool, str]:
-    """SIGKILL to a process that asks for the program, at a moment of chance."""
+    """Send SIGKILL to the requesting process at a random moment."""
     requests = (
         "from aligner.examples.tasks.python_tool import Interpreter\n"
         f"tool = Interpreter(timeout_s={_TIMEOUT_S}, isolation={_isolation()!r})\n"

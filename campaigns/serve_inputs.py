@@ -56,7 +56,7 @@ _CONNECTIONS = {"silent": b"", "half a head": b"POST /v1/completions HTTP/1.1\r\
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """One server for all cases, until one ends it."""
+    """Start one server for all cases, until a case ends it."""
     token = campaign.folder / "token"
     token.write_text(_TOKEN)
     token.chmod(0o600)
@@ -95,7 +95,7 @@ def _connect(campaign: Campaign, case: str, port: int) -> None:
 
 
 def _is_quick(campaign: Campaign, case: str, port: int, responses: list[Any]) -> None:
-    """``/health`` three times meanwhile, and a request of one token at its end."""
+    """Request ``/health`` three times meanwhile, and one token at the end."""
     longest, answers = 0.0, []
     for _ in range(3):
         time.sleep(campaign.rng.uniform(0.1, 1.0))
@@ -121,7 +121,7 @@ def _deep(levels: int) -> Any:
 
 
 def _ask(port: int, path: str, body: bytes | None, timeout_s: float) -> int:
-    """Status of the answer. 0: there was none."""
+    """Return the status of the answer, or 0 without an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     headers = {"Authorization": f"Bearer {_TOKEN}", "Content-Type": "application/json"}
     try:

@@ -24,7 +24,7 @@ Damage = Callable[[Path], Any]
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """A run of six steps. What is done to the directory of one that made four."""
+    """Damage the directory of a run of four steps, and resume for six steps."""
     alone, half = campaign.fresh("alone"), campaign.fresh("half")
     _go(campaign, alone)
     _go(campaign, half, "trainer.ppo.max_steps=4")
@@ -59,7 +59,7 @@ def _go(campaign: Campaign, folder: Path, *settings: str) -> Outcome:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """Sizes of what a run keeps of itself."""
+    """Return the sizes of a run's own files."""
     stored_files = [*folder.glob("*.jsonl"), *folder.glob("run_state/step_*/*/*.pt")]
     return {
         str(path.relative_to(folder)): path.stat().st_size
@@ -140,7 +140,7 @@ def _damages(campaign: Campaign) -> Iterator[tuple[str, Damage]]:
 
 
 def _disks(half: Path) -> list[tuple[str, int]]:
-    """Sizes in KiB of disks that are too small, where this user may mount one."""
+    """Return sizes in KiB of disks that are too small, if this user may mount a disk."""
     if os.geteuid() != 0:
         return []
     state_kb = (
@@ -178,7 +178,7 @@ def _full_disk(campaign: Campaign, name: str, kib: int, expected: Any) -> None:
 
 
 def _at_once(campaign: Campaign, expected: Any) -> None:
-    """Three runs in one directory: one learns, the others wait for it or are refused."""
+    """Start three runs in one directory: one learns, the others wait or are refused."""
     folder = campaign.fresh("at_once")
     arguments = [*PPO, *_SETTINGS, f"exp_manager.explicit_log_dir={folder}"]
     logs = [campaign.folder / f"at_once_{number}.log" for number in range(3)]

@@ -54,7 +54,7 @@ TESTS = ("-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-s", "-rA")
 
 
 def command_of(text: str, options: argparse.Namespace) -> list[str]:
-    """The process of one entry of `PARTS`."""
+    """Return the command of one entry of `PARTS`."""
     if text == PYTEST:
         return [sys.executable, *TESTS]
     name, *arguments = text.split()
@@ -65,7 +65,7 @@ def command_of(text: str, options: argparse.Namespace) -> list[str]:
 
 
 def run(text: str, limit_s: float, options: argparse.Namespace) -> dict[str, object]:
-    """One command. Its lines are written as they come."""
+    """Run one command. Its lines are written immediately."""
     command = command_of(text, options)
     start = time.monotonic()
     with (options.out / "log.txt").open("a") as output:
@@ -95,7 +95,7 @@ def run(text: str, limit_s: float, options: argparse.Namespace) -> dict[str, obj
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -29,7 +29,7 @@ _COUNTED = (4, 8)  # steps of the two rollouts whose kernels are counted
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A line for each number in flight."""
+    """Print a line for each number of prompts in flight."""
     shape = SHAPES[options.shape]
     sampling = SamplingParams(top_p=options.top_p)
     plans = {
@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _timed(
     bench: machine.Machine, rollout: Callable[[int, int], Callable[[], object]], rows: int, new: int
 ) -> dict[str, Any]:
-    """Rate of whole rollouts, and seconds of one step."""
+    """Measure the rate of whole rollouts, and the seconds of one step."""
     short = max(1, new // 8)
     few, complete = bench.measure(rollout(rows, short)), bench.measure(rollout(rows, new))
     return {
@@ -110,7 +110,7 @@ def _timed(
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Command line."""
+    """Run the command line."""
     parser = machine.parser_of(__doc__)
     parser.set_defaults(repeats=2, warmup=1)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[16, 64, 256, 512])

@@ -27,7 +27,7 @@ _COLUMNS = 8192  # of the weight, for the products by themselves
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One line."""
+    """Print one line."""
     shape = SHAPES[options.shape]
     size, vocab = shape.hidden_size, shape.vocab_size
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Command line."""
+    """Run the command line."""
     parser = machine.parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--precision", choices=["bf16", "32"], default="bf16")

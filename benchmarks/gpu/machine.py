@@ -37,7 +37,7 @@ def choose_device(arguments: Sequence[str] | None = None) -> None:
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """Return a parser with the options of every benchmark."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -62,7 +62,7 @@ class Machine:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Machine"]:
-        """The block in which models are built and measured."""
+        """Enter the block in which models are built and measured."""
         from aligner.device import accelerator
 
         if self.device == "dry":
@@ -81,7 +81,7 @@ class Machine:
     def measure(
         self, function: Callable[[], object], plan: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Cost of one call of ``function``: on the dry device counts, else seconds.
+        """Measure one call of ``function``: counts on the dry device, else seconds.
 
         ``peak_bytes`` are those of tensors, what was alive before included. ``plan``: what
         `planned_amounts` gives. None: the dry device's counts at the rates that `plan` takes.
@@ -124,7 +124,7 @@ class Machine:
             self._dry.holds(model)
 
     def kernels(self, function: Callable[[], object], most: int = 12) -> dict[str, Any]:
-        """Kernels of one call: how many ran, how many calls launched them, the longest by name.
+        """Profile one call: number of kernels, number of launches, the longest kernels by name.
 
         On the dry device only the launches, a CUDA graph being one. Empty on the CPU.
         """
@@ -162,7 +162,7 @@ class Machine:
         }
 
     def alive_bytes(self) -> int | None:
-        """Bytes of tensors on the device. None on the CPU."""
+        """Return the bytes of tensors on the device, or None on the CPU."""
         if self._dry is not None:
             return int(self._dry.memory.alive_bytes)
         if self.device == "cpu":
@@ -179,7 +179,7 @@ class Machine:
 
 
 def planned_amounts(options: argparse.Namespace, phase: str, **fields: Any) -> dict[str, Any]:
-    """Estimates of `plan` for the parts of a benchmark, by name. Empty but on the dry device.
+    """Return estimates of `plan` by part of a benchmark, only on the dry device.
 
     ``phase`` and ``fields``: a function of `benchmarks.gpu.planned` and what it takes. Call it
     outside of `Machine.running`.
@@ -193,7 +193,7 @@ def planned_amounts(options: argparse.Namespace, phase: str, **fields: Any) -> d
 
 
 def _at_rates(record: Any, card: str) -> dict[str, Any]:
-    """Counts of the dry device in `plan`'s seconds."""
+    """Convert counts of the dry device to seconds of `plan`."""
     from aligner_plan.amounts import Amounts, time_of
     from aligner_plan.devices import device_named
 
@@ -233,7 +233,7 @@ def report(options: argparse.Namespace, benchmark: str, **result: Any) -> dict[s
 
 
 def _prediction(line: dict[str, Any]) -> dict[str, Any] | None:
-    """Result of the dry device for the same command. None: there is none."""
+    """Return the result of the dry device for the same command, or None."""
     if not PREDICTED.exists():
         return None
     skipped = ("device", "torch", "megatron_core")
@@ -255,7 +255,7 @@ def _prediction(line: dict[str, Any]) -> dict[str, Any] | None:
 def _over_plan(
     result: dict[str, Any], planned_values: dict[str, Any], at: str = ""
 ) -> Iterator[Any]:
-    """Seconds and peak over those of `plan`, by part of the benchmark."""
+    """Compute seconds and peak relative to `plan`, by part of the benchmark."""
     for name, part in planned_values.items():
         measured_value = result.get(name)
         if not isinstance(part, dict) or not isinstance(measured_value, dict):

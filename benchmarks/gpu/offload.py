@@ -25,7 +25,7 @@ _TOKENS = 16  # of the update that makes the moments
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One line."""
+    """Print one line."""
     shape = SHAPES[options.shape]
     with machine.Machine(options).running() as bench:
         role = roles.build(
@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def _there_and_back(
     bench: machine.Machine, size: int, leave: Callable[[], object], come: Callable[[], object]
 ) -> dict[str, Any]:
-    """Both ways. ``freed_bytes`` is what the device has less of in between."""
+    """Measure both directions. ``freed_bytes`` is the memory freed in between."""
     bytes_before = bench.alive_bytes()
     leave()
     bench.wait()
@@ -84,7 +84,7 @@ def _there_and_back(
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Command line."""
+    """Run the command line."""
     return measure(machine.parser_of(__doc__).parse_args(arguments))
 
 

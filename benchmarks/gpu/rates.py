@@ -32,19 +32,19 @@ _LAUNCHES = 1000
 
 
 def data_sheet() -> tuple[float, float] | None:
-    """TFLOP/s and bytes/s of this card. None: not known."""
+    """Return TFLOP/s and bytes/s of this card, or None if unknown."""
     name = accelerator.description()
     return next((card for key, card in CARDS.items() if key in name), None)
 
 
 def share_of_peak(flops_per_s: float) -> float | None:
-    """Share of the card's dense bfloat16 peak. None: not known."""
+    """Return the share of the card's dense bfloat16 peak, or None if unknown."""
     card = data_sheet()
     return None if card is None else flops_per_s / (card[0] * 1e12)
 
 
 def products(shape: Any) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of a layer's products and of one tile of the output layer."""
+    """Return inputs and outputs of a layer's products and of one tile of the output layer."""
     width = shape.num_attention_heads * shape.kv_channels
     both = width + 2 * shape.num_query_groups * shape.kv_channels
     return {
@@ -57,7 +57,7 @@ def products(shape: Any) -> dict[str, tuple[int, int]]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One line."""
+    """Print one line."""
     with machine.Machine(options).running() as bench:
         device = accelerator.device()
         rates: dict[str, Any] = {"tflops": {}}
@@ -88,7 +88,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _copies(bench: machine.Machine, size: int) -> dict[str, float]:
-    """Rates of copies on the device (read and written counted), to it, and from it. Host pinned."""
+    """Measure copies on the device (read and written counted), to and from pinned host memory."""
     pinned = bench.device == "cuda"
     host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     from_tensor, to_tensor = (
@@ -110,7 +110,7 @@ def _copies(bench: machine.Machine, size: int) -> dict[str, float]:
 
 
 def _small_costs(bench: machine.Machine) -> dict[str, float]:
-    """Seconds of one launch, of one wait for a number, of one new allocation from the driver."""
+    """Measure one launch, one read of a number, and one new allocation, in seconds."""
     scalar = torch.zeros(1, device=accelerator.device())
 
     def launch() -> None:
@@ -136,7 +136,7 @@ def _small_costs(bench: machine.Machine) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Command line."""
+    """Run the command line."""
     parser = machine.parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=8192, help="rows of the products")
     parser.add_argument("--copied-mb", type=int, default=1024, help="MiB of each copy")

@@ -52,7 +52,7 @@ RECEIVER = """
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One line."""
+    """Print one line."""
     shape = SHAPES[options.shape]
     plan = machine.planned_amounts(options, "refit", buffer_bytes=options.buffer_mb << 20)
 
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Command line."""
+    """Run the command line."""
     parser = machine.parser_of(__doc__)
     parser.add_argument("--buffer-mb", type=int, default=512, help="MiB of a group")
     return measure(parser.parse_args(arguments))

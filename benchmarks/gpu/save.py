@@ -29,7 +29,7 @@ _TOKENS = 16
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One line."""
+    """Print one line."""
     shape = SHAPES[options.shape]
     plan = machine.planned_amounts(options, "save")
     with machine.Machine(options).running() as bench:
@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Command line."""
+    """Run the command line."""
     parser = machine.parser_of(__doc__)
     parser.set_defaults(repeats=1, warmup=0)
     parser.add_argument("--folder", help="where to write; default the system's for temporary files")

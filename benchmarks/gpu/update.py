@@ -32,7 +32,7 @@ ROLES: dict[str, tuple[type[MegatronGPTModel], Any, str]] = {
 
 
 def model_flops(role: MegatronGPTModel, tokens: int, sequence: int) -> float:
-    """Operations of forward and backward that ``tokens`` need, none counted twice.
+    """Count the operations of forward and backward for ``tokens``, none twice.
 
     Three times the forward pass, whose products with weights are 2 operations a weight and token,
     and whose causal attention is 2 · width · sequence a token and layer (half of the square).
@@ -46,7 +46,7 @@ def model_flops(role: MegatronGPTModel, tokens: int, sequence: int) -> float:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One line."""
+    """Print one line."""
     cls, loss, score = ROLES[options.role]
     rows = options.tokens // options.sequence
     shape = SHAPES[options.shape]
@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Command line."""
+    """Run the command line."""
     parser = machine.parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=8192, help="of the packed micro-batch")
     parser.add_argument("--sequence", type=int, default=1024, help="tokens of each sequence in it")
