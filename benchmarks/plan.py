@@ -167,7 +167,7 @@ def collect_garbage() -> None:
 
 
 def collective_counter() -> Any:
-    """Count the collectives between processes and their bytes, by name."""
+    """Return a dispatch mode that records the calls of collectives between processes."""
     import torch.distributed as dist
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
