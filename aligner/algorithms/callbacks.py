@@ -119,6 +119,7 @@ class Callbacks:
             for index, (name, entry) in enumerate(zip(names, entries, strict=True)):
                 callbacks.append(_construct(f"{KEY}[{index}]", name, entry))
 
+        # Other ranks need the names only.
         if names:
             on_rank_zero(construct)
         return cls(names, callbacks)

@@ -1,4 +1,4 @@
-"""Environments: conversations of many turns, each of which may earn a reward."""
+"""Environments: multi-turn conversations with a reward for each turn."""
 
 from aligner.environments.protocol import MessageEnv, Start, Turn
 

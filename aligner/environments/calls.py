@@ -1,32 +1,30 @@
-"""Calls of tools in a policy's text: the forms in which models write them.
+"""Tool calls in a policy's text: the formats in which models write them.
 
-Form, its call, and how results go back:
-
-``hermes``, Qwen's too: JSON between tags; messages of the role ``tool``. ::
+``hermes`` (also Qwen): JSON between tags. Results are messages of the role ``tool``. ::
 
     <tool_call>
     {"name": "add", "arguments": {"x": 1}}
     </tool_call>
 
-``llama3``: the message is a JSON object, several are separated by semicolons, with or without
-``<|python_tag|>`` before them; messages of the role ``tool`` (which the template shows as
-``ipython``). ::
+``llama3``: the message is a JSON object, or several separated by semicolons, optionally after
+``<|python_tag|>``. Results are messages of the role ``tool``, which the template shows as
+``ipython``. ::
 
     {"name": "add", "parameters": {"x": 1}}
 
-``mistral``: a list behind a token, or since the eleventh version of the format a name and its
-arguments behind each; messages of the role ``tool`` with a ``tool_call_id`` of nine characters. ::
+``mistral``: a list after a token, or, since version 11 of the format, a name and arguments after
+each token. Results are messages of the role ``tool`` with a ``tool_call_id`` of nine characters. ::
 
     [TOOL_CALLS] [{"name": "add", "arguments": {"x": 1}, "id": "a1B2c3D4e"}]
     [TOOL_CALLS]add[CALL_ID]a1B2c3D4e[ARGS]{"x": 1}
 
-``plain``, for templates that know nothing of tools: a line; lines of a message of the user. ::
+``plain``, for templates without tools: a line per call. Results are lines of a user message. ::
 
     call add {"x": 1}
 
-The forms are those of the models' chat templates (transformers' documentation of tool use, Meta's
-and Mistral's descriptions of their prompt formats). This module imports neither torch nor numpy: it
-is loaded by environments' processes.
+The formats are those of the models' chat templates (transformers' documentation of tool use, and
+the descriptions of prompt formats by Meta and Mistral). The processes of environments load this
+module, so it imports neither torch nor numpy.
 """
 
 import json
@@ -51,15 +49,15 @@ _OBJECT_WITH_NAME = re.compile(r'\{\s*"(?:name|type|function)"\s*:')
 _MASS = {"type": "object", "properties": {"mass": {"type": "integer"}}}
 _WEIGH_IT = {"name": "weigh_it", "description": "Weigh it.", "parameters": _MASS}
 _JSON = json.JSONDecoder()
-_BRIEF = reprlib.Repr()  # also of what is nested too deeply for repr()
-_BRIEF.maxstring = _BRIEF.maxother = 500
+_SHORT = reprlib.Repr()  # unlike repr(), it accepts values of any depth
+_SHORT.maxstring = _SHORT.maxother = 500
 
 
 class ToolCall(NamedTuple):
-    """A call that the policy made.
+    """A tool call of the policy.
 
-    ``problem``: why it cannot be made; None: it can. ``id``: by which its result is known, where
-    the policy gave one.
+    ``problem``: why the call cannot be executed, or None. ``id``: the id that the policy wrote, or
+    None.
     """
 
     name: str
@@ -68,17 +66,18 @@ class ToolCall(NamedTuple):
     id: str | None = None
 
     def __str__(self) -> str:
-        """``add(x=1)``, long values cut; and why it cannot be made."""
-        given = ", ".join(f"{name}={_BRIEF.repr(value)}" for name, value in self.arguments.items())
-        return f"{self.name}({given})" + (f": {self.problem}" if self.problem else "")
+        """Return ``add(x=1)``, with long values cut and the problem appended."""
+        items = self.arguments.items()
+        arguments = ", ".join(f"{name}={_SHORT.repr(value)}" for name, value in items)
+        return f"{self.name}({arguments})" + (f": {self.problem}" if self.problem else "")
 
 
 class CallForm(NamedTuple):
-    """A row of the table of forms.
+    """A row of the table of formats.
 
-    ``sign``: what a template's text of a call holds; None: the template shows neither functions nor
-    results, and text must. ``begins``: where the calls of a message begin. ``read``: the calls in a
-    message. ``results``: the messages by which results go back.
+    ``sign``: matches a call as the template renders it. None if templates show neither functions
+    nor results, so that text must. ``begins``: matches the start of the calls in a message.
+    ``read``: parses the calls of a message. ``results``: makes the messages with the results.
     """
 
     sign: re.Pattern[str] | None
@@ -93,125 +92,120 @@ class CallForm(NamedTuple):
 
 
 def parse_calls(text: str, form: Form) -> list[ToolCall]:
-    """The calls in a message of the policy, in their order; none where it makes none.
-
-    One that cannot be read has a ``problem``.
-    """
+    """Return the calls in a message of the policy. Calls that are not valid have a ``problem``."""
     return FORMS[form].read(text)
 
 
 def before_calls(text: str, form: Form) -> str:
-    """A message of the policy up to its calls."""
-    found = FORMS[form].begins.search(text)
-    return text if found is None else text[: found.start()]
+    """Return a message of the policy up to its calls."""
+    match = FORMS[form].begins.search(text)
+    return text if match is None else text[: match.start()]
 
 
 def form_of(tokenizer: Tokenizer) -> Form:
-    """The form in which a tokenizer's chat template shows calls; plain where it shows none."""
+    """Return the format in which a tokenizer's chat template shows calls, or ``plain``."""
     # Some templates show calls only if there are functions.
     for tools in (None, [{"type": "function", "function": _WEIGH_IT}]):
         try:
-            shown = _shown_call(tokenizer, tools)
+            rendered = _rendered_call(tokenizer, tools)
         except (DataError, TokenizerError):
             continue
         for name, form in FORMS.items():
-            if form.sign is not None and form.sign.search(shown):
+            if form.sign is not None and form.sign.search(rendered):
                 return name
     return "plain"
 
 
 def numbered(calls: Sequence[ToolCall]) -> list[ToolCall]:
-    """The calls, each with an id of nine letters and digits of its own; the policy's are kept."""
-    taken = {call.id for call in calls}
-    free = (f"call{number:05d}" for number in range(10**5))
-    result: list[ToolCall] = []
-    seen: set[str] = set()
+    """Return the calls with unique ids of nine letters and digits. Valid ids are not changed."""
+    original_ids = {call.id for call in calls}
+    free_ids = (f"call{number:05d}" for number in range(10**5))
+    ids: dict[str, ToolCall] = {}
     for call in calls:
-        one = call.id
-        if one is None or one in seen or not _MISTRAL_ID.fullmatch(one):
-            one = next(each for each in free if each not in taken)
-        seen.add(one)
-        result.append(call._replace(id=one))
-    return result
+        call_id = call.id
+        if call_id is None or call_id in ids or not _MISTRAL_ID.fullmatch(call_id):
+            call_id = next(free_id for free_id in free_ids if free_id not in original_ids)
+        ids[call_id] = call
+    return [call._replace(id=call_id) for call_id, call in ids.items()]
 
 
 def structured(messages: Sequence[Message], form: Form) -> list[Message]:
-    """The chat with the calls of its messages apart from the text, as some templates want them.
+    """Return the chat with calls as ``tool_calls`` instead of text, as some templates require.
 
-    An assistant's message before messages of the role ``tool`` has one of ``tool_calls`` for each
-    of these, with its ``tool_call_id``.
+    An assistant message gets an entry of ``tool_calls`` for each message of the role ``tool`` that
+    follows, with the ``tool_call_id`` of that message.
     """
-    result: list[Message] = []
+    chat: list[Message] = []
     for index, message in enumerate(messages):
-        results = list(takewhile(lambda each: each["role"] == "tool", messages[index + 1 :]))
+        following = messages[index + 1 :]
+        results = list(takewhile(lambda message: message["role"] == "tool", following))
         if message["role"] != "assistant" or not results or message.get("tool_calls"):
-            result.append(message)
+            chat.append(message)
             continue
+        # An entry for each result, also if the calls cannot be parsed.
         calls = numbered(parse_calls(message["content"], form))
         calls += [ToolCall("unknown", {})] * (len(results) - len(calls))
-        made = [
+        tool_calls = [
             {
                 "type": "function",
-                "id": said.get("tool_call_id", call.id),
+                "id": result.get("tool_call_id", call.id),
                 "function": {"name": call.name or "unknown", "arguments": call.arguments},
             }
-            for said, call in zip(results, calls, strict=False)
+            for result, call in zip(results, calls, strict=False)
         ]
-        result.append({"role": "assistant", "content": "", "tool_calls": made})
-    return result
+        chat.append({"role": "assistant", "content": "", "tool_calls": tool_calls})
+    return chat
 
 
-def _shown_call(tokenizer: Tokenizer, tools: Tools | None) -> str:
-    """The template's text of a call by itself: what it adds to a chat."""
+def _rendered_call(tokenizer: Tokenizer, tools: Tools | None) -> str:
+    """Return the text that the template adds to a chat for a message with a call."""
     question = {"role": "user", "content": "a"}
     function = {"name": "weigh_it", "arguments": {"mass": 1}}
     call = {"type": "function", "id": "abc123DEF", "function": function}
-    said = {"role": "assistant", "content": "", "tool_calls": [call]}
-    before = render(tokenizer, [question], tools, open_answer=False)
-    shown = render(tokenizer, [question, said], tools, open_answer=False)
-    return shown[len(before) :] if shown.startswith(before) else shown
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    question_text = render(tokenizer, [question], tools, open_answer=False)
+    return render(tokenizer, [question, answer], tools, open_answer=False).removeprefix(
+        question_text
+    )
 
 
 def _read_hermes(text: str) -> list[ToolCall]:
-    """JSON between tags, the last one perhaps open; in linear time, whatever stands between."""
+    """Parse JSON between tags, the last tag perhaps not closed, in linear time for any text."""
     begin, end = _HERMES
+    problem = "a call is a JSON object with name and arguments"
     calls = []
     _, tag, text = text.partition(begin)
     while tag:
-        inside, _, behind = text.partition(end)
-        problem = "a call is a JSON object with name and arguments"
-        calls.append(_from_object(_json_value(inside.strip()), "arguments", problem))
-        _, tag, text = behind.partition(begin)
+        call, _, text = text.partition(end)
+        calls.append(_from_object(_json_value(call.strip()), "arguments", problem))
+        _, tag, text = text.partition(begin)
     return calls
 
 
 def _read_llama(text: str) -> list[ToolCall]:
-    """JSON objects at the beginning of a message, or behind the tag."""
-    _, tag, behind = text.partition(_PYTHON_TAG)
-    text = (behind if tag else text).strip()
+    """Parse the JSON objects at the start of a message, or after the tag."""
+    _, tag, tagged = text.partition(_PYTHON_TAG)
+    text = (tagged if tag else text).strip()
     if not tag and not _OBJECT_WITH_NAME.match(text):  # it does not begin with a call
         return []
     problem = "a call is a JSON object with name and parameters"
-    calls: list[ToolCall] = []
-    for found in _objects(text):
-        if found is None:
-            return [*calls, ToolCall("", {}, problem)]
-        calls.append(_from_object(found, "parameters", problem))
+    calls = [_from_object(value, "parameters", problem) for value in _json_values(text)]
     return calls or [ToolCall("", {}, problem)]
 
 
-def _objects(text: str) -> Iterator[Any]:
-    """JSON values that semicolons or white space separate; None and an end where there is none."""
-    at = 0
-    while at < len(text):
+def _json_values(text: str) -> Iterator[Any]:
+    """Yield JSON values separated by semicolons or white space, up to an error (None) or null."""
+    start = 0
+    while start < len(text):
         try:
-            value, at = _JSON.raw_decode(text, at)
+            value, start = _JSON.raw_decode(text, start)
         except (ValueError, RecursionError):
-            yield None
-            return
+            value = None
         yield value
-        while at < len(text) and (text[at].isspace() or text[at] == ";"):
-            at += 1
+        if value is None:
+            return
+        while start < len(text) and (text[start].isspace() or text[start] == ";"):
+            start += 1
 
 
 def _read_mistral(text: str) -> list[ToolCall]:
@@ -219,63 +213,59 @@ def _read_mistral(text: str) -> list[ToolCall]:
     problem = "a call is a JSON object with name and arguments, in a list"
     calls: list[ToolCall] = []
     for part in parts:
-        named = _NAMED.match(part)
-        if named:
-            name, given_id = named.groups()
-            calls.append(_parsed(name, part[named.end() :].strip())._replace(id=given_id))
+        match = _NAMED.match(part)
+        if match:  # the format since version 11
+            name, call_id = match.groups()
+            calls.append(_parsed(name, part[match.end() :].strip(), call_id))
             continue
         values = _json_value(part.strip(), lambda text: _JSON.raw_decode(text)[0])
-        if isinstance(values, dict):
-            values = [values]
         if not isinstance(values, list) or not values:
-            calls.append(ToolCall("", {}, problem))
-            continue
+            values = [values]  # an object instead of a list, or an error
         calls += [_from_object(value, "arguments", problem) for value in values]
     return calls
 
 
-def _read_plain(text: str) -> list[ToolCall]:
-    return [_parsed(name, arguments) for name, arguments in _PLAIN.findall(text)]
-
-
 def _json_value(text: str, parse: Callable[[str], Any] = json.loads) -> Any:
-    """The JSON value of a text; None if it cannot be read."""
+    """Return the JSON value of a text, None if the text cannot be parsed."""
     try:
         return parse(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _from_object(value: Any, arguments: str, problem: str) -> ToolCall:
-    """A call out of JSON; models mix up ``arguments`` and ``parameters``."""
+def _from_object(value: Any, key: str, problem: str) -> ToolCall:
+    """Return a call from JSON. Models confuse the keys ``arguments`` and ``parameters``."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return ToolCall("", {}, problem)
-    other = "parameters" if arguments == "arguments" else "arguments"
-    given = value.get("id")
-    return _parsed(value["name"], value.get(arguments, value.get(other, {})))._replace(
-        id=given if isinstance(given, str) else None
+    other_key = "parameters" if key == "arguments" else "arguments"
+    call_id = value.get("id")
+    return _parsed(
+        value["name"],
+        value.get(key, value.get(other_key, {})),
+        call_id if isinstance(call_id, str) else None,
     )
 
 
-def _parsed(name: str, arguments: Any) -> ToolCall:
+def _parsed(name: str, arguments: Any, call_id: str | None = None) -> ToolCall:
+    problem = None
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
-            return ToolCall(name, {}, "the arguments are no JSON")
-    if not isinstance(arguments, dict):
-        return ToolCall(name, {}, "the arguments are no JSON object")
-    return ToolCall(name, arguments)
+            problem = "the arguments are no JSON"
+    if problem is None and not isinstance(arguments, dict):
+        problem = "the arguments are no JSON object"
+    return ToolCall(name, {} if problem else arguments, problem, call_id)
 
 
-def _as_tool_messages(calls: Sequence[ToolCall], results: Sequence[str]) -> list[Message]:
+def _tool_messages(calls: Sequence[ToolCall], results: Sequence[str]) -> list[Message]:
     return [
         {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result}
         for call, result in zip(numbered(calls), results, strict=True)
     ]
 
 
-def _as_lines(calls: Sequence[ToolCall], results: Sequence[str]) -> list[Message]:
+def _result_lines(calls: Sequence[ToolCall], results: Sequence[str]) -> list[Message]:
     pairs = zip(calls, results, strict=True)
     lines = [f"result of {call.name}: {result}" for call, result in pairs]
     return [{"role": "user", "content": "\n".join(lines)}]
@@ -283,19 +273,21 @@ def _as_lines(calls: Sequence[ToolCall], results: Sequence[str]) -> list[Message
 
 FORMS: Mapping[Form, CallForm] = {
     "hermes": CallForm(
-        re.compile(r"<tool_call>\s*\{"), re.compile("<tool_call>"), _read_hermes, _as_tool_messages
+        re.compile(r"<tool_call>\s*\{"), re.compile("<tool_call>"), _read_hermes, _tool_messages
     ),
     "mistral": CallForm(
-        re.compile(r"\[TOOL_CALLS\]"),
-        re.compile(r"\[TOOL_CALLS\]"),
-        _read_mistral,
-        _as_tool_messages,
+        re.compile(r"\[TOOL_CALLS\]"), re.compile(r"\[TOOL_CALLS\]"), _read_mistral, _tool_messages
     ),
     "llama3": CallForm(
         re.compile(r'\{"name": "weigh_it", "parameters":'),
         re.compile(r"<\|python_tag\|>|\A\s*\{"),
         _read_llama,
-        _as_tool_messages,
+        _tool_messages,
     ),
-    "plain": CallForm(None, _PLAIN, _read_plain, _as_lines),
+    "plain": CallForm(
+        None,
+        _PLAIN,
+        lambda text: [_parsed(name, arguments) for name, arguments in _PLAIN.findall(text)],
+        _result_lines,
+    ),
 }

@@ -1,15 +1,15 @@
-"""A conversation in tokens: what the policy sampled stays, token by token, over all turns.
+"""A conversation as tokens: sampled tokens are kept unchanged over all turns.
 
-Prompt of turn n+1 = prompt of turn n + the tokens that were sampled + the new messages' tokens. The
-last are what the chat template puts behind an assistant's message: its closing, the messages, the
-opening of the next answer. Earlier turns are never rendered again, so the policy is trained on what
-it has read and sampled, and log-probs of the sampler and the trainer are of the same sequences
-(verl, SkyRL and TRL join tokens in the same way).
+Prompt of turn n+1 = prompt of turn n + the sampled tokens + the tokens of the new messages. The new
+tokens are the text that the chat template puts after an assistant message: its end, the messages,
+and the generation prompt. Earlier turns are never rendered again. The policy is therefore trained
+on exactly the tokens that it read and sampled, and sampler and trainer compute log-probs of the
+same sequences (verl, SkyRL and TRL join tokens in the same way).
 
-A template that shows earlier turns otherwise (dropped thinking, moved tools) breaks this: what the
-policy would read next does not begin with what it has read and sampled. The conversation then
-*forks*: it goes on with a new sequence, the whole history as the template shows it, and remains one
-trajectory with the rewards of all turns (tinker and prime-rl make several samples of it).
+Some templates render earlier turns differently later (they drop thinking or move tools). The next
+prompt then does not start with the tokens so far. The conversation *forks*: it continues with a new
+sequence, the whole history as the template now renders it. The conversation remains one trajectory
+with the rewards of all turns (tinker and prime-rl make a sample of each sequence).
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from typing import Literal
 from aligner.config.fields import SpecialTokensInText
 from aligner.data.chat import Message, Tools, check_all_used, render
 from aligner.data.special_tokens import treat_special_tokens
-from aligner.data.tokenizers.decoding import decode_response
-from aligner.data.tokenizers.tokenizer import Tokenizer, encode_fragment
+from aligner.data.tokenizers.decoding import common_prefix, decode_response
+from aligner.data.tokenizers.tokenizer import Tokenizer, encode_fragment, with_bos
 from aligner.environments.calls import form_of, structured
 from aligner.environments.protocol import Start, Turn, check_total
 from aligner.environments.tools import tools_in_text
@@ -29,19 +29,19 @@ from aligner.environments.trajectory import Trajectory, TurnRecord
 from aligner.errors import ConfigError, DataError, TokenizerError
 
 RewrittenHistory = Literal["fork", "refuse", "keep"]
-_MESSAGE_END = "<|eom_id|>"  # Llama 3's, of messages that call a tool, in place of its template's
+_MESSAGE_END = "<|eom_id|>"  # Llama 3 ends messages with tool calls so, instead of <|eot_id|>
 _QUESTION: Message = {"role": "user", "content": "a"}
-_SHOWN = "⁂An answer⁂"  # looked for in a rendered chat
+_ANSWER = "⁂An answer⁂"  # searched for in a rendered chat
 
 
 class RewrittenHistoryError(DataError):
-    """A template rewrites earlier turns, and ``environment.rewritten_history`` is ``refuse``."""
+    """The template rewrites earlier turns and ``environment.rewritten_history`` is ``refuse``."""
 
 
 class ChatRenderer:
-    """Text and tokens of messages, by the chat template of a tokenizer.
+    """Renders messages as text and tokens with the chat template of a tokenizer.
 
-    A tokenizer without one renders a message as its content and a newline.
+    Without a template, a message is rendered as its content and a newline.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class ChatRenderer:
         rewritten_history: RewrittenHistory = "fork",
         special_tokens_in_text: SpecialTokensInText = "keep",
     ) -> None:
-        """Set up.
+        """Inspect the tokenizer's template.
 
-        ``add_bos``: begin with BOS unless the text does. ``rewritten_history``: where the template
-        shows earlier turns otherwise than they were sampled, fork, refuse, or keep the tokens.
-        ``special_tokens_in_text``: treatment of those that the environment's messages spell.
+        ``add_bos``: start with BOS unless the text does. ``rewritten_history``: if the template
+        renders earlier turns differently from the tokens so far, fork, refuse, or keep the tokens.
+        ``special_tokens_in_text``: treatment of special tokens spelt in environments' messages.
         """
         self.treated = partial(treat_special_tokens, tokenizer, policy=special_tokens_in_text)
         self.tokenizer, self._add_bos = tokenizer, add_bos
@@ -65,14 +65,20 @@ class ChatRenderer:
         self._form = form_of(tokenizer)
         if self._has_template:
             _check_answers(tokenizer)
-        closing = self._behind([_QUESTION], [], None) if self._has_template else "\n"
-        self._closing = closing
-        self._closing_has_end = tokenizer.turn_end_id in tokenizer.encode(closing)
-        other = tokenizer.encode(_MESSAGE_END)
-        self._ends = [tokenizer.turn_end_id, *(other if len(other) == 1 else [])]
+        # The end of an assistant message: its text, and the tokens that end it.
+        self._message_end = (
+            self._text_after_answer([_QUESTION], [], None) if self._has_template else "\n"
+        )
+        message_end_ids = tokenizer.encode(self._message_end)
+        self._end_is_token = tokenizer.turn_end_id in message_end_ids
+        call_end_ids = tokenizer.encode(_MESSAGE_END)
+        self._end_ids = [
+            tokenizer.turn_end_id,
+            *(call_end_ids if len(call_end_ids) == 1 else []),
+        ]
 
     def opening(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[int]]:
-        """Text and tokens of the first messages, up to where the policy's begins.
+        """Return text and tokens of the first messages with the generation prompt.
 
         Raises:
             DataError: the template refuses the messages, or ignores a part of them.
@@ -82,7 +88,7 @@ class ChatRenderer:
             text = render(self.tokenizer, messages, tools)
         else:
             text = "".join(f"{message['content']}\n" for message in messages)
-        ids = self._from_beginning(text)
+        ids = self._encode(text)
         if not ids:
             raise DataError("the environment's first messages are empty: they have no token")
         return text, ids
@@ -93,111 +99,106 @@ class ChatRenderer:
             return False
         return render(self.tokenizer, messages, tools) != render(self.tokenizer, messages)
 
-    def following(
+    def continuation(
         self,
         history: Sequence[Message],
         answer: str,
         new: Sequence[Message],
         tools: Tools | None,
         *,
-        ended: int | None,
+        end_id: int | None,
     ) -> tuple[str, list[int]]:
-        """Text and tokens between an answer and the next one.
+        """Return text and tokens between an answer and the next answer.
 
         Args:
             history: the messages before the answer.
-            answer: its text, without the token that ended it.
-            new: the messages after it.
-            tools: those of the start.
-            ended: the token that was sampled and ended it, None: it was cut. One that ends a
-                message stands for the template's own; behind others (of texts) that follows.
+            answer: its text, without the end token.
+            new: the messages after the answer.
+            tools: tools of the conversation.
+            end_id: the sampled end token, None if the answer was cut. An end token of messages
+                replaces the template's. Other end tokens (of texts) are followed by the template's.
         """
         if self._has_template:
             check_all_used(self.tokenizer, [_QUESTION, _answer("b"), *new])
-            behind = self._behind(history, new, tools)
+            text = self._text_after_answer(history, new, tools)
         else:
-            behind = self._closing + "".join(f"{message['content']}\n" for message in new)
-        if ended is None and answer.endswith(self._closing):  # a stop string that is the closing
-            behind = behind[len(self._closing) :]
-        ids = encode_fragment(self.tokenizer, behind)
-        if ended in self._ends and self._closing_has_end:
+            text = self._message_end + "".join(f"{message['content']}\n" for message in new)
+        if end_id is None and answer.endswith(self._message_end):  # as a stop string
+            text = text[len(self._message_end) :]
+        ids = encode_fragment(self.tokenizer, text)
+        if end_id in self._end_ids and self._end_is_token:
             ids = ids[ids.index(self.tokenizer.turn_end_id) + 1 :]
-        return behind, ids
+        return text, ids
 
     def rewritten(
-        self, before: Sequence[Message], now: Sequence[Message], tools: Tools | None, text: str
+        self, history: Sequence[Message], now: Sequence[Message], tools: Tools | None, text: str
     ) -> tuple[str, list[int]] | None:
-        """Text and tokens of the sequence with which a conversation goes on; None: the same one.
+        """Return text and tokens of a new sequence if the conversation forks, else None.
 
         Args:
-            before: the messages that the last answer was sampled behind.
-            now: these, the answer and what was said to it.
-            tools: those of the start.
-            text: of the sequence so far. White space does not count: templates trim messages.
+            history: the messages before the last answer.
+            now: ``history``, the answer and the messages after it.
+            tools: tools of the conversation.
+            text: the sequence so far. White space is not compared, as templates trim messages.
 
         Raises:
-            RewrittenHistoryError: it is another one, and ``rewritten_history`` is ``refuse``.
+            RewrittenHistoryError: it would fork, but ``rewritten_history`` is ``refuse``.
         """
         if not self._has_template or self._rewritten_history == "keep":
             return None
-        whole, apart = self._whole(now, tools)
-        shown, there = _squeezed(whole), _squeezed(text)
-        if apart:  # calls are shown in the template's own words: compare what it showed before
-            there = _squeezed(render(self.tokenizer, structured(before, self._form), tools))
-            if shown.startswith(there):
-                return None
-        elif shown == there:
+        # Some templates accept calls only as `tool_calls` and render them in their own format.
+        # Only the messages before the answer can then be compared.
+        try:
+            chat_text, has_structured_calls = render(self.tokenizer, now, tools), False
+        except DataError:
+            chat_text = render(self.tokenizer, structured(now, self._form), tools)
+            has_structured_calls = True
+        shown, expected = _without_spaces(chat_text), _without_spaces(text)
+        if has_structured_calls:
+            expected = _without_spaces(
+                render(self.tokenizer, structured(history, self._form), tools)
+            )
+        if shown == expected or (has_structured_calls and shown.startswith(expected)):
             return None
         if self._rewritten_history == "fork":
-            return whole, self._from_beginning(whole)
-        at = next(
-            (n for n, (a, b) in enumerate(zip(shown, there, strict=False)) if a != b),
-            min(len(shown), len(there)),
-        )
+            return chat_text, self._encode(chat_text)
+        start = common_prefix(shown, expected)
         raise RewrittenHistoryError(
-            "the tokenizer's chat template rewrites earlier turns (as one that drops thinking "
-            f"does): it shows {shown[at : at + 40]!r} where {there[at : at + 40]!r} was read or "
-            "sampled. environment.rewritten_history=fork goes on with a sequence as the template "
-            "shows it, keep with the tokens as they were; what serves the model later must do the "
-            "same"
+            "the tokenizer's chat template rewrites earlier turns (for instance, it drops "
+            f"thinking): it shows {shown[start : start + 40]!r} instead of the text so far, "
+            f"{expected[start : start + 40]!r}. Set environment.rewritten_history=fork to continue "
+            "with a sequence as the template shows it, or keep to continue with the tokens so far. "
+            "The server of the trained model must then do the same"
         )
 
-    def _from_beginning(self, text: str) -> list[int]:
-        ids, bos = self.tokenizer.encode(text), self.tokenizer.bos_id
-        if self._add_bos and bos is not None and ids[:1] != [bos]:
-            ids = [bos, *ids]
-        return ids
+    def _encode(self, text: str) -> list[int]:
+        ids = self.tokenizer.encode(text)
+        return with_bos(self.tokenizer, ids) if self._add_bos else ids
 
-    def _whole(self, chat: Sequence[Message], tools: Tools | None) -> tuple[str, bool]:
-        """The template's text; whether it wants calls apart from the text of their messages."""
-        try:
-            return render(self.tokenizer, chat, tools), False
-        except DataError:
-            return render(self.tokenizer, structured(chat, self._form), tools), True
-
-    def _behind(
+    def _text_after_answer(
         self, history: Sequence[Message], new: Sequence[Message], tools: Tools | None
     ) -> str:
-        """Text of the template behind an answer; without ``new``: the closing alone."""
-        known = str([*history, *new])
-        mark = next(text for n in count() if (text := f"⁂answer {n}⁂") not in known)
-        behind_it = [_answer(mark), *new]  # the mark stands for the answer
+        """Return the template's text after an answer. Without ``new``: the end of the message."""
+        # Render a chat with a unique text as the answer, and cut after that text.
+        texts = str([*history, *new])
+        mark = next(text for n in count() if (text := f"⁂answer {n}⁂") not in texts)
+        chat_end = [_answer(mark), *new]
         try:
-            text = render(self.tokenizer, [*history, *behind_it], tools, open_answer=bool(new))
-        except DataError:  # it may want earlier calls apart from the text of their messages
-            apart = [*structured(history, self._form), *behind_it]
-            text = render(self.tokenizer, apart, tools, open_answer=bool(new))
-        _, found, behind = text.rpartition(mark)
-        if not found:
+            text = render(self.tokenizer, [*history, *chat_end], tools, open_answer=bool(new))
+        except DataError:  # the template may accept earlier calls only as `tool_calls`
+            chat = [*structured(history, self._form), *chat_end]
+            text = render(self.tokenizer, chat, tools, open_answer=bool(new))
+        _, separator, text_after = text.rpartition(mark)
+        if not separator:
             raise DataError("the tokenizer's chat template does not show an assistant's message")
-        return behind
+        return text_after
 
 
 class Conversation(Trajectory):
-    """A conversation in messages: what was said becomes the tokens that the policy reads next."""
+    """A conversation with an environment: adds sampled answers, and messages as tokens."""
 
     def __init__(self, renderer: ChatRenderer, start: Start) -> None:
-        """Begin with the environment's first messages."""
+        """Render the environment's first messages."""
         self._renderer = renderer
         messages = [dict(message) for message in start.messages]
         tools = None if start.tools is None else [dict(tool) for tool in start.tools]
@@ -209,7 +210,7 @@ class Conversation(Trajectory):
         super().__init__(renderer.tokenizer, prompt)
         self._messages, self._text = list(self.first), prompt
         self.starts.append(0)
-        self.read(ids)
+        self.append_context(ids)
 
     @property
     def sequence(self) -> list[int]:
@@ -217,67 +218,68 @@ class Conversation(Trajectory):
         return self.ids[self.starts[-1] :]
 
     def answered(self, ids: Sequence[int], logprobs: Sequence[float], is_end: bool) -> Message:
-        """Add the tokens that the policy sampled; return its message.
+        """Append the tokens that the policy sampled, and return them as a message.
 
-        ``is_end``: the response ended by itself.
+        ``is_end``: the model ended the answer, not a limit.
         """
         ended = is_end and ids[-1] in self._renderer.tokenizer.end_ids
         content = decode_response(self._renderer.tokenizer, self.sequence, ids)
         self.turns.append(TurnRecord(content, len(ids), ended))
-        self.sampled(ids, logprobs, len(self.turns))
+        self.append(ids, logprobs, len(self.turns))
         return _answer(content)
 
     def follow(self, turn: Turn, *, goes_on: bool) -> None:
-        """Take the environment's answer; where it ``goes_on``, its messages become tokens.
+        """Record the environment's answer. If the conversation ``goes_on``, append its messages.
 
         Raises:
-            DataError: the rewards add up beyond float32, or the template refuses the messages.
+            DataError: the sum of the rewards exceeds float32, or the template refuses the messages.
         """
         record = self.turns[-1]
         record.reward, record.parts = turn.score, turn.parts
         record.answer = [dict(message) for message in turn.messages]
         record.info, record.steps = dict(turn.info), list(turn.steps)
-        steps = (reward for each in self.turns for _, reward in each.steps)
-        check_total([*(each.reward for each in self.turns), *steps])
+        step_rewards = (reward for turn in self.turns for _, reward in turn.steps)
+        check_total([*(turn.reward for turn in self.turns), *step_rewards])
         if not goes_on:
             return
-        before = self._messages
+        # The text and the tokens that follow the answer.
+        history = self._messages
         record.answer = self._renderer.treated(record.answer, place="messages")
-        self._messages = [*before, _answer(record.content), *record.answer]
-        ended = self.ids[-1] if record.ended else None
-        text, ids = self._renderer.following(
-            before, record.content, record.answer, self._tools, ended=ended
+        self._messages = [*history, _answer(record.content), *record.answer]
+        end_id = self.ids[-1] if record.ended else None
+        text, ids = self._renderer.continuation(
+            history, record.content, record.answer, self._tools, end_id=end_id
         )
-        joined = self._text + record.content + text
-        other = self._renderer.rewritten(before, self._messages, self._tools, joined)
-        if other is not None:
+        self._text += record.content + text
+        # A new sequence instead, if the template now renders earlier turns differently.
+        fork = self._renderer.rewritten(history, self._messages, self._tools, self._text)
+        if fork is not None:
             self.starts.append(len(self.ids))
-            joined, ids = other
-        self._text = joined
-        self.read(ids)
+            self._text, ids = fork
+        self.append_context(ids)
 
 
 def _has_template(tokenizer: Tokenizer) -> bool:
     try:
         tokenizer.apply_chat_template([_QUESTION])
-    except TokenizerError:
-        return False
     except DataError:  # a template for other chats
         return True
+    except TokenizerError:
+        return False
     return True
 
 
 def _check_answers(tokenizer: Tokenizer) -> None:
-    """Refuse a template that changes the assistant's messages, last or before a question."""
-    for chat in ([_QUESTION, _answer(_SHOWN)], [_QUESTION, _answer(_SHOWN), _QUESTION]):
+    """Refuse a template that changes assistant messages, at the end or before a question."""
+    for chat in ([_QUESTION, _answer(_ANSWER)], [_QUESTION, _answer(_ANSWER), _QUESTION]):
         try:
             shown = render(tokenizer, chat, open_answer=False)
         except DataError:  # a template for other chats
             continue
-        if _SHOWN not in shown:
+        if _ANSWER not in shown:
             raise ConfigError(
-                f"the model's chat template shows {shown!r:.200}, where the assistant said "
-                f"{_SHOWN!r}: what the policy samples has no place in it; set "
+                f"the model's chat template shows {shown!r:.200} for the assistant message "
+                f"{_ANSWER!r}: sampled text would be lost. Set "
                 "environment.chat_template=FILE.jinja to a template that keeps it"
             )
 
@@ -286,5 +288,5 @@ def _answer(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
-def _squeezed(text: str) -> str:
+def _without_spaces(text: str) -> str:
     return "".join(text.split())

@@ -1,4 +1,4 @@
-"""Processes of environments and agents, one for each conversation under way."""
+"""Processes of environments and agents, one for each running conversation."""
 
 import shlex
 import time
@@ -13,13 +13,13 @@ from aligner.environments.protocol import Start, Turn, check_start, check_turn
 from aligner.environments.worker import COMMAND_KEY, KEY
 from aligner.errors import AlignerError, EnvironmentCallError, EnvironmentTimeoutError
 
-_MOST_BYTES = 2**24  # of one answer
+_MAX_BYTES = 2**24  # of an answer
 CallName = Literal["begin", "step", "close", "run"]
 FailureReason = Literal["env_timeout", "env_error", "engine_error"]
 
 
 class Call(NamedTuple):
-    """A call of what is in a slot; see `aligner.environments.worker` and ``agent``."""
+    """A call of the process in a slot (see `aligner.environments.worker` and ``agent``)."""
 
     slot: int
     name: CallName
@@ -28,16 +28,16 @@ class Call(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Return value of a call: a ``Start``, a ``Turn`` or None. ``seconds``: what it took."""
+    """Return value of a call (a ``Start``, a ``Turn`` or None) and its duration in seconds."""
 
     value: Any
     seconds: float
 
 
 class Failure(NamedTuple):
-    """End of a conversation that is no sample, in one of the reasons and in words.
+    """Failure of a conversation: a reason code and a message.
 
-    ``cause``: what the engine raised; None: it was the environment.
+    ``cause``: exception of the engine, None if the environment failed.
     """
 
     reason: FailureReason
@@ -46,16 +46,16 @@ class Failure(NamedTuple):
 
 
 def engine_failure(error: Exception) -> Failure:
-    """Failure of a call of the engine: one object, for all conversations that waited for it."""
+    """Return the failure of an engine call, one object for all conversations that waited."""
     return Failure("engine_error", f"the engine raised {type(error).__name__}: {error}", error)
 
 
 class EnvironmentPool(ProcessPool):
-    """Slots, each with a process that holds one conversation at a time.
+    """Slots, each with a process for one conversation at a time.
 
-    A process that hangs is killed with all it started, one that raised is ended; the next
-    conversation of the slot starts it again. The others do not notice. A conversation that was left
-    under way is closed when its slot begins another.
+    A process that hangs is killed with its children, and a process that raised is ended. The next
+    conversation in the slot starts a new process. The other slots are not affected. An unfinished
+    conversation is closed when its slot begins the next.
     """
 
     def __init__(
@@ -68,44 +68,47 @@ class EnvironmentPool(ProcessPool):
         memory_mb: int | None = None,
         runs_agents: bool = False,
     ) -> None:
-        """Start the first process, so that a class that cannot be used is refused now.
+        """Start the first process, so that an unusable class is refused now.
 
-        ``factory``: the class; with ``runs_agents`` a function, or the words of a command.
-        ``columns``: the data's, which the class must take. ``form``: of calls in the chat template,
-        for a class with a parameter of this name; None: nobody knows. ``memory_mb``: mebibytes that
-        each process may allocate; None: no limit.
+        Args:
+            factory: the class. With ``runs_agents``: a function, or the words of a command.
+            kwargs: ``environment.kwargs``.
+            columns: the columns of the data, which the class must accept.
+            form: format of tool calls in the chat template, for classes with this parameter.
+            memory_mb: memory limit of each process in MiB, None for no limit.
+            runs_agents: run agents instead of environments.
         """
         is_command = not isinstance(factory, str)
         self.factory = factory if isinstance(factory, str) else shlex.join(factory)
         self._key = f"{COMMAND_KEY if is_command else KEY}={self.factory!r}"
         self.name = f"{'agent' if runs_agents else 'environment'} {self.factory!r}"
-        named = dict(columns) if isinstance(columns, Mapping) else sorted(columns)
+        column_names = dict(columns) if isinstance(columns, Mapping) else sorted(columns)
         super().__init__(
             Program(
                 f"aligner.environments.{'agent' if runs_agents else 'worker'}",
-                (factory, dict(kwargs), named, form),
+                (factory, dict(kwargs), column_names, form),
                 self.name,
                 "raise environment.timeout_s and total_timeout_s, or make it faster",
                 EnvironmentCallError,
                 EnvironmentTimeoutError,
                 memory_mb,
-                _MOST_BYTES,
+                _MAX_BYTES,
             )
         )
 
     def call(self, calls: Sequence[Call]) -> list[Answer | Failure]:
-        """Make calls of different slots at the same time; each has its own time limit."""
-        sent = self.begin(calls)
+        """Make calls of different slots at the same time, each with its own time limit."""
         return [
             began if isinstance(began, Failure) else self.receive(call, began)
-            for call, began in zip(calls, sent, strict=True)
+            for call, began in zip(calls, self.begin(calls), strict=True)
         ]
 
     def begin(self, calls: Sequence[Call]) -> list[float | Failure]:
-        """The first half of `call`: when each began (``time.monotonic()``), or how it failed."""
-        starting = self.start([call.slot for call in calls if call.name in ("begin", "run")])
+        """Send calls. Returns the start time of each (``time.monotonic()``), or its failure."""
+        # Only a first call may start a process.
+        errors = self.start([call.slot for call in calls if call.name in ("begin", "run")])
         began: dict[int, float | Failure] = {
-            slot: _failure(error) for slot, error in starting.items()
+            slot: _failure(error) for slot, error in errors.items()
         }
         for call in calls:
             if call.slot in began:
@@ -120,7 +123,7 @@ class EnvironmentPool(ProcessPool):
     def answered(
         self, slots: Sequence[int], timeout_s: float, wake: Connection | None = None
     ) -> set[int]:
-        """Those ``slots`` with a whole answer or a dead process, within so many seconds.
+        """Wait up to ``timeout_s`` for answers. Returns the slots with an answer or a dead process.
 
         A message on ``wake`` ends the wait.
         """
@@ -128,12 +131,12 @@ class EnvironmentPool(ProcessPool):
         ready = wait([*slot_of, *([] if wake is None else [wake])], timeout_s)
         return {
             slot
-            for number, slot in slot_of.items()
-            if number in ready and self._processes[slot].has_answer()
+            for descriptor, slot in slot_of.items()
+            if descriptor in ready and self._processes[slot].has_answer()
         }
 
     def receive(self, call: Call, began: float) -> Answer | Failure:
-        """The second half of `call`, of a call that began at ``began``."""
+        """Wait for the answer to a call that was sent at the time ``began``."""
         process = self._processes[call.slot]
         try:
             answer = process.receive(began + call.limit_s, call.limit_s)
@@ -141,19 +144,19 @@ class EnvironmentPool(ProcessPool):
         except EnvironmentCallError as error:
             return _failure(error)
         if answer[0] == "raised":
-            process.close()  # who knows what it left behind
+            process.close()  # its state is unknown
             text = f"{self._key} raised {value} in {call.name}"
             memory_mb = self._program.memory_mb
             if value.startswith("MemoryError") and memory_mb is not None:
-                text += f"; environment.memory_mb={memory_mb} is what it may allocate"
+                text += f". It may allocate environment.memory_mb={memory_mb} MiB"
             return Failure("env_error", text)
         return Answer(value, seconds)
 
 
 def _value_of(call: Call, answer: tuple[str, Any]) -> tuple[Any, float]:
-    """Return value of a call, or the text of its exception, and its seconds.
+    """Return the value of a call, or the text of its exception, and the duration in seconds.
 
-    The value is checked again: a child may send anything.
+    The value is checked again, as a child process may send any message.
     """
     kind, (value, seconds) = answer
     if kind == "raised":

@@ -1,6 +1,6 @@
-"""The protocol of an environment, and the checks of what one returns.
+"""The protocol of an environment, and checks of the values that environments return.
 
-This module imports neither torch nor numpy: it is loaded by every environment's process.
+Every environment's process loads this module, so it imports neither torch nor numpy.
 """
 
 import math
@@ -14,14 +14,14 @@ from aligner.errors import DataError
 from aligner.plain import plain, shown
 
 Reward = float | None | Mapping[str, float | None]
-_LARGEST = 3.4e38  # float32
+_MAX_FLOAT32 = 3.4e38
 
 
 @dataclass(frozen=True)
 class Start:
-    """Beginning of a conversation.
+    """Start of a conversation.
 
-    ``messages``: ``{"role": text, "content": text}`` each, the last not the assistant's.
+    ``messages``: ``{"role": text, "content": text}`` each. The last is not an assistant message.
     ``tools``: JSON schemas of functions, for the tokenizer's chat template.
     """
 
@@ -33,14 +33,16 @@ class Start:
 class Turn:
     """Answer of an environment to a message of the policy.
 
-    ``messages``: what the policy reads next; none are needed where ``done``, and those there are
-    go to samples only. ``reward``: of the policy's message; None: it is not scored, which is not 0.
-    A mapping has ``reward`` and further numbers, which become metrics: their sums over the
-    conversation, and of ``accuracy``, the verdict from 0 to 1, the last. Those that are not finite
-    are left out.
-    ``done``: the conversation is over. ``info``: kept with the sample. ``steps``: rewards of parts
-    of the message, ``(end, reward)`` each, beside that of the whole; ``end`` is the number of its
-    characters up to the end of the part.
+    ``messages``: messages that the policy reads next. If ``done``, they are optional and only
+    stored with the sample.
+    ``reward``: reward of the policy's message. None means not scored, which differs from 0. A
+    mapping contains ``reward`` and additional metrics, without values that are not finite. Metrics
+    are summed over the conversation, except ``accuracy``, a verdict from 0 to 1, whose last value
+    counts.
+    ``done``: the conversation is over.
+    ``info``: stored with the sample.
+    ``steps``: additional rewards of parts of the message, ``(end, reward)`` each. ``end`` is the
+    number of characters of the message up to the end of the part.
     """
 
     messages: Sequence[Message] = ()
@@ -51,13 +53,13 @@ class Turn:
 
     @property
     def score(self) -> float | None:
-        """The reward by itself; None: the message is not scored."""
-        found = self.reward.get("reward") if isinstance(self.reward, Mapping) else self.reward
-        return None if found is None else float(found)
+        """The reward without metrics, None if the message is not scored."""
+        score = self.reward.get("reward") if isinstance(self.reward, Mapping) else self.reward
+        return None if score is None else float(score)
 
     @property
     def parts(self) -> dict[str, float]:
-        """Further numbers of a reward that is a mapping."""
+        """The metrics of a reward that is a mapping."""
         if not isinstance(self.reward, Mapping):
             return {}
         return {
@@ -68,12 +70,12 @@ class Turn:
 
 
 class MessageEnv(Protocol):
-    """An environment that speaks in chat messages; one is made for each conversation.
+    """An environment of chat messages, created for each conversation.
 
-    ``Class(seed=..., **columns of the data's row, **environment.kwargs)`` makes it. The methods may
-    be coroutines or plain functions; ``close`` may be missing. A class method
-    ``check_kwargs(kwargs)``, where there is one, refuses ``environment.kwargs`` before the run
-    begins, by an `AlignerError`.
+    It is created by ``Class(seed=..., **columns of the data's row, **environment.kwargs)``. The
+    methods are coroutines or plain functions, and ``close`` is optional. An optional class method
+    ``check_kwargs(kwargs)`` refuses ``environment.kwargs`` before the run begins, with an
+    `AlignerError`.
     """
 
     def init(self) -> Start | Awaitable[Start]:
@@ -83,18 +85,18 @@ class MessageEnv(Protocol):
     def step(self, message: Message) -> Turn | Awaitable[Turn]:
         """Answer the policy's message, ``{"role": "assistant", "content": text}``.
 
-        The text is what was sampled, without the token that ended it; a message that was cut by the
-        length limit comes as it is.
+        The text is the sampled text without the end token, also if the length limit cut the
+        message.
         """
         ...
 
     def close(self) -> Awaitable[None] | None:
-        """Give back what the conversation held."""
+        """Release the resources of the conversation."""
         ...
 
 
 def check_start(value: Any) -> Start:
-    """``value``, of plain classes only; DataError where it is no beginning."""
+    """Return a `Start` with values of plain classes. Raises `DataError` if ``value`` is invalid."""
     if not isinstance(value, Start):
         raise DataError(f"init returned {shown(value)}; it must return a Start")
     tools = None
@@ -106,45 +108,50 @@ def check_start(value: Any) -> Start:
 
 
 def check_turn(value: Any, characters: int = 0) -> Turn:
-    """``value``, of plain classes only; DataError where it is no answer.
+    """Return a `Turn` with values of plain classes. Raises `DataError` if ``value`` is invalid.
 
-    ``characters``: of the policy's message; where there are none it has no steps.
+    ``characters``: length of the policy's message, the upper bound of the steps' ends.
     """
     if not isinstance(value, Turn):
         raise DataError(f"step returned {shown(value)}; it must return a Turn")
     if not value.messages and not value.done:
         raise DataError(
-            "step returned neither a message nor done=True; the policy has nothing to answer"
+            "step returned neither a message nor done=True. The policy needs a message to answer"
         )
+    # The reward, and its metrics.
     reward: Reward = None
     if isinstance(value.reward, Mapping):
         if "reward" not in value.reward:
             raise DataError(f"the reward {dict(value.reward)} has no key 'reward'")
         reward = {
-            str(name): _number(each, str(name), is_part=name != "reward")
-            for name, each in value.reward.items()
+            str(name): _number(number, str(name), is_metric=name != "reward")
+            for name, number in value.reward.items()
         }
         accuracy = reward.get("accuracy")
         if accuracy is not None and not 0 <= accuracy <= 1:
             raise DataError(
-                f"accuracy is {accuracy:g}; it is a share, from 0 to 1, and the last one that a "
-                "conversation reports is its verdict: give other numbers another name"
+                f"accuracy is {accuracy:g}. It must be a share, from 0 to 1, and the last accuracy "
+                "of a conversation is its verdict. Give other metrics another name"
             )
     else:
         reward = _number(value.reward, "reward")
+    # Messages, and info with the ``repr`` of all values except scalars.
     messages = plain(parse_messages(list(value.messages))) if value.messages else []
-    info = plain(
-        {name: each if _is_single(each) else shown(each) for name, each in value.info.items()}
-    )
-    steps = tuple(_step(each, characters) for each in value.steps)
-    return Turn(messages, reward, bool(value.done), info, steps)
+    info = {name: item if _is_scalar(item) else shown(item) for name, item in value.info.items()}
+    steps = tuple(_step(step, characters) for step in value.steps)
+    return Turn(messages, reward, bool(value.done), plain(info), steps)
 
 
 def check_total(rewards: Iterable[float | None]) -> None:
-    """Refuse rewards of a conversation whose sums may not be finite in float32 (DataError)."""
+    """Raise `DataError` if sums of a conversation's rewards may not be finite in float32."""
     total = math.fsum(abs(reward) for reward in rewards if reward is not None)
-    if total > _LARGEST:
+    if total > _MAX_FLOAT32:
         raise DataError(f"the rewards of the conversation add up to {total:g}, beyond float32")
+
+
+def _is_scalar(value: Any) -> bool:
+    has_no_dimension = getattr(value, "shape", None) == ()
+    return value is None or has_no_dimension or isinstance(value, bool | int | float | str | Enum)
 
 
 def _step(value: Any, characters: int) -> tuple[int, float]:
@@ -154,19 +161,20 @@ def _step(value: Any, characters: int) -> tuple[int, float]:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise DataError(
-            f"steps has {shown(value)}; a step is (end, reward), and its end a number of "
-            f"characters from 1 to the message's {characters}"
+            f"steps has {shown(value)}. A step is (end, reward), and its end is from 1 to "
+            f"{characters}, the number of characters of the message"
         ) from None
     number = _number(reward, "the reward of a step")
     if number is None:
-        raise DataError(f"the step that ends at {end} has no reward; leave it out of steps")
+        raise DataError(f"the step that ends at {end} has no reward. Leave it out of steps")
     return int(end), number
 
 
-def _number(value: Any, name: str, *, is_part: bool = False) -> float | None:
-    """``value`` as a float; a part of a reward that is not finite in float32 is left out (None)."""
+def _number(value: Any, name: str, *, is_metric: bool = False) -> float | None:
+    """Return ``value`` as a float. Returns None for a metric that is not finite in float32."""
     if value is None:
         return None
+    # Numbers, arrays and tensors of one element, but not text.
     value = value.value if isinstance(value, Enum) else value
     try:
         if isinstance(value, str | bytes):
@@ -175,15 +183,9 @@ def _number(value: Any, name: str, *, is_part: bool = False) -> float | None:
     except OverflowError:
         number = math.inf
     except (TypeError, ValueError):
-        raise DataError(f"{name} is {shown(value)}, which is no number") from None
-    if not math.isfinite(number) or abs(number) > _LARGEST:
-        if is_part:
+        raise DataError(f"{name} is {shown(value)}, which is not a number") from None
+    if not math.isfinite(number) or abs(number) > _MAX_FLOAT32:
+        if is_metric:
             return None
         raise DataError(f"{name} is {number}; it must be finite in float32")
     return number
-
-
-def _is_single(value: Any) -> bool:
-    """True of what `plain` makes one value of; ``info`` keeps the ``repr`` of all else."""
-    is_scalar = getattr(value, "shape", None) == ()
-    return value is None or is_scalar or isinstance(value, bool | int | float | str | Enum)

@@ -1,7 +1,7 @@
 """Tools: Python functions that a policy may call.
 
-A call is read from the policy's text in one of the forms of `aligner.environments.calls`, and its
-result goes back as the next messages.
+Calls are parsed from the policy's text in one of the formats of `aligner.environments.calls`, and
+their results become the next messages.
 """
 
 import inspect
@@ -20,56 +20,56 @@ from aligner.errors import ConfigError
 from aligner.importing import text_of
 
 _PARAMETER = re.compile(r"^\s*(\w+)(?: *\([^)]*\))?: *(.*)$")
-_MOST_CHARACTERS = 4000  # of a result
+_MAX_CHARACTERS = 4000  # of a result
 HOW_TO_CALL = 'To call a function, write a line such as: call NAME {"ARGUMENT": VALUE}'
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
 def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """JSON schema of a function, from its type hints and its docstring.
+    """Return the JSON schema of a function, from its type hints and its docstring.
 
-    The docstring is Google's: a description, and every parameter below ``Args:``. The result is
-    that of ``transformers.utils.get_json_schema``, for the types that JSON has. A function with an
-    attribute ``json_schema`` brings its own.
+    The docstring is in Google style: a description, and every parameter below ``Args:``. The result
+    equals ``transformers.utils.get_json_schema`` for types that exist in JSON. If the function has
+    an attribute ``json_schema``, that schema is returned.
 
     Raises:
-        ConfigError: no docstring, or a parameter without description or with a type that JSON has
-            not.
+        ConfigError: the docstring is missing, or a parameter has no description or no JSON type.
     """
-    own = getattr(function, "json_schema", None)
-    if own is not None:
-        return dict(own)
+    schema = getattr(function, "json_schema", None)
+    if schema is not None:
+        return dict(schema)
     name = getattr(function, "__name__", repr(function))
-    description, described = _docstring(function, name)
+    description, parameter_texts = _docstring(function, name)
+    # A property for each parameter, from its type hint and the docstring.
     hints = get_type_hints(function)
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.name not in hints or parameter.name not in described:
+        if parameter.name not in hints or parameter.name not in parameter_texts:
             raise ConfigError(
                 f"tool {name!r}: parameter {parameter.name!r} needs a type hint and a line below "
                 "'Args:' of the docstring"
             )
         kind = _schema_of_type(hints[parameter.name], f"tool {name!r}: {parameter.name}")
-        properties[parameter.name] = {**kind, "description": described[parameter.name]}
+        properties[parameter.name] = {**kind, "description": parameter_texts[parameter.name]}
         if parameter.default is inspect.Parameter.empty:
             required.append(parameter.name)
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
     if required:
         parameters["required"] = required
-    described_function = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": described_function}
+    schema = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": schema}
 
 
 class ToolEnv:
-    """An environment with tools; a subclass asks the question and scores the answer.
+    """An environment with tools. A subclass provides the question and scores the answer.
 
-    A message with calls has them made, several at the same time, and earns what `call_reward`
-    says; errors and unknown tools go back as text. A message without is the answer. Samples have
-    the calls as ``info["calls"]``, a line each.
+    The calls of a message are executed, several at the same time, and the message gets the reward
+    `call_reward`. Errors and unknown tools become results in text. A message without calls is the
+    answer. ``info["calls"]`` of samples contains a line per call.
 
-    A subclass with a parameter ``form`` is made with that of the tokenizer's chat template
-    (`aligner.environments.calls.form_of`), unless ``environment.kwargs`` has it. ``calls_at_once``:
-    of a message; with 1 one after the other, in their order.
+    A subclass with a parameter ``form`` gets the format of the tokenizer's chat template
+    (`aligner.environments.calls.form_of`), unless ``environment.kwargs`` sets it.
+    ``calls_at_once``: maximum number of concurrent calls. With 1, calls are executed in order.
     """
 
     reads_calls: ClassVar[bool] = True
@@ -84,15 +84,15 @@ class ToolEnv:
         self._tools = {tool.__name__: tool for tool in tools}
 
     def question(self) -> str:
-        """The user's first message."""
+        """Return the user's first message."""
         raise NotImplementedError
 
     def answered(self, text: str) -> Turn:
-        """The end of the conversation with this answer."""
+        """Return the last turn of a conversation with this answer."""
         raise NotImplementedError
 
     def call_reward(self, calls: Sequence[ToolCall], results: Sequence[str]) -> float | None:
-        """Reward of a message that calls tools; default None: it is not scored."""
+        """Return the reward of a message with calls, by default None (not scored)."""
         del calls, results
         return None
 
@@ -105,15 +105,15 @@ class ToolEnv:
         return Start([{"role": "user", "content": text}])
 
     def step(self, message: Mapping[str, Any]) -> Turn:
-        """Make the calls of a message; without any it is the answer."""
+        """Execute the calls of a message. A message without calls is the answer."""
         calls = parse_calls(message["content"], self._form)
         if not calls:
             return self.answered(message["content"])
         with ThreadPoolExecutor(max_workers=self.calls_at_once) as threads:
             results = list(threads.map(self._result, calls))
-        said = FORMS[self._form].results(calls, results)
-        made = "\n".join(map(str, calls))
-        return Turn(said, self.call_reward(calls, results), info={"calls": made})
+        messages = FORMS[self._form].results(calls, results)
+        info = {"calls": "\n".join(map(str, calls))}
+        return Turn(messages, self.call_reward(calls, results), info=info)
 
     def _result(self, call: ToolCall) -> str:
         if call.problem is not None:
@@ -125,18 +125,18 @@ class ToolEnv:
             text = str(tool(**call.arguments))
         except Exception as error:
             text = f"error: {type(error).__name__}: {text_of(error)}"
-        return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
+        return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
 
 
 def __getattr__(name: str) -> Any:
-    """The calculator, which was published in this module."""
+    """Return the calculator, which was published in this module."""
     return published(__name__, name)
 
 
 def described(schema: Mapping[str, Any]) -> str:
-    """Line by which the plain form describes a tool: a call of it, and its description.
+    """Return the line that describes a tool in the plain form: a call and the description.
 
-    What a schema leaves out is empty: ``call now {}: ``.
+    Missing parts of the schema are empty: ``call now {}: ``.
     """
     function = schema.get("function", schema)
     properties = (function.get("parameters") or {}).get("properties") or {}
@@ -146,47 +146,49 @@ def described(schema: Mapping[str, Any]) -> str:
 
 
 def tools_in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return the messages with a description of the tools, and of calls, in the first."""
+    """Return the messages with a description of tools and calls at the start of the first."""
     lines = [described(tool) for tool in tools]
     text = "\n".join([*lines, HOW_TO_CALL, messages[0]["content"]])
     return [{**messages[0], "content": text}, *messages[1:]]
 
 
 def _docstring(function: Callable[..., Any], name: str) -> tuple[str, dict[str, str]]:
-    """Description, and that of every parameter."""
+    """Return the description of a function, and the description of each parameter."""
     text = inspect.getdoc(function)
     if not text:
-        raise ConfigError(f"tool {name!r} has no docstring; it is what the policy reads of it")
-    head, _, rest = text.partition("\nArgs:\n")
-    block = re.split(r"\n(?:Returns|Raises):\n", rest)[0]
-    described: dict[str, str] = {}
-    last = None
-    for line in block.splitlines():
-        found = _PARAMETER.match(line)
-        if found:
-            last = found.group(1)
-            described[last] = found.group(2).strip()
-        elif last is not None and line.strip():
-            described[last] += f" {line.strip()}"
-    return re.split(r"\n(?:Returns|Raises):\n", head)[0].strip(), described
+        raise ConfigError(f"tool {name!r} has no docstring, which describes it to the policy")
+    description, _, parameters = (
+        re.split(r"\n(?:Returns|Raises):\n", part)[0] for part in text.partition("\nArgs:\n")
+    )
+    # A parameter's text may continue on the next lines.
+    parameter_texts: dict[str, str] = {}
+    parameter = None
+    for line in parameters.splitlines():
+        match = _PARAMETER.match(line)
+        if match:
+            parameter = match.group(1)
+            parameter_texts[parameter] = match.group(2).strip()
+        elif parameter is not None and line.strip():
+            parameter_texts[parameter] += f" {line.strip()}"
+    return description.strip(), parameter_texts
 
 
-def _schema_of_type(hint: Any, place: str) -> dict[str, Any]:
+def _schema_of_type(hint: Any, name: str) -> dict[str, Any]:
     if hint in _TYPES:
         return {"type": _TYPES[hint]}
     origin, arms = get_origin(hint), get_args(hint)
     if hint is list or origin is list:
-        items = {"items": _schema_of_type(arms[0], place)} if arms else {}
+        items = {"items": _schema_of_type(arms[0], name)} if arms else {}
         return {"type": "array", **items}
     if hint is dict or origin is dict:
         return {"type": "object"}
     if origin is Literal and all(isinstance(arm, str) for arm in arms):
         return {"type": "string", "enum": list(arms)}
     if origin in (Union, types.UnionType):
-        others = [arm for arm in arms if arm is not type(None)]
-        if len(others) == 1 and len(arms) == 2:
-            return {**_schema_of_type(others[0], place), "nullable": True}
+        types_without_none = [arm for arm in arms if arm is not type(None)]
+        if len(types_without_none) == 1 and len(arms) == 2:
+            return {**_schema_of_type(types_without_none[0], name), "nullable": True}
     raise ConfigError(
-        f"{place}: type {hint} is none that a schema has here; use str, int, float, bool, list, "
-        "dict, a Literal of texts, or one of them or None"
+        f"{name}: a schema cannot have the type {hint}. Use str, int, float, bool, list, dict, a "
+        "Literal of texts, or a union of one of these with None"
     )

@@ -1,5 +1,6 @@
-"""Trajectory of a conversation: its tokens, those of them that were sampled, and its turns."""
+"""Trajectory of a conversation: its tokens, which of them were sampled, and its turns."""
 
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,12 +12,26 @@ from aligner.data.chat import Message
 from aligner.data.tokenizers.decoding import IncrementalDecoder
 from aligner.data.tokenizers.tokenizer import Tokenizer
 
+Limit = Literal["max_turns", "max_tokens"]
 EndReason = Literal["done", "max_turns", "max_tokens", "failed"]
+
+
+class Limits(NamedTuple):
+    """Limits of a conversation or a session, both included."""
+
+    max_turns: int = sys.maxsize
+    max_tokens: int = sys.maxsize
+
+    def exceeded(self, turns: int, tokens: int) -> Limit | None:
+        """Return the limit that this size exceeds, the turns first. None if it fits."""
+        if turns > self.max_turns:
+            return "max_turns"
+        return "max_tokens" if tokens > self.max_tokens else None
 
 
 @dataclass
 class TurnRecord:
-    """A turn: the policy's message, what it earned, and what was said to it."""
+    """A turn: the policy's message, its reward, and the messages that answer it."""
 
     content: str
     tokens: int
@@ -29,20 +44,20 @@ class TurnRecord:
 
 
 class KeptTokens(NamedTuple):
-    """Tokens that top-k and top-p kept, for each that a turn sampled."""
+    """Token ids that top-k and top-p kept at each sampled token of a turn."""
 
-    place: int  # of the first token in the row
+    start: int  # index of the first sampled token in the row
     ids: Tensor  # int32 [n, K]
 
 
 @dataclass
 class Trajectory:
-    """Record of a conversation; lists of numbers have one value a token.
+    """Record of a conversation. ``ids``, ``logprobs`` and ``turn_ids`` have a value per token.
 
-    ``prompt``: text before the first turn. ``ids``: of all sequences one after the other; there are
-    several if it forked. ``starts``: where each begins. ``logprobs``: of the tokens that were
-    sampled, 0 of the others. ``turn_ids``: number of the turn that sampled a token, from 1; 0: none
-    did. ``failures``: reasons of earlier attempts at it.
+    ``prompt``: text before the first turn. ``ids``: tokens of all sequences, one after the other.
+    A conversation that forked has several. ``starts``: index at which each sequence begins.
+    ``logprobs``: log-probs of sampled tokens, 0 elsewhere. ``turn_ids``: index of the turn that
+    sampled the token, from 1, and 0 elsewhere. ``failures``: reasons of failed earlier attempts.
     """
 
     tokenizer: Tokenizer
@@ -52,19 +67,19 @@ class Trajectory:
     logprobs: list[float] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
     turns: list[TurnRecord] = field(default_factory=list)
-    kept: list[KeptTokens] = field(default_factory=list)
+    kept_tokens: list[KeptTokens] = field(default_factory=list)
     end_reason: EndReason = "done"
     failures: list[str] = field(default_factory=list)
 
     @property
     def prompt_length(self) -> int:
-        """Number of tokens before the first that was sampled."""
+        """Number of tokens before the first sampled token."""
         return self.turn_ids.index(1) if self.turns else len(self.ids)
 
     @property
     def length(self) -> int:
-        """Number of tokens up to the last that was sampled: what follows it trains nothing."""
-        return 1 + max((at for at, turn in enumerate(self.turn_ids) if turn), default=-1)
+        """Number of tokens up to the last sampled token. Later tokens are not trained on."""
+        return 1 + max((index for index, turn in enumerate(self.turn_ids) if turn), default=-1)
 
     @property
     def positions(self) -> list[int]:
@@ -76,29 +91,29 @@ class Trajectory:
     def rewards(self) -> list[float]:
         """Reward of each token up to `length`.
 
-        The reward of a turn is that of its last token, and of a step that of the token which
-        completes it; others have 0.
+        The reward of a turn is at its last token, the reward of a step at the token that completes
+        the step. All other tokens have 0.
         """
-        places: dict[int, list[int]] = {}
-        for at, number in enumerate(self.turn_ids):
-            places.setdefault(number, []).append(at)
+        tokens_of_turn: dict[int, list[int]] = {}
+        for index, number in enumerate(self.turn_ids):
+            tokens_of_turn.setdefault(number, []).append(index)
         rewards = [0.0] * self.length
         for number, turn in enumerate(self.turns, start=1):
-            rewards[places[number][-1]] += turn.reward or 0.0
-            for at, (_, reward) in zip(
-                self._step_ends(places[number], turn.steps), turn.steps, strict=True
-            ):
-                rewards[at] += reward
+            indices = tokens_of_turn[number]
+            rewards[indices[-1]] += turn.reward or 0.0
+            ends = self._step_ends(indices, turn.steps)
+            for index, (_, reward) in zip(ends, turn.steps, strict=True):
+                rewards[index] += reward
         return rewards
 
     @property
     def is_scored(self) -> bool:
-        """True if anything of it has a reward."""
+        """True if any turn or step has a reward."""
         return any(turn.reward is not None or turn.steps for turn in self.turns)
 
     @property
     def parts(self) -> dict[str, float]:
-        """Further numbers of the turns: their sums, and of ``accuracy`` the last."""
+        """Additional metrics: sums over the turns, but the last value of ``accuracy``."""
         total: dict[str, float] = {}
         for turn in self.turns:
             for name, value in turn.parts.items():
@@ -107,7 +122,7 @@ class Trajectory:
 
     @property
     def forks(self) -> int:
-        """Number of further sequences in which the policy said something."""
+        """Number of sequences after the first that contain sampled tokens."""
         length = self.length
         return sum(0 < start < length for start in self.starts)
 
@@ -121,35 +136,39 @@ class Trajectory:
             lines += [f"[{message['role']}] {message['content']}" for message in turn.answer]
         return "\n".join(lines)
 
-    def read(self, ids: Sequence[int]) -> None:
-        """Append tokens that were not sampled."""
-        self.sampled(ids, [0.0] * len(ids), 0)
-
-    def sampled(self, ids: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
-        """Append tokens of a turn."""
+    def append(self, ids: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
+        """Append the tokens of a turn, or tokens that were not sampled if ``turn`` is 0."""
         self.ids += ids
         self.logprobs += logprobs
         self.turn_ids += [turn] * len(ids)
 
+    def append_context(self, ids: Sequence[int]) -> None:
+        """Append tokens that were not sampled."""
+        self.append(ids, [0.0] * len(ids), turn=0)
+
     def fail(self, cause: str) -> None:
-        """Make it a sample of reward 0, whatever it earned before."""
+        """Remove all rewards, so that the trajectory is a sample of reward 0."""
         for turn in self.turns:
             turn.reward, turn.parts, turn.steps = None, {}, []
         self.turns[-1].info = {"failure": cause}
         self.end_reason = "failed"
 
-    def _step_ends(self, places: Sequence[int], steps: Sequence[tuple[int, float]]) -> list[int]:
-        """Token of a turn, at consecutive ``places``, that completes each of its steps."""
+    def _step_ends(self, indices: Sequence[int], steps: Sequence[tuple[int, float]]) -> list[int]:
+        """Return the index of the token that completes each step of a turn.
+
+        ``indices``: of the turn's tokens, which are consecutive.
+        """
         if not steps:
             return []
-        start = max(start for start in self.starts if start <= places[0])
-        decoder = IncrementalDecoder(self.tokenizer, self.ids[start : places[0]])
-        characters: list[int] = []
+        # Decode in the context of the turn's sequence.
+        start = max(start for start in self.starts if start <= indices[0])
+        decoder = IncrementalDecoder(self.tokenizer, self.ids[start : indices[0]])
+        characters: list[int] = []  # decoded up to each token of the turn
         count = 0
-        for at in places:
-            count += len(decoder.push(self.ids[at]))
+        for index in indices:
+            count += len(decoder.push(self.ids[index]))
             characters.append(count)
         return [
-            places[min(bisect_left(characters, end), len(places) - 1)]  # it may be incomplete
+            indices[min(bisect_left(characters, end), len(indices) - 1)]  # it may be incomplete
             for end, _ in steps
         ]

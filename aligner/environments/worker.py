@@ -1,8 +1,8 @@
-"""The environment's process: loads the class once, then holds one conversation at a time.
+"""The environment's process: loads the class once and then runs one conversation at a time.
 
-Messages of `aligner.child_process` are ``call, argument``, where the calls are ``begin`` with
-``(seed, columns of the row)``, ``step`` with the policy's message, and ``close``. Answers are
-``answer, (value, seconds)`` or ``raised, (text, seconds)``.
+Messages of `aligner.child_process` are ``call, argument``. The calls are ``begin`` with ``(seed,
+columns of the row)``, ``step`` with the policy's message, and ``close``. Answers are ``answer,
+(value, seconds)`` or ``raised, (text, seconds)``.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ KEY, COMMAND_KEY = "environment.factory", "environment.command"
 def load(
     factory: str, kwargs: Mapping[str, Any], columns: Collection[str], form: Form | None
 ) -> tuple[None, Callable[..., Answers]]:
-    """Load the class; `aligner.child_process.serve` calls this in the environment's process."""
+    """Load the class. `aligner.child_process.serve` calls this in the environment's process."""
     host = Host(load_factory(factory, kwargs, columns, form), kwargs)
     return None, partial(answers_of, host.call)
 
@@ -33,7 +33,7 @@ def load(
 def answers_of(
     call: Callable[[str, Any], Start | Turn | None], name: str, argument: Any
 ) -> Answers:
-    """The answer to one message: the value of a call or the text of its exception, and seconds."""
+    """Yield the answer to a message: the value or the exception's text, and the duration."""
     began = time.monotonic()
     value: Any
     try:
@@ -52,91 +52,96 @@ def load_factory(
     columns: Collection[str],
     form: Form | None = None,
 ) -> Callable[..., Any]:
-    """The class that ``environment.factory`` names.
+    """Return the class that ``environment.factory`` names, with its ``form`` bound if it needs one.
 
-    ``form``: of calls in the chat template, for a class with the attribute ``reads_calls`` and a
-    parameter of this name; a column or one of ``kwargs`` comes first.
+    ``form``: format of tool calls in the chat template, for a class with the attribute
+    ``reads_calls`` and the parameter ``form``. A column ``form`` or ``kwargs`` override it.
 
     Raises:
-        ConfigError: it cannot be imported, is no environment, or cannot be made of the data's
+        ConfigError: the class cannot be imported, is not an environment, does not accept the data's
             ``columns`` and ``kwargs``, or its ``check_kwargs`` refuses ``kwargs``.
     """
-    found = load_function(factory, key=KEY, kind="class")
-    if isinstance(found, type):
-        lacking = [name for name in ("init", "step") if not callable(getattr(found, name, None))]
-        if lacking:
-            raise ConfigError(
-                f"{KEY}={factory!r} has no method {' and no method '.join(lacking)}; see "
-                "docs/environments.md"
-            )
+    factory_class = load_function(factory, key=KEY, kind="class")
     key = f"{KEY}={factory!r}"
+    if isinstance(factory_class, type):
+        methods = ("init", "step")
+        missing = [name for name in methods if not callable(getattr(factory_class, name, None))]
+        if missing:
+            raise ConfigError(
+                f"{key} has no method {' and no method '.join(missing)}; see docs/environments.md"
+            )
+    # The arguments: no name twice, the form if the class needs it, and the class's own check.
     check_names(["seed", "self"], kwargs, columns, key, "the call")
-    is_free = form is not None and "form" not in {*columns, *kwargs}
-    reads_calls = is_free and getattr(found, "reads_calls", False)
-    takes_form = reads_calls and "form" in inspect.signature(found).parameters
-    made = partial(found, form=form) if takes_form else found
-    what = f"{key} is made with seed, the columns of the data and environment.kwargs"
-    check_columns(made, ["seed", *kwargs], columns, what)
-    check_kwargs(found, kwargs, key)
-    return made
+    needs_form = form is not None and "form" not in {*columns, *kwargs}
+    reads_calls = needs_form and getattr(factory_class, "reads_calls", False)
+    has_form = reads_calls and "form" in inspect.signature(factory_class).parameters
+    create = partial(factory_class, form=form) if has_form else factory_class
+    message = f"{key} is made with seed, the columns of the data and environment.kwargs"
+    check_columns(create, ["seed", *kwargs], columns, message)
+    check_kwargs(factory_class, kwargs, key)
+    return create
 
 
 def check_names(
-    own: Collection[str], kwargs: Mapping[str, Any], columns: Collection[str], key: str, giver: str
+    names: Collection[str],
+    kwargs: Mapping[str, Any],
+    columns: Collection[str],
+    key: str,
+    origin: str,
 ) -> None:
-    """Refuse arguments that have a name twice: of ``own``, ``kwargs`` and the data's ``columns``.
+    """Refuse names that occur in two of ``names``, ``kwargs`` and the data's ``columns``.
 
-    ``key``: with its value, for the message. ``giver``: gives the arguments ``own``.
+    ``key``: the key with its value, for the message. ``origin``: passes the arguments ``names``.
     """
-    twice = sorted({*own, *columns} & kwargs.keys()) + sorted({*own} & {*columns})
-    if twice:
+    repeated = sorted({*names, *columns} & kwargs.keys()) + sorted({*names} & {*columns})
+    if repeated:
         raise ConfigError(
-            f"{key}: {', '.join(twice)} would be given twice, by {giver}, by a column of the data "
-            "or by environment.kwargs; rename one"
+            f"{key}: {', '.join(repeated)} would be given twice, by {origin}, by a column of the "
+            "data or by environment.kwargs. Rename one of them"
         )
 
 
 def check_columns(
-    found: Callable[..., Any], names: Sequence[str], columns: Collection[str], what: str
+    function: Callable[..., Any], names: Sequence[str], columns: Collection[str], message: str
 ) -> None:
-    """Refuse what cannot be called with ``names`` and the columns of each row.
+    """Refuse a function that cannot be called with ``names`` and the columns of each row.
 
-    ``columns``: if they have values, those of `aligner.data.prompts.columns_of_rows`. ``what``:
-    begins the message of the `ConfigError`.
+    ``columns``: names, or the result of `aligner.data.prompts.columns_of_rows`. ``message``: start
+    of the message of the `ConfigError`.
     """
-    check_call(found, [*names, *columns], what, "Take what it does not need as **columns.")
+    check_call(function, [*names, *columns], message, "Take what it does not need as **columns.")
     for name, row in columns.items() if isinstance(columns, Mapping) else ():
         if row is not None:
-            rest = [*names, *(other for other in columns if other != name)]
+            arguments = [*names, *(column for column in columns if column != name)]
             remedy = f"Give the row a value of {name!r}, or the parameter a default."
-            check_call(found, rest, f"{what}; {row} has no {name!r}", remedy)
+            check_call(function, arguments, f"{message}; {row} has no {name!r}", remedy)
 
 
-def check_kwargs(found: Any, kwargs: Mapping[str, Any], key: str) -> None:
-    """Call ``found.check_kwargs(kwargs)``, if there is one.
+def check_kwargs(function: Any, kwargs: Mapping[str, Any], key: str) -> None:
+    """Call ``function.check_kwargs(kwargs)``, if there is such a method.
 
     Raises:
-        ConfigError: it refuses ``kwargs``; the message begins with ``key``.
+        ConfigError: the method refuses ``kwargs``. The message begins with ``key``.
     """
     try:
-        getattr(found, "check_kwargs", lambda kwargs: None)(kwargs)
+        getattr(function, "check_kwargs", lambda kwargs: None)(kwargs)
     except AlignerError as error:
         raise ConfigError(f"{key}: {error}") from error
 
 
 class Host:
-    """One conversation at a time, and the event loop of its coroutines."""
+    """Runs one conversation at a time, and the event loop of its coroutines."""
 
     def __init__(self, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-        """Nothing is made yet."""
+        """Create no environment yet."""
         self._factory, self._kwargs = factory, kwargs
         self._loop = asyncio.new_event_loop()
         self._environment: Any = None
 
     def call(self, name: str, argument: Any) -> Start | Turn | None:
-        """Do what a message asks for and check what comes back."""
+        """Execute a call and check its result."""
         if name == "begin":
-            with suppress(Exception):  # of a conversation that was left under way
+            with suppress(Exception):  # of an unfinished conversation
                 self._close()
             seed, columns = argument
             self._environment = self._factory(seed=seed, **columns, **self._kwargs)
@@ -155,5 +160,5 @@ class Host:
 
 
 def awaited(value: Any, loop: asyncio.AbstractEventLoop) -> Any:
-    """``value``; of a coroutine, its result."""
+    """Return ``value``, or its result if it is a coroutine."""
     return loop.run_until_complete(value) if inspect.isawaitable(value) else value

@@ -66,31 +66,20 @@ class EngineSettings:
     has_peers: bool
 
 
+@dataclass(frozen=True)
 class ServingEngine:
     """Loop that answers queued rows with an engine that is ready to generate.
 
-    Args:
-        generation: the engine.
-        queue: rows to answer.
-        settings: settings of the engine.
-        survives: decides on all ranks whether the engine can be used after an exception. By default
-            it can, unless there are other ranks, whose state is then unknown, or a worker failed.
-        is_complete: decides whether a batch of n rows starts without waiting for more.
+    ``survives`` decides on all ranks whether the engine can be used after an exception. By default
+    it can, unless there are other ranks, whose state is then unknown, or a worker failed.
+    ``is_complete`` decides whether a batch of n rows starts without waiting for more.
     """
 
-    def __init__(
-        self,
-        generation: GenerationInterface,
-        queue: JobQueue[Row],
-        settings: EngineSettings,
-        survives: Callable[[Exception], bool] | None = None,
-        is_complete: Callable[[int], bool] = lambda rows: False,
-    ) -> None:
-        self._generation, self._queue, self._settings = generation, queue, settings
-        self._is_complete = is_complete
-        self._survives = survives or (
-            lambda error: not (settings.has_peers or isinstance(error, WorkerError))
-        )
+    generation: GenerationInterface
+    queue: JobQueue[Row]
+    settings: EngineSettings
+    survives: Callable[[Exception], bool] | None = None
+    is_complete: Callable[[int], bool] = lambda rows: False
 
     def serve(self, is_stopping: Callable[[], bool]) -> None:
         """Answer until ``is_stopping()`` on rank 0, on all ranks.
@@ -98,14 +87,14 @@ class ServingEngine:
         If a batch fails, its jobs get the exception. Exceptions that the engine does not survive
         are raised.
         """
-        fit = partial(fit_together, positions=self._settings.positions)
+        fit = partial(fit_together, positions=self.settings.positions)
         while True:
             # Rank 0 chooses the batch. None ends the loop on all ranks.
             slots: list[_RowSlot] = []
             stops = is_stopping()
             if is_rank_zero() and not stops:
-                rows = self._settings.rows
-                slots = self._queue.take(rows, _HEARTBEAT_S, fit, self._is_complete)
+                rows = self.settings.rows
+                slots = self.queue.take(rows, _HEARTBEAT_S, fit, self.is_complete)
             batch = from_rank_zero(None if stops else _Batch.of([slot.item for slot in slots]))
             if batch is None:
                 return
@@ -121,7 +110,10 @@ class ServingEngine:
             for slot in slots:
                 slot.fail(ConnectionAbortedError(ENDING))
         except Exception as error:
-            survives = self._survives(error)
+            if self.survives is not None:
+                survives = self.survives(error)
+            else:
+                survives = not (self.settings.has_peers or isinstance(error, WorkerError))
             failure = engine_failure(error)
             for slot in slots:
                 if survives and slot.is_wanted and isinstance(slot.job, RowJob):
@@ -136,21 +128,22 @@ class ServingEngine:
     def _generate(
         self, batch: _Batch, slots: list[_RowSlot], is_stopping: Callable[[], bool]
     ) -> BatchedDataDict:
-        ids, lengths = pad_right(batch.prompts, self._settings.pad_id)
+        ids, lengths = pad_right(batch.prompts, self.settings.pad_id)
         columns = {"input_ids": ids, "input_lengths": lengths}
         columns["sample_ids"] = torch.tensor(batch.sample_ids)
         options: dict[str, Any] = {}
         if batch.options is not None:
             options["sampling_options"] = batch.options
-        if self._settings.listens:
+        if self.settings.listens:
             options["listener"] = self._listener(slots, is_stopping)
-        output = self._generation.generate(
-            BatchedDataDict(columns), seed=self._settings.seed, **options
+        output = self.generation.generate(
+            BatchedDataDict(columns), seed=self.settings.seed, **options
         )
         return output.to("cpu")
 
     def _listener(self, slots: list[_RowSlot], is_stopping: Callable[[], bool]) -> _Listener:
-        ends, may_leave = self._settings.end_ids, not self._settings.has_peers
+        ends, may_leave = self.settings.end_ids, not self.settings.has_peers
+        # With different limits, the engine may sample for the longest after all rows have ended.
         longest = max((slot.item.longest for slot in slots), default=0)
         is_cut = any(slot.item.longest < longest for slot in slots)
 

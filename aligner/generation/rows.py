@@ -59,7 +59,7 @@ class RowJob(Job[Row]):
     @property
     def is_open(self) -> bool:
         """True while the client waits for the engine."""
-        return not self.is_left and self.failure is None and self.ended < len(self.items)
+        return not self.is_abandoned and self.failure is None and self.ended < len(self.items)
 
 
 def fit_together(rows: Sequence[Row], positions: int) -> bool:

@@ -1,11 +1,11 @@
 """HTTP servers of the library: for rewards, and for a policy.
 
-event loop (a thread): token, bytes ─► threads: JSON, tokens ─► JobQueue ─► the model (main thread)
+event loop (a thread): token, body ─► threads: JSON, tokens ─► JobQueue ─► the model (main thread)
                   ▲                                                             │
                   └──────────────────── results or an error ◄───────────────────┘
 
-`listening` bounds connections and time, `application` the bytes of requests, `queue` what waits.
+`listening` limits connections and time, `application` the size of bodies, `queue` the waiting jobs.
 """
 
 JSON_TYPE = "application/json"
-MAX_BYTES = 64 * 2**20  # of the body of a request, and of an answer
+MAX_BYTES = 64 * 2**20  # of a request body, and of an answer

@@ -1,4 +1,4 @@
-"""Applications of the library's servers: routes, bearer tokens, bodies within limits, refusals."""
+"""Applications of the library's servers: routes, bearer tokens, limits of bodies, refusals."""
 
 import contextlib
 import hmac
@@ -19,33 +19,33 @@ from aligner.http.results import ENDING
 
 Parsed = TypeVar("Parsed")
 Routes = Mapping[str, Callable[..., Any]]  # from, for instance, ``GET /health`` to the endpoint
-MOST_BYTES_IN_FLIGHT = 4 * MAX_BYTES  # of the bodies of all requests that are worked on
+MAX_BYTES_IN_FLIGHT = 4 * MAX_BYTES  # of the bodies of all current requests
 
 
 def check_bearer(request: Request, token: str | None) -> None:
-    """Refuse a request without ``token``, with status 401; None admits all requests."""
+    """Refuse a request without ``token``, with status 401. A token of None admits all requests."""
     if token is None:
         return
-    given = request.headers.get("Authorization", "").encode()
-    if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+    header = request.headers.get("Authorization", "").encode()
+    if not hmac.compare_digest(header, f"Bearer {token}".encode()):
         raise HTTPException(401, "the bearer token is missing or wrong")
 
 
 class Bodies:
-    """Bodies of the requests that are worked on, with a bound on their bytes together."""
+    """Bodies of the current requests, with a limit on their total size."""
 
     def __init__(self) -> None:
         self._bytes = 0
-        self._parsing = threading.Lock()  # JSON takes many times its bytes: one body at a time
+        self._parsing = threading.Lock()  # parsed JSON is many times larger, so one at a time
 
     @contextlib.asynccontextmanager
     async def read(
         self, request: Request, parse: Callable[[bytearray], Parsed]
     ) -> AsyncIterator[Parsed]:
-        """Parse a request's body with ``parse``; its bytes count until the block ends.
+        """Parse a request's body with ``parse``. Its size counts until the block ends.
 
         Raises:
-            HTTPException: 400, 411, 413 or 503, for the sender.
+            HTTPException: 400, 411, 413 or 503.
         """
 
         def parsed() -> Parsed:
@@ -66,14 +66,14 @@ class Bodies:
         if int(length) > MAX_BYTES:
             raise HTTPException(413, f"the body has {length} bytes, at most {MAX_BYTES} are taken")
         async for piece in request.stream():
-            if self._bytes + len(piece) > MOST_BYTES_IN_FLIGHT:
-                raise HTTPException(503, "too many bytes are being worked on; try again later")
+            if self._bytes + len(piece) > MAX_BYTES_IN_FLIGHT:
+                raise HTTPException(503, "too many bytes are being processed, try again later")
             self._bytes += len(piece)
             body += piece
 
 
 def blame_sender(function: Callable[..., Parsed], *arguments: Any) -> Parsed:
-    """Call a function of a request's contents; its errors are refusals with status 400."""
+    """Call a function of a request's contents, and turn its errors into status 400."""
     try:
         return function(*arguments)
     except HTTPException:
@@ -86,15 +86,15 @@ def blame_sender(function: Callable[..., Parsed], *arguments: Any) -> Parsed:
 
 
 def application(routes: Routes, refusal: Refusal) -> FastAPI:
-    """Application of ``routes``; ``refusal`` writes the body of a refusal."""
-    known = ", ".join(route for route in routes if "{" not in route)
+    """Return the application with ``routes``. ``refusal`` returns the body of a refusal."""
+    endpoints = ", ".join(route for route in routes if "{" not in route)
 
     async def refuse(request: Request, error: Exception) -> Response:
         status, cause = 500, f"{type(error).__name__}: {error}"
         if isinstance(error, HTTPException):
             status, cause = error.status_code, error.detail
         if cause in ("Not Found", "Method Not Allowed"):
-            cause += f": {request.method} {request.url.path[:80]!r}; there are {known}"
+            cause += f": {request.method} {request.url.path[:80]!r}. There are {endpoints}"
         return JSONResponse(refusal(status, cause), status)
 
     app = FastAPI(
@@ -104,7 +104,7 @@ def application(routes: Routes, refusal: Refusal) -> FastAPI:
     )
     for route, endpoint in routes.items():
         method, _, path = route.partition(" ")
-        # Models are written as they are, not validated a second time.
+        # Without a response model, answers are not validated a second time.
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     return app
 
@@ -118,21 +118,21 @@ def http_server(
     refusal: Refusal = lambda status, cause: {"error": cause},
     connections: int | None = None,
 ) -> Iterator[tuple[str, int]]:
-    """Answer requests in a thread until the block ends; the host and port that it listens on.
+    """Answer requests in a thread until the block ends. The context is the actual host and port.
 
     Args:
-        address: host and port; port 0: any that is free.
-        routes: its endpoints.
+        address: host and port. Port 0 chooses a free port.
+        routes: the endpoints.
         queue: its jobs fail when the block ends.
-        refusal: writes the body of a refusal; by default ``{"error": cause}``.
-        connections: most at a time, as far as the process may open files; None:
-            `aligner.http.listening.MOST_CONNECTIONS`.
+        refusal: returns the body of a refusal, by default ``{"error": cause}``.
+        connections: maximum number of connections, as far as the limit of open files allows. None:
+            `aligner.http.listening.MAX_CONNECTIONS`.
 
     Raises:
-        OSError: it cannot listen at ``address``.
+        OSError: the server cannot listen at ``address``.
     """
-    with listening(application(routes, refusal), address, refusal, connections) as place:
+    with listening(application(routes, refusal), address, refusal, connections) as actual_address:
         try:
-            yield place
+            yield actual_address
         finally:
             queue.fail_all(ConnectionAbortedError(ENDING))

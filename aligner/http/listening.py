@@ -1,7 +1,7 @@
-"""Listening of the library's servers: uvicorn, within limits that one sender cannot pass.
+"""Sockets of the library's servers: uvicorn with limits against slow or greedy clients.
 
-Bounded are the connections, and the time until a request has arrived and until its answer is taken.
-`aligner.http.application` bounds the bytes of requests.
+Limits apply to the number of connections, the time until a request has arrived, and the time until
+the client has received the answer. `aligner.http.application` limits the size of requests.
 """
 
 import asyncio
@@ -24,38 +24,40 @@ from aligner.http import JSON_TYPE
 
 log = logging.getLogger(__name__)
 
-MOST_CONNECTIONS = 512
-HEADERS_S = 10.0  # of a request's headers, from the moment it is connected
-ARRIVAL_S = 60.0  # of a whole request, headers and body, from the moment it is connected
-_PIECE = 2**12  # of what came, for h11
+MAX_CONNECTIONS = 512
+HEADERS_S = 10.0  # time limit of a request's headers, from the connection on
+ARRIVAL_S = 60.0  # time limit of a request, headers and body, from the connection on
+_CHUNK_BYTES = 2**12  # passed to h11 at once
+_OTHER_FILES = 512  # open files of a process other than its connections
 
-_OTHER_FILES = 512  # that a process has open beside its connections
-
-# Body of a refusal: from its status and its cause.
+# Returns the body of a refusal from its status and its cause.
 Refusal = Callable[[int, str], Any]
 
 
 class _Connection(H11Protocol):
-    """One request and its answer in bounded time; uvicorn by itself waits for a request forever."""
+    """A connection for one request, with time limits that uvicorn does not have."""
 
-    most: int  # connections
+    max_connections: int
     refusal: Refusal
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a request; where there are too many the oldest without one gives way."""
+        """Wait for a request. At the limit of connections, refuse the oldest idle connection."""
         super().connection_made(transport)
         self._since = self.loop.time()
         self._deadline = self.loop.call_later(min(HEADERS_S, ARRIVAL_S), self._expire)
-        known = (one for one in self.connections if isinstance(one, _Connection))
-        open_ones = [one for one in known if not one.transport.is_closing()]
-        if len(open_ones) > self.most:
-            arriving = [one for one in open_ones if one is not self and one.is_arriving]
-            oldest = min(arriving, key=lambda one: one._since, default=self)
-            oldest._refuse(503, "too many connections; try again later")
+        peers = [
+            peer
+            for peer in self.connections
+            if isinstance(peer, _Connection) and not peer.transport.is_closing()
+        ]
+        if len(peers) > self.max_connections:
+            idle = [peer for peer in peers if peer is not self and peer.is_arriving]
+            oldest = min(idle, key=lambda peer: peer._since, default=self)
+            oldest._refuse(503, "too many connections, try again later")
 
     @property
     def is_arriving(self) -> bool:
-        """True as long as no whole request is there."""
+        """True until the whole request has arrived."""
         return self.cycle is None or self.cycle.more_body
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -64,38 +66,38 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """Wait until the answer is taken."""
+        """Wait until the client has received the answer."""
         self._deadline.cancel()
         self._deadline = self.loop.call_later(ARRIVAL_S, self.transport.abort)
         super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Parse in pieces: headers of any size would pass h11's limit if they came at once."""
-        for start in range(0, len(data), _PIECE):
+        """Parse in chunks, as h11 does not limit headers that arrive at once."""
+        for start in range(0, len(data), _CHUNK_BYTES):
             if not self.transport.is_closing():
-                super().data_received(data[start : start + _PIECE])
+                super().data_received(data[start : start + _CHUNK_BYTES])
 
     def eof_received(self) -> None:
-        """Refuse a body that ends early; asyncio closes the connection."""
+        """Refuse a body that ends early. Then asyncio closes the connection."""
         if self.cycle is not None and self.cycle.more_body:
             self.conn.receive_data(b"")
             self.handle_events()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what h11 has raised an error for."""
+        """Refuse a request for which h11 raises an error."""
         error = sys.exception()
         self._refuse(getattr(error, "error_status_hint", 400), f"{msg} {error}")
 
     def _expire(self) -> None:
-        left = self._since + ARRIVAL_S - self.loop.time()
-        if self.cycle is not None and self.cycle.more_body and left > 0:
-            self._deadline = self.loop.call_later(left, self._expire)
+        remaining_s = self._since + ARRIVAL_S - self.loop.time()
+        if self.cycle is not None and self.cycle.more_body and remaining_s > 0:
+            self._deadline = self.loop.call_later(remaining_s, self._expire)
         elif self.is_arriving:
-            most = ARRIVAL_S if self.cycle else min(HEADERS_S, ARRIVAL_S)
-            self._refuse(408, f"the request did not arrive within {most:g} s")
+            limit_s = ARRIVAL_S if self.cycle else min(HEADERS_S, ARRIVAL_S)
+            self._refuse(408, f"the request did not arrive within {limit_s:g} s")
 
     def _refuse(self, status: int, cause: str) -> None:
-        """Answer in place of the application."""
+        """Send a refusal without the application."""
         body = json.dumps(self.refusal(status, cause)).encode()
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nConnection: close\r\n"
@@ -112,15 +114,16 @@ def listening(
     refusal: Refusal,
     connections: int | None = None,
 ) -> Iterator[tuple[str, int]]:
-    """Answer requests with ``app``; see `aligner.http.application.http_server`."""
-    most = _within_open_files(connections or MOST_CONNECTIONS)
+    """Answer requests with ``app``. See `aligner.http.application.http_server`."""
+    max_connections = _within_open_files(connections or MAX_CONNECTIONS)
+    attributes = {"refusal": staticmethod(refusal), "max_connections": max_connections}
     config = uvicorn.Config(
         app,
-        http=type("Connection", (_Connection,), {"refusal": staticmethod(refusal), "most": most}),
+        http=type("Connection", (_Connection,), attributes),
         ws="none",
         loop="asyncio",
         lifespan="off",
-        # Requests are not logged: headers hold the token, bodies are people's texts.
+        # Requests are not logged, as headers contain the token and bodies are private.
         log_config=None,
         log_level="critical",
         access_log=False,
@@ -129,7 +132,7 @@ def listening(
     )
     with socket.create_server(address) as listener:
         server = uvicorn.Server(config)
-        # A daemon, and so are the threads that it starts: none of them outlives the process.
+        # A daemon thread starts daemon threads, so none of them keeps the process alive.
         thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
         thread.start()
         try:
@@ -140,14 +143,14 @@ def listening(
 
 
 def _within_open_files(connections: int) -> int:
-    """At most so many connections, for which the process's limit of open files is raised."""
+    """Raise the limit of open files, and return how many of ``connections`` are then possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = connections + _OTHER_FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    files = connections + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= files:
         return connections
-    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    soft = files if hard == resource.RLIM_INFINITY else min(files, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft < needed:
+    if soft < files:
         connections = max(1, soft - _OTHER_FILES)
-        log.warning("RLIMIT_NOFILE=%d: at most %d connections are taken", soft, connections)
+        log.warning("RLIMIT_NOFILE=%d: at most %d connections are accepted", soft, connections)
     return connections

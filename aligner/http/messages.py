@@ -1,4 +1,4 @@
-"""Messages of JSON as pydantic models."""
+"""JSON messages as pydantic models."""
 
 import reprlib
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ Message = TypeVar("Message", bound=BaseModel)
 
 
 def parse_json(body: bytes | bytearray) -> Any:
-    """The JSON value that ``body`` holds; `DataError` where it is none."""
+    """Parse ``body`` as JSON. Raises `DataError` if it is not JSON."""
     try:
         return from_json(body)
     except ValueError as error:
@@ -20,10 +20,10 @@ def parse_json(body: bytes | bytearray) -> Any:
 
 
 def validated(kind: type[Message], value: Any) -> Message:
-    """``value`` as a message; `DataError` with the first thing that is wrong with it."""
+    """Return ``value`` as a message. Raises `DataError` with the first validation error."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the body"
-        raise DataError(f"{place}: {first['msg']}; found {reprlib.repr(first['input'])}") from error
+        key = ".".join(map(str, first["loc"])) or "the body"
+        raise DataError(f"{key}: {first['msg']}, got {reprlib.repr(first['input'])}") from error

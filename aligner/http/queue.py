@@ -1,7 +1,8 @@
-"""Jobs that wait for a model, and the slots in which their items are worked on.
+"""Jobs that wait for a model, and the items that the model processes.
 
-A request becomes a job with an item for each result. Threads share all of it: the event loop adds
-jobs, the model's thread takes their items and reports results.
+event loop: request ─► Job, an item per result ─► JobQueue ─► Slot per item: the model's thread
+                ▲                                                         │
+                └───────────────────── Job.report ◄───────────────────────┘
 """
 
 import threading
@@ -11,42 +12,42 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
-ENDING = "the server is ending; try again later"
+ENDING = "the server is ending, try again later"
 
 
 @dataclass
 class Job(Generic[Item]):
     """The items of one request.
 
-    ``report`` is called in the model's thread, with each result or with the error in place of all
-    that are missing.
+    ``report`` is called in the model's thread, with each result, or with an error instead of all
+    missing results.
     """
 
     items: Sequence[Item]
     report: Callable[[Any], None]
-    taken: int = 0  # items, from the first, that the model was given
-    ended: int = 0  # items whose result is complete
-    is_left: bool = False  # nobody waits any more
+    started: int = 0  # number of items that the model has begun, in order
+    ended: int = 0  # number of items whose result is complete
+    is_abandoned: bool = False  # no client waits for the results
 
 
 @dataclass
 class Slot(Generic[Item]):
-    """An item of a job while the model works on it."""
+    """An item of a job while the model processes it."""
 
     job: Job[Item]
     index: int
-    reported: int = 0  # parts of the result that its job was told, such as tokens
+    reported: int = 0  # number of reported parts of the result, such as tokens
     is_ended: bool = False
 
     @property
     def item(self) -> Item:
-        """The item itself."""
+        """The item."""
         return self.job.items[self.index]
 
     @property
     def is_wanted(self) -> bool:
-        """False once it has ended, or nobody waits for it."""
-        return not (self.is_ended or self.job.is_left)
+        """False after the item has ended or its job was abandoned."""
+        return not (self.is_ended or self.job.is_abandoned)
 
     def report(self, result: Any, *, parts: int = 1, is_last: bool = True) -> None:
         """Report the next ``parts`` of the item's result."""
@@ -62,16 +63,16 @@ class Slot(Generic[Item]):
 
 
 class JobQueue(Generic[Item]):
-    """Jobs that wait for a model; they take turns."""
+    """Jobs that wait for a model and take turns."""
 
     def __init__(self, max_items: int, gather_s: float = 0.005, turn: int = 1) -> None:
-        """Make an empty queue.
+        """Create an empty queue.
 
         Args:
-            max_items: as many may wait; further jobs are turned away.
-            gather_s: a batch waits so long for more of them.
-            turn: most items that a job gives to a batch before the next job's turn; a large job
-                delays no other.
+            max_items: maximum number of waiting items. More jobs are refused.
+            gather_s: seconds that a batch waits for more items.
+            turn: maximum number of items that a job adds to a batch before the next job's turn, so
+                that a large job does not delay small ones.
         """
         self.max_items, self._gather_s, self._turn = max_items, gather_s, turn
         self._jobs: deque[Job[Item]] = deque()
@@ -79,7 +80,7 @@ class JobQueue(Generic[Item]):
         self._changed = threading.Condition()
 
     def add(self, job: Job[Item]) -> bool:
-        """Queue ``job``; False if there is no room."""
+        """Queue ``job``, or return False if the queue is full."""
         with self._changed:
             if self._waiting() + len(job.items) > self.max_items:
                 return False
@@ -89,17 +90,17 @@ class JobQueue(Generic[Item]):
 
     def take(
         self,
-        most: int,
+        max_items: int,
         timeout_s: float,
         fit_together: Callable[[list[Item]], bool] = lambda items: True,
         is_complete: Callable[[int], bool] = lambda waiting: False,
     ) -> list[Slot[Item]]:
-        """At most ``most`` items that can be one batch; an empty list if none came in time.
+        """Return up to ``max_items`` items for one batch, an empty list if the wait timed out.
 
-        A job that is not taken whole queues again after the others, and one that nobody waits for
-        any more is dropped. ``fit_together``: whether items can be one batch, of which all but the
-        last can; a job whose next item does not fit keeps its place. ``is_complete``: whether no
-        more items are to be gathered than so many.
+        A job with remaining items is queued again after the other jobs. An abandoned job is
+        dropped. ``fit_together``: returns whether items can be one batch, if all but the last can.
+        A job whose next item does not fit keeps its place in the queue. ``is_complete``: returns
+        whether a number of waiting items is enough for a batch.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._is_woken, timeout_s)
@@ -107,34 +108,35 @@ class JobQueue(Generic[Item]):
             if not self._jobs:
                 return []
             self._changed.wait_for(lambda: is_complete(self._waiting()), self._gather_s)
-            taken: list[Slot[Item]] = []
-            passed_over: list[Job[Item]] = []
-            while self._jobs and len(taken) < most:
+            # The jobs take turns until the batch is full.
+            batch: list[Slot[Item]] = []
+            skipped: list[Job[Item]] = []
+            while self._jobs and len(batch) < max_items:
                 job = self._jobs.popleft()
-                if job.is_left:
+                if job.is_abandoned:
                     continue
-                if not fit_together([*(slot.item for slot in taken), job.items[job.taken]]):
-                    passed_over.append(job)
+                if not fit_together([*(slot.item for slot in batch), job.items[job.started]]):
+                    skipped.append(job)
                     continue
-                start = job.taken
-                job.taken = min(start + self._turn, start + most - len(taken), len(job.items))
-                taken += [Slot(job, index) for index in range(start, job.taken)]
-                if job.taken < len(job.items):
+                start, room = job.started, max_items - len(batch)
+                job.started = min(start + self._turn, start + room, len(job.items))
+                batch += [Slot(job, index) for index in range(start, job.started)]
+                if job.started < len(job.items):
                     self._jobs.append(job)
-            self._jobs.extendleft(reversed(passed_over))
-            return taken
+            self._jobs.extendleft(reversed(skipped))
+            return batch
 
     def _waiting(self) -> int:
-        return sum(len(job.items) - job.taken for job in self._jobs if not job.is_left)
+        return sum(len(job.items) - job.started for job in self._jobs if not job.is_abandoned)
 
     def wake(self) -> None:
-        """End a wait of `take` for jobs; have it ask again whether the batch is complete."""
+        """End a wait of `take` for jobs, and have `take` call ``is_complete`` again."""
         with self._changed:
             self._is_woken = True
             self._changed.notify_all()
 
     def fail_all(self, error: Exception) -> None:
-        """Report ``error`` to all jobs that wait."""
+        """Report ``error`` to all waiting jobs and remove them."""
         with self._changed:
             for job in self._jobs:
                 job.report(error)

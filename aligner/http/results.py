@@ -1,4 +1,4 @@
-"""Results of a job on their way from the model's thread to the event loop."""
+"""Results of a job, passed from the model's thread to the event loop."""
 
 import asyncio
 import contextlib
@@ -11,29 +11,29 @@ from starlette.exceptions import HTTPException
 from aligner.http.queue import ENDING, Job
 
 Result = TypeVar("Result")
-_CLIENT_LEFT = 499  # a status that nobody reads
+_DISCONNECTED = 499  # a status for a client that no longer reads
 
 
 class Results(Generic[Result]):
-    """Results of one job; made within the event loop. `put` is the job's ``report``."""
+    """Results of one job. Created within the event loop. `put` is the job's ``report``."""
 
     def __init__(self) -> None:
         self._events: asyncio.Queue[Result | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
     def put(self, event: Result | Exception) -> None:
-        """Add a result, or the error in place of all that are missing; in any thread."""
+        """Add a result, or an error instead of all missing results. Thread-safe."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     @contextlib.contextmanager
-    def needing(self, request: Request) -> Iterator[None]:
-        """End the wait if the sender of ``request``, whose body was read, leaves in the block."""
+    def while_connected(self, request: Request) -> Iterator[None]:
+        """End the wait if the client disconnects in the block. The body must have been read."""
 
         async def report_disconnect() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
-            self._events.put_nowait(HTTPException(_CLIENT_LEFT, "the client has left"))
+            self._events.put_nowait(HTTPException(_DISCONNECTED, "the client has left"))
 
         watch = asyncio.create_task(report_disconnect())
         try:
@@ -45,25 +45,26 @@ class Results(Generic[Result]):
         self,
         job: Job[Any],
         deadline: float,
-        too_late: str,
+        timeout_message: str,
         is_last: Callable[[Result], bool] = lambda result: True,
     ) -> AsyncIterator[Result]:
-        """Results of ``job`` until all its items have ended; nobody waits for it afterwards.
+        """Yield the results of a queued job until all its items have ended. Then abandon the job.
 
         Args:
-            job: a job that was queued.
-            deadline: all must have ended by then, in the event loop's time.
-            too_late: message if they have not.
-            is_last: whether a result ends its item.
+            job: the job.
+            deadline: time limit for all results, by the event loop's clock.
+            timeout_message: message after the deadline.
+            is_last: returns whether a result ends its item.
 
         Raises:
-            HTTPException: 500, the model failed; 503, the deadline passed or the server is ending.
+            HTTPException: 500 if the model failed, 503 after the deadline or if the server ends.
         """
         missing = len(job.items)
         try:
             while missing:
                 async with asyncio.timeout_at(deadline):
                     event = await self._events.get()
+                # Errors: of the client, of a server that ends, or of the model.
                 if isinstance(event, HTTPException):
                     raise event
                 if isinstance(event, ConnectionAbortedError):
@@ -74,8 +75,8 @@ class Results(Generic[Result]):
                 missing -= is_last(event)
                 yield event
         except TimeoutError as error:
-            raise HTTPException(503, too_late) from error
+            raise HTTPException(503, timeout_message) from error
         except asyncio.CancelledError as error:
             raise HTTPException(503, ENDING) from error
         finally:
-            job.is_left = True
+            job.is_abandoned = True

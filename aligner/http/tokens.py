@@ -1,4 +1,4 @@
-"""Bearer tokens: where they come from. They are never shown in a message."""
+"""Bearer tokens of servers, from the environment or a file. No message shows a token."""
 
 import contextlib
 import os
@@ -9,15 +9,15 @@ from aligner.errors import ConfigError
 
 
 def read_token(variable: str | None, file: str | None, owner: str) -> str | None:
-    """The token of an environment variable or a file; None: neither is named.
+    """Read a token from an environment variable or a file. Returns None if both are None.
 
     Args:
-        variable: name of the environment variable, of the key ``token_env``.
-        file: path of the file, of the key ``token_file``.
-        owner: whose token it is, for messages.
+        variable: name of the environment variable, from the key ``token_env``.
+        file: path of the file, from the key ``token_file``.
+        owner: server of the token, for messages.
 
     Raises:
-        ConfigError: there is none, or it is no line of printable ASCII.
+        ConfigError: the token is missing, or is not a line of printable ASCII.
     """
     if variable is not None:
         token, source = os.environ.get(variable), f"token_env={variable}"
@@ -31,13 +31,13 @@ def read_token(variable: str | None, file: str | None, owner: str) -> str | None
     token = (token or "").strip()
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"{source} holds no token of {owner}; it must be one line of printable ASCII"
+            f"{source} holds no token of {owner}. It must be one line of printable ASCII"
         )
     return token
 
 
 def new_token(file: str | None) -> str:
-    """A random token; ``file``: written there, for its owner alone to read. None: nowhere.
+    """Return a random token, and write it to ``file`` with access for the owner only.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -46,9 +46,9 @@ def new_token(file: str | None) -> str:
     if file is not None:
         path = Path(file).expanduser()
         try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
             raise ConfigError(f"token_file={path}: cannot be written: {error}") from error
-        with os.fdopen(handle, "w") as opened:
-            opened.write(f"{token}\n")
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(f"{token}\n")
     return token

@@ -1,6 +1,6 @@
-"""`RoleHandle`: what the handles of policy and critic have in common.
+"""`RoleHandle`, the base class of the handles of policy, critic and reward model.
 
-A handle takes and returns global batches; its workers see their data-parallel shares.
+A handle accepts and returns global batches. Its workers get data-parallel shares.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ TRAINED_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 
 
 class RoleHandle:
-    """Training, phases, state and the end of a group of workers that hold one role.
+    """Handle of a group of workers of one role: training, phases, state and shutdown.
 
     Args:
         worker_group: the workers.
-        config: the role's section; its batch sizes are the defaults of `train`.
-        model: the policy's section; layout and token budgets that all roles share.
+        config: the role's section, with the default batch sizes of `train`.
+        model: the policy's section, with layout and token budgets that all roles share.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class RoleHandle:
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """One pass over ``data``: one optimizer step for every ``gbs`` rows.
+        """Run one pass over ``data``, with one optimizer step for every ``gbs`` rows.
 
-        ``loss_fn``: one of `aligner.algorithms.losses`, or as NeMo-RL publishes them: a function of
-        (logits, data, global_valid_seqs, global_valid_toks); see
-        `aligner.losses.interfaces`.
+        ``loss_fn``: a loss of `aligner.algorithms.losses`, or of the type that NeMo-RL publishes, a
+        function of (logits, data, global_valid_seqs, global_valid_toks) (see
+        `aligner.losses.interfaces`).
 
-        Micro-batches are of ``mbs`` rows where it is given, else as configured; none
-        cuts through rows that ``loss_fn`` compares. Returns ``loss`` and ``grad_norm`` of the pass,
-        ``lr``, ``skipped`` (whether a step was left out because it was not finite) and
-        ``all_mb_metrics``: by name, one value per optimizer step, reduced over the global
-        mini-batch.
+        Micro-batches contain ``mbs`` rows (default: as configured) and do not separate rows that
+        ``loss_fn`` compares. Returns ``loss`` and ``grad_norm`` of the pass, ``lr``, ``skipped``
+        (whether a step was skipped because it was not finite) and ``all_mb_metrics``: lists with
+        one value per optimizer step, reduced over the global mini-batch.
 
         Raises:
-            DataError: one of `TRAINED_COLUMNS` is absent.
+            DataError: one of `TRAINED_COLUMNS` is missing.
         """
+        # Micro-batches: by token budget or by rows, without separating compared rows.
         check_columns(data, TRAINED_COLUMNS)
         loss_fn = as_loss(loss_fn)
         gbs = gbs or self.config.global_batch_size
@@ -97,7 +97,7 @@ class RoleHandle:
             gbs=gbs,
             mbs=mbs,
         )
-        first = dict(results[0])  # the same of every worker
+        first = dict(results[0])  # equal on all workers
         return {"loss": first.pop("global_loss"), **first}
 
     prepare_for_training = phase(RoleWorker.prepare_for_training)
@@ -112,41 +112,41 @@ class RoleHandle:
     stop_gpu_profiling = on_all_workers(RoleWorker.stop_gpu_profiling)
 
     def device_info(self) -> DeviceInfo:
-        """Devices that the workers compute on: the first one's words, the least memory of all."""
+        """Describe the device of the first worker, with the minimum free memory of all workers."""
         devices = run_on_all(self.worker_group, RoleWorker.device_info)
-        return replace(devices[0], free_bytes=min(each.free_bytes for each in devices))
+        return replace(devices[0], free_bytes=min(device.free_bytes for device in devices))
 
     def memory_use(self) -> list[MemoryUse]:
-        """Memory of every worker that is called from here, at most since `reset_peak_memory`."""
+        """Measure the memory of the workers of this process, peaks since `reset_peak_memory`."""
         return run_on_all(self.worker_group, RoleWorker.memory_use)
 
     # State ------------------------------------------------------------------------------------
 
     def save_state(self, folder: Path) -> None:
-        """Have every worker write its share of weights, optimizer and schedule to ``folder``."""
+        """Write every worker's share of weights, optimizer and schedule to ``folder``."""
         run_on_all(self.worker_group, RoleWorker.save_state, str(folder.absolute()))
 
     prepare_saving = on_all_workers(RoleWorker.prepare_saving)
 
     @property
     def num_shares(self) -> int:
-        """Workers, each of which writes a share of a run state."""
+        """Count of workers, each of which writes a share of a run state."""
         return self.sharding_annotations.size
 
     def begin_saving(self, folder: Path, in_background: bool) -> None:
-        """Have every worker write its share as it is now; see `ShareWriter`.
+        """Write the present state of every worker's share (see `ShareWriter`).
 
-        In the background only copies are taken until this returns. Whoever calls it seals the
-        folder (`worker_state.seal`).
+        With ``in_background`` the call returns after copying. The caller seals the folder
+        (`worker_state.seal`).
         """
         run_on_all(
             self.worker_group, RoleWorker.begin_saving, str(folder.absolute()), in_background
         )
 
     def check_saving(self, wait: bool) -> None:
-        """Raise what writing in the background has failed with; ``wait``: until it is over.
+        """Raise the error of writing in the background, if any. ``wait``: wait for its end.
 
-        Nothing is asked of workers that may wait for one another since a call failed.
+        If a call has failed, workers may be waiting for one another and are not called.
         """
         if not self.worker_group.is_healthy:
             return
@@ -155,7 +155,7 @@ class RoleHandle:
                 raise StorageError(failure)
 
     def load_state(self, folder: Path) -> None:
-        """Inverse of `save_state`, whatever layout wrote it."""
+        """Load a folder of `save_state`, written on any layout."""
         run_on_all(self.worker_group, RoleWorker.load_state, str(folder.absolute()))
 
     def save_checkpoint(
@@ -164,20 +164,20 @@ class RoleHandle:
         optimizer_path: str | None = None,
         tokenizer_path: str | None = None,
     ) -> None:
-        """Write the role; the workers do, so every machine must see these paths.
+        """Write the role from the workers, so that every machine needs access to these paths.
 
         Args:
-            weights_path: a ``.nemo`` file, which holds configuration and tokenizer too; a path
-                without that suffix becomes a Hugging Face directory.
-            optimizer_path: directory for the optimizer's state. A handle that is started with both
-                paths continues from there, on any layout.
+            weights_path: a ``.nemo`` file, including configuration and tokenizer. A path without
+                that suffix becomes a Hugging Face directory.
+            optimizer_path: directory for the optimizer's state. A handle started with both paths
+                continues from that state, on any layout.
             tokenizer_path: directory for the tokenizer's files.
         """
         paths = checkpoint_paths(weights_path, optimizer_path, tokenizer_path)
         run_on_all(self.worker_group, RoleWorker.save_checkpoint, **paths)
 
     def shutdown(self) -> bool:
-        """End the workers; whether that went well."""
+        """Stop the workers, and return whether they stopped without an error."""
         try:
             return self.worker_group.shutdown(cleanup_method="shutdown")
         except Exception as error:
@@ -185,7 +185,7 @@ class RoleHandle:
             return False
 
     def __del__(self) -> None:
-        """End workers that nobody has ended. Rather call `shutdown`: it lets them clean up."""
+        """Stop workers that are still running. Prefer `shutdown`, which lets them clean up."""
         if sys.is_finalizing() or "worker_group" not in self.__dict__:
             return
         with contextlib.suppress(Exception):
@@ -195,16 +195,16 @@ class RoleHandle:
 def check_whole_groups(
     group: WorkerGroup, batch_size: int, micro_batch_size: int, rows_per_group: int
 ) -> None:
-    """Refuse micro-batches whose number of rows cuts through groups of adjacent rows."""
+    """Raise if micro-batches would separate groups of adjacent rows."""
     if rows_per_group == 1:
         return
     ranks = group.sharding_annotations.get_axis_size("data_parallel")
     if batch_size % (ranks * rows_per_group) or micro_batch_size % rows_per_group:
         raise ConfigError(
             f"global_batch_size={batch_size} on {ranks} data-parallel ranks in micro-batches of "
-            f"micro_batch_size={micro_batch_size} rows, and {rows_per_group} adjacent rows belong "
-            f"together; make global_batch_size a multiple of {ranks * rows_per_group} and "
-            f"micro_batch_size one of {rows_per_group}"
+            f"micro_batch_size={micro_batch_size} rows would separate groups of {rows_per_group} "
+            f"adjacent rows. Make global_batch_size a multiple of {ranks * rows_per_group} and "
+            f"micro_batch_size a multiple of {rows_per_group}"
         )
 
 
@@ -213,7 +213,7 @@ def checkpoint_paths(
     optimizer_path: str | os.PathLike[str] | None,
     tokenizer_path: str | os.PathLike[str] | None = None,
 ) -> dict[str, str]:
-    """The paths that are given, absolute: a worker may have another working directory."""
+    """Return the paths that are not None, absolute, as a worker's working directory may differ."""
     paths = {
         "weights_path": weights_path,
         "optimizer_path": optimizer_path,
@@ -223,7 +223,7 @@ def checkpoint_paths(
 
 
 def worker_class(workers: Mapping[str, str], backend: str) -> str:
-    """Dotted path of the worker class that serves a role on ``backend``."""
+    """Return the dotted path of the worker class for ``backend``."""
     if backend not in workers:
-        raise ConfigError(f"policy.backend={backend}: use one of {', '.join(workers)}")
+        raise ConfigError(f"policy.backend={backend} must be one of {', '.join(workers)}")
     return workers[backend]

@@ -1,8 +1,7 @@
 """Interfaces of the roles, on any backend.
 
-The Lightning-style roles (``SupervisedInterface`` and below) speak in the batches of one process;
-the handles (``PolicyInterface`` and below) in global batches. Keys, shapes and masks are those of
-`aligner.types`.
+Lightning-style roles (``SupervisedInterface`` and below) use batches of one process, the handles
+(``PolicyInterface`` and below) global batches. `aligner.types` defines keys, shapes and masks.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +25,7 @@ class TrainingPhases(ABC):
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Enter training: optimizer state back on the device, training mode."""
+        """Enter training: optimizer state on the device, training mode."""
 
     @abstractmethod
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
@@ -38,7 +37,7 @@ class InferencePhases(ABC):
 
     @abstractmethod
     def prepare_for_inference(self) -> None:
-        """Enter inference: evaluation mode, optimizer state out of the way."""
+        """Enter inference: evaluation mode, optimizer state off the device."""
 
     @abstractmethod
     def finish_inference(self) -> None:
@@ -46,116 +45,110 @@ class InferencePhases(ABC):
 
 
 class SupervisedInterface(ABC):
-    """A role that learns from a loss over a batch.
+    """A role that trains on a loss over a batch.
 
-    The names are NeMo-Aligner's. Its trainers call the four hooks around a step; the trainers of
-    this library do not, and in its roles the hooks do nothing.
+    The names are NeMo-Aligner's. Its trainers call the four hooks around a step. The trainers of
+    this library do not call the hooks, and its roles do not override them.
     """
 
     @abstractmethod
     def get_loss_and_metrics(
         self, batch: Mapping[str, Tensor], forward_only: bool
     ) -> tuple[float, dict[str, float]]:
-        """Loss and metrics of this process's share of a global batch, reduced over all ranks.
+        """Compute loss and metrics of this process's share of a global batch, over all ranks.
 
-        ``batch`` has the columns that the loss reads, float32 ``token_mask`` ``[B, S]`` and
-        ``sample_mask`` ``[B]`` among them; see `aligner.types`. Gradients are accumulated unless
+        ``batch`` contains the columns that the loss reads (see `aligner.types`), including float32
+        ``token_mask`` ``[B, S]`` and ``sample_mask`` ``[B]``. Gradients are accumulated unless
         ``forward_only``.
         """
 
     def prepare_for_training_step(self) -> None:  # noqa: B027 - optional for a role
-        """Hook before each training batch, for a loop of a caller's own."""
+        """Run before each training batch of a caller's training loop."""
 
     def finish_training_step(self) -> None:  # noqa: B027 - optional for a role
-        """Hook after each training batch, for a loop of a caller's own."""
+        """Run after each training batch of a caller's training loop."""
 
     def prepare_for_validation_step(self) -> None:  # noqa: B027 - optional for a role
-        """Hook before each validation batch, for a loop of a caller's own."""
+        """Run before each validation batch of a caller's training loop."""
 
     def finish_validation_step(self) -> None:  # noqa: B027 - optional for a role
-        """Hook after each validation batch, for a loop of a caller's own."""
+        """Run after each validation batch of a caller's training loop."""
 
 
 class Inferrable(InferencePhases):
-    """A role that answers without learning."""
+    """A role with inference."""
 
     @abstractmethod
     def infer(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a batch."""
+        """Run inference on a batch."""
 
 
 class AlignableGenerativeInterface(SupervisedInterface, TrainingPhases, Inferrable):
-    """A policy: generates, scores its own and the reference's tokens, and learns."""
+    """A policy that generates, scores tokens under its and the reference's weights, and trains."""
 
     @abstractmethod
     def get_inference_log_probs(self, response_tokens: Tensor) -> Tensor:
-        """float32 ``[B, S]`` log-probs of int64 ``[B, S]`` tokens under the current weights."""
+        """Score int64 ``[B, S]`` tokens under the current weights: log-probs float32 ``[B, S]``."""
 
     @abstractmethod
     def get_init_policy_logprobs(self, response_tokens: Tensor) -> Tensor:
-        """float32 ``[B, S]`` log-probs under the weights that training began with."""
+        """Score int64 ``[B, S]`` tokens under the initial weights: log-probs float32 ``[B, S]``."""
 
 
 class CriticModelInterface(SupervisedInterface, TrainingPhases, Inferrable):
-    """A critic: predicts the value of every state and learns from returns."""
+    """A critic that predicts the value of every state and trains on returns."""
 
     @abstractmethod
     def infer_rm_critic(self, *args: Any, **kwargs: Any) -> Any:
-        """Rewards and values from one backbone, where a reward model shares it."""
+        """Compute values, and rewards if a reward model shares the backbone."""
 
 
 class LogprobOutputSpec(TypedDict):
-    """``logprobs``: float32 ``[B, S]``."""
+    """Log-probs of the current policy."""
 
-    logprobs: Tensor
+    logprobs: Tensor  # float32 [B, S]
 
 
 class ReferenceLogprobOutputSpec(TypedDict):
-    """``reference_logprobs``: float32 ``[B, S]``."""
+    """Log-probs of the reference policy."""
 
-    reference_logprobs: Tensor
+    reference_logprobs: Tensor  # float32 [B, S]
 
 
 class ValueOutputSpec(TypedDict):
-    """``values``: float32 ``[B, S]``, right-shifted."""
+    """Values of a critic."""
 
-    values: Tensor
+    values: Tensor  # float32 [B, S], right-shifted
 
 
 class GenerationDatumSpec(TypedDict):
-    """Input that a policy continues or scores.
+    """Input of a policy for generation or scoring."""
 
-    ``input_ids`` int64 ``[B, S]`` right-padded; ``input_lengths`` int64 ``[B]``; ``sample_ids``
-    int64 ``[B]`` distinguishes the samples of equal prompts.
-    """
-
-    input_ids: Tensor
-    input_lengths: Tensor
-    sample_ids: NotRequired[Tensor]
+    input_ids: Tensor  # int64 [B, S], right-padded
+    input_lengths: Tensor  # int64 [B]
+    sample_ids: NotRequired[Tensor]  # int64 [B], distinguishes the samples of equal prompts
 
 
 class GenerationOutputSpec(TypedDict):
     """Output of a sampling engine.
 
-    ``output_ids`` int64 ``[B, S]`` prompt and response, right-padded; ``generation_lengths`` int64
-    ``[B]`` tokens generated; ``unpadded_sequence_lengths`` int64 ``[B]`` prompt + response;
-    ``logprobs`` float32 ``[B, S]``, 0 outside the response; ``is_end`` bool ``[B]``.
-    ``kept_ids`` int32 ``[B, S, K]`` is there where it was recorded (`aligner.types`).
+    If recorded, ``kept_ids`` int32 ``[B, S, K]`` (`aligner.types`) is an additional column.
     """
 
-    output_ids: Tensor
-    generation_lengths: Tensor
-    unpadded_sequence_lengths: Tensor
-    logprobs: Tensor
-    is_end: Tensor
+    output_ids: Tensor  # int64 [B, S], prompt and response, right-padded
+    generation_lengths: Tensor  # int64 [B], generated tokens
+    unpadded_sequence_lengths: Tensor  # int64 [B], prompt + response
+    logprobs: Tensor  # float32 [B, S], 0 outside the response
+    is_end: Tensor  # bool [B]
 
 
 def check_generation_output(output: Mapping[str, Any]) -> None:
-    """Refuse a `GenerationOutputSpec` that lacks a column; `DataError`, a ``ValueError``."""
+    """Raise `DataError`, a ``ValueError``, if a column of `GenerationOutputSpec` is missing."""
     missing = [name for name in GenerationOutputSpec.__annotations__ if name not in output]
     if missing:
         raise DataError(
-            f"what was generated lacks {', '.join(missing)}; it has {', '.join(sorted(output))}"
+            f"generated batch: columns {', '.join(missing)} are missing. It contains "
+            f"{', '.join(sorted(output))}"
         )
 
 
@@ -164,7 +157,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Make ready to generate."""
+        """Prepare to generate."""
 
     @abstractmethod
     def generate(
@@ -175,19 +168,19 @@ class GenerationInterface(ABC):
         seed: int | None = None,
         sampling_options: "SamplingOptions | None" = None,
     ) -> "BatchedDataDict":
-        """Continue prompts; see `GenerationOutputSpec`.
+        """Sample responses to prompts (see `GenerationOutputSpec`).
 
-        Without a seed two calls differ, and the same run samples the same again.
-        ``sampling_options``: lengths and sampling of this call, in place of the configured ones.
+        Without a seed, every call of a run samples anew, and a repeated run samples the same
+        tokens. ``sampling_options``: overrides the configured lengths and sampling in this call.
         """
 
-    def weights_changed(self) -> None:  # noqa: B027 - nothing where the policy itself samples
-        """Mark the policy's weights as changed; the next `prepare_for_generation` fetches them."""
+    def weights_changed(self) -> None:  # noqa: B027 - no effect if the policy samples
+        """Mark the policy's weights as changed. The next `prepare_for_generation` fetches them."""
 
     def recover(self) -> bool:
-        """End what a `generate` that raised has left behind; whether it may be called again.
+        """Clean up after an error in `generate`, and return whether it can be called again.
 
-        On every rank, which all have the same answer. By default it may not.
+        Call it on every rank. All ranks return the same value, by default False.
         """
         return False
 
@@ -196,11 +189,11 @@ class GenerationInterface(ABC):
         """Release the memory that only generation needs."""
 
     def in_words(self) -> str:
-        """Description of the engine's settings for the start-up report; empty: none."""
+        """Describe the engine's settings for the start-up report, or return an empty string."""
         return ""
 
     def shutdown(self) -> bool:
-        """End the engine."""
+        """Stop the engine."""
         return True
 
 
@@ -208,26 +201,26 @@ class PendingGeneration(Protocol):
     """A batch that an engine is sampling."""
 
     def result(self) -> "BatchedDataDict":
-        """Wait for it; see `GenerationOutputSpec`."""
+        """Wait for the batch and return it (see `GenerationOutputSpec`)."""
         ...
 
     def abandon(self) -> None:
-        """End and forget it."""
+        """Cancel the batch."""
         ...
 
 
 class BackgroundGeneration(GenerationInterface):
-    """A sampling engine that works while the policy trains."""
+    """A sampling engine that can generate while the policy trains."""
 
     @abstractmethod
     def generate_in_background(
         self, data: "BatchedDataDict", *, seed: int = 0
     ) -> PendingGeneration:
-        """Begin to continue prompts; one batch at a time, and no other call until its end."""
+        """Start generating a batch. Until its end no other call is allowed."""
 
 
 class RoleHandleInterface(TrainingPhases):
-    """A role that learns, over global batches."""
+    """A trainable role over global batches."""
 
     @abstractmethod
     def train(
@@ -238,7 +231,7 @@ class RoleHandleInterface(TrainingPhases):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """One pass over ``data``; one optimizer step for every ``gbs`` samples."""
+        """Run one pass over ``data``, with one optimizer step for every ``gbs`` samples."""
 
     @abstractmethod
     def save_checkpoint(
@@ -247,7 +240,7 @@ class RoleHandleInterface(TrainingPhases):
         optimizer_path: str | None = None,
         tokenizer_path: str | None = None,
     ) -> None:
-        """Write weights and, where given a path, optimizer state and tokenizer."""
+        """Write weights and, if paths are given, optimizer state and tokenizer."""
 
     @abstractmethod
     def shutdown(self) -> bool:
@@ -269,7 +262,7 @@ class PolicyInterface(RoleHandleInterface):
 
 
 class ColocatablePolicyInterface(PolicyInterface):
-    """A policy that shares its devices with a sampling engine and hands weights over to it."""
+    """A policy that shares its devices with a sampling engine and transfers weights to it."""
 
     @abstractmethod
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
@@ -277,38 +270,38 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def offload_before_refit(self) -> None:
-        """Make room on the devices for an engine that takes weights over."""
+        """Free device memory for an engine that loads the weights."""
 
     @abstractmethod
     def prepare_refit_info(self) -> dict[str, Any]:
-        """Shape and dtype of every weight, by its name in a Hugging Face state dict."""
+        """Return shape and dtype of every weight by its Hugging Face name."""
 
     @abstractmethod
     def prepare_weights_for_ipc(
         self, _refit_buffer_size_gb: float | None = None
     ) -> list[list[str]]:
-        """Names of all weights in groups of at most this many GiB."""
+        """Return the names of all weights, in groups of at most the given size in GiB."""
 
     @abstractmethod
     def get_weights_ipc_handles(
         self, keys: Sequence[str], readers: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Handles by which an engine of the same machine or device opens some weights.
+        """Return handles with which an engine on the same machine or device opens weights.
 
-        ``readers``: the machines and devices where they will be opened; default everywhere.
+        ``readers``: the machines and devices that will open the weights. Default: all.
         """
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> "WorkerFuture":
-        """Begin to meet engines elsewhere at ``ip:port``."""
+        """Start to connect to remote engines at ``ip:port``."""
 
     @abstractmethod
     def broadcast_weights_for_collective(self, keys: Sequence[str] | None = None) -> "WorkerFuture":
-        """Begin to send weights, default all, to the engines met."""
+        """Start to send weights (default: all) to the connected engines."""
 
     @abstractmethod
     def offload_after_refit(self) -> None:
-        """Take back what was offered."""
+        """Invalidate the handles."""
 
 
 class ValueInterface(RoleHandleInterface, InferencePhases):

@@ -1,7 +1,7 @@
-"""One process's share of a role: batch-level methods over a model of either backend.
+"""`RoleWorker`, one process's share of a role on any backend, with batch-level methods.
 
-The handles call these with a data-parallel rank's share of a global batch. Results are the same on
-every process of a model-parallel group.
+The handles call these methods with a data-parallel rank's share of a global batch. Results are the
+same on every process of a model-parallel group.
 """
 
 import warnings
@@ -41,11 +41,11 @@ from aligner.parallel.collectives import gather_objects, on_rank_zero
 from aligner.parallel.groups import ParallelState, initialize_parallel
 from aligner.types import LossFunction
 
-Served = TypeVar("Served", bound=RoleModel)
+RoleT = TypeVar("RoleT", bound=RoleModel)
 
 
 def tensors_on_device(data: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a batch, on this process's device."""
+    """Copy the tensors of a batch to this process's device."""
     return {
         key: accelerator.to_device(value)
         for key, value in data.items()
@@ -54,15 +54,15 @@ def tensors_on_device(data: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def micro_batches_of(data: Mapping[str, Any], size: int | None) -> MicroBatches | None:
-    """The micro-batches that a share of one global batch brings; else ``size`` rows each."""
-    brought = data.micro_batch_indices if isinstance(data, BatchedDataDict) else None
-    return size if brought is None else brought[0]
+    """Return the micro-batches of a share of one global batch, or else ``size`` rows each."""
+    indices = data.micro_batch_indices if isinstance(data, BatchedDataDict) else None
+    return size if indices is None else indices[0]
 
 
 def passes_over(
     data: Mapping[str, Any], size: int | None
 ) -> tuple[dict[str, Tensor], MicroBatches | None]:
-    """`tensors_on_device` and `micro_batches_of`: what a role's passes take."""
+    """Return `tensors_on_device` and `micro_batches_of`, the arguments of a role's passes."""
     return tensors_on_device(data), micro_batches_of(data, size)
 
 
@@ -72,10 +72,10 @@ def place_of(
     parallel: ParallelState | None,
     seed: int,
 ) -> ParallelState:
-    """This process's place in ``layout``: ``parallel`` where it is one there, else joined.
+    """Return this process's place in ``layout``: ``parallel`` if it matches, or else a new one.
 
     Raises:
-        LayoutError: ``annotations``, of (pipeline, data, context, tensor), have another layout.
+        LayoutError: ``annotations``, of (pipeline, data, context, tensor), differ from ``layout``.
     """
     if annotations is not None:
         sizes = {
@@ -84,11 +84,11 @@ def place_of(
             "context_parallel": layout.context,
         }
         for axis, size in sizes.items():
-            placed = annotations.shape.get(axis, 1)
-            if placed != size:
+            annotated_size = annotations.shape.get(axis, 1)
+            if annotated_size != size:
                 raise LayoutError(
-                    f"worker_sharding_annotations: {axis} {placed}, but the configuration says "
-                    f"{size}; give both the same layout"
+                    f"worker_sharding_annotations: {axis} is {annotated_size}, but {size} in the "
+                    "configuration. Use the same layout in both"
                 )
     if parallel is not None and parallel.config == layout:
         return parallel
@@ -98,7 +98,7 @@ def place_of(
 def read_published(
     config: Mapping[str, Any], name: Literal["policy", "value"] = "policy"
 ) -> PublishedRole:
-    """`published_role`, with the keys that only experts read held against the model."""
+    """Parse `published_role`, and check the keys of experts against the model."""
     role = published_role(config, name)
     if role.of_experts:
         with open_model(role.model.restore_from_path) as source:
@@ -106,20 +106,20 @@ def read_published(
     return role
 
 
-def note_unused(who: str, arguments: Mapping[str, Any]) -> None:
-    """Warn about keyword arguments that have no effect here."""
+def note_unused(caller: str, arguments: Mapping[str, Any]) -> None:
+    """Warn about keyword arguments that have no effect."""
     if arguments:
-        warnings.warn(f"{who}: not used here: {', '.join(sorted(arguments))}", stacklevel=3)
+        warnings.warn(f"{caller}: not used here: {', '.join(sorted(arguments))}", stacklevel=3)
 
 
-class RoleWorker(Generic[Served]):
-    """Common base of the workers of all roles: training, phases, and run state."""
+class RoleWorker(Generic[RoleT]):
+    """Base class of the workers of all roles: training, phases, and run state."""
 
     model_class: ClassVar[type[Any]]  # the backend's model of the role
 
     def __init__(
         self,
-        model: Served,
+        model: RoleT,
         parallel: ParallelState,
         *,
         offloads: bool = False,
@@ -127,15 +127,15 @@ class RoleWorker(Generic[Served]):
         weights_path: str | None = None,
         optimizer_path: str | None = None,
     ) -> None:
-        """Serve ``model``.
+        """Set up the role, and load its state if paths are given.
 
         Args:
             model: the role's share of a model on this process.
-            parallel: this process's place.
-            offloads: whether all memory leaves the device between phases.
-            init_optimizer: False for a role that does not learn.
-            weights_path: continue from these weights of `save_checkpoint`.
-            optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
+            parallel: parallel layout and groups of this process.
+            offloads: whether to move all memory off the device between phases.
+            init_optimizer: False for a frozen role.
+            weights_path: weights from `save_checkpoint` to continue from.
+            optimizer_path: optimizer state, a directory from `save_checkpoint`, to continue from.
         """
         self.model = model
         self.parallel = parallel
@@ -150,14 +150,14 @@ class RoleWorker(Generic[Served]):
             load_optimizer_state(self, optimizer_path)
 
     @classmethod
-    def load_model(cls, settings: RoleSettings, path: str, tokenizer: Tokenizer) -> Served:
-        """The backend's model from a `.nemo` or a Hugging Face directory."""
+    def load_model(cls, settings: RoleSettings, path: str, tokenizer: Tokenizer) -> RoleT:
+        """Load the backend's model from a `.nemo` file or a Hugging Face directory."""
         with open_model(path) as source:
             return cls.model_class.from_checkpoint(source, settings=settings, tokenizer=tokenizer)
 
     def __repr__(self) -> str:
-        place = self.parallel
-        return f"{type(self).__name__}[rank={place.rank}/{place.world_size}]"
+        parallel = self.parallel
+        return f"{type(self).__name__}[rank={parallel.rank}/{parallel.world_size}]"
 
     def train(
         self,
@@ -167,31 +167,31 @@ class RoleWorker(Generic[Served]):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """One pass over this rank's rows: one optimizer step for every ``gbs`` global rows.
+        """Run one pass over this rank's rows, with an optimizer step for every ``gbs`` global rows.
 
         Args:
-            data: a shard that `BatchedDataDict.shard_by_batch_size` made, of the columns that
+            data: a shard from `BatchedDataDict.shard_by_batch_size`, with the columns that
                 ``loss_fn`` and the role read.
-            loss_fn: the loss: one of `aligner.algorithms.losses`, or as NeMo-RL publishes them
+            loss_fn: a loss of `aligner.algorithms.losses`, or of the type that NeMo-RL publishes
                 (`aligner.losses.interfaces`).
             eval_mode: forward only, no update.
-            gbs: rows of a global mini-batch, over all ranks; default the role's.
-            mbs: rows per forward-backward where the shard does not bring its micro-batches;
-                default the role's.
+            gbs: rows of a global mini-batch, over all ranks. Default: the role's setting.
+            mbs: rows per forward-backward pass, if the shard does not define its micro-batches.
+                Default: the role's setting.
 
         Returns:
             ``global_loss`` and ``grad_norm`` (means over the pass's steps), ``lr`` of the last
-            step, ``skipped`` (a step was left out because it was not finite) and
-            ``all_mb_metrics``: by name, one value per step, reduced over the global mini-batch.
+            step, ``skipped`` (a step was skipped because it was not finite) and
+            ``all_mb_metrics``: lists with one value per step, reduced over the global mini-batch.
         """
         loss = as_loss(loss_fn)
         history: dict[str, list[float]] = defaultdict(list)
-        for number, part in enumerate(self._global_batches(data, gbs)):
+        for index, part in enumerate(self._global_batches(data, gbs)):
             batch, passes = passes_over(part, mbs)
             if eval_mode:
                 _, metrics = self.model.get_loss_and_metrics(batch, True, loss, passes)
             else:
-                metrics = self.model.training_update(batch, number, loss, passes)
+                metrics = self.model.training_update(batch, index, loss, passes)
             for key, value in metrics.items():
                 history[key].append(value)
         return {
@@ -203,30 +203,30 @@ class RoleWorker(Generic[Served]):
         }
 
     def _global_batches(self, data: SlicedDataDict, gbs: int | None) -> Iterator[SlicedDataDict]:
-        """This rank's share of each global mini-batch."""
+        """Yield this rank's share of each global mini-batch."""
         if data.elem_counts_per_gb is not None:
-            yield from (data.get_batch(number) for number in range(len(data.elem_counts_per_gb)))
+            yield from (data.get_batch(index) for index in range(len(data.elem_counts_per_gb)))
             return
         gbs = gbs or self.model.settings.global_batch_size
         if gbs % self.parallel.dp_size:
             raise ConfigError(
-                f"global_batch_size={gbs} does not divide over {self.parallel.dp_size} "
-                "data-parallel ranks; use a multiple of it"
+                f"global_batch_size={gbs} must be a multiple of the {self.parallel.dp_size} "
+                "data-parallel ranks"
             )
         rows = gbs // self.parallel.dp_size
-        yield from (data.get_batch(number, rows) for number in range(-(-data.size // rows)))
+        yield from (data.get_batch(index, rows) for index in range(-(-data.size // rows)))
 
     # Phases -----------------------------------------------------------------------------------
 
     def prepare_for_training(self) -> None:
-        """Weights and optimizer state to the device, training mode."""
-        self.bring_back()
+        """Move weights and optimizer state to the device, and enter training mode."""
+        self.move_to_device()
         self.model.prepare_for_training()
 
     def finish_training(self) -> None:
-        """Leave training; activations' memory goes to the processes that share the device.
+        """Leave training, and release activation memory to other processes on the device.
 
-        With ``offload_weights`` nothing of the role stays on it.
+        With ``offload_weights`` all memory of the role moves to the host.
         """
         self._gather_weights()
         self.model.finish_training()
@@ -234,23 +234,26 @@ class RoleWorker(Generic[Served]):
         accelerator.release_shared_memory()
 
     def prepare_for_inference(self) -> None:
-        """Weights on the device, evaluation mode; optimizer state leaves it where configured."""
+        """Move weights to the device and, if configured, optimizer state off the device.
+
+        The role is in evaluation mode afterwards.
+        """
         self._restore_weights()
         self.model.prepare_for_inference()
 
     def finish_inference(self) -> None:
-        """Leave inference; with ``offload_weights`` nothing of the role stays on the device."""
+        """Leave inference. With ``offload_weights`` all memory of the role moves to the host."""
         self.model.finish_inference()
         self._park()
 
-    def bring_back(self) -> None:
-        """Weights on the device, whatever phase this is."""
+    def move_to_device(self) -> None:
+        """Move the weights to the device in any phase."""
         for module in self._modules_with_weights():
-            if module in self._offloads_by_module:  # it may be parked
+            if module in self._offloads_by_module:
                 self.offload_of(module).to_device()
 
     def _park(self) -> None:
-        """Move everything to host memory, with ``offload_weights``."""
+        """With ``offload_weights``, move all memory to the host."""
         if not self._offloads:
             return
         self.model.drop_reused_forward()
@@ -261,26 +264,26 @@ class RoleWorker(Generic[Served]):
             self.move_model(module, "cpu")
 
     def _modules_with_weights(self) -> list[nn.Module]:
-        """Modules whose parameters the role has on its device."""
+        """Return the modules whose parameters the role keeps on its device."""
         return [self.model.model]
 
     def _gather_weights(self) -> None:
-        """Make weights whole where updates leave that to later; a role that can defer it does."""
+        """Gather the weights, if updates defer it. By default they do not."""
 
     def _restore_weights(self) -> None:
-        """Weights whole and on the device, whatever phase this is."""
+        """Gather the weights and move them to the device, in any phase."""
         self._gather_weights()
-        self.bring_back()
+        self.move_to_device()
 
     # State ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This process's share of weights and optimizer, exact."""
+        """Return this process's exact share of weights and optimizer state."""
         self._restore_weights()
         return self.model.run_state()
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Inverse of `state_dict`, from what every process of the saved run returned."""
+        """Restore a `state_dict` from the shares of all processes of the saved run."""
         self._restore_weights()
         self.model.load_run_state(states)
 
@@ -289,19 +292,19 @@ class RoleWorker(Generic[Served]):
         save_worker_state(self, folder)
 
     def prepare_saving(self) -> None:
-        """Take the memory of a copy of the run state; see `ShareWriter.prepare`."""
+        """Allocate memory for a copy of the run state (see `ShareWriter.prepare`)."""
         self._share_writer.prepare()
 
     def begin_saving(self, folder: str, in_background: bool) -> None:
-        """Write this process's share as it is now; see `ShareWriter.begin`."""
+        """Write the present state of this process's share (see `ShareWriter.begin`)."""
         self._share_writer.begin(folder, in_background)
 
     def saving_failure(self, wait: bool) -> str | None:
-        """Error with which saving failed; see `ShareWriter.failure`."""
+        """Return the error of saving, if any (see `ShareWriter.failure`)."""
         return self._share_writer.failure(wait)
 
     def load_state(self, folder: str) -> None:
-        """Inverse of `save_state`, whatever layout wrote it."""
+        """Load a folder of `save_state`, written on any layout."""
         load_worker_state(self, folder)
 
     def save_checkpoint(
@@ -311,16 +314,16 @@ class RoleWorker(Generic[Served]):
         tokenizer_path: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the role, each part complete or not at all.
+        """Write the role, each part atomically.
 
-        The weights have adapters merged into them; the adapters are written beside them, too.
+        Adapters are merged into the weights, and also written to the same folder.
 
         Args:
-            weights_path: a `.nemo` file, which holds configuration and tokenizer too; a path
-                without that suffix becomes a Hugging Face directory.
+            weights_path: a `.nemo` file, including configuration and tokenizer. A path without that
+                suffix becomes a Hugging Face directory.
             optimizer_path: directory for the float32 weights, moments and step, a file per worker.
             tokenizer_path: directory for the tokenizer's files.
-            kwargs: published arguments without a counterpart; named in a warning.
+            kwargs: ignored published arguments, listed in a warning.
         """
         note_unused("save_checkpoint", kwargs)
         self._restore_weights()
@@ -337,10 +340,10 @@ class RoleWorker(Generic[Served]):
             save_tokenizer(self._tokenizer(), tokenizer_path)
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Inverse of `save_checkpoint`, on any layout.
+        """Load files of `save_checkpoint`, on any layout.
 
-        Without ``optimizer_path`` the moments and the schedule stay what they are. A role with
-        adapters keeps its frozen weights and takes the adapters beside ``weights_path``.
+        Without ``optimizer_path`` moments and schedule do not change. A role with adapters keeps
+        its frozen weights and loads the adapters next to ``weights_path``.
         """
         self._restore_weights()
         if self.model.settings.lora is not None:
@@ -354,12 +357,12 @@ class RoleWorker(Generic[Served]):
     def _tokenizer(self) -> Tokenizer:
         if self.model.tokenizer is None:
             raise TokenizerError(
-                f"the {self.model.role_name} was built without a tokenizer; give it one, or save "
-                "without tokenizer_path"
+                f"the {self.model.role_name} was built without a tokenizer. Pass a tokenizer, or "
+                "save without tokenizer_path"
             )
         return self.model.tokenizer
 
-    # Where it is ------------------------------------------------------------------------------
+    # Device -----------------------------------------------------------------------------------
 
     def move_model(
         self, model: nn.Module, device: str, move_params: bool = True, move_grads: bool = True
@@ -367,11 +370,11 @@ class RoleWorker(Generic[Served]):
         """Move ``model``'s weights and gradient buffers to host memory, or back to the device.
 
         Args:
-            model: this worker's, or another one on its device.
-            device: ``"cpu"`` parks it in host memory, where it cannot be used (nothing moves on a
-                machine without a GPU); any other device brings back all that was parked.
-            move_params: park the weights.
-            move_grads: free the gradient buffers; they come back as zeros.
+            model: this worker's model, or another model on its device.
+            device: ``"cpu"`` offloads the model to host memory, where it cannot be used (on a
+                machine without a GPU it has no effect). Any other device restores all memory.
+            move_params: offload the weights.
+            move_grads: free the gradient buffers, which are restored as zeros.
         """
         offload = self.offload_of(model)
         if torch.device(device).type == "cpu":
@@ -381,7 +384,7 @@ class RoleWorker(Generic[Served]):
         return model
 
     def offload_of(self, model: nn.Module) -> ModelOffload:
-        """The `ModelOffload` of ``model``, which moves its weights."""
+        """Return the `ModelOffload` that moves the weights of ``model``."""
         if model not in self._offloads_by_module:
             self._offloads_by_module[model] = ModelOffload(model)
         return self._offloads_by_module[model]
@@ -396,7 +399,7 @@ class RoleWorker(Generic[Served]):
             self.model.optimizer.restore()
 
     def has_finite_weights(self) -> bool:
-        """Return whether no weight is NaN or infinite, on any worker of the role; collective."""
+        """Return whether all weights of all workers of the role are finite. Collective."""
         self._restore_weights()
         shares = (
             p.to_local() if isinstance(p, DTensor) else p for p in self.model.model.parameters()
@@ -404,33 +407,33 @@ class RoleWorker(Generic[Served]):
         return all(gather_objects(all(bool(share.isfinite().all()) for share in shares)))
 
     def device_info(self) -> accelerator.DeviceInfo:
-        """Device that this worker computes on."""
+        """Describe this worker's device."""
         return accelerator.device_info()
 
     def memory_use(self) -> accelerator.MemoryUse:
-        """Memory of this worker's process, at most since `reset_peak_memory`."""
+        """Measure the memory of this worker's process, with peaks since `reset_peak_memory`."""
         return accelerator.memory_use()
 
     def reset_peak_memory(self) -> None:
-        """Begin to look for peaks anew."""
+        """Reset the peaks of memory use."""
         accelerator.reset_peak_memory()
 
     def num_parameters(self) -> int:
-        """Parameters of the whole role, over all its processes."""
+        """Count the parameters of the role over all processes."""
         count = torch.tensor(float(self.model.num_parameters()), device=accelerator.device())
         torch.distributed.all_reduce(count, group=self.parallel.model_parallel_group)
         return int(count.item())
 
     def start_gpu_profiling(self) -> None:
-        """Begin a CUDA profiler capture range."""
+        """Start a CUDA profiler capture range."""
         accelerator.gpu_profiler("start")
 
     def stop_gpu_profiling(self) -> None:
-        """End it."""
+        """Stop the CUDA profiler capture range."""
         accelerator.gpu_profiler("stop")
 
     def shutdown(self) -> bool:
-        """Nothing to stop: the process belongs to whoever started it."""
+        """Return True. The process is stopped by its owner."""
         return True
 
 

@@ -12,6 +12,7 @@ groups are limited by the budget. Names and shapes are those of a Hugging Face s
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from aligner.distributed.interfaces import WorkerFuture, WorkerGroup
@@ -77,65 +78,61 @@ class RefitSource:
     offload_after_refit = phase(RefitWorker.offload_after_refit)
 
 
+@dataclass(eq=False)
 class Refit:
-    """Callable that sends a policy's current weights to engines."""
+    """Callable that sends a policy's current weights to engines.
 
-    def __init__(
-        self,
-        policy: RefitSource,
-        engines: WorkerGroup,
-        *,
-        separate: bool,
-        buffer_bytes: int,
-        world_size: int,
-        timeout_s: float,
-    ) -> None:
-        """``engines``: a group of `RefitReceiver`.
+    ``engines`` are a group of `RefitReceiver`. ``separate`` means a broadcast to ``world_size``
+    members, instead of shared memory.
+    """
 
-        ``separate``: broadcast to ``world_size`` members, instead of shared memory.
-        """
-        self._policy, self._engines = policy, engines
-        self._separate = separate
-        self._buffer_gb = buffer_bytes / 1024**3
-        self._world_size, self._timeout_s = world_size, timeout_s
+    policy: RefitSource
+    engines: WorkerGroup
+    _: KW_ONLY
+    separate: bool
+    buffer_bytes: int
+    world_size: int
+    timeout_s: float
+
+    def __post_init__(self) -> None:
         self._groups: list[list[str]] | None = None
         self._infos: dict[str, Any] = {}
         self._readers: list[str] = []
 
     def __call__(self) -> None:
         """Send the policy's weights to the engines."""
-        self._policy.offload_before_refit()
+        self.policy.offload_before_refit()
         groups = self._prepare()
-        run_on_all(self._engines, RefitReceiver.begin_refit)
+        run_on_all(self.engines, RefitReceiver.begin_refit)
+        # One group at a time, so that memory stays within the budget.
         for keys in groups:
-            if self._separate:
-                sending = self._policy.broadcast_weights_for_collective(keys)
+            if self.separate:
+                sending = self.policy.broadcast_weights_for_collective(keys)
                 infos = [(key, self._infos[key]) for key in keys]
-                receiving = start_on_all(self._engines, RefitReceiver.receive_weights, infos)
+                receiving = start_on_all(self.engines, RefitReceiver.receive_weights, infos)
                 sending.get_results()
                 receiving.get_results()
             else:
-                handles = self._policy.get_weights_ipc_handles(keys, self._readers)
-                run_on_all(self._engines, RefitReceiver.load_weights_from_ipc, handles)
-        run_on_all(self._engines, RefitReceiver.finish_refit)
-        self._policy.offload_after_refit()
+                handles = self.policy.get_weights_ipc_handles(keys, self._readers)
+                run_on_all(self.engines, RefitReceiver.load_weights_from_ipc, handles)
+        run_on_all(self.engines, RefitReceiver.finish_refit)
+        self.policy.offload_after_refit()
 
     def _prepare(self) -> list[list[str]]:
         """Prepare constant parts in the first refit, and return the groups of weights."""
         if self._groups is None:
-            self._groups = self._policy.prepare_weights_for_ipc(self._buffer_gb)
-            if self._separate:
-                self._infos = self._policy.prepare_refit_info()
-                address = self._policy.open_meeting_place(self._timeout_s)
-                arguments = (*address, self._world_size, self._timeout_s)
-                policy_joins = self._policy.init_collective(*arguments)
-                engines_join = start_on_all(
-                    self._engines, RefitReceiver.init_collective, *arguments
-                )
+            self._groups = self.policy.prepare_weights_for_ipc(self.buffer_bytes / 1024**3)
+            if self.separate:
+                self._infos = self.policy.prepare_refit_info()
+                address = self.policy.open_meeting_place(self.timeout_s)
+                arguments = (*address, self.world_size, self.timeout_s)
+                # Both sides wait for each other.
+                policy_joins = self.policy.init_collective(*arguments)
+                engines_join = start_on_all(self.engines, RefitReceiver.init_collective, *arguments)
                 policy_joins.get_results()
                 engines_join.get_results()
             else:
-                self._readers = run_on_all(self._engines, RefitReceiver.sharing_key)
+                self._readers = run_on_all(self.engines, RefitReceiver.sharing_key)
         return self._groups
 
 

@@ -127,6 +127,7 @@ def accept(handles: dict[str, Any], refit_key: str = "refit") -> list[tuple[str,
     handle = handles[key]
     if not isinstance(handle, SegmentHandle):
         return [(name, accelerator.import_tensor(exported)) for name, exported in handle]
+    # The sender's descriptor gives access to the anonymous segment.
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:
         with open(path, "rb") as file:

@@ -1,1 +1,1 @@
-"""Rewards: the protocol, verifiers, and every source of rewards."""
+"""Rewards: the protocol, verifiers, and all sources of rewards."""

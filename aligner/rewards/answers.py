@@ -6,27 +6,27 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
 def final_answer(response: str) -> str | None:
-    r"""The final answer of a response in a canonical spelling; None where it has none.
+    r"""Return the final answer of a response in canonical form, None if there is none.
 
-    The content of the last ``\boxed{}``; else what follows the last ``####`` on its line; else the
-    last number; else the last line. Numbers lose separators and trailing zeros, other text the
-    spaces around it.
+    The answer is the first of these that exists: the content of the last ``\boxed{}``, the text
+    after the last ``####`` on the same line, the last number, the last line. Separators and
+    trailing zeros of numbers and surrounding spaces of other text are removed.
     """
     boxed = _boxed(response)
     if boxed is not None:
-        return _spelt(boxed)
-    _, mark, rest = response.rpartition("####")
-    if mark and rest.strip():
-        return _spelt(rest.strip().splitlines()[0])
+        return _canonical(boxed)
+    _, mark, answer = response.rpartition("####")
+    if mark and answer.strip():
+        return _canonical(answer.strip().splitlines()[0])
     numbers = _NUMBER.findall(response)
     if numbers:
-        return _spelt(numbers[-1])
+        return _canonical(numbers[-1])
     lines = response.strip().splitlines()
     return lines[-1].strip() if lines else None
 
 
 def _boxed(text: str) -> str | None:
-    """Content of the last complete ``\\boxed{}``, braces within it balanced."""
+    """Return the content of the last complete ``\\boxed{}``, with balanced braces."""
     end = len(text)
     while (start := text.rfind("\\boxed{", 0, end)) >= 0:
         depth = 0
@@ -38,13 +38,13 @@ def _boxed(text: str) -> str | None:
     return None
 
 
-def _spelt(text: str) -> str | None:
+def _canonical(text: str) -> str | None:
     text = text.strip().strip("$").strip().rstrip(".")
     if not _NUMBER.fullmatch(text):
         return text or None
-    whole, point, decimals = text.replace(",", "").partition(".")
+    integer, point, decimals = text.replace(",", "").partition(".")
     decimals = decimals.rstrip("0")
-    sign, digits = ("-", whole[1:]) if whole.startswith("-") else ("", whole)
+    sign, digits = ("-", integer[1:]) if integer.startswith("-") else ("", integer)
     digits = digits.lstrip("0") or "0"
     number = digits + (f".{decimals}" if point and decimals else "")
     return number if number == "0" else sign + number

@@ -1,4 +1,4 @@
-"""Weighting of a reward model's ratings into the one number that an algorithm learns from."""
+"""Weighted sum of a reward model's ratings, the reward of a sample."""
 
 from collections.abc import Sequence
 
@@ -11,29 +11,29 @@ from aligner.errors import ConfigError
 def check_weights(
     weights: Sequence[float] | None, attributes: Sequence[str], source: str
 ) -> Tensor | None:
-    """Weights float32 [K] of K attributes; None where a single number is the reward.
+    """Return the weights float32 [K] of K attributes, None if the reward is a single number.
 
-    ``attributes``: none where the source gives one number for comparisons. ``source``: what gives
-    them, for the message of a refusal.
+    ``attributes``: empty if the source was trained on comparisons, with a single number per sample.
+    ``source``: name of the source, for messages.
     """
     count = max(1, len(attributes))
     if weights is None:
         if count == 1:
             return None
         raise ConfigError(
-            f"{source} rates {count} attributes ({', '.join(attributes)}); give "
-            f"reward.attribute_weights, {count} numbers in this order, for their weighted sum"
+            f"{source} rates {count} attributes ({', '.join(attributes)}). Set "
+            f"reward.attribute_weights to {count} numbers in this order, for their weighted sum"
         )
     if len(weights) != count:
         raise ConfigError(
             f"reward.attribute_weights={list(weights)} has {len(weights)} numbers, and {source} "
-            f"rates {count} ({', '.join(attributes) or 'one reward'}); give one for each"
+            f"rates {count} ({', '.join(attributes) or 'one reward'}). Set a number for each"
         )
     return torch.tensor(weights, dtype=torch.float32)
 
 
 def weighted(scores: Tensor, weights: Tensor | None) -> Tensor:
-    """Rewards float32 [B] of scores [B] or [B, K]."""
+    """Return rewards float32 [B] from scores [B] or [B, K]."""
     scores = scores.float()
     if weights is None:
         return scores.flatten()
@@ -41,7 +41,7 @@ def weighted(scores: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def attribute_parts(scores: Tensor, attributes: Sequence[str]) -> dict[str, list[float]]:
-    """Scores of each attribute by its name, of ``scores`` float [B, K]; empty where K is 1."""
+    """Return the column of each attribute in ``scores`` float [B, K], an empty dict if K is 1."""
     if len(attributes) < 2:
         return {}
     columns = scores.float().T.tolist()

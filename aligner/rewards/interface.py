@@ -1,9 +1,8 @@
-"""`Reward`: the controller's handle of a scorer of responses.
+"""`Reward`: the controller's handle of a reward function.
 
-Here that is a Python function. Only rank 0 calls it and sends on the result, so that a function
-with side effects, or one that is not deterministic, is called once. A trained reward model
-(`rewards.model`) or a server (`rewards.server.client`) takes this handle's place with the same
-method.
+Only rank 0 calls the function, and broadcasts the result, so that a function with side effects or
+random results is called once. A trained reward model (`rewards.model`) and a server
+(`rewards.server.client`) have handles with the same method.
 """
 
 from collections.abc import Sequence
@@ -29,9 +28,9 @@ class ScoredResponses:
 
     responses: list[str]  # without the end-of-sequence token
     rewards: Tensor  # float32 [B]
-    parts: dict[str, list[float]]  # further numbers the function returned, B values each
-    timeouts: int = 0  # responses for which the function did not answer in time
-    metrics: dict[str, float] = field(default_factory=dict)  # of the rollout as a whole
+    parts: dict[str, list[float]]  # additional metrics of the function, B values each
+    timeouts: int = 0  # number of responses without a result within the time limit
+    metrics: dict[str, float] = field(default_factory=dict)  # of the whole rollout
 
 
 def rated_responses(
@@ -43,26 +42,26 @@ def rated_responses(
     prompts: Sequence[str],
     source: str,
 ) -> ScoredResponses:
-    """Rewards of a model's ``scores``, float [B] or [B, K] of the K ``attributes``.
+    """Return the rewards for a model's ``scores``, float [B] or [B, K] of the K ``attributes``.
 
-    ``weights``: of `check_weights`. ``source``: what rates, for the message.
+    ``weights``: from `check_weights`. ``source``: name of the model, for messages.
 
     Raises:
-        RewardError: a reward is not finite in float32, which may be finite at its source.
+        RewardError: a reward is not finite in float32, though it may be finite in the source.
     """
     rewards = weighted(scores, weights)
     infinite = (~rewards.isfinite()).nonzero().flatten().tolist()
     if infinite:
         samples = Samples(list(prompts), responses, [None] * len(responses))
         raise RewardError(
-            f"{source} rates {samples.describe(infinite[0])} with {rewards[infinite[0]]}; a "
-            "reward must be finite in float32"
+            f"{source} rates {samples.describe(infinite[0])} with {rewards[infinite[0]]}. A reward "
+            "must be finite in float32"
         )
     return ScoredResponses(responses, rewards, attribute_parts(scores, attributes))
 
 
 class RewardInterface(Protocol):
-    """Anything that scores the responses of a rollout."""
+    """Scores the responses of a rollout."""
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
         """Score every row."""
@@ -73,42 +72,39 @@ class Reward:
     """Scores responses with a ``RewardFunction``."""
 
     def __init__(self, function: RewardFunction | None, tokenizer: Tokenizer) -> None:
-        """``function`` is needed on rank 0 only."""
+        """Store the function, which only rank 0 needs."""
         self._function = function
         self.tokenizer = tokenizer
 
     @classmethod
     def load(cls, config: RewardConfig, tokenizer: Tokenizer) -> "Reward":
-        """Import the function that ``reward.function`` names; a bad name fails on every rank."""
-        loaded: list[RewardFunction] = []
-        assert config.function is not None, "checked with the configuration"
-        function = config.function
+        """Import the function ``reward.function``. An invalid name fails on every rank."""
+        reward = cls(None, tokenizer)
 
         def load() -> None:
-            loaded.append(
-                RewardFunction.load(
-                    function,
-                    kwargs=config.kwargs,
-                    time_limit_s=config.time_limit_s,
-                    max_concurrency=config.max_concurrency,
-                    timeout_reward=config.timeout_reward,
-                )
+            assert config.function is not None, "checked with the configuration"
+            reward._function = RewardFunction.load(
+                config.function,
+                kwargs=config.kwargs,
+                time_limit_s=config.time_limit_s,
+                max_concurrency=config.max_concurrency,
+                timeout_reward=config.timeout_reward,
             )
 
         on_rank_zero(load)
-        return cls(loaded[0] if loaded else None, tokenizer)
+        return reward
 
     def check_columns(self, available: frozenset[str]) -> None:
         """Refuse data without a column that the function needs."""
-        known = available | {"is_end", "response_lengths"}
-        on_rank_zero(lambda: self._rank_zero_function().check_columns(known))
+        columns = available | {"is_end", "response_lengths"}
+        on_rank_zero(lambda: self._rank_zero_function().check_columns(columns))
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
         """Decode and score every row.
 
         Reads ``input_ids`` int64 [B, S], ``prompt_lengths`` and ``input_lengths`` int64 [B],
-        ``is_end`` bool [B], and the lists ``prompts``, ``ground_truths`` and ``columns`` (one dict
-        of the data's further columns per row).
+        ``is_end`` bool [B], and the lists ``prompts``, ``ground_truths`` and ``columns`` (a dict
+        of the data's other columns for each row).
         """
         responses = response_texts(self.tokenizer, data) if is_rank_zero() else []
 
@@ -134,7 +130,7 @@ class Reward:
 
 
 def _columns(data: BatchedDataDict) -> dict[str, list[Any]]:
-    """The data's columns and the trainer's, by name."""
+    """Return the columns of the data and the trainer."""
     names = dict.fromkeys(name for row in data["columns"] for name in row)
     columns = {name: [row.get(name) for row in data["columns"]] for name in names}
     lengths = data["input_lengths"] - data["prompt_lengths"]

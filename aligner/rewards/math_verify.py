@@ -16,19 +16,19 @@ def reward(
     boxed: bool = False,
     sample_limit_s: int = 5,
 ) -> list[dict[str, float]]:
-    r"""Reward 1 where the response's final answer equals the ground truth (``1/2`` = ``0.5``).
+    r"""Return reward 1 if the response's final answer equals the ground truth (``1/2`` = ``0.5``).
 
     Args:
-        prompts: not looked at.
-        responses: text without the end-of-sequence token; the answer may be in ``\boxed{}``, in
+        prompts: not used.
+        responses: text without the end-of-sequence token. The answer may be in ``\boxed{}``, in
             dollars, or a plain number.
         ground_truths: numbers, or LaTeX with or without dollars or ``\boxed{}``.
         boxed: only count an answer in ``\boxed{}``.
-        sample_limit_s: longest time for one comparison, which then counts as wrong. It works in
-            the reward process only: it needs signals, which threads do not get.
+        sample_limit_s: time limit of a comparison, which then counts as wrong. Only in the reward
+            process, as the limit needs signals, which threads do not receive.
 
     Returns:
-        ``reward`` and ``accuracy`` (the same), and ``well_formed``: an answer was found.
+        ``reward``, the equal ``accuracy``, and ``well_formed`` (1 if an answer was found).
     """
     # sympy takes a while to import
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify

@@ -1,6 +1,7 @@
-"""Rewards of a rollout from a reward model, also on the critic's backbone; a verifier beside."""
+"""Rewards from a reward model, optionally on the critic's backbone, and with a verifier."""
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
@@ -14,18 +15,18 @@ from aligner.models.reward.workers.reward_worker import RewardScorer
 from aligner.models.value.lm_value import Value
 from aligner.models.value.workers.value_worker import ValueWorker
 from aligner.rewards.interface import Reward, RewardInterface, ScoredResponses, rated_responses
-from aligner.rewards.sequences import SequenceEncoder, response_texts, scored_texts
+from aligner.rewards.sequences import SequenceEncoder, scored_texts
 
 
 class SharedBackboneReward:
-    """Scores whole sequences, as `RewardModel` does, with weights that are swapped in."""
+    """Scores whole sequences like `RewardModel`, with weights swapped into the critic's workers."""
 
     def __init__(
         self, value: Value, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
     ) -> None:
-        """Have the critic's workers load ``config.restore_from_path`` beside their own weights.
+        """Have the critic's workers load ``config.restore_from_path`` in addition to the critic.
 
-        ``config``: how sequences are cut into micro-batches, as for a separate reward model.
+        ``config``: the micro-batches, like those of a separate reward model.
         """
         self.worker_group, self.model = value.worker_group, config
         run_on_all(self.worker_group, ValueWorker.share_backbone, config, tokenizer, run)
@@ -37,36 +38,28 @@ class SharedBackboneReward:
     reward_attributes = on_all_workers(RewardScorer.reward_attributes)
 
 
+@dataclass(eq=False)
 class ModelReward:
     """Scores responses with a reward model on the run's workers.
 
-    Args:
-        model: the handle; it only scores.
-        encoder: texts to the model's sequences.
-        tokenizer: the policy's.
-        weights: float32 [K] of the K attributes that the model rates; None: it gives one number.
-        micro_batch_size: sequences per forward pass, per data-parallel rank.
-        end_strings: the policy's stop strings, which no reward model was shown.
+    ``encoder``: encodes texts as the model's sequences. ``tokenizer``: tokenizer of the policy.
+    ``weights``: float32 [K] of the model's K attributes, None if the model has one number.
+    ``micro_batch_size``: sequences per forward pass, per data-parallel rank. ``end_strings``: stop
+    strings of the policy, which reward models were not trained on.
     """
 
-    def __init__(
-        self,
-        model: RewardModel | SharedBackboneReward,
-        encoder: SequenceEncoder,
-        tokenizer: Tokenizer,
-        *,
-        weights: Tensor | None,
-        micro_batch_size: int,
-        end_strings: Sequence[str] = (),
-    ) -> None:
-        self.model, self.encoder, self.tokenizer = model, encoder, tokenizer
-        self.weights, self.micro_batch_size = weights, micro_batch_size
-        self.end_strings = end_strings
+    model: RewardModel | SharedBackboneReward
+    encoder: SequenceEncoder
+    tokenizer: Tokenizer
+    _: KW_ONLY
+    weights: Tensor | None
+    micro_batch_size: int
+    end_strings: Sequence[str] = ()
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row; columns as in `Reward.get_rewards`."""
-        responses = response_texts(self.tokenizer, data)
-        texts = scored_texts(self.tokenizer, data, responses, self.end_strings)
+        """Score every row. Columns as in `Reward.get_rewards`."""
+        responses, texts = scored_texts(self.tokenizer, data, self.end_strings)
+        # Encode with the reward model's tokenizer, and score in inference mode.
         pairs = zip(data["prompts"], texts, strict=True)
         batch = self.encoder.collate([self.encoder.ids(prompt, text) for prompt, text in pairs])
         self.model.prepare_for_inference()
@@ -82,20 +75,21 @@ class ModelReward:
         )
 
 
+@dataclass(eq=False)
 class VerifiedReward:
-    """Rewards of one source, beside a function that verifies how often they are deserved.
+    """Rewards of a source, with metrics of a function that verifies them.
 
-    The function's ``accuracy`` (where it gives none, whether its reward is at least 1) becomes the
-    metric of that name, its reward ``reward_parts/verified``. Neither is trained on. Where the
-    source rates something under a name that the verifier has, too, its number is
+    The function's ``accuracy`` (or, if missing, whether its reward is at least 1) becomes the
+    metric of this name, and its reward becomes ``reward_parts/verified``. Neither is trained on. If
+    the source and the verifier have a metric of the same name, the source's is
     ``reward_parts/rated_<name>``.
     """
 
-    def __init__(self, reward: RewardInterface, verifier: Reward) -> None:
-        self.reward, self.verifier = reward, verifier
+    reward: RewardInterface
+    verifier: Reward
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row with both."""
+        """Score every row with the source and the verifier."""
         scored, checked = self.reward.get_rewards(data), self.verifier.get_rewards(data)
         verified = checked.rewards.tolist()
         parts = {

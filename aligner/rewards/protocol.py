@@ -1,23 +1,22 @@
 """Contract of a reward function: its arguments and its result.
 
-``def reward(prompts, responses, ground_truths, **columns) -> list[float] | list[dict]``, which may
-also be ``async def``. All arguments are lists of the same length, one entry per sample:
+``def reward(prompts, responses, ground_truths, **columns) -> list[float] | list[dict]``, plain or
+``async def``. All arguments are lists of the same length, with an entry per sample:
 
-* ``prompts``: prompt text as the model saw it, chat template included;
-* ``responses``: response text without the end-of-sequence token;
-* ``ground_truths``: the data's ground truth, None where the data has none. A function of two
-  positional parameters gets them by keyword;
-* ``columns``: by keyword, every other column of the data, and from the trainer ``is_end``
-  (bool: the response ended by itself, with EOS or a stop string) and ``response_lengths``
-  (int, in tokens). Only those that the signature names are passed, all of them if it has
-  ``**columns``. What ``reward.kwargs`` of the configuration holds comes by keyword too, and
-  wins over columns.
+* ``prompts``: prompt text as the model saw it, chat template included.
+* ``responses``: response text without the end-of-sequence token.
+* ``ground_truths``: the data's ground truth, None if the data has none. A function of two
+  positional parameters gets them by keyword.
+* ``columns``: keyword arguments. They are the other columns of the data and, from the trainer,
+  ``is_end`` (bool: the response ended with EOS or a stop string) and ``response_lengths`` (int, in
+  tokens). Only columns that the signature names are passed, or all with ``**columns``. The values
+  of ``reward.kwargs`` are keyword arguments, too, and override columns.
 
-It returns one number per sample, finite in float32, or one dict per sample that holds
-``"reward"`` and further numbers under the same keys for every sample; those become metrics.
+It returns a number per sample, finite in float32, or a dict per sample with ``"reward"`` and
+additional metrics. The keys are the same for all samples.
 
-This module and :mod:`aligner.rewards.function.execution` import neither torch nor numpy: they are
-loaded by every reward process.
+Every reward process loads this module and :mod:`aligner.rewards.function.execution`, so they import
+neither torch nor numpy.
 """
 
 import inspect
@@ -37,21 +36,22 @@ class Signature:
     """Columns that a reward function accepts."""
 
     name: str
-    named: tuple[str, ...]  # columns it names
-    required: tuple[str, ...]  # those of them without a default
-    takes_all: bool  # it has **columns
-    first: tuple[str, ...] = ()  # parameters of the lists, which no column can be named like
-    lists: int = 3  # lists passed by position; 2: the ground truths go by keyword
+    named: tuple[str, ...]  # named columns
+    required: tuple[str, ...]  # named columns without a default
+    takes_all: bool  # whether it has **columns
+    first: tuple[str, ...] = ()  # parameters of the lists, whose names columns cannot have
+    lists: int = 3  # number of positional lists. 2 means that ground truths are passed by keyword.
 
     @classmethod
     def of(
         cls, function: Callable[..., Any], name: str, kwargs: Collection[str] = ()
     ) -> "Signature":
-        """Inspect ``function``, to be called with the keyword arguments ``kwargs``.
+        """Inspect ``function``, which will be called with the keyword arguments ``kwargs``.
 
         Raises:
-            ConfigError: the function cannot be called with the lists, or does not know an option.
+            ConfigError: the function cannot be called with the lists, or with one of ``kwargs``.
         """
+        # Two or three positional parameters for the lists.
         parameters = list(inspect.signature(function).parameters.values())
         positional = [
             p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -67,14 +67,15 @@ class Signature:
                 f"reward function {name!r} must take (prompts, responses, ground_truths, "
                 f"**columns), but its signature is {inspect.signature(function)}"
             )
+        # Keyword parameters for ``kwargs`` and columns.
         keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY] + positional[lists:]
-        known = {p.name for p in keyword}
+        keyword_names = {p.name for p in keyword}
         first = tuple(p.name for p in positional[:lists] if p.kind is p.POSITIONAL_OR_KEYWORD)
-        unknown = sorted(set(kwargs) - known if not takes_all else set(kwargs) & set(first))
+        unknown = sorted(set(kwargs) & set(first) if takes_all else set(kwargs) - keyword_names)
         if unknown:
             raise ConfigError(
                 f"reward.kwargs: function {name!r} has no keyword arguments {unknown}; it has "
-                f"{sorted(known)}"
+                f"{sorted(keyword_names)}"
             )
         passed = {*kwargs, "ground_truths"} if lists == 2 else set(kwargs)
         free = [p for p in keyword if p.name not in passed]
@@ -89,7 +90,7 @@ class Signature:
 
     @classmethod
     def of_plain(cls, fields: Mapping[str, Any]) -> "Signature":
-        """The signature whose ``vars`` came as JSON."""
+        """Return the signature from its ``vars``, which were sent as JSON."""
         lists = {name: tuple(fields[name]) for name in ("named", "required", "first")}
         return cls(
             name=str(fields["name"]),
@@ -99,16 +100,16 @@ class Signature:
         )
 
     def check_columns(self, available: Collection[str]) -> None:
-        """Refuse data that lacks a column which the function cannot do without.
+        """Refuse data without a column that the function requires.
 
-        A column named like one of the three lists would be given twice, and is refused as well.
+        Columns with the name of one of the three lists are refused, too, with ``**columns``.
         """
-        twice = [name for name in self.first if self.takes_all and name in available]
-        if twice:
+        repeated = [name for name in self.first if self.takes_all and name in available]
+        if repeated:
             raise DataError(
-                f"reward function {self.name!r} has the parameters {twice} for its positional "
-                "arguments, and **columns would be given the data's columns of that name; rename "
-                "the parameters, or write def f(prompts, responses, ground_truths, /, **columns)"
+                f"reward function {self.name!r} has the parameters {repeated} for its positional "
+                "arguments, and the data has columns of the same name for **columns. Rename the "
+                "parameters, or write def f(prompts, responses, ground_truths, /, **columns)"
             )
         missing = [name for name in self.required if name not in available]
         if missing:
@@ -118,7 +119,7 @@ class Signature:
             )
 
     def select(self, columns: Mapping[str, list[Any]], kwargs: Collection[str]) -> dict[str, Any]:
-        """The columns to pass."""
+        """Return the columns that are passed to the function."""
         self.check_columns(columns)
         return {
             name: values
@@ -135,7 +136,7 @@ class Samples:
     responses: list[str]
     ground_truths: list[Any]
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    offset: int = 0  # number of the first one, where these are a part of a batch
+    offset: int = 0  # index of the first sample in the batch
 
     def __post_init__(self) -> None:
         for name, values in [
@@ -152,7 +153,7 @@ class Samples:
         return len(self.prompts)
 
     def slice(self, start: int, stop: int) -> "Samples":
-        """Samples ``start`` to ``stop - 1``."""
+        """Return the samples ``start`` to ``stop - 1``."""
         part = slice(start, stop)
         return Samples(
             self.prompts[part],
@@ -163,7 +164,7 @@ class Samples:
         )
 
     def describe(self, index: int) -> str:
-        """Name sample ``index`` by its number, the prompt's tail and the response's head."""
+        """Describe a sample by its index, the end of the prompt and the start of the response."""
         prompt, response = self.prompts[index], self.responses[index]
         tail = prompt if len(prompt) <= 80 else "…" + prompt[-80:]
         head = response if len(response) <= 80 else response[:80] + "…"
@@ -173,14 +174,14 @@ class Samples:
 def parse_scores(
     scores: Any, samples: Samples, name: str
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Check what the function ``name`` returned.
+    """Check the result of the function ``name``.
 
     Returns:
-        (rewards, metrics), each list with one entry per sample.
+        (rewards, metrics), with an entry per sample in each list.
 
     Raises:
-        RewardError: wrong count, not a number, NaN or infinite, keys that differ; the message
-            names the function and the sample.
+        RewardError: the number of scores is wrong, a score is not a finite number, or keys differ.
+            The message names the function and the sample.
     """
     scores = scores.tolist() if hasattr(scores, "tolist") else scores  # arrays and tensors
     if not isinstance(scores, list | tuple):
@@ -192,47 +193,49 @@ def parse_scores(
         raise RewardError(
             f"reward function {name!r} returned {len(scores)} rewards for {len(samples)} samples"
         )
+    # Column by column, with the keys of the first sample.
     with_keys = bool(scores) and isinstance(scores[0], Mapping)
     keys = set(scores[0]) if with_keys else {"reward"}
     table: dict[str, list[float]] = {str(key): [] for key in ["reward", *sorted(keys, key=str)]}
     for index, score in enumerate(scores):
-        where = f"reward function {name!r}, {samples.describe(index)}"
-        for key, value in _as_items(score, keys, with_keys, where):
-            table[key].append(_as_number(value, f"{where}: {key}"))
+        source = f"reward function {name!r}, {samples.describe(index)}"
+        for key, value in _as_items(score, keys, with_keys, source):
+            table[key].append(_as_number(value, f"{source}: {key}"))
     rewards = table.pop("reward")
     return rewards, table
 
 
-def _as_items(score: Any, keys: set[str], with_keys: bool, where: str) -> list[tuple[str, Any]]:
+def _as_items(score: Any, keys: set[str], with_keys: bool, source: str) -> list[tuple[str, Any]]:
     if isinstance(score, Mapping) != with_keys:
-        raise RewardError(f"{where}: numbers and dicts are mixed")
+        raise RewardError(f"{source}: numbers and dicts are mixed")
     if not isinstance(score, Mapping):
         return [("reward", score)]
     if "reward" not in score:
-        raise RewardError(f"{where}: the dict has no key 'reward', only {sorted(score, key=str)}")
-    foreign = [key for key in score if not isinstance(key, str)]
-    if foreign:
-        raise RewardError(f"{where}: the key {foreign[0]!r} is no text; name that number by text")
+        raise RewardError(f"{source}: the dict has no key 'reward', only {sorted(score, key=str)}")
+    invalid = [key for key in score if not isinstance(key, str)]
+    if invalid:
+        raise RewardError(f"{source}: the key {invalid[0]!r} is not text. Use text as the key")
     if set(score) != keys:
         raise RewardError(
-            f"{where}: the dict has the keys {sorted(score)}, the first sample's has "
+            f"{source}: the dict has the keys {sorted(score)}, the first sample's has "
             f"{sorted(keys, key=str)}"
         )
     return list(score.items())
 
 
-def _as_number(value: Any, what: str) -> float:
+def _as_number(value: Any, source: str) -> float:
     if not isinstance(value, Real) and callable(getattr(value, "item", None)):
         value = value.item()  # a scalar array or tensor
     if not isinstance(value, Real):
-        raise RewardError(f"{what} is {shown(value)}, which is not a number")
+        raise RewardError(f"{source} is {shown(value)}, which is not a number")
+    # Rewards are stored in float32.
     try:
         number = float(value)
         struct.pack("<f", number)
     except OverflowError:
         raise RewardError(
-            f"{what} is {shown(value)}, which is infinite in float32; it must lie within 3.4e38"
+            f"{source} is {shown(value)}, which is infinite in float32. The limit is 3.4e38"
         ) from None
     if not math.isfinite(number):
-        raise RewardError(f"{what} is {number}; it must be finite")
+        raise RewardError(f"{source} is {number}; it must be finite")
     return number

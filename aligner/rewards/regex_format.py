@@ -12,7 +12,7 @@ def reward(
     pattern: str,
     format_reward: float = 0.0,
 ) -> list[dict[str, float]]:
-    r"""Reward responses that match ``pattern`` from the first to the last character.
+    r"""Return reward 1 for responses that match ``pattern`` from the first to the last character.
 
     A pattern with a group named ``answer`` also requires the right answer: the group's text
     without surrounding blanks must equal the ground truth's. Example::
@@ -20,11 +20,11 @@ def reward(
         pattern: '<think>.*?</think>\s*<answer>(?P<answer>[^<]*)</answer>\s*'
 
     Args:
-        prompts: not looked at.
+        prompts: not used.
         responses: text without the end-of-sequence token.
-        ground_truths: compared as text; not looked at without an ``answer`` group.
-        pattern: Python regular expression; ``.`` matches newlines too.
-        format_reward: what a well-formed response with a wrong answer gets.
+        ground_truths: compared as text. Not used without an ``answer`` group.
+        pattern: Python regular expression, in which ``.`` also matches newlines.
+        format_reward: reward of a well-formed response with a wrong answer.
 
     Returns:
         ``reward`` (1 for right, ``format_reward`` for well-formed and wrong, else 0),
@@ -34,6 +34,7 @@ def reward(
     scores = []
     for response, ground_truth in zip(responses, ground_truths, strict=True):
         match = compiled.fullmatch(response)
+        # Without a group ``answer``, a match is right.
         right = match is not None
         if match is not None and "answer" in compiled.groupindex:
             answer = match.group("answer")

@@ -1,4 +1,4 @@
-"""A policy behind OpenAI's HTTP interface, for whichever engine samples for it."""
+"""HTTP server of a policy with OpenAI's interface, for any sampling engine."""
 
 from aligner.packages import require_extra
 

@@ -1,9 +1,9 @@
-"""Answers as OpenAI's interface has them, whole or in pieces, from what the engine sampled.
+"""Answers in OpenAI's format, complete or streamed, built from the tokens of the engine.
 
-Log-probs are of every token that was sampled, the one that ended the answer included, as the engine
-computed them: at the sampling temperature, over the tokens that top-k and top-p left. A
-token has the text that it completes: a character of several tokens stands at the last of them, and
-special tokens, skipped, and the one that ended the answer have none.
+Log-probs cover every sampled token, the end token included. They are the engine's: at the sampling
+temperature, over the tokens that top-k and top-p kept. The text of a token is the text that the
+token completes: a character of several tokens belongs to the last of them. End tokens and skipped
+special tokens have no text.
 """
 
 import secrets
@@ -31,11 +31,11 @@ from aligner.serving.tools import split_calls
 
 
 class Choice:
-    """One answer as it comes: its tokens, and its text up to a stop string.
+    """One answer while it is sampled: its tokens, and its text up to a stop string.
 
-    ``ids`` and ``logprobs``: every token that was sampled. ``pieces`` and ``offsets``: the text
-    that each completed, all pieces together are the text; and the characters before it. ``text``:
-    what can be shown of it. ``finish``: why it ended; None: it has not.
+    ``ids`` and ``logprobs``: all sampled tokens. ``pieces``: the text that each token completes,
+    whose concatenation is the whole text. ``offsets``: number of characters before each piece.
+    ``text``: the text shown so far. ``finish``: why the answer ended, None while it grows.
     """
 
     def __init__(
@@ -44,97 +44,107 @@ class Choice:
         prompt: Sequence[int],
         stop: Sequence[str],
         *,
-        holds: bool,
+        is_buffered: bool,
         min_tokens: int = 0,
         skips_special: bool = False,
     ) -> None:
-        """``holds``: show nothing before the end. ``min_tokens``: no stop string ends it before.
+        """Create an empty answer.
 
-        ``skips_special``: special tokens have no text.
+        ``is_buffered``: show no text before the end. ``min_tokens``: stop strings that end before
+        this token are ignored. ``skips_special``: special tokens have no text.
         """
         self.prompt, self.ids, self.logprobs = list(prompt), list[int](), list[float]()
         self.pieces, self.offsets = list[str](), list[int]()
-        self._min_tokens, self._skips = min_tokens, skips_special
-        self._special = getattr(tokenizer, "special_ids", frozenset[int]())
-        self._plain = ""  # the text without special tokens,
-        self._spelt: list[tuple[int, int]] = []  # which stand there, and have so many characters
-        self._least = (0, 0)  # characters of both texts that no stop string ends
         self.text = ""
         self.finish: EndKind | None = None
-        self._ends, self._stop, self._holds = frozenset(tokenizer.end_ids), tuple(stop), holds
+        self._stop, self._is_buffered = tuple(stop), is_buffered
+        self._min_tokens, self._skips_special = min_tokens, skips_special
+        self._end_ids = frozenset(tokenizer.end_ids)
+        self._special = getattr(tokenizer, "special_ids", frozenset[int]())
         self._tokenizer, self._decoder = tokenizer, IncrementalDecoder(tokenizer, prompt)
-        self._decoded = ""
+        # Stop strings are searched for in the decoded text and, because special tokens may
+        # interrupt a stop string, in that text without special tokens.
+        self._decoded, self._plain = "", ""
+        self._special_spans: list[tuple[int, int]] = []  # offset in `_plain`, characters
+        self._least_characters = (0, 0)  # of both texts, before which stop strings are ignored
 
     def push(self, progress: Progress) -> str:
-        """Take what came; the text that can be shown now."""
+        """Add sampled tokens and return the text that can now be shown."""
         self.logprobs += progress.logprobs
         for token in progress.ids:
             self.ids.append(token)
             is_special = token in self._special
-            has_no_text = token in self._ends or (is_special and self._skips and not self._holds)
-            piece = "" if has_no_text else self._decoder.push(token)
+            is_skipped = is_special and self._skips_special and not self._is_buffered
+            piece = "" if token in self._end_ids or is_skipped else self._decoder.push(token)
             self.offsets.append(len(self._decoded))
             self.pieces.append(piece)
             self._decoded += piece
             if is_special:
-                self._spelt.append((len(self._plain), len(piece)))
+                self._special_spans.append((len(self._plain), len(piece)))
             else:
                 self._plain += piece
             if len(self.ids) < self._min_tokens:
-                self._least = len(self._decoded), len(self._plain)
+                self._least_characters = len(self._decoded), len(self._plain)
         if progress.end is not None:
-            rest = self._decoder.flush()
-            self._decoded, self._plain = self._decoded + rest, self._plain + rest
-            self.pieces[-1:] = [piece + rest for piece in self.pieces[-1:]]
+            # The last token also completes the text of incomplete characters.
+            last = self._decoder.flush()
+            self._decoded, self._plain = self._decoded + last, self._plain + last
+            self.pieces[-1:] = [piece + last for piece in self.pieces[-1:]]
             self.finish = progress.end
-        shown, begin = self._shown(), len(self.text)
+        shown, start = self._shown(), len(self.text)
         self.text = shown
-        return shown[begin:]
+        return shown[start:]
 
     @property
-    def whole_text(self) -> str:
-        """Text of all that was sampled, stop strings and the token that ended it included."""
-        ended = [token for token in self.ids[-1:] if token in self._ends]
+    def full_text(self) -> str:
+        """Text of all sampled tokens, stop strings and the end token included."""
+        ended = [token for token in self.ids[-1:] if token in self._end_ids]
         text = decode_response(self._tokenizer, self.prompt, self.ids)
         return text + self._tokenizer.decode(ended)
 
     @property
     def plain_text(self) -> str:
-        """The text that can be shown, without special tokens also where it was held for calls."""
+        """The shown text without the special tokens that a buffered text still contains."""
         text = self.text
-        for token in set(self.ids) & self._special if self._skips else ():
+        for token in set(self.ids) & self._special if self._skips_special else ():
             text = text.replace(self._tokenizer.decode([token]), "")
         return text
 
     def _shown(self) -> str:
-        """The text without a stop string, and before the end without what may become one."""
-        spelt, plain = self._decoded, self._plain
-        found = self._stops(spelt, self._least[0])
-        found += map(self._place, self._stops(plain, self._least[1]))
-        if found and self.finish is not None:
+        """Return the text up to a stop string and, before the end, up to a possible stop string."""
+        text, plain = self._decoded, self._plain
+        ends = self._stops(text, self._least_characters[0])
+        ends += map(self._offset_in_text, self._stops(plain, self._least_characters[1]))
+        if ends and self.finish is not None:
             self.finish = "stop"
-        elif self.finish is None and not found:
-            found = [len(spelt) - self._held(spelt), self._place(len(plain) - self._held(plain))]
-        text = spelt[: min(found, default=len(spelt))]
-        return "" if self._holds and self.finish is None else text
+        elif self.finish is None and not ends:
+            ends = [
+                len(text) - self._possible_stop(text),
+                self._offset_in_text(len(plain) - self._possible_stop(plain)),
+            ]
+        shown = text[: min(ends, default=len(text))]
+        return "" if self._is_buffered and self.finish is None else shown
 
     def _stops(self, text: str, least: int) -> list[int]:
-        """Places of stop strings that end behind the first ``least`` characters."""
-        places = (text.find(stop, max(0, least - len(stop) + 1)) for stop in self._stop)
-        return [place for place in places if place >= 0]
+        """Return the offset of each stop string that ends after the first ``least`` characters."""
+        offsets = (text.find(stop, max(0, least - len(stop) + 1)) for stop in self._stop)
+        return [offset for offset in offsets if offset >= 0]
 
-    def _held(self, text: str) -> int:
-        """Characters at the end of a text that may become a stop string."""
+    def _possible_stop(self, text: str) -> int:
+        """Return the number of characters at the end of a text that could begin a stop string."""
         lengths = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
         return max(lengths, default=0)
 
-    def _place(self, plain: int) -> int:
-        """The place in the text of one in the text without special tokens."""
-        return plain + sum(length for place, length in self._spelt if place <= plain)
+    def _offset_in_text(self, plain: int) -> int:
+        """Convert an offset in the text without special tokens to an offset in the whole text."""
+        return plain + sum(length for offset, length in self._special_spans if offset <= plain)
 
 
 class Answer(ABC):
-    """Writes the answers to one request, whole or in pieces; ``nothing``: content of the last."""
+    """Formats the answers to one request, complete or as a stream of pieces.
+
+    ``nothing``: empty content, of the last piece of a choice.
+    """
 
     object: str
     piece_object: str
@@ -149,29 +159,32 @@ class Answer(ABC):
         choices: Sequence[Choice],
         form: Form | None = None,
     ) -> None:
-        """``choices``: as they will be filled. ``form``: of calls; None: there are no tools."""
+        """Format ``choices``, which grow later. ``form``: format of tool calls, None: no tools."""
         self.choices = choices
         self._tokenizer, self._request, self._form = tokenizer, request, form
         unique = f"{self.prefix}-{uuid.uuid4().hex}"
         self._head: dict[str, Any] = {"id": unique, "created": int(time.time()), "model": model}
 
-    def whole(self) -> Completion:
-        """The answer, once every choice has ended."""
-        choices = [
-            CompletionChoice(index=number, **self._content(choice), **self._details(choice))
-            for number, choice in enumerate(self.choices)
-        ]
+    def complete(self) -> Completion:
+        """Return the whole answer, after every choice has ended."""
+        choices = []
+        for index, choice in enumerate(self.choices):
+            content, finish = self._content(choice)
+            details = self._details(choice)
+            choices.append(
+                CompletionChoice(index=index, **content, finish_reason=finish, **details)
+            )
         return self._completion(self.object, choices, usage=self._usage())
 
     def first(self) -> list[Completion]:
-        """Pieces before anything was sampled."""
+        """Return the pieces before any sampled token."""
         return []
 
-    def piece(self, progress: Progress) -> list[Completion]:
-        """Pieces by which the answer grows."""
+    def pieces(self, progress: Progress) -> list[Completion]:
+        """Return the pieces for new tokens of a choice."""
         choice = self.choices[progress.row]
         text = choice.push(progress)
-        content, finish = self._growth(choice, text)
+        content, finish = self._new_content(choice, text)
         pieces = []
         has_details = self._request.wants_logprobs or self._request.return_token_ids
         if text or (has_details and progress.ids):
@@ -183,46 +196,47 @@ class Answer(ABC):
         return pieces
 
     def last(self) -> list[Completion]:
-        """Pieces after everything was sampled."""
+        """Return the pieces after the end of all choices."""
         if not self._request.stream_options.include_usage:
             return []
         return [self._completion(self.piece_object, [], usage=self._usage())]
 
     @abstractmethod
-    def _content(self, choice: Choice) -> dict[str, Any]:
-        """Content of a choice that has ended, and why it ended."""
+    def _content(self, choice: Choice) -> tuple[dict[str, Any], str | None]:
+        """Return the content of a choice that has ended, and why it ended."""
 
     @abstractmethod
-    def _growth(self, choice: Choice, text: str) -> tuple[dict[str, Any], str | None]:
-        """Content of a piece by which a choice grows by ``text``; and why the choice ended."""
+    def _new_content(self, choice: Choice, text: str) -> tuple[dict[str, Any], str | None]:
+        """Return the content of a piece with new ``text``, and why the choice has ended, if so."""
 
     @abstractmethod
-    def _logprobs(self, choice: Choice, begin: int) -> ChatLogprobs | TextLogprobs:
-        """Log-probs of a choice's tokens from number ``begin`` on."""
+    def _logprobs(self, choice: Choice, start: int) -> ChatLogprobs | TextLogprobs:
+        """Return the log-probs of a choice's tokens from index ``start`` on."""
 
-    def _details(self, choice: Choice, begin: int = 0) -> dict[str, Any]:
-        """Log-probs and ids of a choice's tokens from ``begin`` on, as the request wants them."""
+    def _details(self, choice: Choice, start: int = 0) -> dict[str, Any]:
+        """Return the requested log-probs and ids of a choice's tokens from index ``start`` on."""
         details: dict[str, Any] = {"logprobs": None}
         if self._request.wants_logprobs:
-            details["logprobs"] = self._logprobs(choice, begin)
+            details["logprobs"] = self._logprobs(choice, start)
         if self._request.return_token_ids:
-            details["token_ids"] = choice.ids[begin:]
+            details["token_ids"] = choice.ids[start:]
         return details
 
     def _piece(self, index: int, **fields: Any) -> Completion:
-        further, options = {}, self._request.stream_options
-        if options.include_obfuscation:  # hides the length of a piece from who sees the traffic
-            further["obfuscation"] = secrets.token_urlsafe(16)[: 1 + secrets.randbelow(20)]
+        extra = {}
+        if self._request.stream_options.include_obfuscation:
+            # Random text hides the length of the piece from observers of the traffic.
+            extra["obfuscation"] = secrets.token_urlsafe(16)[: 1 + secrets.randbelow(20)]
         choice = CompletionChoice(index=index, **fields)
-        return self._completion(self.piece_object, [choice], **further)
+        return self._completion(self.piece_object, [choice], **extra)
 
-    def _completion(self, kind: str, choices: list[CompletionChoice], **further: Any) -> Completion:
-        return Completion(**self._head, object=kind, choices=choices, **further)
+    def _completion(self, kind: str, choices: list[CompletionChoice], **fields: Any) -> Completion:
+        return Completion(**self._head, object=kind, choices=choices, **fields)
 
     def _usage(self) -> Usage:
-        read = sum(len(choice.prompt) for choice in self.choices[:: self._request.n])
+        prompt = sum(len(choice.prompt) for choice in self.choices[:: self._request.n])
         sampled = sum(len(choice.ids) for choice in self.choices)
-        return Usage(prompt_tokens=read, completion_tokens=sampled, total_tokens=read + sampled)
+        return Usage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
 
 
 class ChatAnswer(Answer):
@@ -231,15 +245,15 @@ class ChatAnswer(Answer):
     object, piece_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     nothing: ClassVar[dict[str, Any]] = {"delta": ChatMessage()}
 
-    def whole(self) -> Completion:
-        """The answer, once every choice has ended."""
-        answer = super().whole()
+    def complete(self) -> Completion:
+        """Return the whole answer, after every choice has ended."""
+        answer = super().complete()
         if self._request.return_token_ids:
             answer.prompt_token_ids = self.choices[0].prompt
         return answer
 
     def first(self) -> list[Completion]:
-        """The role of each message, and the prompt's tokens."""
+        """Return the role of each message, and the prompt's tokens."""
         delta = ChatMessage(role="assistant", content="")
         pieces = [
             self._piece(index, delta=delta, finish_reason=None, logprobs=None)
@@ -249,36 +263,35 @@ class ChatAnswer(Answer):
             pieces[0].prompt_token_ids = self.choices[0].prompt
         return pieces
 
-    def _content(self, choice: Choice) -> dict[str, Any]:
+    def _content(self, choice: Choice) -> tuple[dict[str, Any], str | None]:
         message, finish = self._message(choice)
-        whole = ChatMessage(role="assistant", refusal=None, **message)
-        return {"message": whole, "finish_reason": finish}
+        return {"message": ChatMessage(role="assistant", refusal=None, **message)}, finish
 
-    def _growth(self, choice: Choice, text: str) -> tuple[dict[str, Any], str | None]:
+    def _new_content(self, choice: Choice, text: str) -> tuple[dict[str, Any], str | None]:
         delta: dict[str, Any] = {"content": text} if text else {}
         finish: str | None = choice.finish
         if choice.finish is not None and self._form is not None:
             message, finish = self._message(choice)
             delta = {key: value for key, value in message.items() if value is not None}
-            for number, call in enumerate(delta.get("tool_calls", [])):
-                call.index = number
+            for index, call in enumerate(delta.get("tool_calls", [])):
+                call.index = index
         return {"delta": ChatMessage(**delta)}, finish
 
     def _message(self, choice: Choice) -> tuple[dict[str, Any], str | None]:
-        """Fields of the message that a choice is, and why it ended."""
+        """Return the fields of a choice's message, and why the choice ended."""
         if self._form is not None:
             content, calls = split_calls(choice.text, self._form)
             if calls:
                 return {"content": content, "tool_calls": calls}, "tool_calls"
         return {"content": choice.plain_text}, choice.finish
 
-    def _logprobs(self, choice: Choice, begin: int) -> ChatLogprobs:
+    def _logprobs(self, choice: Choice, start: int) -> ChatLogprobs:
         content = []
-        for number in range(begin, len(choice.ids)):
-            piece, alone = choice.pieces[number], self._tokenizer.decode([choice.ids[number]])
-            # A part of a character, or a token without text, is shown as it is by itself.
-            token = alone if "\ufffd" in alone or not piece else piece
-            logprob, spelt = choice.logprobs[number], list(piece.encode())
+        for index in range(start, len(choice.ids)):
+            piece, decoded = choice.pieces[index], self._tokenizer.decode([choice.ids[index]])
+            # A part of a character, or a token without text, is decoded separately.
+            token = decoded if "\ufffd" in decoded or not piece else piece
+            logprob, spelt = choice.logprobs[index], list(piece.encode())
             content.append(TokenLogprob(token=token, logprob=logprob, bytes=spelt, top_logprobs=[]))
         return ChatLogprobs(content=content, refusal=None)
 
@@ -289,22 +302,22 @@ class CompletionAnswer(Answer):
     object, piece_object, prefix = "text_completion", "text_completion", "cmpl"
     nothing: ClassVar[dict[str, Any]] = {"text": ""}
 
-    def _content(self, choice: Choice) -> dict[str, Any]:
-        return {"text": choice.text, "finish_reason": choice.finish}
+    def _content(self, choice: Choice) -> tuple[dict[str, Any], str | None]:
+        return {"text": choice.text}, choice.finish
 
-    def _growth(self, choice: Choice, text: str) -> tuple[dict[str, Any], str | None]:
+    def _new_content(self, choice: Choice, text: str) -> tuple[dict[str, Any], str | None]:
         return {"text": text}, choice.finish
 
-    def _details(self, choice: Choice, begin: int = 0) -> dict[str, Any]:
-        details = super()._details(choice, begin)
-        if self._request.return_token_ids and begin == 0:
+    def _details(self, choice: Choice, start: int = 0) -> dict[str, Any]:
+        details = super()._details(choice, start)
+        if self._request.return_token_ids and start == 0:
             details["prompt_token_ids"] = choice.prompt
         return details
 
-    def _logprobs(self, choice: Choice, begin: int) -> TextLogprobs:
+    def _logprobs(self, choice: Choice, start: int) -> TextLogprobs:
         return TextLogprobs(
-            tokens=choice.pieces[begin:],
-            token_logprobs=choice.logprobs[begin:],
+            tokens=choice.pieces[start:],
+            token_logprobs=choice.logprobs[start:],
             top_logprobs=None,
-            text_offset=choice.offsets[begin:],
+            text_offset=choice.offsets[start:],
         )

@@ -1,6 +1,6 @@
-"""The HTTP side of a policy's server: OpenAI's interface (`aligner.http` draws its threads).
+"""Endpoints of a policy's server with OpenAI's interface (`aligner.http` describes the threads).
 
-Every wait ends: a request's at `Service.timeout_s`, and `aligner.http.listening` has the others.
+Every wait ends: requests after `Service.timeout_s`, connections as `aligner.http.listening` says.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from aligner.data.tokenizers.tokenizer import encode_fragment
 from aligner.errors import AlignerError
 from aligner.generation.rows import Progress, Row, RowJob, sample_id
 from aligner.http.application import Bodies, Routes, blame_sender, check_bearer, http_server
-from aligner.http.listening import MOST_CONNECTIONS
+from aligner.http.listening import MAX_CONNECTIONS
 from aligner.http.queue import JobQueue
 from aligner.http.results import Results
 from aligner.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer
@@ -45,10 +45,10 @@ _Sampled = ChatRequest | CompletionRequest
 
 @dataclass
 class Service:
-    """Answers to requests; an `HTTPException` is the refusal of one.
+    """Endpoints of the server. Each raises an `HTTPException` to refuse a request.
 
-    ``timeout_s``: a request waits so long for its answer, its last token included. ``token``: that
-    every request must bring.
+    ``timeout_s``: time limit of a request, up to the last token of its answer. ``token``: the
+    bearer token that requests need, unless they have the key of a session.
     """
 
     served: Served
@@ -61,94 +61,93 @@ class Service:
     _started: int = field(default_factory=lambda: int(time.time()))
 
     async def health(self) -> dict[str, str]:
-        """Open to all, for it gives nothing away."""
+        """Return the server's state. No token is needed, as it discloses nothing."""
         return {"status": "ok"}
 
     async def models(self, request: Request) -> ModelList:
-        """The models that are served, which is one."""
+        """Return the list of models, which contains one."""
         return ModelList(data=[await self.model(request, self.served.name)])
 
     async def model(self, request: Request, name: str) -> ModelInfo:
-        """The model of this name."""
+        """Return the model called ``name``."""
         self._authorised(request)
         self._check_model(name)
         name, positions = self.served.name, self.served.positions
         return ModelInfo(id=name, created=self._started, max_model_len=positions)
 
     async def tokenize(self, request: Request) -> Tokens:
-        """Tokens of a text or a chat."""
+        """Return the tokens of a text or a chat."""
 
-        def ids(asked: TokenizeRequest) -> list[int]:
-            if asked.messages is not None:
-                kwargs = asked.chat_template_kwargs
-                return self.served.encoded(self.served.chat(asked.messages, asked.tools, kwargs))
-            if asked.prompt is None:
-                raise HTTPException(400, "prompt: missing, and messages too; give one of them")
-            return self.served.encoded(self.served.prompt(asked.prompt))
+        def encode(body: TokenizeRequest) -> list[int]:
+            text = body.text_prompt
+            if text is None:
+                tools, kwargs = body.tools, body.chat_template_kwargs
+                return self.served.encoded(self.served.chat(body.messages or [], tools, kwargs))
+            return self.served.encoded(self.served.prompt(text))
 
-        async with self._read(request, TokenizeRequest) as asked:
-            tokens = await run_in_threadpool(blame_sender, ids, asked)
+        async with self._read(request, TokenizeRequest) as body:
+            tokens = await run_in_threadpool(blame_sender, encode, body)
         return Tokens(tokens=tokens, count=len(tokens), max_model_len=self.served.positions)
 
     async def detokenize(self, request: Request) -> dict[str, str]:
-        """Text of tokens."""
-        async with self._read(request, DetokenizeRequest) as asked:
-            blame_sender(self.served.check_ids, asked.tokens)
-            return {"prompt": self.served.tokenizer.decode(asked.tokens)}
+        """Return the text of tokens."""
+        async with self._read(request, DetokenizeRequest) as body:
+            blame_sender(self.served.check_ids, body.tokens)
+            return {"prompt": self.served.tokenizer.decode(body.tokens)}
 
     async def chat(self, request: Request) -> Response:
-        """``/v1/chat/completions``."""
-        return await self._completed(request, ChatRequest, ChatAnswer)
+        """Answer ``/v1/chat/completions``."""
+        return await self._sample(request, ChatRequest, ChatAnswer)
 
     async def completions(self, request: Request) -> Response:
-        """``/v1/completions``."""
-        return await self._completed(request, CompletionRequest, CompletionAnswer)
+        """Answer ``/v1/completions``."""
+        return await self._sample(request, CompletionRequest, CompletionAnswer)
 
     # Sessions ---------------------------------------------------------------------------------
 
     async def begin_session(self, request: Request) -> SessionKey:
-        """Begin a session, for whose key everything that is sampled is kept."""
+        """Begin a session and return the key whose answers it records."""
         check_bearer(request, self.token)
-        async with self._read(request, SessionRequest) as asked:
-            session = self.sessions.begin(asked.seed)
+        async with self._read(request, SessionRequest) as body:
+            session = self.sessions.begin(body.seed)
         if session is None:
-            raise HTTPException(429, "there are too many sessions; end some of them")
+            raise HTTPException(429, "there are too many sessions. End some of them")
         return SessionKey(id=session.id, api_key=session.key)
 
     async def session(self, request: Request, name: str) -> dict[str, Any]:
-        """Record of a session; for the server's token, or the session's own."""
-        return self._session_of(request, name).as_json()
+        """Return the record of a session, for the server's token or the session's key."""
+        return self._session_with_id(request, name).as_json()
 
     async def end_session(self, request: Request, name: str) -> dict[str, Any]:
-        """End a session: its key is refused from now on; returns what it recorded."""
+        """End a session, whose key is then refused, and return its record."""
         check_bearer(request, self.token)
-        session = self._session_of(request, name)
+        session = self._session_with_id(request, name)
         self.sessions.end(session)
         return session.as_json()
 
     async def reward(self, request: Request) -> dict[str, float | None]:
-        """Set the reward of the session that asks."""
+        """Set the reward of the session whose key the request has."""
         session = self._authorised(request)
         if session is None:
-            raise HTTPException(400, "a reward is a session's; ask with the session's key")
-        async with self._read(request, RewardRequest) as asked:
-            blame_sender(session.set_reward, asked.reward)
+            raise HTTPException(400, "a reward belongs to a session. Use the session's key")
+        async with self._read(request, RewardRequest) as body:
+            blame_sender(session.set_reward, body.reward)
         return {"reward": session.reward}
 
-    def _session_of(self, request: Request, name: str) -> Session:
-        own = self._authorised(request)
-        found = self.sessions.of_id(name)
-        if found is None or own not in (None, found):
-            raise HTTPException(404, f"session: there is no {name[:80]!r}")
-        return found
+    def _session_with_id(self, request: Request, session_id: str) -> Session:
+        key_session = self._authorised(request)
+        session = self.sessions.with_id(session_id)
+        if session is None or key_session not in (None, session):
+            raise HTTPException(404, f"session: there is no {session_id[:80]!r}")
+        return session
 
     def _authorised(self, request: Request) -> Session | None:
-        """The session whose key a request brings; None: it brings the server's token."""
+        """Return the session whose key a request has, None if it has the server's token."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self.sessions.of_key(key) if scheme == "Bearer" else None
+        session = self.sessions.with_key(key) if scheme == "Bearer" else None
         if session is None:
             if key.startswith("session-") and key != self.token:
-                raise HTTPException(401, "the session has ended or expired; begin another one")
+                raise HTTPException(401, "the session has ended or expired. Begin another session")
             check_bearer(request, self.token)
         return session
 
@@ -156,66 +155,73 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _read(self, request: Request, kind: type[Kind]) -> AsyncIterator[Kind]:
-        """The request in a body, which counts until the block ends."""
+        """Parse a request's body. Its size counts towards the server's limit within the block."""
         self._authorised(request)
-        async with self._bodies.read(request, partial(read_request, kind)) as asked:
-            self._check_model(getattr(asked, "model", None))
-            yield asked
+        async with self._bodies.read(request, partial(read_request, kind)) as body:
+            self._check_model(getattr(body, "model", None))
+            yield body
 
-    async def _completed(
+    async def _sample(
         self, request: Request, kind: type[_Sampled], writer: type[Answer]
     ) -> Response:
-        """Answer a request of ``kind``; the time to read and encode it counts against its time."""
+        """Have the engine answer a request. The time limit includes reading and encoding.
+
+        body ─► prompts (a thread encodes them) ─► rows (reserved in the session) ─► queue
+        """
         session = self._authorised(request)
         began = time.monotonic()
-        async with self._read(request, kind) as asked:
-            prompts = await run_in_threadpool(blame_sender, self._prompts, asked, session)
-        has_tools = isinstance(asked, ChatRequest) and asked.offered_tools
-        tokenizer, form = self.served.tokenizer, self.served.form if has_tools else None
-        asked = self.served.taken(asked)
-        rows = blame_sender(self._rows, asked, prompts, session)
-        choices = []
-        for row in rows:
-            assert row.options is not None, "a request says how it is sampled"
-            choice = Choice(
-                tokenizer,
-                row.prompt,
-                row.options.sampling.end_strings,
-                holds=form is not None,
-                min_tokens=row.options.length.min_length,
-                skips_special=asked.skip_special_tokens,
-            )
-            choices.append(choice)
-        answer = writer(tokenizer, self.served.name, asked, choices, form)
+        # Read and encode the request.
+        async with self._read(request, kind) as body:
+            prompts = await run_in_threadpool(blame_sender, self._prompts, body, session)
+        # A row of the engine for each answer, and a choice that formats its tokens.
+        has_tools = isinstance(body, ChatRequest) and body.offered_tools
+        form = self.served.form if has_tools else None
+        body = self.served.adapted(body)
+        rows = blame_sender(self._rows, body, prompts, session)
+        choices = [self._choice(row, body, is_buffered=form is not None) for row in rows]
 
-        def ended(is_whole: bool) -> None:
+        def end(is_complete: bool) -> None:
             if session is None:
                 return
-            if not is_whole:
+            if not is_complete:
                 session.withdraw([row.prompt for row in rows], [row.request for row in rows])
                 return
             for row, choice in zip(rows, choices, strict=True):
                 assert choice.finish is not None
+                assert row.request is not None
                 tokens = choice.prompt, choice.ids, choice.logprobs
-                session.record(*tokens, choice.finish, choice.whole_text, row.request)
+                session.record(*tokens, choice.finish, choice.full_text, row.request)
 
+        # Queue the rows, and wait for their progress.
         results = Results[Progress]()
         job = RowJob(rows, results.put)
         if session is not None:
-            session.follow(job)
-        exchange = Exchange(job, results, answer, self.timeout_s, began, ended)
-        return await exchange.response(self.queue, request, stream=asked.stream)
+            session.track(job)
+        answer = writer(self.served.tokenizer, self.served.name, body, choices, form)
+        exchange = Exchange(job, results, answer, self.timeout_s, began, end)
+        return await exchange.response(self.queue, request, stream=body.stream)
 
-    def _prompts(self, asked: _Sampled, session: Session | None) -> list[list[int]]:
-        """Tokens of each prompt of a request."""
-        prompts = asked.prompts if isinstance(asked, CompletionRequest) else [asked]
-        answers, most = asked.n * len(prompts), self.queue.max_items
-        if answers > most:
-            raise HTTPException(413, f"{answers} answers, at most {most} are taken in a request")
+    def _choice(self, row: Row, body: _Sampled, *, is_buffered: bool) -> Choice:
+        assert row.options is not None, "requests have their own options"
+        return Choice(
+            self.served.tokenizer,
+            row.prompt,
+            row.options.sampling.end_strings,
+            is_buffered=is_buffered,
+            min_tokens=row.options.length.min_length,
+            skips_special=body.skip_special_tokens,
+        )
+
+    def _prompts(self, body: _Sampled, session: Session | None) -> list[list[int]]:
+        """Return the tokens of each prompt of a request."""
+        prompts = body.prompts if isinstance(body, CompletionRequest) else [body]
+        answers, limit = body.n * len(prompts), self.queue.max_items
+        if answers > limit:
+            raise HTTPException(413, f"{answers} answers, at most {limit} are taken in a request")
         return [self._tokens(prompt, session) for prompt in prompts]
 
     def _tokens(self, prompt: ChatRequest | str | list[int], session: Session | None) -> list[int]:
-        """Tokens of a prompt that is a chat, text or tokens."""
+        """Return the tokens of a prompt that is a chat, text or tokens."""
         served = self.served
         if isinstance(prompt, ChatRequest):
             tools, kwargs = prompt.offered_tools, prompt.chat_template_kwargs
@@ -224,54 +230,55 @@ class Service:
             prompt = served.prompt(prompt)
         if not isinstance(prompt, str):
             return prompt
-        prompt = served.shortened(prompt)  # to be refused by its length
+        prompt = served.shortened(prompt)  # what is left is still refused as too long
         if session is None:
             return served.encoded(prompt)
-        go_on = partial(encode_fragment, served.tokenizer)
-        return session.encoded(prompt, served.encoded, go_on)
+        return session.encode(prompt, served.encoded, partial(encode_fragment, served.tokenizer))
 
     def _rows(
-        self, asked: _Sampled, prompts: Sequence[list[int]], session: Session | None
+        self, body: _Sampled, prompts: Sequence[list[int]], session: Session | None
     ) -> list[Row]:
-        """``n`` rows for each prompt, adjacent.
+        """Return ``n`` adjacent rows for each prompt.
 
         Raises:
-            DataError: a prompt does not fit, the sampling is none, or the session is full.
+            DataError: a prompt does not fit, the sampling is not valid, or the session is full.
         """
-        names: tuple[object, ...] = ("request", next(self._numbers))
-        requests: Sequence[int | None] = [None] * (len(prompts) * asked.n)
+        seed_parts: tuple[object, ...] = ("request", next(self._numbers))
+        # Reserve the answers in the session, and release them if the request is refused.
+        requests: Sequence[int | None] = [None] * (len(prompts) * body.n)
         if session is not None:
-            longest = asked.longest or self.served.defaults.length.max_length
-            requests = session.admit(prompts, longest, asked.n)
+            longest = body.longest or self.served.defaults.length.max_length
+            requests = session.admit(prompts, longest, body.n)
         try:
-            options = [self.served.options(asked, ids) for ids in prompts]
+            options = [self.served.options(body, ids) for ids in prompts]
         except AlignerError:
             if session is not None:
-                session.withdraw([ids for ids in prompts for _ in range(asked.n)], requests)
+                session.withdraw([ids for ids in prompts for _ in range(body.n)], requests)
             raise
+        # The seed of the request goes before the seed of the session.
         if session is not None:
-            names = session.names(prompts) or names
-        if asked.seed is not None:
-            names = ("seed", asked.seed)
+            seed_parts = session.seed_parts(prompts) or seed_parts
+        if body.seed is not None:
+            seed_parts = ("seed", body.seed)
         return [
-            Row(ids, sample_id(*names, sample), each, requests[prompt * asked.n + sample])
-            for prompt, (ids, each) in enumerate(zip(prompts, options, strict=True))
-            for sample in range(asked.n)
+            Row(ids, sample_id(*seed_parts, sample), row_options, requests[index * body.n + sample])
+            for index, (ids, row_options) in enumerate(zip(prompts, options, strict=True))
+            for sample in range(body.n)
         ]
 
     def _check_model(self, name: str | None) -> None:
-        known = self.served.name
-        if name is not None and not self.served.is_called(name):
-            raise HTTPException(404, f"model: there is no {name[:80]!r}; {known!r} is served")
+        if name is not None and not self.served.accepts_name(name):
+            served = self.served.name
+            raise HTTPException(404, f"model: there is no {name[:80]!r}; {served!r} is served")
 
 
 def policy_server(
     address: tuple[str, int], service: Service
 ) -> AbstractContextManager[tuple[str, int]]:
-    """Answer requests in a thread until the block ends; the host and port that it listens on.
+    """Answer requests in a thread until the block ends. The context is the actual host and port.
 
     Raises:
-        OSError: it cannot listen at ``address``.
+        OSError: the server cannot listen at ``address``.
     """
     routes: Routes = {
         "GET /health": service.health,
@@ -286,5 +293,5 @@ def policy_server(
         "DELETE /v1/sessions/{name}": service.end_session,
         "POST /v1/reward": service.reward,
     }
-    most = max(MOST_CONNECTIONS, service.queue.max_items)  # each waits on its own connection
-    return http_server(address, routes, service.queue, refusal=refusal, connections=most)
+    connections = max(MAX_CONNECTIONS, service.queue.max_items)  # one per waiting request
+    return http_server(address, routes, service.queue, refusal=refusal, connections=connections)

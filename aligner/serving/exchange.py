@@ -24,7 +24,7 @@ _CODES = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}
 
 
 def refusal(status: int, cause: str) -> dict[str, Any]:
-    """Body of a refusal as OpenAI's interface has it; ``param``: the key that is at fault."""
+    """Return the body of a refusal in OpenAI's format. ``param`` is the invalid key, if any."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     key, colon, _ = cause.partition(":")
     names_key = bool(colon) and status == 400 and key.replace(".", "").replace("_", "").isalnum()
@@ -34,11 +34,12 @@ def refusal(status: int, cause: str) -> dict[str, Any]:
 
 @dataclass
 class Exchange:
-    """Has a request answered; made within the event loop.
+    """Has the engine answer one request. Created within the event loop.
 
-    ``answer`` writes the progress of ``job``, with a choice for each row; ``results`` brings it.
-    The answer must be complete within ``timeout_s`` from ``began`` on, by the event loop's clock.
-    ``ended`` is called once: with True when it is, with False when it never will be.
+    queue ─► engine's thread: progress of ``job`` ─► ``results`` ─► ``answer`` formats the response
+
+    The answer must be complete ``timeout_s`` after ``began``, by the event loop's clock. ``end`` is
+    called once: with True after a complete answer, with False if there will be none.
     """
 
     job: RowJob
@@ -46,53 +47,53 @@ class Exchange:
     answer: Answer
     timeout_s: float
     began: float
-    ended: Callable[[bool], None]
+    end: Callable[[bool], None]
     _is_over: bool = False
 
     async def response(self, queue: JobQueue[Row], request: Request, *, stream: bool) -> Response:
-        """The answer, whole or as server-sent events.
+        """Return the answer, complete or as server-sent events.
 
         Raises:
-            HTTPException: 429, ``queue`` has no room for it; 500 or 503, it failed.
+            HTTPException: 429 if ``queue`` is full, 500 or 503 if the request failed.
         """
         if not queue.add(self.job):
             self._leave()
-            raise HTTPException(429, "too many requests are waiting; try again later")
+            raise HTTPException(429, "too many requests are waiting, try again later")
         if stream:
             return _Events(self._pieces(), media_type="text/event-stream")
-        with self.results.needing(request):
+        with self.results.while_connected(request):
             async for progress in self._progress():
                 self.answer.choices[progress.row].push(progress)
-        return Response(self.answer.whole().to_json(), media_type=JSON_TYPE)
+        return Response(self.answer.complete().to_json(), media_type=JSON_TYPE)
 
     async def _progress(self) -> AsyncIterator[Progress]:
-        """Progress of the rows until all have ended."""
+        """Yield the progress of the rows until all have ended."""
         deadline = self.began + self.timeout_s
-        too_late = f"the answer was not complete within {self.timeout_s:g} s"
+        timeout_message = f"the answer was not complete within {self.timeout_s:g} s"
         results = self.results.of(
-            self.job, deadline, too_late, lambda progress: progress.end is not None
+            self.job, deadline, timeout_message, lambda progress: progress.end is not None
         )
         try:
             async for progress in results:
                 yield progress
-            self._leave(is_whole=True)
+            self._leave(is_complete=True)
         finally:
             self._leave()
 
-    def _leave(self, *, is_whole: bool = False) -> None:
-        """Wait no more."""
-        self.job.is_left = True
+    def _leave(self, *, is_complete: bool = False) -> None:
+        """Stop waiting for the engine."""
+        self.job.is_abandoned = True
         if not self._is_over:
             self._is_over = True
-            self.ended(is_whole)
+            self.end(is_complete)
 
     async def _pieces(self) -> AsyncIterator[str]:
-        """Server-sent events; an error is the last of them."""
+        """Yield server-sent events. An error is the last event."""
         try:
             for piece in self.answer.first():
                 yield _event(piece.to_json())
             async for progress in self._progress():
-                for piece in self.answer.piece(progress):
+                for piece in self.answer.pieces(progress):
                     yield _event(piece.to_json())
             for piece in self.answer.last():
                 yield _event(piece.to_json())
@@ -104,10 +105,10 @@ class Exchange:
 
 
 class _Events(StreamingResponse):
-    """A stream whose reader must keep reading."""
+    """A stream with a time limit for each piece."""
 
     async def stream_response(self, send: Send) -> None:
-        """Send the pieces; one that is not taken in `ARRIVAL_S` ends the answer."""
+        """Send the pieces. End the answer if the client does not accept a piece in `ARRIVAL_S`."""
 
         async def bounded(message: AsgiMessage) -> None:
             async with asyncio.timeout(ARRIVAL_S):

@@ -1,7 +1,7 @@
-"""Answers of OpenAI's interface as models.
+"""Answers of OpenAI's interface as pydantic models.
 
-A completion's fields that were not set are left out of its JSON. ``token_ids`` and
-``prompt_token_ids`` are placed where vLLM has them.
+The JSON of a completion leaves out fields that were not set. ``token_ids`` and ``prompt_token_ids``
+are at the same places as in vLLM.
 """
 
 from typing import Any, Literal
@@ -35,7 +35,7 @@ class Tokens(BaseModel):
 
 
 class SessionKey(BaseModel):
-    """``POST /v1/sessions``: id of a session, and the key of what is recorded in it."""
+    """``POST /v1/sessions``: id of a session, and the key whose answers it records."""
 
     id: str
     api_key: str
@@ -49,7 +49,7 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """Call of a function. ``index``: its number among the calls of a streamed message."""
+    """Call of a function. ``index``: index of the call in a streamed message."""
 
     index: int | None = None
     id: str
@@ -58,7 +58,7 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """Message of the assistant, or a part of one."""
+    """Message of the assistant, or a part of it."""
 
     role: str | None = None
     content: str | None = None
@@ -83,7 +83,7 @@ class ChatLogprobs(BaseModel):
 
 
 class TextLogprobs(BaseModel):
-    """Log-probs of a text's tokens, their texts, and the characters before each."""
+    """Log-probs of a text's tokens, the text of each token, and the characters before it."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -92,7 +92,7 @@ class TextLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One answer, or a piece of one: ``message``, ``delta`` (a piece of a message) or ``text``."""
+    """An answer or a piece of it: ``message``, ``delta`` (a piece of a message) or ``text``."""
 
     index: int
     message: ChatMessage | None = None
@@ -113,7 +113,7 @@ class Usage(BaseModel):
 
 
 class Completion(BaseModel):
-    """The answers to a request, or a piece of one of them."""
+    """The answers to a request, or a piece of an answer."""
 
     id: str
     created: int
@@ -125,5 +125,5 @@ class Completion(BaseModel):
     obfuscation: str | None = None
 
     def to_json(self) -> str:
-        """JSON without the fields that were not set."""
+        """Return JSON without the fields that were not set."""
         return self.model_dump_json(exclude_unset=True)

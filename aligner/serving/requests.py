@@ -1,8 +1,8 @@
-"""Requests of OpenAI's interface, as far as they mean something here.
+"""Requests of OpenAI's interface: the supported keys and their checks.
 
-https://platform.openai.com/docs/api-reference has the keys; ``return_token_ids``, ``top_k``,
-``min_tokens`` and ``repetition_penalty`` are vLLM's. A key that would change the answer, and which
-nothing here can follow, is refused by name; one with the value that changes nothing is accepted.
+https://platform.openai.com/docs/api-reference describes the keys. ``return_token_ids``, ``top_k``,
+``min_tokens`` and ``repetition_penalty`` are vLLM's. An unsupported key that would change the
+answer is refused, and accepted only with the value that changes nothing.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from aligner.data.chat import Message
 from aligner.errors import DataError
 from aligner.http.messages import parse_json, validated
 
-# Values that change nothing, of keys that are not offered.
+# Unsupported keys, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "best_of": (1,),
@@ -34,19 +34,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "top_logprobs": (0,),
 }
-# Keys that say nothing of the answer.
+# Keys without influence on the answer.
 _UNREAD = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
-_MOST_CHOICES = 256
-_MOST_STOPS, _LONGEST_STOP = 16, 256
-_MOST_MESSAGES = 4096
+_MAX_CHOICES = 256
+_MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
+_MAX_MESSAGES = 4096
 
 _Ids = Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
-_Messages = Annotated[list[dict[str, Any]], Field(max_length=_MOST_MESSAGES)]
+_Messages = Annotated[list[dict[str, Any]], Field(max_length=_MAX_MESSAGES)]
 _Positive = Annotated[int, Field(ge=1)]
 
 
-def _temperature(value: float) -> float:
-    if value != 0 and not 0.001 <= value <= 100:  # logits divided by less are no numbers any more
+def _check_temperature(value: float) -> float:
+    if value != 0 and not 0.001 <= value <= 100:  # logits divided by less would not be finite
         raise ValueError("must be 0, or between 0.001 and 100")
     return value
 
@@ -55,12 +55,12 @@ def _stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ValueError("must be a text or a list of texts")
-    if len(stops) > _MOST_STOPS:
-        raise ValueError(f"{len(stops)} texts, at most {_MOST_STOPS} are taken")
+    if len(stops) > _MAX_STOPS:
+        raise ValueError(f"{len(stops)} texts, at most {_MAX_STOPS} are possible")
     if not all(stops):
-        raise ValueError("an empty text; leave it out")
-    if max(map(len, stops), default=0) > _LONGEST_STOP:
-        raise ValueError(f"a text of more than {_LONGEST_STOP} characters")
+        raise ValueError("an empty text, leave it out")
+    if max(map(len, stops), default=0) > _MAX_STOP_CHARACTERS:
+        raise ValueError(f"a text of more than {_MAX_STOP_CHARACTERS} characters")
     return tuple(stops)
 
 
@@ -78,12 +78,12 @@ class StreamOptions(BaseModel):
 
 
 class _Sampled(_Request):
-    """Keys that both kinds of completions have."""
+    """Keys of chat completions and text completions."""
 
-    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] = 1
+    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] = 1
     max_tokens: _Positive | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, AfterValidator(_temperature)] | None = None
+    temperature: Annotated[float, AfterValidator(_check_temperature)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
@@ -97,34 +97,36 @@ class _Sampled(_Request):
 
     @property
     def longest(self) -> int | None:
-        """Most new tokens; None: the request does not say."""
+        """Maximum number of new tokens, None if the request does not set it."""
         return self.max_tokens
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if the answer has log-probs; for ``logprobs=0`` those of sampled tokens alone."""
+        """True if the answer contains log-probs. ``logprobs=0`` asks for sampled tokens only."""
         return self.logprobs is not None and self.logprobs is not False
 
     def sampling_options(self, defaults: SamplingOptions, longest: int) -> SamplingOptions:
-        """Sampling as the request has it, and as ``defaults`` where it says nothing.
+        """Return the sampling options: ``defaults``, overridden by the request.
 
-        ``longest``: most new tokens. A temperature of 0 is greedy.
+        ``longest``: maximum number of new tokens. A temperature of 0 means greedy sampling.
         """
-        given: dict[str, Any] = {}
-        if self.temperature is not None:
-            given["use_greedy"] = self.temperature == 0
-            given["temperature"] = self.temperature or 1.0
-        if self.top_k is not None:
-            given["top_k"] = max(0, self.top_k)
-        further = {"top_p": self.top_p, "repetition_penalty": self.repetition_penalty}
-        further["end_strings"] = self.stop
-        given |= {key: value for key, value in further.items() if value is not None}
-        least = defaults.length.min_length if self.min_tokens is None else self.min_tokens
+        # The request's values in the terms of the sampler.
+        greedy = None if self.temperature is None else self.temperature == 0
+        changes: dict[str, Any] = {
+            "use_greedy": greedy,
+            "temperature": 1.0 if greedy else self.temperature,
+            "top_k": None if self.top_k is None else max(0, self.top_k),
+            "top_p": self.top_p,
+            "repetition_penalty": self.repetition_penalty,
+            "end_strings": self.stop,
+        }
+        # Unset values keep their defaults.
+        changes = {key: value for key, value in changes.items() if value is not None}
+        shortest = defaults.length.min_length if self.min_tokens is None else self.min_tokens
+        length = {"max_length": longest, "min_length": min(shortest, longest)}
         return SamplingOptions(
-            dataclasses.replace(
-                defaults.length, max_length=longest, min_length=min(least, longest)
-            ),
-            dataclasses.replace(defaults.sampling, **given),
+            dataclasses.replace(defaults.length, **length),
+            dataclasses.replace(defaults.sampling, **changes),
         )
 
 
@@ -140,7 +142,7 @@ class ChatRequest(_Sampled):
 
     @property
     def longest(self) -> int | None:
-        """Most new tokens; ``max_completion_tokens`` goes before its older name."""
+        """Maximum number of new tokens. ``max_completion_tokens`` overrides its older name."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -148,9 +150,9 @@ class ChatRequest(_Sampled):
         """Functions that the model may call.
 
         Raises:
-            DataError: one of them is no function with a name and a mapping of parameters.
+            DataError: a tool is not a function with a name and a mapping of parameters.
         """
-        for number, tool in enumerate(self.tools):
+        for index, tool in enumerate(self.tools):
             function = tool.get("function")
             if (
                 not isinstance(function, Mapping)
@@ -158,7 +160,7 @@ class ChatRequest(_Sampled):
                 or not isinstance(function.get("parameters") or {}, Mapping)
             ):
                 raise DataError(
-                    f"tools.{number}: must be of the form "
+                    f"tools.{index}: must be of the form "
                     '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
                 )
         return [] if self.tool_choice == "none" else self.tools
@@ -175,24 +177,39 @@ class CompletionRequest(_Sampled):
         """Each prompt, as text or as tokens.
 
         Raises:
-            DataError: there is none, or one of them is neither.
+            DataError: the list is empty, or an entry is neither.
         """
         if isinstance(self.prompt, str) or (self.prompt and _is_ids(self.prompt)):
             return [self.prompt]
         if not self.prompt:
-            raise DataError("prompt: an empty list; give at least one prompt")
-        if not all(isinstance(one, str) or _is_ids(one) for one in self.prompt):
+            raise DataError("prompt: an empty list. Set at least one prompt")
+        if not all(isinstance(prompt, str) or _is_ids(prompt) for prompt in self.prompt):
             raise DataError("prompt: must be text, tokens, or a list of texts or of tokens' lists")
         return self.prompt
 
 
 class TokenizeRequest(_Request):
-    """``POST /tokenize``: of a text, or of a chat with the opening of the next answer."""
+    """``POST /tokenize``: a text, or a chat with the generation prompt."""
 
     prompt: str | None = None
     messages: _Messages | None = None
     tools: list[dict[str, Any]] = []
     chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def text_prompt(self) -> str | None:
+        """The prompt, None if the request has ``messages``.
+
+        Raises:
+            DataError: the request has neither or both, or sets keys of chats with a prompt.
+        """
+        if (self.prompt is None) == (self.messages is None):
+            state = "missing, and messages too" if self.prompt is None else "set, and messages too"
+            raise DataError(f"prompt: {state}. Set one of them")
+        for key in ("tools", "chat_template_kwargs"):
+            if self.prompt is not None and getattr(self, key):
+                raise DataError(f"{key}: only for messages, and prompt is set. Leave it out")
+        return self.prompt
 
 
 class DetokenizeRequest(_Request):
@@ -202,7 +219,7 @@ class DetokenizeRequest(_Request):
 
 
 class SessionRequest(BaseModel):
-    """``POST /v1/sessions``. ``seed``: of the requests without one of their own."""
+    """``POST /v1/sessions``. ``seed``: seeds the requests that do not set a seed."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     seed: int | None = None
@@ -219,59 +236,58 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
-    """The request that a body holds; keys that are null count as absent.
+    """Parse the JSON body of a request. Keys that are null count as absent.
 
     Raises:
-        DataError: what is wrong with it, the key first.
+        DataError: the body is not valid. The message starts with the key.
     """
     value = parse_json(body)
     if not isinstance(value, dict):
         raise DataError("the body: must be a JSON object")
-    given = {}
+    fields = {}
     for key, content in value.items():
         if content is None or key in _UNREAD:
             continue
         if key in _NEUTRAL and key not in kind.model_fields:
-            # True equals 1, but is not the number that the key means.
-            if (type(content) is bool, content) not in [
-                (type(v) is bool, v) for v in _NEUTRAL[key]
-            ]:
-                raise DataError(f"{key}: {content!r:.80} is not offered here; leave it out")
+            # True equals 1, but not as a value of a number's key.
+            neutral = [(type(value) is bool, value) for value in _NEUTRAL[key]]
+            if (type(content) is bool, content) not in neutral:
+                raise DataError(f"{key}: {content!r:.80} is not offered here. Leave it out")
             continue
-        given[key] = content
-    return validated(kind, given)
+        fields[key] = content
+    return validated(kind, fields)
 
 
-def chat_messages(given: list[dict[str, Any]]) -> list[Message]:
-    """Messages as chat templates have them: contents as text, absent parts left out.
+def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:
+    """Return messages in the form of chat templates: contents as text, empty parts left out.
 
     Raises:
-        DataError: a part of a message is no text.
+        DataError: a part of a message is not text.
     """
-    return [_plain(message, f"messages.{number}") for number, message in enumerate(given)]
+    return [_plain(message, f"messages.{index}") for index, message in enumerate(messages)]
 
 
-def _plain(message: dict[str, Any], place: str) -> Message:
-    kept = {key: value for key, value in message.items() if value not in (None, [])}
+def _plain(message: dict[str, Any], key: str) -> Message:
+    plain = {key: value for key, value in message.items() if value not in (None, [])}
     content = message.get("content")
     if isinstance(content, list):
-        texts = [part.get("text") if _is_text(part) else None for part in content]
-        if not all(isinstance(text, str) for text in texts):
-            raise DataError(
-                f"{place}.content: every part must be of type 'text'; this model reads text"
-            )
-        content = "".join(map(str, texts))
+        texts = []
+        for part in content:
+            is_text = isinstance(part, Mapping) and part.get("type") == "text"
+            text = part.get("text") if is_text else None
+            if not isinstance(text, str):
+                raise DataError(
+                    f"{key}.content: every part must be of type 'text', as this model reads text"
+                )
+            texts.append(text)
+        content = "".join(texts)
     # Clients send null for an answer, or for a result, without text.
-    answers = message.get("role") in ("assistant", "tool") and not message.get("refusal")
-    kept["content"] = "" if content is None and answers and "content" in message else content
+    is_reply = message.get("role") in ("assistant", "tool") and not message.get("refusal")
+    plain["content"] = "" if content is None and is_reply and "content" in message else content
     if message.get("role") == "developer":  # OpenAI's newer name
-        kept["role"] = "system"
-    return kept
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text"
+        plain["role"] = "system"
+    return plain
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)

@@ -1,10 +1,14 @@
-"""Sessions: answers to one API key, by token id, as sequences that can be trained on.
+"""Sessions: all answers sampled for one API key, recorded as token sequences for training.
 
-An answer continues the sequence whose tokens its prompt begins with, to the last one. A prompt
-whose text continues one keeps its tokens, also where the text would be encoded otherwise. Where the
-prompt begins otherwise (a history that was rewritten, a second answer to the same prompt) a new
-sequence begins; what it has in common with an earlier one is context there, and sampled here
-once only (verl, prime-rl and OpenEnv link turns in the same way).
+    admit (reserve answers) ─► engine ─► record (append an answer)
+                                  └────► withdraw (the request failed, or its client disconnected)
+
+If a prompt starts with all tokens of a recorded sequence, its answer is appended to that sequence.
+A prompt whose text starts with the text of a sequence reuses the token ids of the sequence, even if
+the tokenizer would encode that text differently. Any other prompt (a rewritten history, a second
+answer to the same prompt) starts a new sequence. Tokens that a new sequence shares with an earlier
+sequence are marked as sampled in the earlier sequence only (verl, prime-rl and OpenEnv link turns
+in the same way).
 """
 
 import math
@@ -16,71 +20,60 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from aligner.data.tokenizers.decoding import common_prefix
 from aligner.environments.pool import Failure
 from aligner.environments.protocol import Turn, check_turn
+from aligner.environments.trajectory import Limit, Limits
 from aligner.errors import DataError
 from aligner.generation.rows import EndKind, RowJob, sample_id
 
-_MOST_TOKENS = 2**21  # of a session
-_MOST_SESSIONS = 4096
+_MAX_TOKENS = 2**21  # of a session without limits
+_MAX_SESSIONS = 4096
 
 
 @dataclass
 class RecordedSequence:
-    """Tokens of turns that continue each other, recorded by a session.
+    """Token sequence of consecutive turns. ``ids``, ``logprobs``, ``turn_ids``: a value per token.
 
-    The lists have one value a token.
-
-    ``turn_ids``: number of the turn that sampled a token, from 1; 0: none did, it was read.
-    ``logprobs``: of the sampled ones, 0 of the others. ``ends``: why each turn ended.
-    ``forked_from``: number of an earlier sequence of which it has ``shared`` tokens in common,
-    sampled ones among them; None: of none. ``text``: of all its tokens; None: not known.
+    ``turn_ids``: index of the turn that sampled the token, from 1. 0 for tokens of prompts.
+    ``logprobs``: log-probs of sampled tokens, 0 for tokens of prompts.
+    ``ends``: why each turn ended.
+    ``forked_from``: index of the earlier sequence whose first ``shared`` tokens this sequence
+    repeats, at least one of them a sampled token. None without such a sequence.
+    ``text``: text of all tokens, None if it is not known.
     """
 
-    ids: list[int]
-    logprobs: list[float]
-    turn_ids: list[int]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    turn_ids: list[int] = field(default_factory=list)
     ends: list[EndKind] = field(default_factory=list)
     forked_from: int | None = None
     shared: int = 0
     text: str | None = None
 
-    def follows(self, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt begins with all of these tokens."""
+    def is_prefix_of(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt starts with all tokens of the sequence."""
         return list(prompt[: len(self.ids)]) == self.ids
 
-    def read(self, ids: Sequence[int]) -> None:
-        """Append tokens that were not sampled."""
-        self.ids += ids
-        self.logprobs += [0.0] * len(ids)
-        self.turn_ids += [0] * len(ids)
-
-    def sampled(self, ids: Sequence[int], logprobs: Sequence[float], end: EndKind) -> None:
-        """Append a turn."""
-        self.ends.append(end)
+    def append(self, ids: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
+        """Append the tokens of a turn, or of a prompt if ``turn`` is 0."""
         self.ids += ids
         self.logprobs += logprobs
-        self.turn_ids += [len(self.ends)] * len(ids)
-
-    def common(self, prompt: Sequence[int]) -> int:
-        """Tokens with which a prompt and these begin in common."""
-        pairs = zip(self.ids, prompt, strict=False)
-        return next(
-            (n for n, (a, b) in enumerate(pairs) if a != b), min(len(self.ids), len(prompt))
-        )
+        self.turn_ids += [turn] * len(ids)
 
     def as_json(self) -> dict[str, Any]:
-        """The same for an answer over HTTP."""
+        """Return the fields without ``text``, for an HTTP response."""
         return {name: value for name, value in vars(self).items() if name != "text"}
 
 
 class RecordedAnswer(NamedTuple):
-    """Place of an answer: ``request`` is its number among those that were asked for.
+    """Location of a recorded answer.
 
-    ``sequence`` is the number of its sequence. There it was sampled from ``begin`` to ``end``;
-    ``start`` is where the tokens begin that were read before it.
+    ``request``: index of the answer among all requested answers, from `Session.admit`.
+    ``sequence``: index of its sequence. The answer is the tokens ``begin`` to ``end`` of the
+    sequence, and the tokens ``start`` to ``begin`` before the answer are new prompt tokens.
     """
 
     request: int
@@ -90,30 +83,17 @@ class RecordedAnswer(NamedTuple):
     end: int
 
 
-Limit = Literal["max_turns", "max_tokens"]
-
-
-class Limits(NamedTuple):
-    """Limits of a session, behind which it is over.
-
-    ``answers``: that it may ask for. ``tokens``: of all its sequences.
-    """
-
-    answers: int
-    tokens: int
-
-
 class Session:
-    """Answers to a key, and their reward. Threads may share it.
+    """Recorded answers and rewards of one API key. Thread-safe.
 
-    ``seed``: of the random numbers of requests without one of their own. ``sequences``: what was
-    recorded; ``answers``: their places, as they came. ``rewards``: by the number of answers that
-    were recorded when they were given.
-    ``exceeded``: the limit that a request ran into; None: none did.
+    ``seed``: seeds the requests that do not set a seed. ``sequences``: the recorded sequences.
+    ``answers``: the recorded answers in order of arrival. ``rewards``: maps the number of answers
+    recorded so far to the last reward set at that point. ``exceeded``: the limit that a request
+    exceeded, or None.
     """
 
     def __init__(self, seed: int | None = None, limits: Limits | None = None) -> None:
-        """A session of which nothing was asked yet; ``limits``: None: the server's own."""
+        """Create an empty session. A request that exceeds ``limits`` ends the session."""
         self.id, self.key = secrets.token_hex(8), f"session-{secrets.token_urlsafe(24)}"
         self.seed = seed
         self.sequences: list[RecordedSequence] = []
@@ -122,105 +102,108 @@ class Session:
         self.exceeded: Limit | None = None
         self._jobs: list[RowJob] = []
         self._limits = limits
-        self._last: Turn | None = None  # the reward that was given last
-        self._asked: Counter[int] = Counter()
-        self._expected: dict[int, tuple[int, ...]] = {}  # prompts, by numbers of their answers
+        self._last_reward: Turn | None = None
+        self._repeats: Counter[int] = Counter()  # requests per prompts, by their sample id
+        self._expected: dict[int, tuple[int, ...]] = {}  # index of an answer → its prompt
         self._admitted = 0  # answers
-        self._tokens = self._bound = 0
-        self._texts: dict[tuple[int, ...], str] = {}  # of prompts that wait for answers
+        self._bound = 0  # tokens after all expected answers
+        self._texts: dict[tuple[int, ...], str] = {}  # prompt → its text, until it is answered
         self.used = time.monotonic()
         self._lock = threading.Lock()
         self._is_closed = False
 
     @property
     def reward(self) -> float | None:
-        """The reward that was given last; None: none was, or it said that nothing is scored."""
-        return None if self._last is None else self._last.score
+        """The last reward, None if it is null or if no reward was set."""
+        return None if self._last_reward is None else self._last_reward.score
 
     @property
     def parts(self) -> dict[str, float]:
-        """Further numbers of it."""
-        return {} if self._last is None else self._last.parts
+        """Additional metrics of the last reward."""
+        return {} if self._last_reward is None else self._last_reward.parts
 
     @property
     def is_waiting(self) -> bool:
-        """True as long as the engine owes it an answer."""
+        """True while the engine still has to answer a request of the session."""
         with self._lock:
             self._jobs = [job for job in self._jobs if job.is_open or job.failure]
             return any(job.is_open for job in self._jobs)
 
     @property
     def engine_failure(self) -> Failure | None:
-        """First failure of the engine in place of an answer; None: it has answered."""
+        """The first engine failure of the session's requests, or None."""
         with self._lock:
             return next((job.failure for job in self._jobs if job.failure), None)
 
-    def follow(self, job: RowJob) -> None:
-        """Take note of a request that the engine is given."""
+    def track(self, job: RowJob) -> None:
+        """Watch a request, for `is_waiting` and `engine_failure`."""
         with self._lock:
             self._jobs.append(job)
 
-    def names(self, prompts: Sequence[Sequence[int]] = ()) -> tuple[object, ...] | None:
-        """Names of which the random numbers of a request are made; None: of its own.
+    def seed_parts(self, prompts: Sequence[Sequence[int]] = ()) -> tuple[object, ...] | None:
+        """Return the values that seed the sampling of a request, None if the session has no seed.
 
-        They differ where the same is asked again. Which other requests came before does not matter.
+        A repeated request gets different values. Requests with other prompts have no influence.
         """
         if self.seed is None:
             return None
-        asked = sample_id(*chain.from_iterable(prompts))
+        prompts_id = sample_id(*chain.from_iterable(prompts))
         with self._lock:
-            self._asked[asked] += 1
-            return ("session", self.seed, asked, self._asked[asked])
+            self._repeats[prompts_id] += 1
+            return ("session", self.seed, prompts_id, self._repeats[prompts_id])
 
-    def encoded(
-        self, text: str, begin: Callable[[str], list[int]], go_on: Callable[[str], list[int]]
+    def encode(
+        self,
+        text: str,
+        encode_text: Callable[[str], list[int]],
+        encode_continuation: Callable[[str], list[int]],
     ) -> list[int]:
-        """Tokens of a prompt; where it continues a sequence these come first as they are.
+        """Encode a prompt, reusing the token ids of the recorded sequence that it extends.
 
         Args:
-            text: of the prompt.
-            begin: encodes a whole one.
-            go_on: encodes what is added to one.
+            text: the prompt.
+            encode_text: encodes a whole prompt.
+            encode_continuation: encodes text that follows other text.
         """
+        # The longest sequence whose text the prompt starts with.
         with self._lock:
-            known = [one for one in self.sequences if one.text and text.startswith(one.text)]
-            longest = max(known, key=lambda one: len(one.text or ""), default=None)
-            begun = [] if longest is None else longest.ids[:]
-            rest = text if longest is None else text[len(longest.text or "") :]
-        ids = begin(text)
-        if ids[: len(begun)] != begun:  # what was sampled would be encoded otherwise
-            ids = [*begun, *go_on(rest)]
+            extended = [sequence for sequence in self.sequences if sequence.text]
+            extended = [sequence for sequence in extended if text.startswith(sequence.text or "")]
+            longest = max(extended, key=lambda sequence: len(sequence.text or ""), default=None)
+            prefix_ids = [] if longest is None else longest.ids[:]
+            prefix_text = "" if longest is None else longest.text or ""
+        ids = encode_text(text)
+        if ids[: len(prefix_ids)] != prefix_ids:  # the tokenizer would encode the answer otherwise
+            ids = [*prefix_ids, *encode_continuation(text[len(prefix_text) :])]
         with self._lock:
             self._texts[tuple(ids)] = text
         return ids
 
     def admit(self, prompts: Sequence[Sequence[int]], longest: int, answers: int) -> range:
-        """Numbers of a request's answers in the session, those to a prompt adjacent.
+        """Reserve the answers to a request and return their indices, grouped by prompt.
 
-        `record` or `withdraw` must follow for each. A request is refused that may take the session
-        beyond its limits.
+        `record` or `withdraw` must follow for each answer.
 
         Args:
-            prompts: their tokens.
-            longest: most tokens of an answer.
-            answers: so many are asked for behind each prompt.
+            prompts: token ids of each prompt.
+            longest: maximum number of tokens of an answer.
+            answers: number of answers to each prompt.
 
         Raises:
-            DataError: it may; where limits were given the session is over then.
+            DataError: the request could exceed a limit. The session is over if `Session` was
+                created with limits.
         """
-        most = self._limits or Limits(sys.maxsize, _MOST_TOKENS)
+        limits = self._limits or Limits(sys.maxsize, _MAX_TOKENS)
         with self._lock:
-            bound, known = self._bound, 0
+            # Upper bound of the tokens after this request. If no answer is expected, the recorded
+            # tokens are exact, and the sequence that the first prompt extends counts only once.
+            recorded, bound, extended = self._recorded_tokens(), self._bound, 0
             if not self._expected:
-                followed = (len(one.ids) for one in self.sequences if one.follows(prompts[0]))
-                bound, known = self._tokens, max(followed, default=0)
-            bound += answers * sum(len(prompt) + longest for prompt in prompts) - known
+                lengths = (len(s.ids) for s in self.sequences if s.is_prefix_of(prompts[0]))
+                bound, extended = recorded, max(lengths, default=0)
+            bound += answers * sum(len(prompt) + longest for prompt in prompts) - extended
             first, self._admitted = self._admitted, self._admitted + answers * len(prompts)
-            limit = self.exceeded
-            if limit is None and self._admitted > most.answers:
-                limit = "max_turns"
-            elif limit is None and bound > most.tokens:
-                limit = "max_tokens"
+            limit = self.exceeded or limits.exceeded(self._admitted, bound)
             if limit is None:
                 self._bound = bound
                 keys = [key for key in map(tuple, prompts) for _ in range(answers)]
@@ -230,22 +213,24 @@ class Session:
             if self._limits is not None:
                 self.exceeded = limit
         if limit == "max_turns":
-            raise DataError(f"the session is over: it may have {most.answers} answers")
+            raise DataError(
+                f"the session is over: it has reached its limit of {limits.max_turns} answers"
+            )
         if self._limits is not None:
             raise DataError(
-                f"the session is over: it may have {most.tokens} tokens, and could have {bound} "
-                "after this"
+                f"the session is over: it is limited to {limits.max_tokens} tokens, and this "
+                f"request could make it {bound}"
             )
         raise DataError(
-            f"the session has {self._tokens} tokens, may have {most.tokens}, and could have "
-            f"{bound} after this; begin another one"
+            f"the session has {recorded} tokens and is limited to {limits.max_tokens}, and this "
+            f"request could make it {bound}. Begin another session"
         )
 
     def withdraw(self, prompts: Sequence[Sequence[int]], requests: Sequence[int | None]) -> None:
-        """Expect no more answers to these, one each: they failed, or their client left.
+        """Release reserved answers of a request that failed or whose client disconnected.
 
-        They have taken no tokens; among the answers that the session may ask for they count.
-        ``requests``: the numbers of the answers, from `admit`.
+        Released answers use no tokens, but count as answers. ``requests``: index of each answer,
+        from `admit`. ``prompts``: prompt of each answer.
         """
         with self._lock:
             self._expected = {n: key for n, key in self._expected.items() if n not in requests}
@@ -258,86 +243,87 @@ class Session:
         logprobs: Sequence[float],
         end: EndKind,
         text: str,
-        request: int | None = None,
+        request: int,
     ) -> None:
-        """Keep an answer: the tokens ``ids`` with their ``logprobs``, sampled behind ``prompt``.
+        """Record an answer to ``prompt``: the sampled tokens ``ids`` and their ``logprobs``.
 
-        ``text``: of all of them, that of a token that ended it included. ``request``: its number,
-        of `admit`; None: the first that is expected behind this prompt.
+        ``text``: text of all tokens, the text of an end token included. ``request``: index of the
+        answer, from `admit`.
         """
         with self._lock:
             key = tuple(prompt)
-            if request is None:
-                expected = (n for n, each in self._expected.items() if each == key)
-                request = next(expected, self._admitted)
             self._expected.pop(request, None)
             if self._is_closed:
                 return
-            followed = [n for n, one in enumerate(self.sequences) if one.follows(prompt)]
-            number = max(followed, key=lambda n: len(self.sequences[n].ids), default=None)
-            if number is None:
-                number = self._begin(prompt)
-            longest = self.sequences[number]
-            start = len(longest.ids)
-            longest.read(prompt[start:])
-            longest.sampled(ids, logprobs, end)
-            before = self._texts.get(key)
-            longest.text = None if before is None else before + text
+            # Append to the longest sequence that the prompt extends, or to a new sequence.
+            extended = [n for n, s in enumerate(self.sequences) if s.is_prefix_of(prompt)]
+            index = max(extended, key=lambda n: len(self.sequences[n].ids), default=None)
+            if index is None:
+                index = self._start_sequence(prompt)
+            sequence = self.sequences[index]
+            start = len(sequence.ids)
+            sequence.append(prompt[start:], [0.0] * (len(prompt) - start), turn=0)
+            sequence.ends.append(end)
+            sequence.append(ids, logprobs, turn=len(sequence.ends))
+            prompt_text = self._texts.get(key)
+            sequence.text = None if prompt_text is None else prompt_text + text
             self._drop_texts([prompt])
-            place = start, len(prompt), len(longest.ids)
-            self.answers.append(RecordedAnswer(request, number, *place))
-            self._tokens = sum(len(one.ids) for one in self.sequences)
+            answer = RecordedAnswer(request, index, start, len(prompt), len(sequence.ids))
+            self.answers.append(answer)
 
     def set_reward(self, reward: Any) -> None:
-        """Take a reward: a number, null (not scored), or a mapping with ``reward``.
+        """Set the reward of the last recorded answer: a number, None, or a mapping with ``reward``.
 
-        It is of the answer that was recorded last, in place of one that it had.
+        A second reward of the same answer replaces the first.
 
         Raises:
-            DataError: it is none.
+            DataError: ``reward`` is not valid.
         """
         turn = check_turn(Turn(reward=reward, done=True))
         with self._lock:
-            self._last = self.rewards[len(self.answers)] = turn
+            self._last_reward = self.rewards[len(self.answers)] = turn
 
     def close(self) -> None:
-        """Record nothing more."""
+        """Ignore answers from now on."""
         with self._lock:
             self._is_closed = True
 
     def as_json(self) -> dict[str, Any]:
-        """Everything that was recorded."""
+        """Return the session as a JSON-serialisable dict, for an HTTP response."""
         with self._lock:
             return {
                 "id": self.id,
                 "reward": self.reward,
                 "parts": self.parts,
-                # Clients know them by this name.
-                "trajectories": [one.as_json() for one in self.sequences],
+                # The published name of the sequences.
+                "trajectories": [sequence.as_json() for sequence in self.sequences],
             }
 
+    def _recorded_tokens(self) -> int:
+        return sum(len(sequence.ids) for sequence in self.sequences)
+
     def _drop_texts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Forget the texts of prompts that wait for no answer."""
+        """Forget the texts of prompts without an expected answer."""
         waiting = set(self._expected.values())
         for key in map(tuple, prompts):
             if key not in waiting:
                 self._texts.pop(key, None)
 
-    def _begin(self, prompt: Sequence[int]) -> int:
-        """Number of a new sequence."""
-        made = RecordedSequence([], [], [])
-        for number, one in enumerate(self.sequences):
-            shared = one.common(prompt)
-            if shared > made.shared and any(one.turn_ids[:shared]):
-                made.forked_from, made.shared = number, shared
-        self.sequences.append(made)
+    def _start_sequence(self, prompt: Sequence[int]) -> int:
+        """Add a sequence, forked from the sequence with the longest common prefix."""
+        new = RecordedSequence()
+        for index, sequence in enumerate(self.sequences):
+            shared = common_prefix(sequence.ids, prompt)
+            if shared > new.shared and any(sequence.turn_ids[:shared]):
+                new.forked_from, new.shared = index, shared
+        self.sequences.append(new)
         return len(self.sequences) - 1
 
 
 class Sessions:
     """The sessions of a server.
 
-    One that nobody used for ``idle_s`` seconds, and that waits for no answer, is forgotten.
+    A session that was unused for ``idle_s`` seconds and waits for no answer is forgotten.
     """
 
     def __init__(self, idle_s: float = math.inf) -> None:
@@ -346,37 +332,33 @@ class Sessions:
         self._lock = threading.Lock()
 
     def begin(self, seed: int | None = None, limits: Limits | None = None) -> Session | None:
-        """A new session; None: there are too many."""
-        self._forget_idle()
+        """Return a new session, or None if the server has too many sessions."""
+        oldest_use = time.monotonic() - self._idle_s
         with self._lock:
-            if len(self._by_key) >= _MOST_SESSIONS:
+            for session in list(self._by_key.values()):
+                if session.used < oldest_use and not session.is_waiting:
+                    del self._by_key[session.key]
+                    session.close()
+            if len(self._by_key) >= _MAX_SESSIONS:
                 return None
             session = Session(seed, limits)
             self._by_key[session.key] = session
             return session
 
-    def of_key(self, key: str) -> Session | None:
-        """The session of an API key."""
+    def with_key(self, key: str) -> Session | None:
+        """Return the session of an API key, or None. Counts as use of the session."""
         session = self._by_key.get(key)
         if session is not None:
             session.used = time.monotonic()
         return session
 
-    def _forget_idle(self) -> None:
-        latest = time.monotonic() - self._idle_s
+    def with_id(self, session_id: str) -> Session | None:
+        """Return the session with this id, or None."""
         with self._lock:
-            idle = [one for one in self._by_key.values() if one.used < latest]
-        for session in idle:
-            if not session.is_waiting:
-                self.end(session)
-
-    def of_id(self, name: str) -> Session | None:
-        """The session of this id."""
-        with self._lock:
-            return next((one for one in self._by_key.values() if one.id == name), None)
+            return next((s for s in self._by_key.values() if s.id == session_id), None)
 
     def end(self, session: Session) -> None:
-        """Forget a session; its key is refused from now on."""
+        """Forget a session. Its key is refused from now on."""
         with self._lock:
             self._by_key.pop(session.key, None)
         session.close()

@@ -1,4 +1,4 @@
-"""Tools of a request: how the model is shown them, and the calls in what it answers."""
+"""Tools of a request as text for the model, and tool calls in its answers."""
 
 import json
 import uuid
@@ -12,15 +12,16 @@ from aligner.serving.openai_types import FunctionCall, ToolCall
 
 
 def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages in the plain form, for a template that shows neither tools nor calls.
+    """Return the messages in the plain form, for a template that shows neither tools nor calls.
 
-    The functions are described before the first message, calls become lines of the assistant's, and
-    results messages of the user.
+    The functions are described before the first message. Calls become lines of assistant messages,
+    and results become user messages.
     """
     names: dict[str, str] = {}
     plain: list[Message] = []
     for message in messages:
         calls = message.get("tool_calls") or []
+        # Calls become lines of the assistant.
         if calls:
             lines = [message["content"]] if message.get("content") else []
             for call in calls:
@@ -28,6 +29,7 @@ def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
                 names[str(call.get("id"))] = function["name"]
                 lines.append(f"call {function['name']} {json.dumps(function['arguments'])}")
             plain.append({"role": "assistant", "content": "\n".join(lines)})
+        # Consecutive results become one user message, as templates want roles to alternate.
         elif message["role"] == "tool":
             name = message.get("name") or names.get(str(message.get("tool_call_id")), "the tool")
             line = f"result of {name}: {message['content']}"
@@ -43,16 +45,16 @@ def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
 
 
 def split_calls(text: str, form: Form) -> tuple[str | None, list[ToolCall]]:
-    """Text before the calls, None where there is none; and the calls as OpenAI's answers have them.
+    """Return the text before the calls, None if it is empty, and the calls in OpenAI's format.
 
-    Text whose calls cannot be read is text alone.
+    If a call cannot be read, the whole text is returned without calls.
     """
     calls = parse_calls(text, form)
     if not calls or any(call.problem is not None for call in calls):
         return text, []
     return before_calls(text, form).strip() or None, [
         ToolCall(
-            id=call.id or uuid.uuid4().hex[:9],  # Mistral's templates refuse longer ones
+            id=call.id or uuid.uuid4().hex[:9],  # Mistral's templates refuse longer ids
             type="function",
             function=FunctionCall(name=call.name, arguments=json.dumps(call.arguments)),
         )

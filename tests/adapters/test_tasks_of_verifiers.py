@@ -133,7 +133,7 @@ def test_what_is_not_scored_and_what_fails(infinite, folder, server):
     assert "ZeroDivisionError" in bad.text
     assert "of the task" in bad.text
     assert (none.value.score, none.value.done) == (None, True)
-    said = "the taskset never ends" if infinite else "idx=3 is no task: the taskset has 3"
+    said = "the taskset never ends" if infinite else "idx=3 does not exist: the taskset has 3"
     assert said in out.text
 
 

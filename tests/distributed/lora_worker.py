@@ -51,7 +51,7 @@ def gradient_of(handle: Policy | Value) -> dict[str, torch.Tensor]:
     values = [parameter.data.clone() for parameter in trained]
     for parameter in trained:
         parameter.data.copy_(parameter.main_grad)
-    gradient = {name: value.clone() for name, value in role.adapters.whole().items()}
+    gradient = {name: value.clone() for name, value in role.adapters.gather().items()}
     for parameter, value in zip(trained, values, strict=True):
         parameter.data.copy_(value)
     return gradient
@@ -64,7 +64,7 @@ def learn(handle: Policy | Value, batch: object, loss: object) -> dict[str, obje
     first = handle.train(batch, loss)
     seen = {"first": reported(first), "gradient": gradient_of(handle)}
     seen["second"] = reported(handle.train(batch, loss))
-    seen["trained"] = {name: value.clone() for name, value in role.adapters.whole().items()}
+    seen["trained"] = {name: value.clone() for name, value in role.adapters.gather().items()}
     seen["merged"] = {name: value.clone() for name, value in role.whole_weights().items()}
     handle.prepare_for_inference()
     return seen

@@ -82,7 +82,7 @@ def trained(model: str, layout: str, state: Path, saves: bool) -> dict[str, torc
     )
     head = getattr(handle.worker_group.worker.model.gpt, "rm_head", None)
     head.weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
-    handle.worker_group.worker.model.optimizer.take_over_weights()
+    handle.worker_group.worker.model.optimizer.copy_model_weights()
     batch = batch_of(loss)
     loss_fn = BradleyTerryLoss() if loss == "pairs" else AttributeRegressionLoss()
     handle.prepare_for_training()

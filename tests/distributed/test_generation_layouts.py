@@ -125,8 +125,4 @@ def test_what_the_last_stage_raises_reaches_every_rank(ranks, layout, models, se
     for rank in by_ranks(ranks):
         for model in models.values():
             message = rank[LAYOUTS[ranks][layout]][model]["raised"]
-            assert (
-                message
-                == "logits of rows [0, 1, 2, 3] are not finite, nothing can be "
-                + (message.partition("nothing can be ")[2])
-            )
+            assert message.startswith("logits of rows [0, 1, 2, 3] are not finite")

@@ -119,20 +119,18 @@ def engine_worker(device, process, loads):
         mock.patch.object(vllm_worker, "VllmEngine", return_value=Engine(device, process, loads)),
         device.order.in_process(process),
     ):
-        return vllm_worker.VllmWorker(
+        arguments = vllm_worker.EngineArguments(
             architecture=None,
-            tokenizer_files={},
-            eos_ids=[0],
-            pad_id=0,
             precision="bf16",
+            eos_ids=[0],
             length=LengthParams(),
             sampling=SamplingParams(),
             max_batch_size=1,
             max_sequence_length=8,
             settings=VllmConfig(),
-            record_kept=0,
-            weights_from=[RefitEnd.of_this_process("policy rank 0")],
         )
+        ends = [RefitEnd.of_this_process("policy rank 0")]
+        return vllm_worker.VllmWorker(arguments, tokenizer_files={}, pad_id=0, weights_from=ends)
 
 
 def exports(readers):

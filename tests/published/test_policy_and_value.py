@@ -342,7 +342,7 @@ def test_an_output_that_lacks_a_column_is_a_value_error(policy, monkeypatch):
     monkeypatch.setattr(
         group, "run_all_workers_sharded_data", lambda *args, **kwargs: LocalFuture([part])
     )
-    with pytest.raises(ValueError, match="lacks generation_lengths, unpadded_sequence_lengths"):
+    with pytest.raises(ValueError, match="generation_lengths, unpadded_sequence_lengths"):
         policy.generate(prompts())
 
 
@@ -358,7 +358,7 @@ def test_train_returns_the_published_keys(policy, value):
 
 def test_a_policy_without_generation_does_not_generate(tokenizer):
     policy = Policy(Clusters(), policy_config(generation=None), tokenizer)
-    with pytest.raises(ConfigError, match=r"policy\.generation: not set"):
+    with pytest.raises(ConfigError, match=r"policy\.generation"):
         policy.generate(prompts())
     with pytest.raises(ConfigError, match=r"stop_token_ids=.9999."):
         Policy(Clusters(), policy_config(generation={"stop_token_ids": [9999]}), tokenizer)
@@ -425,7 +425,7 @@ def test_workers_take_published_arguments(tiny_nemo, tokenizer, tmp_path):
         critic.save_checkpoint(str(tmp_path / "value.nemo"), checkpointing_cfg={})
     assert (tmp_path / "value.nemo").exists()
     pair = NamedSharding(np.arange(2).reshape(1, 1, 1, 2), AXES)
-    with pytest.raises(LayoutError, match="tensor_parallel 2, but the configuration says 1"):
+    with pytest.raises(LayoutError, match="tensor_parallel is 2, but 1 in"):
         MegatronValueWorker(value_config(), tokenizer, worker_sharding_annotations=pair)
 
 

@@ -77,7 +77,7 @@ def test_a_template_that_changes_the_assistants_messages_is_refused_at_the_start
         "chat_template": "<|im_start|>" + changed
     }
     tokenizer = tokenizer_from_files(files | {"tokenizer_config.json": json.dumps(config).encode()})
-    with pytest.raises(ConfigError, match=rf"An answer⁂': .*set {KEY}=FILE.jinja"):
+    with pytest.raises(ConfigError, match=rf"An answer⁂': .*Set {KEY}=FILE.jinja"):
         ChatRenderer(tokenizer)
     assert tokenizer.encode("<|im_start|>")[0] not in tokenizer.end_ids
 

@@ -154,10 +154,10 @@ def test_the_twin_drops_as_it_is_told(old_nemo):
         return role.model.layers[0].self_attn.attention_dropout
 
     assert (attention(None), attention(0.0)) == (0.1, 0.0)
-    with pytest.raises(ConfigError, match=r"model\.dropout=0\.2: .*no dropout of hidden states"):
+    with pytest.raises(ConfigError, match=r"model\.dropout=0\.2: .*dropout of hidden states"):
         attention(0.2)
     with pytest.raises(
-        ConfigError, match=r"model\.dropout=null, 0\.1 in the checkpoint: .*set it to"
+        ConfigError, match=r"model\.dropout=null, 0\.1 in the checkpoint: .*megatron"
     ):
         attention(None, optim=OptimConfig(lr=1e-3))
     assert attention(0.0, optim=OptimConfig(lr=1e-3)) == 0.0

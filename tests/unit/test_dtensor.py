@@ -333,5 +333,5 @@ def test_a_run_state_of_the_other_backend_is_refused(tiny_nemo):
         role.load_run_state([other.run_state()])
     state = role.run_state()
     del state["slices"]["model.norm.weight"]
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*lacks"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
         role.load_run_state([state])

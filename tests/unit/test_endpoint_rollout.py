@@ -212,7 +212,7 @@ def test_an_agent_that_a_limit_ended_counts_as_configured(unscored, counts):
 @pytest.mark.parametrize(
     ("what", "cause"),
     [
-        ("crashes", "exit code 3; what it wrote ends: the cause of it"),
+        ("crashes", "exit code 3. Its output ends: the cause of it"),
         (
             "asks_nothing",
             "ended without an answer of the policy. The end of the agent's output: nothing to do",
@@ -373,7 +373,7 @@ def test_the_agent_of_the_page(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"command": ("no-such-program",)}, "environment.command=.*there is no program"),
+        ({"command": ("no-such-program",)}, "environment.command=.*no-such-program. was not found"),
         ({"factory": f"{FILE}:nobody"}, "has no function 'nobody'"),
         ({"factory": f"{FILE}:act"}, "is called with base_url, api_key, seed, the columns"),
         ({**RUN, "kwargs": {"seed": 1}}, "seed would be given twice"),

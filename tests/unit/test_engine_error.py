@@ -160,7 +160,7 @@ def test_what_the_failed_call_held_is_let_go(game, breaking):
     while trace is not None:
         frames[trace.tb_frame.f_code.co_name] = trace.tb_frame
         trace = trace.tb_next
-    assert frames["_rolled_out"].f_locals == {}
+    assert frames["_roll_out"].f_locals == {}
 
 
 @pytest.mark.parametrize(

@@ -183,14 +183,14 @@ def test_calls_beyond_the_limit_end_the_conversation():
 
 
 def test_classes_that_are_not_of_trls_form_are_refused():
-    with pytest.raises(ConfigError, match="Log' has no method get_reward; name a reward"):
+    with pytest.raises(ConfigError, match=r"Log' has no method get_reward\. Set a reward"):
         TRLEnv.check_kwargs({"environment": f"{HERE}:Log"})
     with pytest.raises(ConfigError, match="NoReset' has no method reset"):
         TRLEnv.check_kwargs({"environment": f"{HERE}:NoReset"})
     with pytest.raises(ConfigError, match=r"environment.kwargs.environment='nowhere:Class'"):
         load_factory(f"{ADAPTERS}.trl:TRLEnv", {"environment": "nowhere:Class"}, [], "plain")
     TRLEnv.check_kwargs({"environment": f"{HERE}:Log", "reward": f"{HERE}:scored"})
-    with pytest.raises(DataError, match="reset returned int; TRL's form is text or None"):
+    with pytest.raises(DataError, match=r"reset returned int\. TRL's form is text or None"):
         make("Odd", prompt="q")
     with pytest.raises(DataError, match="give the data a column prompt"):
         make("Log")

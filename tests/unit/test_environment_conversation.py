@@ -240,14 +240,14 @@ def test_no_token_is_added_between_turns(template, ended):
 def test_a_prompt_that_continues_a_session_has_no_token_added():
     tokenizer = prepending(None)
     session, asked = Session(), "two and two"
-    prompt = session.encoded(asked, tokenizer.encode, partial(encode_fragment, tokenizer))
+    prompt = session.encode(asked, tokenizer.encode, partial(encode_fragment, tokenizer))
     for answer in ([tokenizer.encode("xfour")[-1]], tokenizer.encode("abab")[:1] * 2):
-        session.admit([prompt], 8, 1)
+        [request] = session.admit([prompt], 8, 1)
         text = tokenizer.decode(prompt + answer)[len(tokenizer.decode(prompt)) :]
-        session.record(prompt, answer, [-1.0] * len(answer), "length", text)
+        session.record(prompt, answer, [-1.0] * len(answer), "length", text, request)
         asked += f"{text}\nand one"
         known = session.sequences[-1].ids[:]
-        prompt = session.encoded(asked, tokenizer.encode, partial(encode_fragment, tokenizer))
+        prompt = session.encode(asked, tokenizer.encode, partial(encode_fragment, tokenizer))
         assert prompt[: len(known)] == known
         assert prompt[len(known) :] == tokenizer.encode("x\nand one")[len(tokenizer.encode("x")) :]
     assert len(session.sequences) == 1

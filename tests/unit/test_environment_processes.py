@@ -70,8 +70,8 @@ def test_conversations_in_slots_of_their_own(pool):
         ("is_no_turn", "step returned .*; it must return a Turn"),
         ("is_no_number", "reward is nan; it must be finite"),
         ("says_nothing", "neither a message nor done=True"),
-        ("has_a_step_outside", r"steps has \(6, 1.0\); .* from 1 to the message's 5"),
-        ("has_a_step_of_nothing", "the step that ends at 5 has no reward; leave it out"),
+        ("has_a_step_outside", r"steps has \(6, 1.0\); .* from 1 to 5, the number"),
+        ("has_a_step_of_nothing", "the step that ends at 5 has no reward. Leave it out"),
     ],
 )
 def test_a_failure_is_told_and_touches_nobody_else(pool, what, said):
@@ -184,7 +184,7 @@ def test_memory_is_bounded(module):
     finally:
         pool.close()
     assert "raised MemoryError" in failed.text
-    assert failed.text.endswith("environment.memory_mb=256 is what it may allocate")
+    assert failed.text.endswith("It may allocate environment.memory_mb=256 MiB")
 
 
 def use(how, limit=60.0):
@@ -303,7 +303,7 @@ def test_what_environments_return_is_checked():
         check_start(Start([{"role": "assistant", "content": "a"}]))
     with pytest.raises(DataError, match="has no key 'reward'"):
         check_turn(Turn(reward={"other": 1.0}, done=True))
-    with pytest.raises(DataError, match="reward is 'much', which is no number"):
+    with pytest.raises(DataError, match="reward is 'much', which is not a number"):
         check_turn(Turn(reward="much", done=True))
     scored = check_turn(Turn(reward={"reward": None, "part": 2}, done=True))
     assert (scored.score, scored.parts) == (None, {"part": 2.0})

@@ -24,7 +24,7 @@ from aligner.config import LengthParams
 from aligner.errors import NonFiniteError
 from aligner.models.gpt.decode import generator as generation
 from aligner.models.gpt.decode import responses, sampling
-from aligner.models.gpt.decode.responses import rows_of_graph, span_of_graph, with_room
+from aligner.models.gpt.decode.responses import rows_of_graph, span_of_graph, with_headroom
 
 OPTIONS = {
     "greedy": {"greedy": True},
@@ -138,7 +138,7 @@ def shapes_of_a_rollout(random, samples, slots, most, likely):
         min(most, max(1, int(random.lognormvariate(math.log(likely), 0.6)))) for _ in range(samples)
     ]
     prompts = [random.randint(60, 220) for _ in range(samples // 8) for _ in range(8)]
-    capacity = with_room(max(prompts) + most)
+    capacity = with_headroom(max(prompts) + most)
     waiting, flight, made, shapes = list(range(samples)), [], [1] * samples, []
     while waiting or flight:
         flight = [sample for sample in flight if made[sample] < lengths[sample]]

@@ -121,7 +121,7 @@ def test_a_declared_verb_is_read_as_the_workers_method():
     assert inspect.getdoc(declared) == inspect.getdoc(written)
     shown = pydoc.plain(pydoc.render_doc(Policy))
     assert "get_logprobs(self, data" in shown
-    assert "position t speaks of token t" in shown
+    assert "position t is the log-prob of token t" in shown
     assert "prepare_for_training(self) -> None" in shown
 
 
@@ -150,9 +150,7 @@ def test_relative_paths_are_those_of_the_caller(monkeypatch, tmp_path):
 
 def test_an_unknown_backend_is_refused_by_its_name():
     for make in handles(Recorder(), backend="fsdp"):
-        with pytest.raises(
-            ConfigError, match=r"policy\.backend=fsdp: use one of megatron, dtensor"
-        ):
+        with pytest.raises(ConfigError, match=r"policy\.backend=fsdp.*megatron, dtensor"):
             make()
 
 

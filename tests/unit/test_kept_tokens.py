@@ -61,13 +61,15 @@ def test_what_is_recorded_is_what_is_drawn_from():
         (SamplingParams(top_p=0.999), [[-1, -1, -1], [2, -1, -1]]),  # more than three: not recorded
     ]:
         drawn = sample_tokens(logits.clone(), uniforms, sampling, greedy=False, record=3)
-        found = [sorted(row, key=lambda token: (token < 0, token)) for row in drawn.kept.tolist()]
+        found = [
+            sorted(row, key=lambda token: (token < 0, token)) for row in drawn.kept_ids.tolist()
+        ]
         wanted = [sorted(row, key=lambda token: (token < 0, token)) for row in expected]
         if sampling.top_k == 2:  # equal logits are kept or dropped together
             assert found[0] == wanted[0]
         else:
             assert found == wanted
-    assert sample_tokens(logits, uniforms, SamplingParams(top_k=2), greedy=False).kept is None
+    assert sample_tokens(logits, uniforms, SamplingParams(top_k=2), greedy=False).kept_ids is None
 
 
 def test_a_ban_is_part_of_what_is_recorded():
@@ -81,7 +83,7 @@ def test_a_ban_is_part_of_what_is_recorded():
         end_ids=torch.tensor([0]),
         record=4,
     )
-    assert sorted(drawn.kept[0].tolist()) == [-1, -1, 1, 2]
+    assert sorted(drawn.kept_ids[0].tolist()) == [-1, -1, 1, 2]
 
 
 # 2. Using it again ----------------------------------------------------------------------------
@@ -157,7 +159,7 @@ def test_the_mean_ratio_at_top_p_of_eight_tenths():
         """Σ of the trainer's probabilities over the sampler's set, of each position."""
         sums = torch.zeros(400)
         for place in range(VOCAB):
-            target = drawn.kept[:, place].long()
+            target = drawn.kept_ids[:, place].long()
             there = target >= 0
             if there.any():
                 found, _ = hidden_states_to_logprobs(
@@ -171,7 +173,7 @@ def test_the_mean_ratio_at_top_p_of_eight_tenths():
         return sums
 
     unfiltered, own = ratios(), ratios(top_p=0.8)
-    replayed = ratios(top_p=0.8, kept_ids=drawn.kept)
+    replayed = ratios(top_p=0.8, kept_ids=drawn.kept_ids)
     print(
         f"mean ratio at top_p=0.8: unfiltered {unfiltered.mean():.4f}, own set {own.mean():.4f} "
         f"(off by more than 1e-3 at {(own - 1).abs().gt(1e-3).float().mean():.1%} of positions, "
@@ -263,16 +265,16 @@ def test_a_policy_scores_over_what_it_recorded(policy):
             {},
             r"record_kept_tokens=8 is below .*top_k=9.*set it to 9",
         ),
-        ({}, VLLM, r"record_kept_tokens=8 with .*vllm: .* and model.ppo.sampling_params.top_k=0;"),
+        ({}, VLLM, r"record_kept_tokens=8 with .*vllm: .* but model.ppo.sampling_params.top_k=0"),
         (
             {"sampling_params": {"top_k": 8}},
             {**VLLM, "validation": {"top_k": 0}},
-            r"and validation.top_k=0; set it",
+            r"but validation.top_k=0. Set top_k",
         ),
         (
             {"sampling_params": {"top_k": 8, "use_greedy": True}, "num_rollouts_per_prompt": 1},
             VLLM,
-            r"use_greedy=true for top_k=1 there.* set it to false",
+            r"use_greedy=true as top_k=1.* Set it to false",
         ),
     ],
 )

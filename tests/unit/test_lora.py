@@ -149,7 +149,7 @@ def test_fresh_adapters_change_nothing_and_depend_on_the_seed_alone(load):
     again, other = load(), load(seed=7)
     batch = make_batch()
     assert torch.equal(role.get_logprobs(batch), load(lora=None).get_logprobs(batch))
-    one, two, three = (each.adapters.whole() for each in (role, again, other))
+    one, two, three = (each.adapters.gather() for each in (role, again, other))
     for name, value in one.items():
         assert torch.equal(value, two[name])
         assert torch.equal(value, three[name]) == name.endswith(".lora.b")  # which are zero
@@ -175,7 +175,7 @@ def linears_of(role):
 def test_targets(load, targets, linears):
     role = load(lora=LoraConfig(target_modules=targets, adapter_dim=2))
     assert linears_of(role) == linears
-    assert set(adapter_shapes(TINY_ARCHITECTURE, role.settings.lora)) == set(role.adapters.whole())
+    assert set(adapter_shapes(TINY_ARCHITECTURE, role.settings.lora)) == set(role.adapters.gather())
 
 
 @pytest.mark.parametrize(
@@ -315,18 +315,18 @@ def test_a_run_state_holds_what_is_trained_and_restores_it_to_the_bit(load):
         each.loss_fn = PPOPolicyLoss()
         each.prepare_for_training()
         each.training_update(make_batch())
-    one, two = role.adapters.whole(), again.adapters.whole()
+    one, two = role.adapters.gather(), again.adapters.gather()
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_a_run_state_of_another_way_to_learn_is_refused(load):
     with_adapters, without = trained(load, 0).run_state(), trained(load, 0, lora=None).run_state()
-    with pytest.raises(CheckpointError, match=r"saved without adapters, and .*peft_scheme is now"):
+    with pytest.raises(CheckpointError, match=r"saved without adapters.*peft_scheme is now"):
         trained(load, 0).load_run_state([without])
     with pytest.raises(CheckpointError, match=r"saved with adapters, .*peft_scheme is now null"):
         trained(load, 0, lora=None).load_run_state([with_adapters])
     other = trained(load, 0, lora=LoraConfig(target_modules=("mlp",), adapter_dim=4))
-    with pytest.raises(CheckpointError, match=r"not those of model\.peft\.lora_tuning: unexpected"):
+    with pytest.raises(CheckpointError, match=r"model\.peft\.lora_tuning: unexpected"):
         other.load_run_state([with_adapters])
 
 
@@ -365,7 +365,7 @@ def test_a_head_travels_with_the_adapters_of_a_critic(load, tmp_path):
     again = load(MegatronGPTCriticModel, adapters_path=str(path))
     assert critic.get_values(batch).abs().max() > 1e-4
     assert torch.equal(again.get_values(batch), critic.get_values(batch))
-    with pytest.raises(CheckpointError, match=r"a head .* which a policy does not have"):
+    with pytest.raises(CheckpointError, match=r"rm_head"):
         load(adapters_path=str(path))
 
 

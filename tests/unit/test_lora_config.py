@@ -7,9 +7,9 @@ from aligner.config.load import check_config
 from aligner.errors import ConfigError
 from aligner.models.gpt.role.settings import (
     RunSettings,
-    continuing,
     critic_settings,
     policy_settings,
+    settings_to_continue,
 )
 
 LORA = {"peft_scheme": "lora"}
@@ -87,7 +87,7 @@ def test_the_critic_follows_and_begins_where_the_policy_does():
 
 def test_continuing_takes_the_adapters_and_leaves_the_frozen_weights():
     settings = policy_settings(run(LORA).model, RunSettings())
-    begun, whole = continuing(settings, "/run/policy.nemo")
+    begun, whole = settings_to_continue(settings, "/run/policy.nemo")
     assert (begun.adapters_path, whole) == ("/run/policy.lora.safetensors", None)
     plain = policy_settings(run({}).model, RunSettings())
-    assert continuing(plain, "/run/policy.nemo") == (plain, "/run/policy.nemo")
+    assert settings_to_continue(plain, "/run/policy.nemo") == (plain, "/run/policy.nemo")

@@ -112,8 +112,8 @@ def test_what_is_parked_in_two_calls_comes_back(monkeypatch):
     first, second, freed = (torch.full((9,), value) for value in (1.0, 2.0, 3.0))
     offload = ModelOffload(torch.nn.Module())
     for _ in range(2):
-        offload.park(kept=[first, first[:4]], freed=[])
-        offload.park(kept=[second, first], freed=[freed])
+        offload.park(copied=[first, first[:4]], freed=[])
+        offload.park(copied=[second, first], freed=[freed])
         assert not any(each.untyped_storage().nbytes() for each in (first, second, freed))
         offload.to_device()
         assert torch.equal(torch.stack([first, second, freed]).mean(1), torch.tensor([1.0, 2, 0]))

@@ -8,6 +8,7 @@ import torch
 
 from aligner.config import LengthParams, SamplingParams
 from aligner.errors import ConfigError
+from aligner.generation.vllm.engine import EngineArguments
 from aligner.generation.vllm.settings import VllmConfig
 from aligner.generation.vllm.worker import REFIT_KEYS, VllmWorker
 from aligner.refit.ends import RefitEnd, check_ends
@@ -77,21 +78,18 @@ def test_broadcasts_do_not_care_for_torch_nor_shared_memory_for_nccl():
 
 def test_an_engine_looks_before_it_starts():
     """A real worker, in an interpreter without vLLM: it is not asked for."""
+    arguments = EngineArguments(
+        architecture=None,
+        precision="bf16",
+        eos_ids=[0],
+        length=LengthParams(),
+        sampling=SamplingParams(),
+        max_batch_size=1,
+        max_sequence_length=8,
+        settings=VllmConfig(),
+    )
     with pytest.raises(ConfigError, match=rf"engine 0 \(torch {torch.__version__[:4]}.*policy"):
-        VllmWorker(
-            None,
-            tokenizer_files={},
-            eos_ids=[0],
-            pad_id=0,
-            precision="bf16",
-            length=LengthParams(),
-            sampling=SamplingParams(),
-            max_batch_size=1,
-            max_sequence_length=8,
-            settings=VllmConfig(),
-            record_kept=0,
-            weights_from=POLICY,
-        )
+        VllmWorker(arguments, tokenizer_files={}, pad_id=0, weights_from=POLICY)
 
 
 def pins(name):

@@ -32,6 +32,8 @@ def answered(session, prompt, text, request=None):
     """Record an answer of the engine; its prompt with it."""
     ids = [*TOKENIZER.encode(text), TOKENIZER.eos_id]
     whole = TOKENIZER.decode(prompt + ids)
+    if request is None:  # the first that waits behind this prompt
+        request = min(n for n, key in session._expected.items() if key == tuple(prompt))
     session.record(prompt, ids, [-0.1] * len(ids), "stop", whole, request)
     return prompt + ids
 

@@ -161,9 +161,9 @@ def test_runs_without_a_server_import_none_of_it():
     [
         ("ids", "ids are not 0 to 0 in order"),
         ("not_here", "404 .*no such path"),
-        ("no_rewards", "rewards: Field required; found .'scores'"),
-        ("nan", "rewards.0.0: .* finite number; found nan"),
-        ("text", "rewards.0.0: .* valid number; found 'good'"),
+        ("no_rewards", "rewards: Field required, got .'scores'"),
+        ("nan", "rewards.0.0: .* finite number, got nan"),
+        ("text", "rewards.0.0: .* valid number, got 'good'"),
         ("too_many", "2 rewards for 1 samples"),
         ("redirect", "302"),
         ("teapot", "418 .*I am a teapot"),
@@ -292,7 +292,7 @@ def test_attributes_of_a_server_are_weighted():
     with stub("two") as url:
         config = RewardServerConfig(url=url, retry_for_s=0.5)
         with pytest.raises(
-            ConfigError, match=r"rates 2 attributes .a, b.; give reward.attribute_w"
+            ConfigError, match=r"rates 2 attributes .a, b.\. Set reward.attribute_w"
         ):
             RemoteReward(config, tokenizer)
         reward = RemoteReward(config, tokenizer, weights=[2.0, -0.5], end_strings=["\n"])

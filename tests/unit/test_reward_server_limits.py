@@ -128,7 +128,7 @@ def test_a_server_that_ends_answers_what_it_has_not_scored():
             started = time.monotonic()
         assert time.monotonic() - started < 5
         status, answer = asked.result(10)
-    assert (status, answer["error"]) == (503, "the server is ending; try again later")
+    assert (status, answer["error"]) == (503, "the server is ending, try again later")
 
 
 def test_an_unexpected_error_is_answered_with_json():
@@ -192,7 +192,7 @@ def test_a_request_that_does_not_arrive_is_ended(serving, monkeypatch, first):
 
 
 def test_connections_are_bounded(serving, monkeypatch):
-    monkeypatch.setattr(listening, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 3)
     state = serving()
     held = [socket.create_connection(("127.0.0.1", state.port)) for _ in range(3)]
     time.sleep(0.3)
@@ -231,7 +231,7 @@ def test_more_connections_than_files_may_be_open(monkeypatch, caplog):
 
 
 def test_bytes_that_are_worked_on_are_bounded(serving, monkeypatch):
-    monkeypatch.setattr(application, "MOST_BYTES_IN_FLIGHT", 150_000)
+    monkeypatch.setattr(application, "MAX_BYTES_IN_FLIGHT", 150_000)
     state = serving()
     held = socket.create_connection(("127.0.0.1", state.port))
     held.sendall(POST + b"Content-Length: 200000\r\n\r\n" + b"[" * 140_000)

@@ -149,9 +149,9 @@ def test_nucleus_without_a_full_sort_keeps_the_same_tokens(top_p, spread):
     scores = torch.randn(5, 5000) * spread
     scores[2] *= 0.01
     expected = scores >= threshold(scores.clone(), 0, top_p)[:, None]
-    limits, _ = _keep_threshold(scores, 0, top_p, waits=True)
+    limits, _ = _keep_threshold(scores, 0, top_p, may_wait=True)
     assert torch.equal(scores >= limits[:, None], expected)
-    unread, wide = _keep_threshold(scores, 0, top_p, waits=False)
+    unread, wide = _keep_threshold(scores, 0, top_p, may_wait=False)
     assert bool(wide) == bool((expected.sum(1) >= 1024).any())
     assert bool(wide) or torch.equal(unread, limits)
 
@@ -177,7 +177,9 @@ def test_repetition_penalty_comes_before_the_temperature():
     logits = torch.tensor([[2.0, -1.0]])
     seen = torch.tensor([[True, True]])
     sampling = SamplingParams(temperature=0.5, repetition_penalty=2.0)
-    drawn = sample_tokens(logits, torch.zeros(1).double(), sampling, greedy=False, seen=seen)
+    drawn = sample_tokens(
+        logits, torch.zeros(1).double(), sampling, greedy=False, history_mask=seen
+    )
     expected = torch.tensor([2.0, -4.0]).log_softmax(0)[0]  # (1, -2) / 0.5
     assert drawn.tokens.tolist() == [0]
     assert drawn.logprobs.item() == pytest.approx(expected.item(), abs=1e-6)

@@ -280,8 +280,14 @@ BAD = [
     ),
     (CHAT, {"messages": USER, "tool_choice": "required"}, 400, "'none' or 'auto'", "tool_choice"),
     ("/tokenize", {}, 400, "missing, and messages too", "prompt"),
+    ("/tokenize", {"prompt": "x", "messages": USER}, 400, "set, and messages too", "prompt"),
+    ("/tokenize", {"prompt": "x", "tools": [{}]}, 400, "only for messages", "tools"),
+    (
+        *("/tokenize", {"prompt": "x", "chat_template_kwargs": {"a": 1}}, 400),
+        *("only for messages", "chat_template_kwargs"),
+    ),
     ("/detokenize", {"tokens": [-1]}, 400, "greater than or equal to 0", "tokens.0"),
-    ("/v1/embeddings", {}, 404, "there are GET /health, GET /v1/models, POST", None),
+    ("/v1/embeddings", {}, 404, "There are GET /health, GET /v1/models, POST", None),
 ]
 
 

@@ -7,12 +7,13 @@ import pytest
 
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.environments.calls import parse_calls
+from aligner.environments.trajectory import Limits
 from aligner.errors import DataError
 from aligner.generation.rows import Progress
 from aligner.serving.answers import ChatAnswer, Choice, CompletionAnswer
 from aligner.serving.requests import ChatRequest, chat_messages, read_request
 from aligner.serving.served import Served
-from aligner.serving.sessions import Limits, Sessions
+from aligner.serving.sessions import Sessions
 from tests.unit.chat_families import FAMILIES
 
 TOKENIZER = byte_level_tokenizer()
@@ -21,7 +22,7 @@ ENDS = TOKENIZER.eos_id
 
 def answered(text, *, stop=(), stream=False, **options):
     """The choice that holds the tokens of ``text`` and an end, whole or token by token."""
-    choice = Choice(TOKENIZER, TOKENIZER.encode("x"), stop, **{"holds": False, **options})
+    choice = Choice(TOKENIZER, TOKENIZER.encode("x"), stop, **{"is_buffered": False, **options})
     ids = [*TOKENIZER.encode(text), ENDS]
     shown = ""
     for number, token in enumerate(ids[:-1] if stream else []):
@@ -39,13 +40,13 @@ def test_tokens_offsets_and_bytes_give_the_text(stream, skips):
     choice = answered("the 😀 <|im_start|>é!", stream=stream, skips_special=skips)
     assert choice.text == ("the 😀 é!" if skips else "the 😀 <|im_start|>é!")
     request = ChatRequest(messages=[], logprobs=True)
-    found = CompletionAnswer(TOKENIZER, "m", request, [choice]).whole().choices[0].logprobs
+    found = CompletionAnswer(TOKENIZER, "m", request, [choice]).complete().choices[0].logprobs
     assert len(found.tokens) == len(choice.ids) == len(found.token_logprobs)
     assert "".join(found.tokens) == choice.text
     bounds = [*found.text_offset, len(choice.text)]
     cut = [choice.text[a:b] for a, b in pairwise(bounds)]
     assert cut == found.tokens
-    told = ChatAnswer(TOKENIZER, "m", request, [choice]).whole().choices[0].logprobs.content
+    told = ChatAnswer(TOKENIZER, "m", request, [choice]).complete().choices[0].logprobs.content
     assert bytes(byte for one in told for byte in one.bytes) == choice.text.encode()
 
 
@@ -147,9 +148,9 @@ def test_calls_are_parsed_in_linear_time(form, text):
 
 
 def test_refused_prompts_are_not_kept():
-    session = Sessions().begin(1, Limits(answers=4, tokens=100))
+    session = Sessions().begin(1, Limits(max_turns=4, max_tokens=100))
     for number in range(3):
-        ids = session.encoded(f"{number}" + "x" * 500, TOKENIZER.encode, TOKENIZER.encode)
+        ids = session.encode(f"{number}" + "x" * 500, TOKENIZER.encode, TOKENIZER.encode)
         with pytest.raises(DataError):
             session.admit([ids], 16, 1)
     assert session._texts == {}
@@ -157,11 +158,11 @@ def test_refused_prompts_are_not_kept():
 
 def test_prompts_are_kept_until_their_answers_are_there():
     session = Sessions().begin()
-    ids = session.encoded("hello", TOKENIZER.encode, TOKENIZER.encode)
+    ids = session.encode("hello", TOKENIZER.encode, TOKENIZER.encode)
     numbers = session.admit([ids], 4, 2)
     session.withdraw([ids], numbers[:1])
     assert len(session._texts) == 1
-    session.record(ids, [65, ENDS], [-1.0, -1.0], "stop", "A")
+    session.record(ids, [65, ENDS], [-1.0, -1.0], "stop", "A", numbers[1])
     assert session._texts == {}
     assert session.sequences[0].text == "helloA"
     assert [answer.request for answer in session.answers] == [numbers[1]]  # the first was withdrawn
@@ -173,8 +174,8 @@ def test_sessions_that_nobody_uses_are_forgotten():
     kept, idle = sessions.begin(), sessions.begin()
     deadline = time.monotonic() + 0.5
     while time.monotonic() < deadline:
-        assert sessions.of_key(kept.key) is kept
+        assert sessions.with_key(kept.key) is kept
         time.sleep(0.05)
     sessions.begin()
-    assert sessions.of_key(idle.key) is None
-    assert sessions.of_key(kept.key) is kept
+    assert sessions.with_key(idle.key) is None
+    assert sessions.with_key(kept.key) is kept

@@ -127,15 +127,15 @@ def test_keys(server):
 def test_a_session_with_a_seed_repeats_itself():
     """Whatever else is asked; without one sessions differ."""
     one, two, none = Session(3), Session(3), Session()
-    assert [one.names(), one.names()] == [two.names(), two.names()]
-    assert one.names() != Session(4).names()
-    assert none.names() is None
+    assert [one.seed_parts(), one.seed_parts()] == [two.seed_parts(), two.seed_parts()]
+    assert one.seed_parts() != Session(4).seed_parts()
+    assert none.seed_parts() is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_not_answered_takes_no_room(stream, monkeypatch):
     """A session that has had a refusal, or was left by its client, goes on as another one."""
-    monkeypatch.setattr("aligner.serving.sessions._MOST_TOKENS", 400)
+    monkeypatch.setattr("aligner.serving.sessions._MAX_TOKENS", 400)
 
     def reply(text):
         if text == "bad":

@@ -54,7 +54,7 @@ def test_one_body_two_models(tiny_nemo, reward_nemo):
     worker = MegatronValueWorker(section, tokenizer, model=policy, run=run, parallel=parallel)
     critic = worker.model
     critic.gpt.rm_head.weight.data.normal_(generator=torch.Generator().manual_seed(3))
-    critic.optimizer.take_over_weights()
+    critic.optimizer.copy_model_weights()
     alone = load_from_nemo(MegatronGPTRewardModel, restore_path=reward_nemo)
     worker.prepare_for_inference()
     values, one_body = worker.get_values(BATCH)["values"], bodies(critic)
@@ -140,7 +140,7 @@ def test_another_architecture_is_refused(tmp_path, tiny_nemo):
     weights.pop("output_layer.weight")
     path = tmp_path / "wide.nemo"
     save_nemo(path, weights, wider, byte_level_tokenizer().files())
-    with pytest.raises(ConfigError, match=r"differ in hidden_size \(128, 64\); start both from"):
+    with pytest.raises(ConfigError, match=r"differ in hidden_size \(128, 64\). Start both from"):
         ppo(
             tmp_path / "run",
             tiny_nemo,

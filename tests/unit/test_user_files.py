@@ -48,12 +48,12 @@ def test_a_failure_of_the_batch_is_not_blamed_on_a_sample(load):
 
 def test_clashing_columns_and_keys_are_refused(load):
     function = load("clashes")
-    with pytest.raises(DataError, match=r"parameters \['data_source'\].*rename the parameters"):
+    with pytest.raises(DataError, match=r"parameters \['data_source'\].*Rename the parameters"):
         function.check_columns(["data_source", "is_end"])
     function.check_columns(["level", "is_end"])
     with pytest.raises(ConfigError, match=r"reward.kwargs.*no keyword arguments \['data_source'\]"):
         load("clashes", kwargs={"data_source": 1})
-    with pytest.raises(RewardError, match=r"sample 0 .*the key 3 is no text"):
+    with pytest.raises(RewardError, match=r"sample 0 .*the key 3 is not text"):
         score(load("integer_keys"), ["a"])
 
 

@@ -125,18 +125,18 @@ def started(vllm, monkeypatch):
     monkeypatch.setattr(vllm_engine, "set_environment", lambda settings: None)
 
     def start(core=None, record_kept=3, stop=None):
-        made = vllm_engine.VllmEngine(
-            TINY_ARCHITECTURE,
+        arguments = vllm_engine.EngineArguments(
+            architecture=TINY_ARCHITECTURE,
             precision="32",
             eos_ids=[END],
             length=LengthParams(max_length=3),
             sampling=SamplingParams(top_k=4, top_p=0.9, temperature=0.7),
-            stop=stop,
             max_batch_size=2,
             max_sequence_length=8,
             settings=VllmConfig().on_device(has_gpu=True, ahead=False),
             record_kept=record_kept,
         )
+        made = vllm_engine.VllmEngine(arguments, stop)
         made._llm = SimpleNamespace(llm_engine=core)
         return made, given
 

@@ -64,17 +64,17 @@ def engine(monkeypatch):
     )
 
     def make(settings):
-        made = vllm_engine.VllmEngine(
-            TINY_ARCHITECTURE,
+        arguments = vllm_engine.EngineArguments(
+            architecture=TINY_ARCHITECTURE,
             precision="bf16",
             eos_ids=[0],
             length=LengthParams(),
             sampling=SamplingParams(),
-            stop=None,
             max_batch_size=1,
             max_sequence_length=8,
             settings=settings,
         )
+        made = vllm_engine.VllmEngine(arguments)
         return SimpleNamespace(engine=made, calls=llm.calls, given=started)
 
     return make
@@ -176,7 +176,7 @@ def test_on_cpu_engines_keep_their_weights():
     generation.finish_generation()
     generation.prepare_for_generation()
     assert cluster.calls == []
-    assert cluster.started["settings"].kv_cache_mb == 1024
+    assert cluster.started["arguments"].settings.kv_cache_mb == 1024
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

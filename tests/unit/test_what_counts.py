@@ -299,7 +299,7 @@ def test_accuracy_is_the_last_that_was_reported():
 
 @pytest.mark.parametrize("value", [1.5, -0.1, 2])
 def test_accuracy_is_a_share(value):
-    with pytest.raises(DataError, match=f"accuracy is {value}; it is a share, from 0 to 1"):
+    with pytest.raises(DataError, match=f"accuracy is {value}. It must be a share, from 0 to 1"):
         check_turn(Turn(reward={"reward": 1.0, "accuracy": value}, done=True))
     with pytest.raises(DataError, match="accuracy"):
         Session(1).set_reward({"reward": 1.0, "accuracy": value})
@@ -309,8 +309,8 @@ def test_parts_of_an_answer_count_once():
     """A reward before the first answer and one behind it are of the same answer."""
     session = Session(1)
     session.set_reward({"reward": 0.0, "format": 1.0, "early": 1.0})
-    session.admit([[1, 2]], 4, 1)
-    session.record([1, 2], [3, 4], [-1.0, -1.0], "stop", "x")
+    [request] = session.admit([[1, 2]], 4, 1)
+    session.record([1, 2], [3, 4], [-1.0, -1.0], "stop", "x", request)
     session.set_reward({"reward": 1.0, "format": 1.0})
     found = trajectory_of(session, TOKENIZER, {})
     assert found.parts == {"format": 1.0}

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from aligner.algorithms.ask.model import InferenceModel, open_model, write_answers
-from aligner.algorithms.rollout.inputs import longest_opening, open_environments
+from aligner.algorithms.rollout.inputs import open_environments, prompt_loader
 from aligner.algorithms.rollout.reward_source import load_reward
 from aligner.algorithms.rollout.validation import Evaluation, Judge, sample_responses
 from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.config import EvaluateConfig
-from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
+from aligner.data.prompts import PromptDataset, columns_of_rows
 from aligner.device import accelerator
 from aligner.observe.report.evaluation import EvaluatedSet, render_evaluation, shown_name
 from aligner.packages import describe_environment
@@ -68,14 +68,8 @@ def _sets(config: EvaluateConfig, model: InferenceModel) -> dict[str, PromptData
     data = config.data
     sources = {} if data.prompts is None else {DEFAULT_SET: data.prompts}
     sources |= data.sets
-    if not config.environment.is_set:
-        return {
-            name: PromptDataset.load(source, model.tokenizer, data)
-            for name, source in sources.items()
-        }
-    longest = longest_opening(model.run, model.architecture)
-    truth = data.ground_truth_column
-    return {name: EpisodeDataset.read(source, longest, truth) for name, source in sources.items()}
+    load = prompt_loader(model.run, data, model.tokenizer, model.architecture)
+    return {name: load(source) for name, source in sources.items()}
 
 
 def _results(
@@ -106,6 +100,7 @@ def _results(
 def _write(
     config: EvaluateConfig, results: dict[str, Any], evaluations: dict[str, Evaluation]
 ) -> None:
+    # The results, a line for each answer, and the page.
     folder = Path(config.output).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "evaluation.json", results)
@@ -149,6 +144,7 @@ def _answers(name: str, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
             "tokens": lengths[row],
             "is_end": bool(batch["is_end"][row]),
         }
+        # Columns that only conversations have.
         if "turns" in batch:
             line["is_scored"] = bool(batch["is_scored"][row])
             line["end_reason"] = batch["end_reasons"][row]
@@ -163,6 +159,7 @@ def _table(results: dict[str, Any]) -> Table:
     for name, set_results in sets.items():
         table.add_column(f"{name}, {set_results['prompts']} prompts", justify="right")
     estimates = [set_results["estimates"] for set_results in sets.values()]
+    # A row per estimate, a column per set.
     for key in dict.fromkeys(chain.from_iterable(estimates)):
         values = [set_estimates[key] for set_estimates in estimates]
         table.add_row(

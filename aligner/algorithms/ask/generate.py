@@ -33,6 +33,7 @@ def generate(config: GenerateConfig) -> None:
         model = open_model(config, closing)
         if config.chat:
             return Chat(config, model).run()
+        # Read and check the prompts before the weights are loaded.
         sets = list(_sets(config, model.tokenizer))
         longest = max(prompts.max_length for _, prompts in sets)
         model.check_room(longest)

@@ -57,6 +57,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
         config = replace(config, sampling=sampling, policy=model.run.policy)
         source = model.source
         model = replace(model, run=as_run(config, source.path, source.peft, source.tokenizer))
+    # Load the weights, and only then accept requests.
     served = _served(config, model)
     token = on_rank_zero(lambda: _token(config, say))
     generation, _ = model.start(served.positions - 1, say)
@@ -67,8 +68,15 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     service = Service(served, queue, config.server.timeout_s, token, sessions)
 
     def listen() -> None:
-        host, port = _listening(config, service, closing)
-        say(f"{served.name} at http://{host}:{port}/v1 (Ctrl-C ends)")
+        server = config.server
+        try:
+            address = closing.enter_context(policy_server((server.host, server.port), service))
+        except OSError as error:
+            raise ConfigError(
+                f"server.host={server.host} server.port={server.port}: cannot listen: {error}. "
+                "Set another port, or 0 for any free port"
+            ) from error
+        say(f"{served.name} at http://{address[0]}:{address[1]}/v1 (Ctrl-C ends)")
 
     on_rank_zero(listen)
     return ServingEngine(generation, queue, _settings(config, model, generation))
@@ -93,6 +101,7 @@ def _served(config: ServeConfig, model: InferenceModel) -> Served:
 def _settings(
     config: ServeConfig, model: InferenceModel, generation: GenerationInterface
 ) -> EngineSettings:
+    # Only the policy's own engine in this process reports tokens.
     local = isinstance(generation, Policy) and config.cluster.engine == "local"
     world = model.engine.worlds[0]
     return EngineSettings(
@@ -118,14 +127,3 @@ def _token(config: ServeConfig, say: Say) -> str:
     token_or_none = read_token(server.token_env, server.token_file, "this server")
     assert token_or_none is not None, "the configuration names a variable or a file"
     return token_or_none
-
-
-def _listening(config: ServeConfig, service: Service, closing: ExitStack) -> tuple[str, int]:
-    server = config.server
-    try:
-        return closing.enter_context(policy_server((server.host, server.port), service))
-    except OSError as error:
-        raise ConfigError(
-            f"server.host={server.host} server.port={server.port}: cannot listen: {error}. "
-            "Set another port, or 0 for any free port"
-        ) from error

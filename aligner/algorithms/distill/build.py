@@ -145,6 +145,7 @@ def distill_task(
             return prompts_batch(collate_prompts(items, pad_id), 0)
         return collate_examples(items, pad_id)
 
+    # The loss compares the student with the teacher's top k.
     return Task(
         examples.train,
         examples.validation,

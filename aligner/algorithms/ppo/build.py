@@ -36,6 +36,7 @@ def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy
     )
     if config.critic is None:
         return policy, None
+    # The critic also trains in the warm-up steps.
     value = Value(
         workers.clusters.value,
         config.critic,
@@ -207,6 +208,7 @@ def make_estimator(config: RunConfig) -> UserEstimator | None:
     estimator = UserEstimator(
         function, trainer.advantage.kwargs, has_critic=config.critic is not None
     )
+    # The run's own keys must have an effect.
     if trainer.discount_factor != 1 and not estimator.takes("discount_factor"):
         raise ConfigError(
             f"trainer.ppo.discount_factor={trainer.discount_factor}, but {estimator} does not "

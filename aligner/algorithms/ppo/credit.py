@@ -48,6 +48,7 @@ class Credit:
         A batch of conversations also gets ``shaped_turn_rewards`` float32 [B, S].
         """
         trainer = self.trainer
+        # Conversations: shaped rewards of turns and their sum.
         if "turn_ids" in batch:
             turn_rewards, batch["sample_mask"] = shape_turn_rewards(
                 batch, trainer.reward, trainer.improper_end
@@ -124,6 +125,7 @@ class Credit:
             )
         else:
             batch["advantages"], batch["returns"] = self._by_user(self.estimator, batch, kl, beta)
+        # Metrics of the critic's targets and of its values before training.
         explained = explained_variance(batch["values"], batch["returns"], states)
         returns = statistics(batch["returns"], states)
         return {
@@ -154,6 +156,7 @@ class Credit:
             )
         else:
             batch["advantages"], _ = self._by_user(self.estimator, batch, kl, beta)
+        # The share of samples whose group has different rewards.
         turns = batch["turn_ids"] if by_turn else None
         signal = has_reward_variance(compared, groups, batch["sample_mask"], turns).float()
         return {"train_rollouts/samples_with_signal": signal.mean().item()}

@@ -94,12 +94,7 @@ def train_ppo(config: RunConfig) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class PPOTrainer(SamplingTrainer):
-    """Trainer of PPO, called by `RunLoop`.
-
-    Args:
-        policy_loss: result of `make_policy_loss`.
-        estimator: result of `make_estimator`.
-    """
+    """Trainer of PPO, called by `RunLoop`."""
 
     config: RunConfig
     policy_loss: LossFunction
@@ -149,7 +144,10 @@ class PPOTrainer(SamplingTrainer):
             self._add_logprobs(batch, scored_rows)
         on_policy_rows = 0 if self.starts_at_sampler else scored_rows
         with timers("reference_logprobs"):
-            self._add_reference_logprobs(batch)
+            if self.needs_reference:
+                self.policy.prepare_for_lp_inference()
+                result = self.policy.get_reference_policy_logprobs(batch)
+                batch["ref_logprobs"] = result["reference_logprobs"].cpu()
             self.policy.finish_inference()  # frees caches for roles on the same device
         # 6. Rewards per token, advantages, returns.
         with timers("advantages"):
@@ -248,12 +246,6 @@ class PPOTrainer(SamplingTrainer):
             rows = self.config.model.global_batch_size
             batch["second_moment_mask"] = second_moment_masks(batch, limit, rows)
 
-    def _add_reference_logprobs(self, batch: BatchedDataDict) -> None:
-        if self.needs_reference:
-            self.policy.prepare_for_lp_inference()
-            result = self.policy.get_reference_policy_logprobs(batch)
-            batch["ref_logprobs"] = result["reference_logprobs"].cpu()
-
     def _train_policy(self, batch: BatchedDataDict, on_policy_rows: int) -> list[dict[str, Any]]:
         """Train one pass: first the rows that need no old log-probs, then the others."""
         columns = [*POLICY_COLUMNS, *(name for name in OPTIONAL_COLUMNS if name in batch)]
@@ -276,6 +268,7 @@ class PPOTrainer(SamplingTrainer):
         if critic_passes:
             metrics |= prefixed("critic", update_metrics(critic_passes))
             metrics["critic/optimizer_steps"] = self.critic_updates
+        # Metrics without an entry in the catalogue come from a user's loss.
         if policy_passes:
             policy = update_metrics(policy_passes)
             for name, value in policy.items():

@@ -115,6 +115,7 @@ class UserEstimator:
                 f"{self}: returned {_shown(column)} for {rows} responses of width {width}. "
                 f"Return float [{rows}, {width}], or [{rows}] for the same value at all tokens"
             )
+        # Values at masked positions may be NaN, so they are replaced before the check.
         spread = column if column.ndim == 2 else column[:, None]
         spread = torch.where(mask, spread.to(torch.float32), 0).detach()
         if not spread.isfinite().all():

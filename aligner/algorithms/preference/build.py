@@ -83,6 +83,7 @@ def add_kl_baseline(policy: Policy, batch: BatchedDataDict, consumed: int | None
     """Replace a batch's mismatched responses by ``kl_baseline`` float32 [B], for KTO."""
     del consumed  # the same for every batch
     names = [name for name in batch if name.startswith(MISMATCHED)]
+    # Pairs of a prompt with the response to another prompt estimate the KL.
     mismatched: BatchedDataDict = BatchedDataDict(
         {name.removeprefix(MISMATCHED): batch.pop(name) for name in names}
     )

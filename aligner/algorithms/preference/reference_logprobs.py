@@ -84,6 +84,7 @@ class ReferenceLogprobs:
         """Return ``sets`` with log-probs. A file with log-probs of other inputs is replaced."""
         fingerprint = fingerprint_of(config, sets)
         reasons = on_rank_zero(lambda: _mismatches(self.path, fingerprint))
+        # No reasons: the file fits. None: there is no file.
         if reasons == []:
             logprobs = torch.load(self.path, weights_only=True, mmap=True)["logprobs"]
             return {name: WithReference(items, logprobs[name]) for name, items in sets.items()}

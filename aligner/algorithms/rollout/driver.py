@@ -71,7 +71,7 @@ class Episode:
     session: "Session | None" = None
     job: RowJob | None = None
     reply: Progress | Exception | None = None
-    checked: float = 0.0
+    checked_at: float = 0.0
     silent_s: float = 0.0
     used_s: float = 0.0
     answers: int = 0  # of the session at the last check
@@ -87,14 +87,7 @@ class Episode:
 
 
 class Driver:
-    """Rank 0's part of a rollout.
-
-    Args:
-        config: settings of the environments.
-        pool: processes of the environments. Only rank 0 needs them.
-        queue: rows for the engine.
-        conduct: returns the generator of one attempt.
-    """
+    """Rank 0's part of a rollout. ``conduct`` returns the generator of one attempt."""
 
     def __init__(
         self,
@@ -157,6 +150,7 @@ class Driver:
         if self._error is not None:
             raise self._error
         trajectories = [self._ended[row] for row in sorted(self._ended)]
+        # A rollout without any score teaches nothing: raise if all ended normally, else warn.
         if trajectories and not any(trajectory.is_scored for trajectory in trajectories):
             text = (
                 f"environment {self._pool.factory!r} scored none of the {len(trajectories)} "
@@ -223,7 +217,7 @@ class Driver:
     ) -> Answer | Failure | None:
         assert episode.call is not None
         # The clock of an agent stops while the policy owes it an answer.
-        elapsed_s, episode.checked = now - episode.checked, now
+        elapsed_s, episode.checked_at = now - episode.checked_at, now
         session = episode.session
         answers = 0 if session is None else len(session.answers)
         if session is not None and (session.is_waiting or answers != episode.answers):
@@ -251,6 +245,7 @@ class Driver:
                 f"{name} {event} within environment.timeout_s={config.timeout_s:g} seconds and was "
                 "killed. Raise the limit, or make the environment faster",
             )
+        # The limit of the whole conversation.
         if episode.used_s > config.total_timeout_s:
             return Failure(
                 "env_timeout",
@@ -286,7 +281,7 @@ class Driver:
         failures = self._pool.begin([call for _, call in calling])
         failed: list[tuple[Episode, Failure]] = []
         for (episode, episode.call), failure in zip(calling, failures, strict=True):
-            episode.checked, episode.silent_s = time.monotonic(), 0.0
+            episode.checked_at, episode.silent_s = time.monotonic(), 0.0
             if isinstance(failure, Failure):
                 failed.append((episode, failure))
         if failed:
@@ -316,6 +311,7 @@ class Driver:
             assert trajectory is not None
             trajectory.fail(failure.text)
         assert trajectory is not None
+        # The trajectory becomes a row of the batch.
         trajectory.failures = episode.failures
         self._ended[episode.row] = trajectory
         self._active.remove(episode)

@@ -23,14 +23,14 @@ from aligner.data.tokenizers.decoding import decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.pool import Call, Failure
 from aligner.environments.protocol import Turn, check_total
-from aligner.environments.trajectory import Trajectory, TurnRecord
+from aligner.environments.trajectory import Limits, Trajectory, TurnRecord
 from aligner.errors import ConfigError, DataError
 from aligner.generation.rows import sample_id
 from aligner.http.tokens import new_token
 from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
 from aligner.serving.served import Request, Served
-from aligner.serving.sessions import Limits, RecordedAnswer, Session
+from aligner.serving.sessions import RecordedAnswer, Session
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +49,12 @@ class PolicyServed(Served):
 
     _logged_fields: set[str] = field(default_factory=set)
 
-    def is_called(self, name: str) -> bool:
+    def accepts_name(self, name: str) -> bool:
         """Accept any model name: agents use their own."""
         del name
         return True
 
-    def taken(self, request: Request) -> Request:
+    def adapted(self, request: Request) -> Request:
         """Return the request without sampling fields of the run. Log each dropped field once."""
         dropped = {name for name in _RUN_FIELDS if getattr(request, name) is not None}
         if dropped - self._logged_fields:
@@ -92,6 +92,7 @@ class EndpointRollouts(ConversationRollouts):
             add_bos=data.add_bos,
             special_tokens_in_text=data.special_tokens_in_text,
         )
+        # The driver's time limits apply, so requests have none.
         self._service = Service(served, self._queue, MOST_SECONDS, new_token(None))
         self._base_url = ""
 
@@ -112,6 +113,7 @@ class EndpointRollouts(ConversationRollouts):
         Once the session has exceeded a limit, the agent's result is ignored, unless the engine
         failed.
         """
+        # Validation may sample with other options than training.
         defaults, sessions = options or self._options, self._service.sessions
         if self._service.served.defaults is not defaults:
             self._service.served = dataclasses.replace(self._service.served, defaults=defaults)
@@ -127,6 +129,7 @@ class EndpointRollouts(ConversationRollouts):
             failure = error.failure
         finally:
             sessions.end(session)
+        # After an engine error the conversation is repeated, so its reward is not needed.
         if failure is None or failure.reason != "engine_error":
             failure = self._rewarded(session, turn, failure)
         if not session.answers:
@@ -179,8 +182,8 @@ def trajectory_of(session: Session, tokenizer: Tokenizer, info: Mapping[str, Any
             prompt_texts[turn] = tokenizer.decode(prompt_ids[answer.start :])
             content = decode_response(tokenizer, prompt_ids, ids)
             turns[turn] = TurnRecord(content, len(ids), end == "stop")
-            trajectory.read(prompt_ids[answer.start :])
-            trajectory.sampled(ids, sequence.logprobs[sampled], turn)
+            trajectory.append_context(prompt_ids[answer.start :])
+            trajectory.append(ids, sequence.logprobs[sampled], turn)
     trajectory.prompt = prompt_texts[1]
     trajectory.turns = [turns[turn] for turn in sorted(turns)]
     for turn, record in enumerate(trajectory.turns[:-1], start=1):

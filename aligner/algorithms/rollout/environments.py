@@ -27,7 +27,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.calls import form_of
 from aligner.environments.conversation import ChatRenderer, Conversation, RewrittenHistoryError
 from aligner.environments.pool import Call, CallName, EnvironmentPool, Failure
-from aligner.environments.trajectory import KeptTokens
+from aligner.environments.trajectory import EndReason, KeptTokens, Limits
 from aligner.errors import DataError
 from aligner.generation.batching import EngineSettings, ServingEngine
 from aligner.generation.rows import Row
@@ -211,6 +211,7 @@ class EnvironmentRollouts(ConversationRollouts):
         except Exception as error:  # any exception of a tokenizer or a template
             text = f"{self._pool.name}: {describe_exception(error)}"
             failure = Failure("env_error", text, error)
+        # Close the environment, unless one of its calls failed.
         if is_alive:
             try:
                 yield self._call(episode, "close")
@@ -222,28 +223,32 @@ class EnvironmentRollouts(ConversationRollouts):
         self, episode: Episode, conversation: Conversation, options: SamplingOptions | None
     ) -> Generator[Call | Row, Any, None]:
         config, length = self._config, (options or self._options).length.max_length
-        if len(conversation.ids) + length > config.max_tokens:
+        limits = Limits(config.max_turns, config.max_tokens)
+        if limits.exceeded(1, len(conversation.ids) + length):
             raise DataError(
                 f"environment.max_tokens={config.max_tokens}: the first messages of a conversation "
                 f"({conversation.prompt[:60]!r} …) contain {len(conversation.ids)} tokens, and a "
                 f"response may add {length}. Raise max_tokens, or lower "
                 "length_params.max_length"
             )
-        first_id, is_last = episode.sample_id + episode.attempt * _ATTEMPT, False
-        while not is_last:
+        # Each message of the policy is a sample with a separate id.
+        first_id = episode.sample_id + episode.attempt * _ATTEMPT
+        end_reason: EndReason | None = None
+        while end_reason is None:
             sample_id = first_id + len(conversation.turns) * _TURN
             response = yield Row(conversation.sequence, sample_id, options)
             if response.kept_ids is not None:
-                conversation.kept.append(KeptTokens(len(conversation.ids), response.kept_ids))
+                kept_tokens = KeptTokens(len(conversation.ids), response.kept_ids)
+                conversation.kept_tokens.append(kept_tokens)
             is_end = response.end == "stop"
             message = conversation.answered(response.ids, response.logprobs, is_end)
             turn = yield self._call(episode, "step", message)
-            is_last = turn.done or len(conversation.turns) >= config.max_turns
-            conversation.follow(turn, goes_on=not is_last)
-            if is_last:
-                conversation.end_reason = "done" if turn.done else "max_turns"
-            elif len(conversation.ids) + length > config.max_tokens:
-                conversation.end_reason, is_last = "max_tokens", True
+            # The messages are appended, and count as tokens, only if another turn may follow.
+            turns = len(conversation.turns) + 1
+            end_reason = "done" if turn.done else limits.exceeded(turns, 0)
+            conversation.follow(turn, goes_on=end_reason is None)
+            end_reason = end_reason or limits.exceeded(turns, len(conversation.ids) + length)
+        conversation.end_reason = end_reason
 
     def _call(self, episode: Episode, name: CallName, argument: Any = None) -> Call:
         return Call(episode.slot, name, argument, self._config.timeout_s)
@@ -259,6 +264,7 @@ class EnvironmentReward:
         `ConversationRollouts.collect`. A part that a conversation lacks counts as 0. The reward of
         a conversation without any reward is 0.
         """
+        # Every conversation gets a value for every part.
         parts = data["reward_parts"]
         names = dict.fromkeys(name for row in parts for name in row)
         ends, failed = Counter(data["end_reasons"]), Counter(chain(*data["failures"]))

@@ -1,6 +1,6 @@
 """Inputs of a run that samples: prompts, environments and the sampling engine."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -10,7 +10,13 @@ from aligner.algorithms.run.engine import Workers
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_lengths, check_room, dropped_note
 from aligner.architecture import GPTArchitecture
-from aligner.config import EngineStart, SamplingRunConfig
+from aligner.config import (
+    AskedDataConfig,
+    DataConfig,
+    EngineStart,
+    PromptSourceConfig,
+    SamplingRunConfig,
+)
 from aligner.config.parse import refuse
 from aligner.data.dataset import PromptSampler, Split
 from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
@@ -61,36 +67,37 @@ def load_prompts(run: Run[SamplingRunConfig]) -> Prompts:
     """Read and tokenize the prompts of a run, and check that responses fit after them."""
     config, data = run.config, run.config.data
     if config.environment.is_set:
-        return _load_episodes(run)
-    split = Split.load(PromptDataset, data, run.tokenizer)
-    sets = {
-        name: PromptDataset.load(source, run.tokenizer, data)
-        for name, source in config.validation.sets.items()
-    }
-    held_out = [*sets.values()] if split.validation is None else [split.validation, *sets.values()]
-    for prompts in (split.train, *held_out):
-        check_lengths(config, run.architecture, prompts.max_length)
+        refuse(config.length_problems(longest_opening(config, run.architecture)))
+    load = prompt_loader(config, data, run.tokenizer, run.architecture)
+    prompts = Prompts(
+        load(data.train),
+        None if data.validation is None else load(data.validation),
+        {name: load(source) for name, source in config.validation.sets.items()},
+    )
+    if config.environment.is_set:
+        return prompts
+    # Every prompt leaves room for a response, validation prompts for a validation response, too.
+    validation_sets = prompts.held_out.values()
+    for dataset in (prompts.train, *validation_sets):
+        check_lengths(config, run.architecture, dataset.max_length)
     max_response = config.validation.max_length
     if max_response is not None:
-        for prompts in held_out:
-            check_room(run.architecture, prompts.max_length, "validation.max_length", max_response)
-    return Prompts(split.train, split.validation, sets)
+        for dataset in validation_sets:
+            check_room(run.architecture, dataset.max_length, "validation.max_length", max_response)
+    return prompts
 
 
-def _load_episodes(run: Run[SamplingRunConfig]) -> Prompts:
-    """Read the rows of a run over conversations, with prompts that leave room for a response."""
-    config = run.config
-    max_length = longest_opening(config, run.architecture)
-    refuse(config.length_problems(max_length))
-    held_out, truth = config.data.validation, config.data.ground_truth_column
-    return Prompts(
-        EpisodeDataset.read(config.data.train, max_length, truth),
-        None if held_out is None else EpisodeDataset.read(held_out, max_length, truth),
-        {
-            name: EpisodeDataset.read(source, max_length, truth)
-            for name, source in config.validation.sets.items()
-        },
-    )
+def prompt_loader(
+    config: SamplingRunConfig,
+    data: DataConfig | AskedDataConfig,
+    tokenizer: Tokenizer,
+    architecture: GPTArchitecture,
+) -> Callable[[PromptSourceConfig], PromptDataset]:
+    """Return a function that reads a source: prompts, or the rows of conversations."""
+    if not config.environment.is_set:
+        return lambda source: PromptDataset.load(source, tokenizer, data)
+    max_length = longest_opening(config, architecture)
+    return lambda source: EpisodeDataset.read(source, max_length, data.ground_truth_column)
 
 
 def longest_opening(config: SamplingRunConfig, architecture: GPTArchitecture) -> int:
@@ -165,6 +172,7 @@ def start_generation(
     engine = config.generation.engine
     if engine is None:
         return None
+    # Engines reserve memory for the longest sequence of training and validation.
     response = max(config.model.rollout.length_params.max_length, config.validation.max_length or 0)
     return workers.own(
         engine.start(

@@ -135,6 +135,7 @@ def load_reward(
     reward, rollout = config.reward, config.model.rollout
     if reward.kind == "environment":
         return RewardSource(config, tokenizer, EnvironmentReward(), None)
+    # A function is the reward, or verifies in addition to a model or a server.
     function = None
     if reward.function is not None:
         function = Reward.load(reward, tokenizer)
@@ -182,6 +183,7 @@ def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> 
         key, path = "model.restore_from_path", config.model.restore_from_path
     with open_nemo(path) as checkpoint:
         body = checkpoint.architecture
+    # Compare all fields that affect the body.
     differing = [
         f"{field.name} ({getattr(architecture, field.name)}, {getattr(body, field.name)})"
         for field in dataclasses.fields(GPTArchitecture)

@@ -36,6 +36,7 @@ def prompts_batch(
     Row i is sample ``first_sample_id + i``. In addition to tensors, the batch contains the lists
     ``prompts``, ``ground_truths`` and ``columns`` (one dict per row).
     """
+    # Columns of the data by row.
     columns = [
         {name: values[row] for name, values in prompts.columns.items()}
         for row in range(len(prompts))
@@ -201,6 +202,7 @@ def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
     right, values = (scored.rewards >= 1).float(), dict(scored.parts)
     batch["is_right"] = torch.tensor(values["accuracy"]) if "accuracy" in values else right
     metrics = rollout_metrics(batch)
+    # Means of conversations are over samples that count.
     if "is_scored" in batch:
         answered = statistics(batch["is_right"], batch["is_scored"])["mean"]
         metrics["accuracy_of_answered"] = answered.item()
@@ -314,6 +316,7 @@ def fill_with_varied_groups(
         without_signal.append(batch.select_indices((~signal).nonzero().flatten()))
         missing -= int(signal.sum()) // rollouts_per_prompt
         count = min(missing, allowed, prompts_left())
+    # Groups without signal fill up the batch.
     batch = BatchedDataDict.from_batches(
         [*with_signal, *without_signal], pad_value_dict={"input_ids": pad_id}
     )

@@ -54,15 +54,9 @@ _DATA_COLUMNS = ("ground_truths", "columns")
 
 
 class Rollouts:
-    """The training rollouts of a run, in the sampler's order.
+    """The training rollouts of a run, in the order of ``sampler``, which the caller shares.
 
-    Args:
-        config: configuration of the run. ``generation`` decides about prefetching.
-        generation: the sampling engine.
-        prompts: the training prompts.
-        sampler: draws the prompts of one rollout at a time, shared with the caller.
-        pad_id: pads prompts on the right.
-        source: source of rollouts, by default `SingleTurn`.
+    ``config.generation`` decides about prefetching. The default ``source`` is `SingleTurn`.
     """
 
     def __init__(
@@ -96,6 +90,7 @@ class Rollouts:
         ``prompts`` is the number of prompts of a rollout that has not begun, by default the
         sampler's batch size.
         """
+        # Use the rollout that was begun, or sample one now.
         self._finish()
         indices, batch = self._indices, self._batch
         self._indices = self._batch = None
@@ -108,6 +103,7 @@ class Rollouts:
             )
         elif "output_ids" in batch:  # an older run state contains the engine's output
             batch = rollout_of(data, batch)
+        # Begin the next one before this one is scored and trained on.
         if self._ahead and more:
             self._begin(first_sample_id + data.size)
         return BatchedDataDict({**batch, **{name: data[name] for name in _DATA_COLUMNS}})
@@ -167,17 +163,8 @@ class Rollouts:
 class SamplingTrainer(Learner):
     """Base of a trainer whose steps begin with a rollout.
 
-    Args:
-        config: configuration of the run.
-        policy: the policy.
-        value: the critic, if the run trains one.
-        reward: scores responses.
-        prompts: prompts of training and validation.
-        sampler: draws the prompts of a step.
-        generation: samples the responses: the policy itself, or its engines.
-        pad_id: pads prompts on the right.
-        total_steps: last step that a rollout may begin for, or None if unknown.
-        rollout_source: source of conversations, by default single responses.
+    ``generation`` samples the responses: the policy itself, or its engines. ``total_steps`` is the
+    last step that a rollout may begin for, or None if unknown.
     """
 
     config: SamplingRunConfig

@@ -78,8 +78,8 @@ def rollout_batch(
     optional: dict[str, Tensor] = {}
     if with_positions:
         optional["position_ids"] = _padded([row.positions for row in rows], width, torch.int64)
-    if any(row.kept for row in rows):
-        optional["kept_ids"] = _kept_ids([row.kept for row in rows], width)
+    if any(row.kept_tokens for row in rows):
+        optional["kept_ids"] = _kept_ids([row.kept_tokens for row in rows], width)
     return BatchedDataDict(
         {
             "input_ids": ids,

@@ -145,6 +145,7 @@ def validate_on_prompts(
         validation.sampling_options(config.model.rollout),
         source,
     )
+    # Metrics of each set have its prefix.
     metrics: dict[str, float] = {}
     samples: list[Sample] = []
     for prefix, prompts in held_out.items():

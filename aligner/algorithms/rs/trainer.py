@@ -32,6 +32,7 @@ def train_rs(config: RSRunConfig) -> None:
             with attempt:
                 sampler = inputs.prompts.sampler(config)
                 steps = total_steps(config, sampler)
+                # The optimizer's schedule counts updates on selected samples.
                 selected = sampler.batch_size * rs.top_n_rollouts
                 updates = steps * (selected // config.model.global_batch_size)
                 policy = attempt.start_policy(updates)

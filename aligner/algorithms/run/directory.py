@@ -54,6 +54,7 @@ class RunDirectory:
         """
         exp = config.exp_manager
         notes, start_time = [], None
+        # Set an earlier run aside if the user wants that.
         if exp.start_anew:
             notes += self._set_aside("exp_manager.start_anew=true")
         self.store.recover()
@@ -66,6 +67,7 @@ class RunDirectory:
                 f"exp_manager.resume_if_exists=false, but {self.folder} holds a run (newest: "
                 f"{newest}). Set it to true to continue, or {self._remedy()}"
             )
+        # Without a state, an earlier run may only have been killed before its first save.
         if not states:
             self._check_not_lost(damaged, record, last)
             if last is not None and (last > 0 or record.get("identity") != identity.as_dict()):
@@ -166,6 +168,7 @@ def set_aside(folder: Path) -> Path | None:
     paths = [path for path in paths if path.is_dir() or path.stat().st_size > 0]
     if not paths:
         return None
+    # Rename, so that each file is either here or there.
     target = _next_earlier(folder)
     try:
         target.mkdir()

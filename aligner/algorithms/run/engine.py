@@ -6,7 +6,7 @@ Trainers do not depend on the placement.
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -167,6 +167,7 @@ class RayEngine:
             closing.callback(reserved.shutdown)
             return reserved
 
+        # Roles share the policy's bundles unless they have separate workers.
         policy = cluster("policy", [trainer.devices] * trainer.num_nodes, _ROLES_PER_BUNDLE)
         value = generation = policy
         if not config.cluster.colocated and config.value_world_size:
@@ -215,28 +216,19 @@ class Closable(Protocol):
 Resource = TypeVar("Resource", bound=Closable)
 
 
+@dataclass(eq=False)
 class Workers:
     """One start of a run's workers: its clusters, and everything started on them.
 
-    Args:
-        config: configuration of the run.
-        tokenizer: tokenizer of the model.
-        architecture: architecture of the model.
-        clusters: clusters of the roles.
-        closing: shuts down in reverse order of starting.
+    ``closing`` shuts down in reverse order of starting.
     """
 
-    def __init__(
-        self,
-        config: BaseRunConfig,
-        tokenizer: Tokenizer,
-        architecture: GPTArchitecture,
-        clusters: Clusters,
-        closing: ExitStack,
-    ) -> None:
-        self.config, self.tokenizer, self.architecture = config, tokenizer, architecture
-        self.clusters, self.closing = clusters, closing
-        self.roles: list[RoleHandle] = []  # in the order of starting
+    config: BaseRunConfig
+    tokenizer: Tokenizer
+    architecture: GPTArchitecture
+    clusters: Clusters
+    closing: ExitStack
+    roles: list[RoleHandle] = field(default_factory=list, init=False)  # in the order of starting
 
     def own(self, resource: Resource) -> Resource:
         """Shut down ``resource`` with these workers, and return it."""

@@ -149,6 +149,7 @@ class RunIdentity:
                 for name, mine, other in parts
                 if key in mine
             }
+            # A plain setting is compared by value, a file by content.
             if not contents:
                 if new != old and not self._is_of_a_version(key, saved, defaults):
                     yield key, f"{key}: {old} -> {new}"
@@ -226,6 +227,7 @@ def _code_content(key: str, value: Any) -> str | None:
     """Return a fingerprint of the user's files that a setting names, or None without files."""
     if not isinstance(value, str | list):
         return None
+    # A command names files among its words.
     is_command = key == "environment.command"
     words = value.split() if is_command and isinstance(value, str) else value
     files: list[Path] = []

@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -139,38 +139,31 @@ class Restoration:
     saved_layout: str | None  # description of the saved layout if it differs, else None
 
 
+@dataclass(eq=False)
 class RunLoop:
-    """Loop that runs a learner to its end, or until a signal or a limit."""
+    """Loop that runs a learner to its end, or until a signal or a limit.
 
-    def __init__(
-        self,
-        learner: Learner,
-        schedule: Schedule,
-        *,
-        store: RunStateStore,
-        metrics: MetricsWriter,
-        samples: SampleWriter,
-        console: Console,
-        config: Mapping[str, Any],
-        monitor: str,
-        layout: str = "1 process",
-        identity: Mapping[str, Any] | None = None,
-        on_saved: Callable[[], None] = lambda: None,
-        callbacks: Callbacks | None = None,
-        defaults: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Assemble a run.
+    ``config`` and ``identity`` become part of run states. ``monitor`` is the metric that ranks
+    states. ``layout`` describes the number of processes and sizes of all parallel axes.
+    ``on_saved`` is called on rank 0 after every run state. ``defaults``: see `defaults_of`.
+    """
 
-        ``config`` and ``identity`` become part of run states. ``monitor`` is the metric that ranks
-        states. ``layout`` describes the number of processes and sizes of all parallel axes.
-        ``on_saved`` is called on rank 0 after every run state. ``defaults``: see `defaults_of`.
-        """
-        self.learner, self.schedule, self.store = learner, schedule, store
-        self.metrics, self.samples, self.console = metrics, samples, console
-        self.config, self.monitor, self.layout = config, monitor, layout
-        self.identity, self._on_saved = identity or {}, on_saved
-        self._defaults = defaults or {}
-        self.callbacks = callbacks or Callbacks()
+    learner: Learner
+    schedule: Schedule
+    _: KW_ONLY
+    store: RunStateStore
+    metrics: MetricsWriter
+    samples: SampleWriter
+    console: Console
+    config: Mapping[str, Any]
+    monitor: str
+    layout: str = "1 process"
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    on_saved: Callable[[], None] = lambda: None
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.step = 0  # the last finished step
         self.resumed_step: int | None = None  # step of the restored run state
         self.interrupted = False  # by a signal, before the end
@@ -188,7 +181,7 @@ class RunLoop:
         """
         total, resumed_step = self.schedule.total_steps, self.resumed_step or 0
         with (
-            self._running(resumed_step),
+            self._running(),
             stop_signal(is_rank_zero()) as stopped,
             Progress(
                 total, done_steps=resumed_step, console=self.console, enabled=is_rank_zero()
@@ -205,8 +198,8 @@ class RunLoop:
                 with training_step(step):
                     result = self.learner.step(step, timers)
                 self.step = step
-                # Decide together whether and why the run ends here.
                 self.callbacks.notify("on_step_end", step, result.metrics)
+                # All ranks agree on whether the run ends here.
                 interrupted = any_rank(stopped.name is not None)
                 seconds, limit = time.monotonic() - self._started, self.schedule.max_seconds
                 out_of_time = from_rank_zero(limit is not None and seconds >= limit)
@@ -221,7 +214,7 @@ class RunLoop:
                 self._check_learning(step, result.idle_roles, finished)
                 is_stopped = is_stopped or self.callbacks.stop_reason is not None
                 is_end = is_last or interrupted or is_stopped
-                self._save_when_due(step, written, timers, is_end=is_end, resumed_step=resumed_step)
+                self._save_when_due(step, written, timers, is_end)
                 if (interrupted or is_stopped) and not is_last:
                     self.interrupted = interrupted
                     reason = f"a callback: {self.callbacks.stop_reason}"
@@ -239,11 +232,11 @@ class RunLoop:
             self._announce()
 
     @contextmanager
-    def _running(self, resumed_step: int) -> Iterator[None]:
+    def _running(self) -> Iterator[None]:
         """Start the run. If it ends with an error, finish the current run state."""
         try:
-            self.step, self.ended_by = resumed_step, "the last step is made"
-            self.callbacks.notify("on_run_start", resumed_step)
+            self.step, self.ended_by = self.resumed_step or 0, "the last step is made"
+            self.callbacks.notify("on_run_start", self.step)
             yield
         except Exception:
             self.store.drain()
@@ -253,13 +246,7 @@ class RunLoop:
             raise
 
     def _save_when_due(
-        self,
-        step: int,
-        written: Mapping[str, float],
-        timers: PhaseTimers,
-        *,
-        is_end: bool,
-        resumed_step: int,
+        self, step: int, written: Mapping[str, float], timers: PhaseTimers, is_end: bool
     ) -> None:
         """Write a run state after ``step``, or check a run state that is being written."""
         if is_end or self.schedule.saves(step):
@@ -269,7 +256,7 @@ class RunLoop:
             with timers("save"):
                 self.store.check()
             self._announce()
-        elif step == resumed_step + 1 and self.schedule.saves_in_background:
+        elif step == (self.resumed_step or 0) + 1 and self.schedule.saves_in_background:
             # The first step has created the optimizer's state.
             for role in self.learner.roles.values():
                 role.prepare_saving()
@@ -300,6 +287,7 @@ class RunLoop:
         restored = None
         for reason in damaged:
             self._say(f"skipped: {reason}", "bold red")
+        # Newest first.
         for saved in reversed(states):
             try:
                 restored = self._continue_from(saved.path)
@@ -324,10 +312,11 @@ class RunLoop:
         try:
             learner, layout = saved.state["learner"], saved.state["layout"]
             self.learner.load(learner, path)
+            # Random states belong to ranks of a layout.
             if layout == self.layout and is_rank_zero():
                 restore_rng(saved.state["rng"], accelerator.set_rng_state)
             saved_config = saved.state["config"]
-            config = without_new_defaults(self.config, saved_config, self._defaults)
+            config = without_new_defaults(self.config, saved_config, self.defaults)
             changes = config_changes(saved_config, config)
             self.callbacks.load_state_dict(saved.state.get("callbacks", {}))
         except KeyError as error:
@@ -369,6 +358,7 @@ class RunLoop:
             f"{steps}: no update of the {' and the '.join(idle)} was made, because every loss or "
             "gradient was NaN or infinite"
         )
+        # Too many consecutive steps, or all steps of this run.
         if self._idle_steps in (self.schedule.max_skipped_steps, finished):
             raise NonFiniteError(
                 f"{message}. The run learns nothing and ends. The samples are in "
@@ -381,6 +371,7 @@ class RunLoop:
     def _save(self, step: int, metrics: Mapping[str, float], in_background: bool) -> None:
         self.store.finish()
         self._announce()
+        # Callbacks without state leave no key.
         callback_states = self.callbacks.state_dict()
         self.store.save(
             step,
@@ -397,7 +388,7 @@ class RunLoop:
             metric=metrics.get(self.monitor),
             roles=self.learner.roles,
             in_background=in_background,
-            on_saved=self._on_saved,
+            on_saved=self.on_saved,
         )
         self._unannounced = step
         self._announce()

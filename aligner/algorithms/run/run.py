@@ -58,14 +58,7 @@ Config_co = TypeVar("Config_co", bound=BaseRunConfig, covariant=True)
 class Run(Generic[Config_co]):
     """Objects that a run owns until it ends, created by `open`.
 
-    Args:
-        config: configuration of the run. A dry run changes the given configuration.
-        engine: provides the clusters on which workers are started.
-        console: quiet on every rank except the first.
-        callbacks: callbacks of the user.
-        tokenizer: tokenizer of the model.
-        architecture: architecture of the model.
-        closing: closes everything that must not outlive the run.
+    A dry run changes ``config``. ``console`` is quiet on every rank except the first.
     """
 
     config: Config_co
@@ -160,6 +153,7 @@ class Attempt(Workers):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
+        # The death of a worker may show only while the others are shut down.
         restarts = self._run.engine.max_restarts
         is_last = self._index == restarts
         try:
@@ -196,9 +190,9 @@ class Attempt(Workers):
             yield dry_run.DryLoop(config, trainer, self.roles, self._calls, console)
             return
         loop = self._loop(trainer, steps)
+        # Restore before the report, which says what was restored.
         restoration = loop.restore()
-        notes = [*_changes(restoration, loop.layout), *_limit_notes(config, steps, restoration)]
-        notes += summary.notes
+        notes = [*_notes(config, steps, restoration, loop.layout), *summary.notes]
         if restoration is not None:
             random = ["random states"] if restoration.saved_layout is None else []
             restores = [*summary.restores, *random]
@@ -232,6 +226,7 @@ class Attempt(Workers):
             restored = latest[-1].step if latest else None
             return make_loggers(folder, exp, restored_step=restored, config=config.as_dict())
 
+        # The loop and its files.
         run.callbacks.begin(config.as_dict(), folder, steps)
         limit = config.trainer.max_seconds
         loop = RunLoop(
@@ -251,7 +246,7 @@ class Attempt(Workers):
             config=config.as_dict(),
             monitor=config.monitor,
             layout=self.clusters.describe(config),
-            identity=RunIdentity.of(config).as_dict() if is_rank_zero() else None,
+            identity=RunIdentity.of(config).as_dict() if is_rank_zero() else {},
             on_saved=RunDirectory(folder, store).mark_saved,
             callbacks=run.callbacks,
             defaults=defaults_of(config),
@@ -317,6 +312,7 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
     Returns notes on the directory (see `RunDirectory.prepare`).
     """
     check_names([config.monitor])
+    # No other process may write to the directory until the run ends.
     folder = log_dir(config)
     directory = RunDirectory(folder, RunStateStore(folder / "run_state"))
 
@@ -331,28 +327,25 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
     return notes
 
 
-def _changes(restoration: Restoration | None, layout: str) -> list[str]:
-    """Return notes on changes since the state was saved."""
+def _notes(
+    config: BaseRunConfig, steps: int, restoration: Restoration | None, layout: str
+) -> list[str]:
+    """Return notes on limits that make a run shorter, and on changes since the state was saved."""
+    limits = _cut_short(config, steps)
     if restoration is None:
-        return []
-    notes = [f"changed since the saved run: {change}" for change in restoration.changes]
+        return limits
+    changes = [f"changed since the saved run: {change}" for change in restoration.changes]
     if restoration.saved_layout is not None:
-        notes.append(
+        changes.append(
             f"saved on {restoration.saved_layout}, continued on {layout}: weights and optimizer "
             "states are the same, random generators (dropout) start from the seed"
         )
-    return notes
-
-
-def _limit_notes(config: BaseRunConfig, steps: int, restoration: Restoration | None) -> list[str]:
-    """Return notes on limits that make a run shorter than expected."""
-    notes = _cut_short(config, steps)
-    if restoration is not None and restoration.step >= steps:
-        notes.append(
+    if restoration.step >= steps:
+        limits.append(
             f"nothing is left to do: {restoration.step} steps are finished, and {steps} are "
             f"configured. Raise {config.section}.max_steps or max_epochs to continue"
         )
-    return notes
+    return [*changes, *limits]
 
 
 def _cut_short(config: BaseRunConfig, steps: int) -> list[str]:

@@ -59,6 +59,7 @@ def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitectur
             else named_tokenizer(model.tokenizer, key="model.tokenizer")
         )
         architecture = checkpoint.architecture
+    # Adapters must fit the model.
     lora, path = model.peft.lora, model.peft.restore_from_path
     if lora is not None:
         adapter_shapes(architecture, lora)  # raises for targets that the model lacks

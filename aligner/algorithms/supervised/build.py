@@ -25,6 +25,7 @@ def train_sft(config: SFTRunConfig) -> None:
     """Fine-tune from start to end and print the paths of the run's files."""
     with Run.open(config) as run:
         config = run.config
+        # Read and check the examples before the model is loaded.
         examples, longest = load_split(run, ExampleDataset)
         check_sequences(run, longest)
         task = Task(

@@ -48,14 +48,7 @@ class Task(Generic[T_co]):
 
 @dataclass(eq=False)
 class SupervisedTrainer(Learner):
-    """Trainer of one role on a `Task`, called by `RunLoop`.
-
-    Args:
-        role: the trained role.
-        task: its learning task.
-        sampler: draws a global batch.
-        limit_val_examples: number of validation examples, or None for all.
-    """
+    """Trainer of one role on a `Task`, called by `RunLoop`. ``sampler`` draws global batches."""
 
     role: RoleHandle
     task: Task[Any]
@@ -79,6 +72,7 @@ class SupervisedTrainer(Learner):
             self.role.prepare_for_training()
             result = self.role.train(batch, self.task.loss)
             self.role.finish_training()
+        # Counters are part of run states.
         self.consumed_samples += len(indices)
         self.updates += count_updates([result])
         return StepResult(

@@ -58,10 +58,10 @@ class IncrementalDecoder:
         return new
 
 
-def common_prefix(one: str, other: str) -> int:
-    """Number of characters with which both begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the length of the common prefix of two texts or sequences."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _context_of(

@@ -142,6 +142,12 @@ def encode_fragment(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text)
 
 
+def with_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Return ``ids`` with a BOS token before, if the tokenizer has one and ``ids`` lack it."""
+    bos = tokenizer.bos_id
+    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+
 def json_object(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
     """Content of one of a tokenizer's files; empty if there is no such file.
 

@@ -1,1 +1,1 @@
-"""Environments of other libraries as ours, one module a library (docs/environments_adapters.md)."""
+"""Adapters for environments of other libraries (docs/environments_adapters.md)."""

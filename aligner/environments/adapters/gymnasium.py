@@ -1,8 +1,8 @@
 """Environments of gymnasium: observations become text, messages become actions.
 
-By default an observation is shown as it is, or as JSON; an action is the last number of a message
-(`Discrete` spaces), the last of the names that ``actions`` gives, or the message itself (`Text`
-spaces). Functions of one's own do otherwise: ``observation`` and ``action``.
+By default an observation is shown as text or as JSON. An action is the last number of a message
+(`Discrete` spaces), the last name of ``actions`` in it, or the message itself (`Text` spaces). The
+user's functions ``observation`` and ``action`` replace these defaults.
 """
 
 import re
@@ -28,9 +28,9 @@ Parser = Callable[[str], Any]
 class GymnasiumEnv:
     """An environment of ``gymnasium.make``.
 
-    A message is an action, and earns the reward of its step. One in which no action is found moves
-    nothing, is answered with what an action looks like, and earns ``invalid_reward``.
-    ``terminated`` and ``truncated`` end the conversation.
+    A message is an action, and its reward is the reward of the step. A message without an action
+    does not step the environment, is answered with the format of actions, and gets
+    ``invalid_reward``. ``terminated`` and ``truncated`` end the conversation.
     """
 
     def __init__(
@@ -50,35 +50,34 @@ class GymnasiumEnv:
         """Make the environment.
 
         Args:
-            seed: of ``reset``.
-            id: of ``gymnasium.make``; ``module:Name-v0`` imports the module that registers it.
-            make: further arguments of ``gymnasium.make``.
-            options: of ``reset``.
-            instructions: text before the first observation; None: what an action looks like.
-            actions: names of a `Discrete` space's actions, in their order.
-            action: function that turns (text, action space) into an action, or None where there
-                is none.
-            observation: function that turns (observation, info) into text; ``render``: the text
-                that the environment draws, with highlights in brackets.
-            invalid_reward: of a message without an action. Lower than what play earns, or the
-                policy learns to say nothing.
-            columns: of the row; not used.
+            seed: argument of ``reset``.
+            id: argument of ``gymnasium.make``. ``module:Name-v0`` imports the module first.
+            make: additional arguments of ``gymnasium.make``.
+            options: argument of ``reset``.
+            instructions: text before the first observation. None: the format of actions.
+            actions: names of a `Discrete` space's actions, in order.
+            action: function (text, action space) -> action, or None if the text contains none.
+            observation: function (observation, info) -> text. ``render``: the text that the
+                environment renders, with highlights in brackets.
+            invalid_reward: reward of a message without an action. It should be lower than the
+                rewards of valid actions, or the policy learns to avoid actions.
+            columns: columns of the row, not used.
         """
         del columns
         gymnasium = imported("gymnasium", "gymnasium")
-        drawn = {"render_mode": "ansi"} if observation == "render" else {}
-        self._env = gymnasium.make(id, **{**drawn, **(make or {})})
+        self._is_rendered = observation == "render"
+        arguments = {"render_mode": "ansi"} if self._is_rendered else {}
+        self._env = gymnasium.make(id, **{**arguments, **(make or {})})
         self._seed, self._options = seed, None if options is None else dict(options)
         self._instructions, self._invalid_reward = instructions, float(invalid_reward)
         self._parse, self._help = action_parser(self._env.action_space, actions, action)
-        self._shows = None
-        if observation not in (None, "render"):
-            self._shows = loaded(str(observation), "observation")
-        self._is_drawn = observation == "render"
+        self._text_of = None
+        if observation is not None and not self._is_rendered:
+            self._text_of = loaded(observation, "observation")
 
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
-        """Refuse what makes no environment, before the run begins."""
+        """Refuse invalid arguments before the run begins."""
         gymnasium = imported("gymnasium", "gymnasium")
         check_names(kwargs, "action")
         if kwargs.get("observation") != "render":
@@ -86,10 +85,10 @@ class GymnasiumEnv:
         if "id" not in kwargs:
             return
         try:
-            made = cls(seed=0, **kwargs)
+            environment = cls(seed=0, **kwargs)
         except gymnasium.error.Error as error:
             raise ConfigError(f"environment.kwargs.id={kwargs['id']!r}: {error}") from error
-        made.close()
+        environment.close()
 
     def init(self) -> Start:
         """Reset the environment and show the first observation."""
@@ -116,40 +115,47 @@ class GymnasiumEnv:
         self._env.close()
 
     def _text(self, observation: Any, info: Mapping[str, Any]) -> str:
-        if self._is_drawn:
+        if self._is_rendered:
             return without_colours(str(self._env.render()))
-        if self._shows is not None:
-            return str(self._shows(observation, info))
+        if self._text_of is not None:
+            return str(self._text_of(observation, info))
         return as_text(observation)
 
 
 def action_parser(
     space: Any, names: Sequence[str] | None = None, function: str | None = None
 ) -> tuple[Parser, str]:
-    """Parser of messages for ``space``, and the words that ask for an action.
+    """Return a parser of messages for ``space``, and the text that asks for an action.
 
     The parser returns None for a message without an action.
 
     Raises:
-        ConfigError: the space has no parser of its own, or not as many actions as names.
+        ConfigError: the space needs a user's function, or ``names`` are more or fewer than its
+            actions.
     """
     if function is not None:
         parse = loaded(function, "action")
         return lambda text: parse(text, space), ""
+    # Text spaces, and spaces that need a function.
     kind = type(space).__name__
     if kind == "Text":
         return lambda text: text.strip() if space.contains(text.strip()) else None, ""
     if kind != "Discrete":
         raise ConfigError(
-            f"environment.kwargs.id: its actions are {space}; messages become actions of Discrete "
-            "and Text spaces by themselves, so name a function (text, space) -> action as "
+            f"environment.kwargs.id: its actions are {space}, and only Discrete and Text spaces "
+            "have a default parser of messages. Set a function (text, space) -> action as "
             "environment.kwargs.action"
         )
+    # Discrete spaces: numbers, or names of the actions.
     first, count = int(space.start), int(space.n)
     if names is None:
         last = first + count - 1
+
+        def action_of(digits: str) -> int | None:
+            return int(digits) if len(digits) <= 18 and first <= int(digits) <= last else None
+
         return (
-            _last_match(_INTEGER, lambda digits: _number_in(range(first, last + 1), digits)),
+            _last_match(_INTEGER, action_of),
             f"Answer with a number from {first} to {last}.",
         )
     if len(names) != count:
@@ -157,16 +163,16 @@ def action_parser(
             f"environment.kwargs.actions={list(names)} has {len(names)} names, and the "
             f"environment {count} actions"
         )
-    numbers = {name.lower(): first + at for at, name in enumerate(names)}
+    numbers = {name.lower(): first + index for index, name in enumerate(names)}
     longest_first = sorted(numbers, key=len, reverse=True)
     pattern = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, longest_first))})(?!\w)", re.I)
     parse_name = _last_match(pattern, lambda name: numbers[name.lower()])
     return parse_name, f"Answer with one of: {', '.join(names)}."
 
 
-def without_colours(drawn: str) -> str:
-    """Text of a terminal without its colours: what they highlight stands in brackets."""
-    return _ESCAPE.sub("", _HIGHLIGHT.sub(r"[\1]", drawn)).strip("\n")
+def without_colours(text: str) -> str:
+    """Return a terminal's text without colours, with highlighted text in brackets."""
+    return _ESCAPE.sub("", _HIGHLIGHT.sub(r"[\1]", text)).strip("\n")
 
 
 def _last_match(pattern: re.Pattern[str], action_of: Callable[[str], int | None]) -> Parser:
@@ -175,7 +181,3 @@ def _last_match(pattern: re.Pattern[str], action_of: Callable[[str], int | None]
         return action_of(matches[-1]) if matches else None
 
     return parse
-
-
-def _number_in(allowed: range, digits: str) -> int | None:
-    return int(digits) if len(digits) <= 18 and int(digits) in allowed else None

@@ -1,4 +1,4 @@
-"""Tools of an MCP server, which is started for each conversation and speaks over its pipes."""
+"""Tools of an MCP server, which is started for each conversation and connected by pipes."""
 
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -21,9 +21,9 @@ from aligner.rewards.protocol import Samples
 
 
 class MCPEnv(PromptedTools):
-    """The row's prompt beside the tools of an MCP server.
+    """The row's prompt with the tools of an MCP server.
 
-    A message without a call is the answer, which a reward function scores; messages with calls are
+    A message without a call is the answer, and a reward function scores it. Messages with calls are
     not scored. The server is killed with the environment's process.
     """
 
@@ -44,36 +44,38 @@ class MCPEnv(PromptedTools):
         """Start the server and list its tools.
 
         Args:
-            seed: not used: servers have none.
-            prompt: the row's.
-            command: the server's, as words.
-            reward: a reward function, as ``reward.function`` names it (docs/ppo.md); it is given
-                the last message of ``prompt`` and the answer.
-            reward_kwargs: its further keyword arguments.
-            ground_truth: the row's.
-            tools: names of those that are offered; None: all.
-            variables: the server's environment variables beside those that MCP hands on.
-            form: of calls.
-            columns: all others of the row, for the reward function.
+            seed: not used, as servers have no seed.
+            prompt: prompt of the row.
+            command: command of the server, as a list of words.
+            reward: a reward function, named as in ``reward.function`` (docs/ppo.md). It gets the
+                last message of ``prompt`` and the answer.
+            reward_kwargs: additional keyword arguments of the reward function.
+            ground_truth: ground truth of the row.
+            tools: names of the offered tools, None for all.
+            variables: environment variables of the server, in addition to MCP's defaults.
+            form: format of tool calls.
+            columns: the other columns of the row, for the reward function.
         """
         del seed
         self._scorer = None if reward is None else _scorer(reward, reward_kwargs)
         self._truth, self._columns = ground_truth, columns
+        # Start the server.
         mcp = imported("mcp", "mcp")
         self._loop = LoopThread()
         server = mcp.StdioServerParameters(
             command=command[0], args=list(command[1:]), env=dict(variables or {}) or None
         )
         self._session = self._loop.enter(_session(mcp, server))
-        listed = self._listed()
-        missing = sorted(set(tools or ()) - listed.keys())
+        # The offered tools.
+        available = self._tools_of_server()
+        missing = sorted(set(tools or ()) - available.keys())
         if missing:
             raise ConfigError(
                 f"environment.kwargs.tools: the server has no {', '.join(missing)}; it has "
-                f"{', '.join(listed)}"
+                f"{', '.join(available)}"
             )
-        chosen = [self._tool(name, listed[name]) for name in (tools or listed)]
-        super().__init__(prompt_messages(prompt), chosen, form)
+        functions = [self._tool(name, available[name]) for name in (tools or available)]
+        super().__init__(prompt_messages(prompt), functions, form)
 
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
@@ -89,51 +91,51 @@ class MCPEnv(PromptedTools):
             _scorer(kwargs["reward"], kwargs.get("reward_kwargs"))
         elif cls.answered is MCPEnv.answered:
             raise ConfigError(
-                "environment.kwargs.reward is not set, and MCP servers score nothing; name a "
-                "reward function, such as aligner.examples.tasks.exact_number:reward"
+                "environment.kwargs.reward is not set, and MCP servers score nothing. Set a reward "
+                "function, such as aligner.examples.tasks.exact_number:reward"
             )
 
     def answered(self, text: str) -> Turn:
         """Score the answer."""
         if self._scorer is None:
             return Turn(done=True)
-        # An environment does not learn whether its message was cut.
-        columns = {"is_end": [True], **{name: [each] for name, each in self._columns.items()}}
+        # An environment does not know whether its message was cut.
+        columns = {"is_end": [True], **{name: [value] for name, value in self._columns.items()}}
         rewards, parts = self._scorer.score(
             Samples([self.question()], [text], [self._truth], columns)
         )
-        further = {name: values[0] for name, values in parts.items()}
-        return Turn(reward={"reward": rewards[0], **further}, done=True)
+        metrics = {name: values[0] for name, values in parts.items()}
+        return Turn(reward={"reward": rewards[0], **metrics}, done=True)
 
     def close(self) -> None:
         """End the server."""
         self._loop.close()
 
-    def _listed(self) -> dict[str, dict[str, Any]]:
-        """Tools by their names, as MCP describes them."""
-        found: dict[str, dict[str, Any]] = {}
+    def _tools_of_server(self) -> dict[str, dict[str, Any]]:
+        """Return MCP's description of each tool, by the name of the tool."""
+        tools: dict[str, dict[str, Any]] = {}
         page = self._loop.run(self._session.list_tools())
         while True:
             for tool in page.tools:
-                found[tool.name] = tool.model_dump(by_alias=True)
+                tools[tool.name] = tool.model_dump(by_alias=True)
             cursor = page.model_dump(by_alias=True).get("nextCursor")
             if cursor is None:
-                return found
-            asked = imported("mcp.types", "mcp").PaginatedRequestParams(cursor=cursor)
-            page = self._loop.run(self._session.list_tools(params=asked))
+                return tools
+            params = imported("mcp.types", "mcp").PaginatedRequestParams(cursor=cursor)
+            page = self._loop.run(self._session.list_tools(params=params))
 
-    def _tool(self, name: str, described: Mapping[str, Any]) -> Callable[..., str]:
+    def _tool(self, name: str, tool: Mapping[str, Any]) -> Callable[..., str]:
         def call(**arguments: Any) -> str:
             result = self._loop.run(self._session.call_tool(name, arguments))
             return result_text(result.model_dump(by_alias=True, mode="json"))
 
-        call.__name__ = re.sub(r"\W", "_", name)  # calls of the plain form are words
+        call.__name__ = re.sub(r"\W", "_", name)  # names in the plain form are words
         call.json_schema = {  # type: ignore[attr-defined]
             "type": "function",
             "function": {
                 "name": call.__name__,
-                "description": described.get("description") or name,
-                "parameters": {"properties": {}, **described["inputSchema"]},
+                "description": tool.get("description") or name,
+                "parameters": {"properties": {}, **tool["inputSchema"]},
             },
         }
         return call
@@ -141,7 +143,7 @@ class MCPEnv(PromptedTools):
 
 @asynccontextmanager
 async def _session(mcp: Any, server: Any) -> AsyncIterator[Any]:
-    """A session with a server that is started for it; of mcp 1 and 2."""
+    """Start a server and open a session with it, for mcp 1 and 2."""
     async with (
         mcp.stdio_client(server) as (reading, writing),
         mcp.ClientSession(reading, writing) as session,
@@ -151,7 +153,7 @@ async def _session(mcp: Any, server: Any) -> AsyncIterator[Any]:
 
 
 def result_text(result: Mapping[str, Any]) -> str:
-    """Text of a result in MCP's JSON form: its text blocks; of others their kind in brackets."""
+    """Return the text blocks of a result in MCP's JSON form, and other blocks as ``[type]``."""
     blocks = [
         block["text"] if block["type"] == "text" else f"[{block['type']}]"
         for block in result.get("content") or ()

@@ -1,4 +1,4 @@
-"""Environments behind a server of OpenEnv: a session for each conversation, over a WebSocket."""
+"""Environments of an OpenEnv server: a WebSocket session for each conversation."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from aligner.errors import ConfigError
 class OpenEnvEnv:
     """A session of a running OpenEnv server.
 
-    A message becomes an action and earns the reward of its step; None is not scored, as in OpenEnv.
+    A message is an action, and its reward is the reward of the step. None is not scored.
     """
 
     def __init__(
@@ -32,25 +32,24 @@ class OpenEnvEnv:
         client: Mapping[str, Any] | None = None,
         **columns: Any,
     ) -> None:
-        """Nothing is connected yet.
+        """Create the client, without connecting.
 
         Args:
-            seed: of ``reset``.
-            base_url: the server's, such as ``http://localhost:8000``.
-            action: the field of an action that is the message's text, or a function that turns the
-                text into all fields.
-            observation: the field of an observation that is shown, or a function that turns all
-                fields into text; None: all fields as JSON.
+            seed: argument of ``reset``.
+            base_url: address of the server, such as ``http://localhost:8000``.
+            action: field of the action for the message's text, or a function text -> all fields.
+            observation: shown field of the observation, or a function all fields -> text. None:
+                all fields as JSON.
             instructions: text before the first observation.
-            reset: further arguments of ``reset``.
-            client: further arguments of OpenEnv's client, such as ``message_timeout_s``.
-            columns: of the row; not used.
+            reset: additional arguments of ``reset``.
+            client: additional arguments of OpenEnv's client, such as ``message_timeout_s``.
+            columns: columns of the row, not used.
         """
         del columns
         make = imported("openenv.core.generic_client", "openenv").GenericEnvClient
         self._client = make(base_url=base_url, **(client or {}))
         self._act = _action(action)
-        self._show = _shown(observation)
+        self._text_of = _observation(observation)
         self._instructions = instructions
         self._reset = {"seed": seed, **(reset or {})}
         self._loop = LoopThread()
@@ -60,19 +59,19 @@ class OpenEnvEnv:
         """Refuse a missing package or function, before the run begins."""
         imported("openenv.core.generic_client", "openenv")
         _action(kwargs.get("action", "message"))
-        _shown(kwargs.get("observation"))
+        _observation(kwargs.get("observation"))
 
     def init(self) -> Start:
         """Connect, reset and show the first observation."""
         self._loop.enter(self._client)
-        result = self._loop.run(self._ask("reset", **self._reset))
-        return Start(user_message(self._instructions, self._show(result.observation)))
+        result = self._loop.run(self._call("reset", **self._reset))
+        return Start(user_message(self._instructions, self._text_of(result.observation)))
 
     def step(self, message: Mapping[str, Any]) -> Turn:
         """Take the action of a message."""
-        result = self._loop.run(self._ask("step", self._act(message["content"])))
+        result = self._loop.run(self._call("step", self._act(message["content"])))
         reward = None if result.reward is None else float(result.reward)
-        messages = user_message(self._show(result.observation))
+        messages = user_message(self._text_of(result.observation))
         info = dict(getattr(result, "metadata", None) or {})
         return Turn(messages, reward, bool(result.done), info)
 
@@ -80,9 +79,9 @@ class OpenEnvEnv:
         """End the session."""
         self._loop.close()
 
-    async def _ask(self, name: str, *given: Any, **more: Any) -> Any:
-        """Call the client in its loop: outside of one it is another client, a blocking one."""
-        return await getattr(self._client, name)(*given, **more)
+    async def _call(self, name: str, *arguments: Any, **kwargs: Any) -> Any:
+        """Call the client within its loop, as outside of a loop the client blocks."""
+        return await getattr(self._client, name)(*arguments, **kwargs)
 
 
 def _action(name: str) -> Callable[[str], Mapping[str, Any]]:
@@ -94,7 +93,7 @@ def _action(name: str) -> Callable[[str], Mapping[str, Any]]:
         fields = parse(text)
         if not isinstance(fields, Mapping):
             raise ConfigError(
-                f"environment.kwargs.action={name!r} returned {type(fields).__name__}; it must "
+                f"environment.kwargs.action={name!r} returned {type(fields).__name__}. It must "
                 "return the fields of an action"
             )
         return dict(fields)
@@ -102,10 +101,10 @@ def _action(name: str) -> Callable[[str], Mapping[str, Any]]:
     return act
 
 
-def _shown(name: str | None) -> Callable[[Any], str]:
+def _observation(name: str | None) -> Callable[[Any], str]:
     if name is None:
         return lambda fields: as_text({k: v for k, v in fields.items() if k != "metadata"})
     if ":" in name:
-        show = loaded(name, "observation")
-        return lambda observation: str(show(observation))
+        text_of = loaded(name, "observation")
+        return lambda observation: str(text_of(observation))
     return lambda observation: as_text(observation[name])

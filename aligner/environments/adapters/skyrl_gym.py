@@ -6,7 +6,7 @@ from typing import Any
 
 from aligner.data.chat import Message
 from aligner.environments.adapters.foreign import imported, loaded, prompt_messages
-from aligner.environments.protocol import Reward, Start, Turn
+from aligner.environments.protocol import Start, Turn
 from aligner.errors import ConfigError
 
 _PACKAGE = "skyrl-gym"
@@ -15,9 +15,9 @@ _PACKAGE = "skyrl-gym"
 class SkyRLGymEnv:
     """An environment of ``skyrl_gym.make``.
 
-    Every message earns the reward of its step; numbers of ``get_metrics`` are reported when the
-    environment is done. A ``postprocessed_action`` is kept in ``info``: what was sampled stays, so
-    give the string that ends an action as `length_params.end_strings`.
+    The reward of a message is the reward of its step. Numbers of ``get_metrics`` are reported when
+    the environment is done. A ``postprocessed_action`` is only stored in ``info``, as sampled
+    tokens do not change. Set the string that ends an action in `length_params.end_strings`.
     """
 
     def __init__(
@@ -32,17 +32,18 @@ class SkyRLGymEnv:
         """Make the environment.
 
         Args:
-            seed: not used: skyrl-gym has none.
-            prompt: the row's, which ``init`` is given.
-            id: of ``skyrl_gym.make``, or ``path/to/file.py:Class``; None: the row's ``env_class``.
-            env_config: the environment's settings, an attribute each.
-            columns: all others of the row: the environment's ``extras``.
+            seed: not used, as skyrl-gym has no seed.
+            prompt: prompt of the row, the argument of ``init``.
+            id: name for ``skyrl_gym.make``, or ``path/to/file.py:Class``. None: the column
+                ``env_class`` of the row.
+            env_config: attributes of the environment's settings.
+            columns: the other columns of the row, which become the environment's ``extras``.
         """
         del seed
         name = id or columns.get("env_class")
         if not isinstance(name, str):
             raise ConfigError(
-                "environment.kwargs.id is not set, and the data has no column env_class; set it to "
+                "environment.kwargs.id is not set, and the data has no column env_class. Set it to "
                 "a name of skyrl_gym.make"
             )
         create = imported("omegaconf", "omegaconf").OmegaConf.create
@@ -59,7 +60,7 @@ class SkyRLGymEnv:
             _registered(kwargs["id"])
 
     def init(self) -> Start:
-        """The prompt as the environment gives it."""
+        """Return the prompt of the environment."""
         messages, _ = self._env.init(self._prompt)
         return Start([dict(message) for message in messages])
 
@@ -69,14 +70,13 @@ class SkyRLGymEnv:
         info = dict(output.get("metadata") or {})
         if output.get("postprocessed_action") is not None:
             info["postprocessed_action"] = output["postprocessed_action"]
-        done = bool(output["done"])
-        earned = float(output["reward"])
-        reward: Reward = earned
-        if done:
-            metrics = self._env.get_metrics() if hasattr(self._env, "get_metrics") else {}
-            numbers = {name: each for name, each in metrics.items() if isinstance(each, Real)}
-            reward = {str(name): float(each) for name, each in numbers.items()} | {"reward": earned}
-        return Turn([dict(each) for each in output["observations"]], reward, done, info)
+        messages = [dict(observation) for observation in output["observations"]]
+        reward, is_over = float(output["reward"]), bool(output["done"])
+        if not is_over:
+            return Turn(messages, reward, info=info)
+        metrics = self._env.get_metrics() if hasattr(self._env, "get_metrics") else {}
+        parts = {str(name): float(n) for name, n in metrics.items() if isinstance(n, Real)}
+        return Turn(messages, {**parts, "reward": reward}, done=True, info=info)
 
     def close(self) -> None:
         """Close the environment."""
@@ -84,13 +84,13 @@ class SkyRLGymEnv:
 
 
 def _registered(name: str) -> Any:
-    """The specification of an environment, by its name or of a class."""
+    """Return the specification of a registered environment or of a class."""
     registration = imported("skyrl_gym.envs.registration", _PACKAGE)
     if ":" in name:
         return registration.EnvSpec(id=name, entry_point=loaded(name, "id"))
     if name not in registration.registry:
         raise ConfigError(
-            f"environment.kwargs.id={name!r} is none of skyrl-gym's environments: "
-            f"{', '.join(sorted(registration.registry))}; one of your own is path/to/file.py:Class"
+            f"environment.kwargs.id={name!r} is not in skyrl-gym's registry: "
+            f"{', '.join(sorted(registration.registry))}. For your own: path/to/file.py:Class"
         )
     return registration.spec(name)

@@ -1,9 +1,9 @@
 """Environments in TRL's form: a class whose public methods are the tools.
 
-``reset(**columns)`` begins, and what text it returns is put behind the prompt; every other public
-method is a tool; ``get_reward()``, where it is there, scores the conversation at its end. A class
-without is scored by a reward function of TRL's form; where both are there, they are added
-(TRL 1.16: ``environment_factory`` and ``reward_funcs`` of ``GRPOTrainer``). It is not needed.
+``reset(**columns)`` begins the conversation, and the text that it returns is appended to the
+prompt. Every other public method is a tool. An optional ``get_reward()`` scores the conversation at
+its end, and a reward function of TRL's form is added to it or replaces it (TRL 1.16:
+``environment_factory`` and ``reward_funcs`` of ``GRPOTrainer``). TRL itself is not needed.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from aligner.environments.calls import Form, parse_calls
 from aligner.environments.protocol import Turn
 from aligner.errors import ConfigError, DataError
 
-_NO_TOOLS = ("reset", "get_reward")
+_OTHER_METHODS = ("reset", "get_reward")  # public methods that are not tools
 
 
 class TRLEnv(PromptedTools):
     """A class of TRL's form.
 
-    A message without a call ends the conversation and earns what ``get_reward`` returns; messages
-    with calls are not scored. Calls of one message are made one after the other, as TRL makes
-    those of plain methods; where all tools are coroutines, at the same time.
+    A message without a call ends the conversation and gets the reward of ``get_reward``. Messages
+    with calls are not scored. The calls of a message are executed in order or, if all tools are
+    coroutines, at the same time, as in TRL.
     """
 
     def __init__(
@@ -46,63 +46,66 @@ class TRLEnv(PromptedTools):
         max_tool_calling_iterations: int | None = None,
         **columns: Any,
     ) -> None:
-        """Make the class that ``environment`` names and reset it.
+        """Create an object of the class that ``environment`` names, and reset it.
 
         Args:
-            seed: given to ``reset`` if it has a parameter of this name.
+            seed: argument of ``reset``, if ``reset`` has a parameter of this name.
             environment: ``package.module:Class`` or ``path/to/file.py:Class``.
-            prompt: the row's; what ``reset`` returns is put behind its last message.
-            arguments: the class's own keyword arguments.
-            reward: a reward function of TRL's form; a class without ``get_reward`` needs one.
-            form: of calls.
-            max_tool_calling_iterations: the conversation ends with the message that would call
-                tools once more. None: only the limits of the run end it.
-            columns: all others of the row; ``reset`` is given them and ``prompt``.
+            prompt: prompt of the row. The text that ``reset`` returns is appended to it.
+            arguments: keyword arguments of the class.
+            reward: a reward function of TRL's form, required for a class without ``get_reward``.
+            form: format of tool calls.
+            max_tool_calling_iterations: maximum number of messages with calls. Another such message
+                ends the conversation. None: only the limits of the run end it.
+            columns: the other columns of the row, which with ``prompt`` are arguments of ``reset``.
         """
         self._environment = loaded(environment, "environment")(**(arguments or {}))
         self._reward = None if reward is None else loaded(reward, "reward")
         self._prompt = prompt
         self._columns = columns if prompt is None else {"prompt": prompt, **columns}
-        self._left = max_tool_calling_iterations
+        self._remaining_iterations = max_tool_calling_iterations
+        # TRL executes calls concurrently only if all tools are coroutines.
         tools = tool_methods(self._environment)
         if not all(map(inspect.iscoroutinefunction, tools)):
             self.calls_at_once = 1
         self._completion: list[Message] = []
+        # The text that `reset` returns follows the prompt.
         messages = prompt_messages(prompt)
         observation = self._reset(seed)
         if observation and messages:
             messages[-1]["content"] += observation
         elif observation:
             messages = prompt_messages(observation)
-        super().__init__(messages, [_synchronous(tool) for tool in tools], form)
+        super().__init__(messages, list(map(_synchronous, tools)), form)
 
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a class that is none of TRL's form, before the run begins."""
+        """Refuse a class without TRL's form, before the run begins."""
         check_names(kwargs, "reward")
         name = kwargs.get("environment")
         if name is None:
             return
-        found = loaded(name, "environment")
-        if not isinstance(found, type):  # a function that makes one
+        environment_class = loaded(name, "environment")
+        if not isinstance(environment_class, type):  # a function that creates the object
             return
-        if not callable(getattr(found, "reset", None)):
+        if not callable(getattr(environment_class, "reset", None)):
             raise ConfigError(f"environment.kwargs.environment={name!r} has no method reset")
-        if kwargs.get("reward") is None and not hasattr(found, "get_reward"):
+        if kwargs.get("reward") is None and not hasattr(environment_class, "get_reward"):
             raise ConfigError(
-                f"environment.kwargs.environment={name!r} has no method get_reward; name a reward "
+                f"environment.kwargs.environment={name!r} has no method get_reward. Set a reward "
                 "function of TRL's form as environment.kwargs.reward"
             )
 
     def step(self, message: Mapping[str, Any]) -> Turn:
-        """Make the calls of a message; one without, or one too many, ends the conversation."""
+        """Execute the calls of a message. Without calls, or at the limit, end the conversation."""
         self._completion.append(dict(message))
-        if self._left is not None and parse_calls(message["content"], self._form):
-            if self._left == 0:
+        remaining = self._remaining_iterations
+        if remaining is not None and parse_calls(message["content"], self._form):
+            if remaining == 0:
                 return self.answered(message["content"])
-            self._left -= 1
+            self._remaining_iterations = remaining - 1
         turn = super().step(message)
-        self._completion += [dict(each) for each in turn.messages]
+        self._completion += [dict(result) for result in turn.messages]
         return turn
 
     def answered(self, text: str) -> Turn:
@@ -111,61 +114,58 @@ class TRLEnv(PromptedTools):
         return Turn(reward=self._score(), done=True)
 
     def _reset(self, seed: int) -> str | None:
-        given = dict(self._columns)
+        arguments = dict(self._columns)
         if "seed" in inspect.signature(self._environment.reset).parameters:
-            given.setdefault("seed", seed)
-        observation = _waited(self._environment.reset(**given))
+            arguments.setdefault("seed", seed)
+        observation = _result_of(self._environment.reset(**arguments))
         if observation is not None and not isinstance(observation, str):
             raise DataError(
-                f"reset returned {type(observation).__name__}; TRL's form is text or None"
+                f"reset returned {type(observation).__name__}. TRL's form is text or None"
             )
         return observation
 
     def _score(self) -> float | None:
-        """Sum of what the class and the reward function pay, as TRL's; None: neither does."""
-        get_reward = getattr(self._environment, "get_reward", None)
-        paid = [
-            None if get_reward is None else _waited(get_reward()),
-            None if self._reward is None else self._score_by_function(self._reward),
-        ]
-        numbers = [float(value) for value in paid if value is not None]
+        """Add the rewards of the class and of the reward function. None if both are None."""
+        rewards = []
+        if hasattr(self._environment, "get_reward"):
+            rewards.append(_result_of(self._environment.get_reward()))
+        if self._reward is not None:
+            # As in TRL, a prompt that is text has a completion that is text.
+            is_text = isinstance(self._prompt, str)
+            completion: Any = self._completion[-1]["content"] if is_text else self._completion
+            columns = {name: [value] for name, value in self._columns.items() if name != "prompt"}
+            scores = self._reward(
+                prompts=[self._prompt],
+                completions=[completion],
+                environments=[self._environment],
+                **columns,
+            )
+            rewards.append(_result_of(scores)[0])
+        numbers = [float(reward) for reward in rewards if reward is not None]
         return sum(numbers) if numbers else None
-
-    def _score_by_function(self, function: Callable[..., Any]) -> float | None:
-        asked: Any = self._prompt
-        alone = isinstance(asked, str)
-        completion: Any = self._completion[-1]["content"] if alone else self._completion
-        others = {name: [value] for name, value in self._columns.items() if name != "prompt"}
-        scores = function(
-            prompts=[asked],
-            completions=[completion],
-            environments=[self._environment],
-            **others,
-        )
-        found: float | None = _waited(scores)[0]
-        return found
 
 
 def tool_methods(environment: Any) -> list[Callable[..., Any]]:
-    """The methods of an object that TRL would offer as tools, in the order of their names."""
+    """Return the methods of an object that TRL would offer as tools, sorted by name."""
     return [
         getattr(environment, name)
         for name, _ in inspect.getmembers(type(environment), inspect.isfunction)  # no properties
-        if not name.startswith("_") and name not in _NO_TOOLS
+        if not name.startswith("_") and name not in _OTHER_METHODS
     ]
 
 
 def _synchronous(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that waits for its coroutine; signature and docstring stay."""
+    """Wrap a method to wait for its coroutine, with the same signature and docstring."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _waited(method(*args, **kwargs))
+        return _result_of(method(*args, **kwargs))
 
     return call
 
 
-def _waited(value: Any) -> Any:
+def _result_of(value: Any) -> Any:
+    """Return ``value``, or its result if it is a coroutine."""
     if not inspect.isawaitable(value):
         return value
 

@@ -1,4 +1,9 @@
-"""Environments of verifiers, up to 0.3: its own loop runs, and asks the policy for each message."""
+"""Environments of verifiers up to 0.3, whose own loop requests each message of the policy.
+
+init, step ─► answers ─► the loop's thread: the environment's rollout
+     ▲                                  │
+     └── events: request, ended, raised ◄──┘
+"""
 
 import asyncio
 import functools
@@ -20,9 +25,8 @@ _PACKAGE = "'verifiers<0.4'"
 class VerifiersEnv:
     """An environment of ``verifiers.load_environment``.
 
-    The last message earns the reward of the rubric, whose metrics are reported; the others are not
-    scored. What the environment shows must begin with what was said before: one that rewrites its
-    history fails.
+    The last message gets the reward of the rubric, whose metrics are reported. The other messages
+    are not scored. An environment that rewrites earlier messages fails.
     """
 
     reads_calls: ClassVar[bool] = True
@@ -39,22 +43,23 @@ class VerifiersEnv:
         info: Mapping[str, Any] | None = None,
         **columns: Any,
     ) -> None:
-        """Take the environment, which is made once in a process.
+        """Load the environment, once per process.
 
         Args:
-            seed: chooses a row of the environment's own data where ``prompt`` is None.
-            environment: a name of ``verifiers.load_environment``, or such a function as
+            seed: chooses a row of the environment's data if ``prompt`` is None.
+            environment: a name for ``verifiers.load_environment``, or such a function as
                 ``path/to/file.py:load_environment``.
-            arguments: its keyword arguments.
-            form: of calls, for environments with tools.
-            prompt: the row's; the environment's system prompt is put before it.
-            answer: the row's, for the rubric.
-            info: the row's, for the rubric.
-            columns: all others of the row; not used.
+            arguments: keyword arguments of the function.
+            form: format of tool calls, for environments with tools.
+            prompt: prompt of the row, after the environment's system prompt.
+            answer: answer of the row, for the rubric.
+            info: info of the row, for the rubric.
+            columns: the other columns of the row, not used.
         """
         del columns
-        self._environment = _made(environment, json.dumps(dict(arguments or {}), sort_keys=True))
+        self._environment = _load(environment, json.dumps(dict(arguments or {}), sort_keys=True))
         self._form: Form = form
+        # The input of a rollout, from the environment's data or from the row.
         if prompt is None:
             data = self._environment.get_dataset()
             self._input = dict(data[random.Random(seed).randrange(len(data))])
@@ -73,47 +78,47 @@ class VerifiersEnv:
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
         """Refuse a missing package, another version or an unknown name, before the run begins."""
-        found = imported("verifiers", _PACKAGE)
-        if not hasattr(found, "MultiTurnEnv"):
+        if not hasattr(imported("verifiers", _PACKAGE), "MultiTurnEnv"):
             raise ConfigError(
                 "this version of verifiers has no MultiTurnEnv: from 0.4 on its tasks are run with "
                 "environment.kind=endpoint and environment.factory="
-                "aligner.environments.adapters.verifiers_agent:run; for environments of before, "
+                "aligner.environments.adapters.verifiers_agent:run; for older environments, "
                 f"pip install {_PACKAGE}"
             )
         if ":" in kwargs.get("environment", ""):
             loaded(kwargs["environment"], "environment")
 
     def init(self) -> Start:
-        """Begin its loop, up to the first message that it asks for."""
-        self._running = self._loop.start(self._rollout())
+        """Start the environment's loop, up to its first request."""
+        self._rollout_task = self._loop.start(self._rollout())
         kind, value = self._event()
-        if kind != "asks":
-            raise DataError("the environment ended before it asked for a message")
+        if kind != "request":
+            raise DataError("the environment ended before it requested a message")
         messages, tools = value
         self._shown = messages
         return Start(messages, tools)
 
     def step(self, message: Mapping[str, Any]) -> Turn:
-        """Give its loop the message, and go on to the next one that it asks for."""
+        """Pass a message to the environment's loop, which runs up to its next request."""
         self._loop.run(self._answers.put(message["content"]))
         kind, value = self._event()
         if kind == "ended":
             reward, metrics = value
             return Turn(reward={**metrics, "reward": reward}, done=True)
+        # The new messages are those after the policy's message.
         messages, _ = value
-        known = len(self._shown) + 1
-        if messages[: known - 1] != self._shown:
+        count = len(self._shown)
+        if messages[:count] != self._shown:
             raise DataError(
-                "the environment shows earlier messages otherwise than it did before; the policy "
-                "is trained on one conversation"
+                "the environment has changed earlier messages, but the policy is trained on one "
+                "conversation"
             )
         self._shown = messages
-        return Turn(messages[known:])
+        return Turn(messages[count + 1 :])
 
     def close(self) -> None:
-        """End its loop."""
-        self._running.cancel()
+        """End the environment's loop."""
+        self._rollout_task.cancel()
         self._loop.close()
 
     def _event(self) -> tuple[str, Any]:
@@ -138,16 +143,16 @@ class VerifiersEnv:
 
 
 @functools.cache
-def _made(name: str, arguments: str) -> Any:
-    given = json.loads(arguments)
+def _load(name: str, arguments: str) -> Any:
+    kwargs = json.loads(arguments)
     if ":" in name:
-        return loaded(name, "environment")(**given)
-    return imported("verifiers", _PACKAGE).load_environment(name, **given)
+        return loaded(name, "environment")(**kwargs)
+    return imported("verifiers", _PACKAGE).load_environment(name, **kwargs)
 
 
 @functools.cache
 def _client_class() -> Any:
-    """A client of verifiers whose model is the policy."""
+    """Return a client class of verifiers whose model is the policy."""
     verifiers = imported("verifiers", _PACKAGE)
     types = imported("verifiers.types", _PACKAGE)
 
@@ -157,15 +162,17 @@ def _client_class() -> Any:
             self._client = None
 
         async def get_response(
-            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **more: Any
+            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
         ) -> Any:
+            # Request a message, and wait for `step` to pass its text.
             names = ("name", "description", "parameters")
             functions = [{name: getattr(tool, name) for name in names} for tool in tools or ()]
-            schemas = [{"type": "function", "function": each} for each in functions] or None
-            self._events.put(("asks", ([_message(each) for each in prompt], schemas)))
+            schemas = [{"type": "function", "function": function} for function in functions] or None
+            self._events.put(("request", ([_message(message) for message in prompt], schemas)))
             text = await self._answers.get()
+            # The message with its tool calls.
             calls = parse_calls(text, self._form) if schemas else []
-            made = [
+            tool_calls = [
                 types.ToolCall(
                     id=f"call_{number}", name=call.name, arguments=json.dumps(call.arguments)
                 )
@@ -173,8 +180,8 @@ def _client_class() -> Any:
             ]
             message = types.ResponseMessage(
                 content=text,
-                tool_calls=made or None,
-                finish_reason="tool_calls" if made else "stop",
+                tool_calls=tool_calls or None,
+                finish_reason="tool_calls" if tool_calls else "stop",
                 is_truncated=False,
             )
             return types.Response(id="0", created=0, model=model, message=message)
@@ -184,7 +191,7 @@ def _client_class() -> Any:
 
 
 def _message(message: Any) -> Message:
-    """Role and text of a message, whatever verifiers holds it in."""
+    """Return role and text of a message, which is a mapping or a pydantic model."""
     fields = message if isinstance(message, Mapping) else message.model_dump()
     content = fields.get("content")
     if isinstance(content, list):

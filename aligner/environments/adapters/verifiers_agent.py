@@ -1,4 +1,4 @@
-"""Tasks of verifiers, from 0.4 on: its own harness plays a task and asks the policy over HTTP."""
+"""Tasks of verifiers from 0.4 on, whose own harness runs a task and calls the policy over HTTP."""
 
 import copy
 import functools
@@ -19,19 +19,15 @@ _KEY_VARIABLE = "OPENAI_API_KEY"
 class VerifiersAgent:
     """An agent for ``environment.kind=endpoint``: one rollout of one task.
 
-    A harness with verifiers' own server before the policy, runtimes, tools and rewards are those of
-    verifiers; every message that is sampled comes from the base URL.
+    verifiers provides the harness with its proxy server, runtimes, tools and rewards. All messages
+    are sampled from the base URL.
     """
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a missing package, another version or what makes no environment.
-
-        Raises:
-            ConfigError: with the key, what is wrong and its remedy.
-        """
+        """Refuse a missing package, another version or an invalid taskset with a `ConfigError`."""
         _package()
         if "taskset" in kwargs:
-            _made(kwargs["taskset"], kwargs.get("agent"))
+            _load(kwargs["taskset"], kwargs.get("agent"))
 
     async def __call__(
         self,
@@ -47,44 +43,49 @@ class VerifiersAgent:
         """Run a task and score it.
 
         Args:
-            base_url: the policy's address.
-            api_key: the conversation's key.
-            seed: chooses the task where ``idx`` is None.
-            taskset: its module, or its settings with the module as ``id``.
-            agent: settings of verifiers' ``AgentConfig``, such as ``harness`` and ``runtime``; the
-                runtime is ``subprocess`` where none is set.
-            idx: the task's position in the taskset.
-            columns: all others of the row; not used.
+            base_url: address of the policy.
+            api_key: key of the conversation's session.
+            seed: chooses the task if ``idx`` is None.
+            taskset: module of the taskset, or settings with the module as ``id``.
+            agent: settings of verifiers' ``AgentConfig``, such as ``harness`` and ``runtime``. The
+                default runtime is ``subprocess``.
+            idx: index of the task in the taskset.
+            columns: the other columns of the row, not used.
 
         Returns:
-            The trace's ``reward``, with its metrics and the scores of its rewards by their names.
-            None if the task has no rewards.
+            ``reward`` of the trace with its metrics and the score of each reward. None if the task
+            has no rewards.
 
         Raises:
-            ConfigError: nothing can be made of ``taskset`` and ``agent``.
-            DataError: there is no task ``idx``, or the rollout failed; with verifiers' errors.
+            ConfigError: ``taskset`` or ``agent`` is invalid.
+            DataError: task ``idx`` does not exist, or the rollout failed with verifiers' errors.
         """
         del columns
         verifiers = _package()
-        environment = _made(taskset, agent)
-        os.environ[_KEY_VARIABLE] = api_key  # verifiers takes keys from variables alone
+        environment = _load(taskset, agent)
+        os.environ[_KEY_VARIABLE] = api_key  # verifiers reads keys only from variables
         policy = verifiers.ModelContext(
             model="policy",
             client=verifiers.EvalClientConfig(base_url=base_url, api_key_var=_KEY_VARIABLE),
         )
+        # Run one rollout of the task.
         async with environment.serving():
             episode = await environment.run_episode(_task(environment.taskset, idx, seed), policy)
         if not episode.ok:
-            errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
-            said = "; ".join(f"{error.type}: {error.message}" for error in errors)
-            raise DataError(f"the rollout of verifiers failed: {said}")
+            trace_errors = [error for trace in episode.traces for error in trace.errors]
+            errors = [
+                f"{error.type}: {error.message}" for error in (*episode.errors, *trace_errors)
+            ]
+            raise DataError(f"the rollout of verifiers failed: {'; '.join(errors)}")
         if len(episode.traces) != 1:
             raise DataError(
-                f"the environment of verifiers ran its agent {len(episode.traces)} times; only one "
-                "rollout can be scored, so take a taskset that runs it once"
+                f"the environment of verifiers ran its agent {len(episode.traces)} times, but only "
+                "one rollout can be scored. Use a taskset that runs it once"
             )
+        # The rewards and the metrics of the rollout.
         (trace,) = episode.traces
-        scores = {name: each.score for name, each in trace.rewards.items() if each is not None}
+        rewards = {name: reward for name, reward in trace.rewards.items() if reward is not None}
+        scores = {name: reward.score for name, reward in rewards.items()}
         if not scores:
             return None
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
@@ -98,42 +99,46 @@ def _package() -> Any:
     if hasattr(imported("verifiers", _PACKAGE), "MultiTurnEnv"):
         raise ConfigError(
             "this version of verifiers is older than 0.4; pip install --upgrade "
-            f"{_PACKAGE}, or take aligner.environments.adapters.verifiers:VerifiersEnv"
+            f"{_PACKAGE}, or use aligner.environments.adapters.verifiers:VerifiersEnv"
         )
     return imported("verifiers.v1", _PACKAGE)
 
 
-def _made(taskset: str | Mapping[str, Any], agent: Mapping[str, Any] | None) -> Any:
-    chosen = {"id": taskset} if isinstance(taskset, str) else dict(taskset)
-    if not chosen.get("id"):
+def _load(taskset: str | Mapping[str, Any], agent: Mapping[str, Any] | None) -> Any:
+    taskset_settings = {"id": taskset} if isinstance(taskset, str) else dict(taskset)
+    if not taskset_settings.get("id"):
         raise ConfigError(
-            f"environment.kwargs.taskset={taskset!r} names no taskset; give the name of a module, "
-            "or settings with it as id"
+            f"environment.kwargs.taskset={taskset!r} names no taskset. Set the name of a module, "
+            "or settings with the module as id"
         )
-    settings = {"taskset": chosen, "agent": {"runtime": {"type": "subprocess"}, **(agent or {})}}
+    settings = {
+        "taskset": taskset_settings,
+        "agent": {"runtime": {"type": "subprocess"}, **(agent or {})},
+    }
     return _environment(json.dumps(settings, sort_keys=True))
 
 
 @functools.cache
 def _environment(settings: str) -> Any:
-    given = json.loads(settings)
-    place = f"environment.kwargs.taskset={given['taskset']!r}"
+    config = json.loads(settings)
+    key = f"environment.kwargs.taskset={config['taskset']!r}"
     loaders = imported("verifiers.v1.utils.loaders", _PACKAGE)
     try:
-        made = loaders.load_environment(loaders.resolve_env_config(copy.deepcopy(given)))
+        environment = loaders.load_environment(loaders.resolve_env_config(copy.deepcopy(config)))
     except Exception as error:
         raise ConfigError(
-            f"{place} with environment.kwargs.agent={given['agent']!r}: {error}. A taskset is a "
-            "module of the current folder or on PYTHONPATH, whose __all__ has its Taskset; the "
-            "other keys are those of verifiers' TasksetConfig and AgentConfig"
+            f"{key} with environment.kwargs.agent={config['agent']!r}: {error}. A taskset is a "
+            "module in the current folder or on PYTHONPATH, whose __all__ contains its Taskset. "
+            "The other keys are those of verifiers' TasksetConfig and AgentConfig"
         ) from error
-    roles = imported("verifiers.v1.configs.agent", _PACKAGE).agent_config_fields(made.config)
+    # Only the policy is trained, so there must be one agent.
+    roles = imported("verifiers.v1.configs.agent", _PACKAGE).agent_config_fields(environment.config)
     if list(roles) != ["agent"]:
         raise ConfigError(
-            f"{place} has the roles {', '.join(roles)}; one policy is trained, so take a taskset "
-            "whose environment has the one role agent"
+            f"{key} has the roles {', '.join(roles)}, but one policy is trained. Use a taskset "
+            "whose environment has only the role agent"
         )
-    return made
+    return environment
 
 
 @functools.cache
@@ -142,20 +147,21 @@ def _all_tasks(taskset: Any) -> list[Any]:
 
 
 def _task(taskset: Any, idx: int | None, seed: int) -> Any:
-    """The task at ``idx``, or one that the seed chooses."""
+    """Return the task at ``idx``, or a task that the seed chooses."""
+    # A list of tasks, from which the seed can choose, or an endless stream.
     if taskset.bounded:
         tasks = _all_tasks(taskset)
         if idx is None and tasks:
             idx = random.Random(seed).randrange(len(tasks))
         if idx is None or not 0 <= idx < len(tasks):
             raise DataError(
-                f"idx={idx} is no task: the taskset has {len(tasks)}, counted from 0; give the "
-                "data a column idx of such numbers, or none"
+                f"idx={idx} does not exist: the taskset has {len(tasks)} tasks, counted from 0. "
+                "Give the data a column idx with such indices, or no such column"
             )
         return tasks[idx]
     if idx is None:
         raise DataError(
-            "the taskset never ends, so the seed cannot choose of it; give the data a column idx "
-            "with the positions of tasks"
+            "the taskset never ends, so the seed cannot choose a task. Give the data a column idx "
+            "with the indices of tasks"
         )
     return next(itertools.islice(iter(taskset), idx, None))

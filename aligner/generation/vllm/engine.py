@@ -51,6 +51,28 @@ class Response:
     is_end: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineArguments:
+    """Arguments of a `VllmEngine`.
+
+    ``architecture`` must be supported by Hugging Face and vLLM. ``precision`` is ``32`` or
+    ``bf16``, for weights and activations. ``eos_ids`` end a response. ``max_batch_size`` limits the
+    sequences in flight, ``max_sequence_length`` prompt and response together. ``settings`` are the
+    result of `VllmConfig.on_device`. ``record_kept`` is the maximum number of kept tokens to record
+    per sampled token, 0 for none.
+    """
+
+    architecture: GPTArchitecture
+    precision: str
+    eos_ids: Sequence[int]
+    length: LengthParams
+    sampling: SamplingParams
+    max_batch_size: int
+    max_sequence_length: int
+    settings: VllmConfig
+    record_kept: int = 0
+
+
 class VllmEngine:
     """Engine that samples responses with weights that a policy sends.
 
@@ -60,60 +82,41 @@ class VllmEngine:
 
     def __init__(
         self,
-        architecture: GPTArchitecture,
-        *,
-        precision: str,
-        eos_ids: Sequence[int],
-        length: LengthParams,
-        sampling: SamplingParams,
-        stop: StopStrings | None,
-        max_batch_size: int,
-        max_sequence_length: int,
-        settings: VllmConfig,
-        record_kept: int = 0,
+        arguments: EngineArguments,
+        stop: StopStrings | None = None,
         peers: dist.ProcessGroup | None = None,
     ) -> None:
-        """Start vLLM on ``architecture``.
+        """Start vLLM. ``stop`` matches stop strings.
 
-        Args:
-            architecture: architecture that Hugging Face and vLLM support.
-            precision: ``32`` or ``bf16``, of weights and activations.
-            eos_ids: tokens that end a response.
-            length: lengths of responses.
-            sampling: sampling of tokens.
-            stop: matcher of stop strings, if any.
-            max_batch_size: maximum number of sequences in flight.
-            max_sequence_length: maximum length of prompt and response together.
-            settings: settings that `VllmConfig.on_device` returned.
-            record_kept: maximum number of kept tokens to record per sampled token, 0 for none.
-            peers: processes of an engine with several devices, each of which constructs this engine
-                and makes the same calls, or None for a single process.
+        ``peers`` are the processes of an engine with several devices, each of which constructs this
+        engine and makes the same calls.
         """
+        settings = arguments.settings
         self._peers = peers
         self._sleeps = False
-        self._rules: Rules = (SamplingOptions(length, sampling), stop)
-        self._eos_ids = tuple(eos_ids)
-        self._record_kept = record_kept
+        self._rules: Rules = (SamplingOptions(arguments.length, arguments.sampling), stop)
+        self._eos_ids = tuple(arguments.eos_ids)
+        self._record_kept = arguments.record_kept
         set_environment(settings)
         # Arguments of the user come last and override ours.
-        arguments = {
-            "dtype": "float32" if precision == "32" else "bfloat16",
+        vllm_arguments = {
+            "dtype": "float32" if arguments.precision == "32" else "bfloat16",
             "skip_tokenizer_init": True,
             "load_format": "dummy",
             "enforce_eager": settings.enforce_eager,
-            "max_num_seqs": max_batch_size,
-            "max_model_len": max_sequence_length,
+            "max_num_seqs": arguments.max_batch_size,
+            "max_model_len": arguments.max_sequence_length,
             "kv_cache_memory_bytes": settings.kv_cache_mb and settings.kv_cache_mb * 2**20,
             "gpu_memory_utilization": settings.gpu_memory_utilization,
-            "logprobs_mode": logprobs_mode(sampling),
+            "logprobs_mode": logprobs_mode(arguments.sampling),
             "enable_sleep_mode": bool(settings.sleep),
             **_tensor_parallel(settings),
-            **engine_arguments(record_kept),
+            **engine_arguments(arguments.record_kept),
             "disable_log_stats": True,
             "worker_extension_cls": "aligner.generation.vllm.extension.RefitExtension",
             **settings.kwargs,
         }
-        self._llm = _start(architecture, self._eos_ids, arguments)
+        self._llm = _start(arguments.architecture, self._eos_ids, vllm_arguments)
         if peers is not None:
             dist.barrier(peers)  # every process has opened the shared segments
             _unlink_shared_memory()
@@ -135,65 +138,60 @@ class VllmEngine:
         A response depends on its prompt, ``seed`` and its sample id, as far as vLLM's kernels
         return the same bits in every batch. If the call raises, its requests are aborted.
         """
+        from vllm.inputs.engine import tokens_input
+
+        rules = rules or self._rules
+        sampling_options, _ = rules
+        greedy = greedy or sampling_options.sampling.use_greedy
+        core = self._llm.llm_engine
+        responses = [Response() for _ in prompts]
         try:
-            return self._sample(prompts, sample_ids, seed, greedy, abandoned, rules or self._rules)
+            # Submit one request per prompt.
+            for row, (prompt, sample_id) in enumerate(zip(prompts, sample_ids, strict=True)):
+                params = self._params(sampling_options, request_seed(seed, sample_id), greedy)
+                core.add_request(str(row), tokens_input(list(prompt)), params)
+            # Step until every response has ended.
+            running = set(range(len(prompts)))
+            for step in itertools.count():
+                if not running:
+                    break
+                if abandoned is not None and self._is_abandoned(abandoned, step):
+                    self._abort(running)
+                    return None
+                for output in core.step():
+                    row = int(output.request_id)
+                    if row not in running:
+                        continue  # sampled before the abort at a stop string arrived
+                    response = responses[row]
+                    ended = self._take(rules, prompts[row], response, output.outputs[0])
+                    if ended and not output.finished:
+                        core.abort_request([output.request_id])
+                    if ended or output.finished:
+                        running.discard(row)
+                        if self._record_kept and not greedy:
+                            check_sets(response.kept_ids, response.tokens)
+            self._drain()
+            return responses
         except Exception:
             with contextlib.suppress(Exception):  # the engine may have died
                 self._abort(range(len(prompts)))
             raise
 
-    def _sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sample_ids: Sequence[int],
-        seed: int,
-        greedy: bool,
-        abandoned: threading.Event | None,
-        rules: Rules,
-    ) -> list[Response] | None:
+    def _params(self, options: SamplingOptions, seed: int, greedy: bool) -> Any:
+        """Return the ``vllm.SamplingParams`` of a response."""
         from vllm import SamplingParams as VllmSamplingParams
-        from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        sampling_options, _ = rules
-        greedy = greedy or sampling_options.sampling.use_greedy
-        core = self._llm.llm_engine
-        responses = [Response() for _ in prompts]
-        # Submit one request per prompt.
-        for row, (prompt, sample_id) in enumerate(zip(prompts, sample_ids, strict=True)):
-            arguments = sampling_arguments(
-                sampling_options.length,
-                sampling_options.sampling,
-                eos_ids=self._eos_ids,
-                seed=request_seed(seed, sample_id),
-                greedy=greedy,
-                by_top_k=self._record_kept > 0,
-            )
-            # DELTA returns only the new tokens of a step.
-            params = VllmSamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
-            core.add_request(str(row), tokens_input(list(prompt)), params)
-        # Step until every response has ended.
-        running = set(range(len(prompts)))
-        for step in itertools.count():
-            if not running:
-                break
-            if abandoned is not None and self._is_abandoned(abandoned, step):
-                self._abort(running)
-                return None
-            for output in core.step():
-                row = int(output.request_id)
-                if row not in running:
-                    continue  # sampled before the abort of a response with a stop string arrived
-                response = responses[row]
-                ended = self._take(rules, prompts[row], response, output.outputs[0])
-                if ended and not output.finished:
-                    core.abort_request([output.request_id])
-                if ended or output.finished:
-                    running.discard(row)
-                    if self._record_kept and not greedy:
-                        check_sets(response.kept_ids, response.tokens)
-        self._drain()
-        return responses
+        arguments = sampling_arguments(
+            options.length,
+            options.sampling,
+            eos_ids=self._eos_ids,
+            seed=seed,
+            greedy=greedy,
+            by_top_k=self._record_kept > 0,
+        )
+        # DELTA returns only the new tokens of a step.
+        return VllmSamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return log-probs of all tokens except the first, at temperature 1."""
@@ -201,6 +199,7 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
 
         top_k = 1 if self._record_kept else 0  # for the one sampled token, which is ignored
+        # One token is sampled, because vLLM cannot score without sampling.
         params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, top_k=top_k)
         prompts = [tokens_input(list(sequence)) for sequence in sequences]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)

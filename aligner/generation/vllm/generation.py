@@ -14,6 +14,7 @@ from aligner.distributed.interfaces import Cluster
 from aligner.distributed.named_sharding import layout_of
 from aligner.distributed.workers import run_on_all, run_sharded, scored_rows
 from aligner.errors import ConfigError
+from aligner.generation.vllm.engine import EngineArguments
 from aligner.generation.vllm.settings import VllmConfig
 from aligner.generation.vllm.worker import VllmWorker
 from aligner.kernels.counter_hash import CallSeeds
@@ -67,17 +68,19 @@ class VllmGeneration(BackgroundGeneration):
             name_prefix,
             layout=layout_of(1, self._settings.engines, 1, self._settings.tensor_parallel_size),
             python_executable=str(Path(self._settings.python).expanduser().absolute()),
-            architecture=architecture,
+            arguments=EngineArguments(
+                architecture=architecture,
+                precision=config.trainer.precision,
+                eos_ids=tokenizer.with_end_tokens(rollout.sampling_params.end_tokens).end_ids,
+                length=rollout.length_params,
+                sampling=rollout.sampling_params,
+                max_batch_size=rollout.rollout_micro_batch_size,
+                max_sequence_length=min(max_sequence_length, architecture.max_position_embeddings),
+                settings=self._settings,
+                record_kept=getattr(rollout, "record_kept_tokens", 0),
+            ),
             tokenizer_files=tokenizer.files(),
-            eos_ids=tokenizer.with_end_tokens(rollout.sampling_params.end_tokens).end_ids,
             pad_id=tokenizer.pad_id,
-            precision=config.trainer.precision,
-            length=rollout.length_params,
-            sampling=rollout.sampling_params,
-            max_batch_size=rollout.rollout_micro_batch_size,
-            max_sequence_length=min(max_sequence_length, architecture.max_position_embeddings),
-            settings=self._settings,
-            record_kept=getattr(rollout, "record_kept_tokens", 0),
             weights_from=policy.refit_ends(),
             meeting_place=meeting_place,
         )
@@ -159,11 +162,6 @@ class VllmGeneration(BackgroundGeneration):
         """Shut the engines down."""
         return self.worker_group.shutdown(cleanup_method="shutdown")
 
-    def _joined(self, results: list[BatchedDataDict]) -> BatchedDataDict:
-        return BatchedDataDict.from_batches(
-            results, pad_value_dict={"output_ids": self.tokenizer.pad_id}
-        )
-
 
 def _check_allocator(settings: VllmConfig, on_gpus: bool, env_vars: Mapping[str, Any]) -> None:
     """Raise if expandable segments are enabled and must be shared or released.
@@ -194,7 +192,10 @@ class VllmPending:
         generation = self._generation
         results = run_on_all(generation.worker_group, VllmWorker.collect_generation)
         # All processes of an engine return the same batch.
-        return generation._joined(results[:: generation._settings.tensor_parallel_size])
+        return BatchedDataDict.from_batches(
+            results[:: generation._settings.tensor_parallel_size],
+            pad_value_dict={"output_ids": generation.tokenizer.pad_id},
+        )
 
     def abandon(self) -> None:
         """Abandon the batch."""

@@ -21,14 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.architecture import GPTArchitecture
-from aligner.config import LengthParams, SamplingOptions, SamplingParams
+from aligner.config import SamplingOptions, SamplingParams
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import WorkerError
-from aligner.generation.vllm.engine import Response, VllmEngine
+from aligner.generation.vllm.engine import EngineArguments, Response, VllmEngine
 from aligner.generation.vllm.kept import kept_rows
 from aligner.generation.vllm.settings import VllmConfig
 from aligner.refit.ends import RefitEnd, RefitKeys, check_ends
@@ -49,18 +48,10 @@ class VllmWorker(RefitReceiver):
 
     def __init__(
         self,
-        architecture: GPTArchitecture,
+        arguments: EngineArguments,
         *,
         tokenizer_files: Mapping[str, bytes],
-        eos_ids: Sequence[int],
         pad_id: int,
-        precision: str,
-        length: LengthParams,
-        sampling: SamplingParams,
-        max_batch_size: int,
-        max_sequence_length: int,
-        settings: VllmConfig,
-        record_kept: int,
         weights_from: Sequence[RefitEnd],
         meeting_place: tuple[str, int] | None = None,
     ) -> None:
@@ -72,6 +63,7 @@ class VllmWorker(RefitReceiver):
         Raises:
             ConfigError: the policy's weights cannot be sent to this process (see `check_ends`).
         """
+        settings = arguments.settings
         # Check the refit, and meet the engine's other processes.
         index, rank = divmod(int(os.environ.get("RANK", "0")), settings.tensor_parallel_size)
         check_ends(
@@ -85,26 +77,14 @@ class VllmWorker(RefitReceiver):
             peers = _meet(meeting_place, index, rank, settings)
         # Start the engine in its thread.
         self._pad_id = pad_id
-        self._record_kept = record_kept
+        self._record_kept = arguments.record_kept
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._abandoned = threading.Event()
         self._pending: Future[list[Response] | None] | None = None
         self._prompts: list[list[int]] = []
         self._tokenizer_files = tokenizer_files
-        self._engine: VllmEngine = self._thread.submit(
-            VllmEngine,
-            architecture,
-            precision=precision,
-            eos_ids=eos_ids,
-            length=length,
-            sampling=sampling,
-            stop=self._stop_strings(sampling),
-            max_batch_size=max_batch_size,
-            max_sequence_length=max_sequence_length,
-            settings=settings,
-            record_kept=record_kept,
-            peers=peers,
-        ).result()
+        stop = self._stop_strings(arguments.sampling)
+        self._engine: VllmEngine = self._thread.submit(VllmEngine, arguments, stop, peers).result()
 
     # Sampling ---------------------------------------------------------------------------------
 
@@ -127,6 +107,7 @@ class VllmWorker(RefitReceiver):
         """
         if self._pending is not None:
             raise WorkerError("a batch is in flight. Collect or abandon it before the next")
+        # vLLM takes prompts without padding.
         lengths = data["input_lengths"].tolist()
         rows = zip(data["input_ids"].tolist(), lengths, strict=True)
         self._prompts = [row[:length] for row, length in rows]
@@ -241,6 +222,7 @@ def _meet(
             f"the {size} processes of engine {index} did not meet at {address[0]}:{address[1]} "
             f"within {settings.timeout_s:g} s: {error}"
         ) from error
+    # vLLM reads its world from the environment.
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -263,6 +245,7 @@ def responses_batch(
     starts = [len(prompt) for prompt in prompts]
     lengths = [len(response.tokens) for response in responses]
     ends = [start + count for start, count in zip(starts, lengths, strict=True)]
+    # Prompts have log-prob 0.
     ids = torch.full((len(prompts), max(ends, default=0)), pad_id, dtype=torch.int64)
     logprobs = torch.zeros(ids.shape)
     kept_ids = torch.full((*ids.shape, record_kept), -1, dtype=torch.int32)

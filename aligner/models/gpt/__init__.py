@@ -1,6 +1,6 @@
 """megatron-core GPT models as actor, critic, reward model and reference.
 
-The classes are imported on first use: importing them costs what megatron-core and NeMo cost.
+The classes are imported on first use, because megatron-core and NeMo are slow to import.
 """
 
 import importlib
@@ -41,7 +41,7 @@ __all__ = [
     "RewardModelType",
     "load_from_nemo",
 ]
-# NeMo-Aligner's classes that are these; the loss that distinguishes its actors is an argument here.
+# NeMo-Aligner's names of these classes. Its actors differ in the loss, which is an argument here.
 _NEMO_ALIGNER = {
     "GPTKnowledgeDistillationModel": "MegatronGPTActorModel",
     "GPTSFTModel": "MegatronGPTRSModel",

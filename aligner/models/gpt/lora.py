@@ -1,19 +1,20 @@
 """Low-rank adapters (Hu et al., 2021): ``y = W x + alpha / rank · B (A x)``.
 
-How the two matrices are shared out over tensor-parallel ranks:
+Tensor-parallel sharding of the two matrices:
 
-    column: A [rank, in] on all, B [out / tp, rank]    row: A [rank, in / tp], B [out, rank] on all
+    column: A [rank, in] replicated, B [out / tp, rank]
+    row:    A [rank, in / tp], B [out, rank] replicated
 
-Between A and B there are ``rank`` numbers a token, and what ranks exchange is those. A matrix that
-all ranks hold has the whole gradient on each; under sequence parallelism each has that of its
-tokens, and the ``sequence_parallel`` mark has megatron-core add them up.
+Ranks exchange the ``rank`` values per token between A and B. A replicated matrix gets its full
+gradient on every rank. Under sequence parallelism each rank gets the gradient of its tokens, and
+megatron-core sums these because of the ``sequence_parallel`` mark.
 
-The names of the linear's own parameters stay, so that checkpoints fit with and without adapters.
+The linear's parameters keep their names, so that checkpoints load with and without adapters.
 
-Dropout of what adapters read is the same on every layout. Whether a number is dropped is decided by
-a hash of the seed, the update, the adapter, the tokens up to this one, its position and the
-feature. Neither the row that a sequence stands in, nor the micro-batch, nor the rank matters, and
-sequences that begin alike drop alike there.
+Dropout of adapter inputs does not depend on the layout. A hash of the seed, the update, the
+adapter, the tokens up to the present token, its position and the feature decides whether a value is
+dropped. Row, micro-batch and rank have no effect, and sequences with a common prefix share its
+dropout.
 """
 
 import contextlib
@@ -55,11 +56,11 @@ from aligner.parallel.groups import ParallelState
 
 
 class TokenDropout:
-    """Dropout state that the adapters of one model share: the tokens of the present pass."""
+    """Dropout that the adapters of one model share, with the tokens of the current pass."""
 
     def __init__(self, probability: float, seed: int) -> None:
         self.probability = probability
-        self.update = 0  # number of the optimizer update that a pass belongs to
+        self.update = 0  # index of the optimizer update
         self._seed = seed
         self._keys: Tensor | None = None
 
@@ -68,55 +69,56 @@ class TokenDropout:
         self,
         input_ids: Tensor,
         lengths: Tensor,
-        held: Tensor,
+        frame_indices: Tensor,
         positions: Tensor | None = None,
     ) -> Iterator[None]:
-        """The block in which a forward pass drops out.
+        """Enable dropout in a forward pass inside the block.
 
         Args:
             input_ids: int64 ``[b, S]``, right-padded.
             lengths: int64 ``[b]``.
-            held: int64 ``[n, L]``, index into ``b * S`` of the token that stands there in the
-                model, negative where none does.
-            positions: int64 ``[b, S]``, from 0 in every sequence of a row; None: rows have one.
+            frame_indices: int64 ``[n, L]``, index into ``b * S`` of each token in the model's rows,
+                negative for padding.
+            positions: int64 ``[b, S]``, from 0 in every sequence of a row. None if each row is one
+                sequence.
         """
         column = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         position = column if positions is None else positions
         tokens = counter_hash(self._seed, position, input_ids) * (column < lengths[:, None])
-        # Of the tokens up to each one: sequences that begin alike drop alike there.
+        # The hash of a token's prefix, including the token, without earlier sequences of the row.
         prefixes = tokens.cumsum(dim=1) + self.update
-        if positions is not None:  # less what stands before the sequence in its row
+        if positions is not None:
             first = column - position
             prefixes = prefixes - (prefixes - tokens).gather(1, first) + self.update
         keys = combine(prefixes, position).flatten()
-        if keys.numel() == 0:  # a micro-batch without sequences still goes through the model
+        if keys.numel() == 0:  # the model also runs a micro-batch without sequences
             keys = keys.new_zeros(1)
-        self._keys = keys[held.clamp(min=0)].t()[:, :, None]
+        self._keys = keys[frame_indices.clamp(min=0)].t()[:, :, None]
         try:
             yield
         finally:
             self._keys = None
 
     def __call__(self, hidden: Tensor, stream: int, *, part: int, parts: int, first: int) -> Tensor:
-        """``hidden`` with some of it dropped and the rest scaled up.
+        """Apply dropout to ``hidden``, and scale the remaining values up.
 
         Args:
             hidden: float ``[L / parts, n, features]``.
-            stream: of the adapter.
-            part: which of the ``parts`` of a row these tokens are.
-            parts: over how many ranks tokens are shared out.
-            first: number of the first feature here, of those that all ranks hold together.
+            stream: the adapter's hash seed.
+            part: index of this rank's part of the tokens.
+            parts: ranks over which tokens are sharded.
+            first: index of the first feature among the features of all ranks.
         """
-        assert self._keys is not None, "adapters drop out in forward passes of micro-batches only"
+        assert self._keys is not None, "adapter dropout needs the forward pass of a micro-batch"
         keys = self._keys.chunk(parts)[part]
         feature = torch.arange(first, first + hidden.shape[-1], device=hidden.device)
-        drawn = uniform_bits(combine(keys, counter_hash(stream, feature)))
-        kept = drawn >= int(self.probability * 2**UNIFORM_BITS)
-        return hidden * kept.to(hidden.dtype) * (1.0 / (1.0 - self.probability))
+        bits = uniform_bits(combine(keys, counter_hash(stream, feature)))
+        mask = bits >= int(self.probability * 2**UNIFORM_BITS)
+        return hidden * mask.to(hidden.dtype) * (1.0 / (1.0 - self.probability))
 
 
 class Adapter(nn.Module):
-    """The two matrices of one linear, or this rank's share of them; they are 0 until filled."""
+    """The two matrices of one linear, or this rank's share of them, initially 0."""
 
     def __init__(self, inputs: int, outputs: int, lora: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -125,46 +127,43 @@ class Adapter(nn.Module):
         self.scale = lora.scale
         self.enabled = True
         self.dropout: TokenDropout | None = None  # in training
-        self.stream = 0  # of the dropout's draws
+        self.stream = 0  # hash seed of the dropout
 
     def down(self, hidden: Tensor, *, part: int = 0, parts: int = 1, first: int = 0) -> Tensor:
-        """``scale · A x`` ``[..., rank]``; see `TokenDropout` for what is shared out."""
+        """Compute ``scale · A x`` ``[..., rank]``. For the sharding see `TokenDropout`."""
         if self.training and self.dropout is not None:
             hidden = self.dropout(hidden, self.stream, part=part, parts=parts, first=first)
         return F.linear(hidden, self.a) * self.scale
 
     def up(self, low: Tensor) -> Tensor:
-        """``B x`` of float ``[..., rank]``."""
+        """Compute ``B x`` of float ``[..., rank]``."""
         return F.linear(low, self.b)
 
     @torch.no_grad()
     def merged_into(self, weight: Tensor) -> Tensor:
-        """Float ``weight`` [out, in] with the adapter added, for a plain linear."""
+        """Return float ``weight`` [out, in] plus the adapter, for a plain linear."""
         return add_product(weight, self.a, self.b, self.scale)
 
 
 class AdaptedLinear(nn.Module):
-    """Mixin before a parallel linear: its output plus the adapter's."""
+    """Mixin of a parallel linear that adds the adapter's output."""
 
     lora: Adapter
 
     def forward(
         self, input_: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
-        """Float ``[s, b, in]`` to ``[s, b, out]``, of which ranks hold what the linear's have."""
+        """Map float ``[s, b, in]`` to ``[s, b, out]``, sharded as the linear's input and output."""
         output, bias = super().forward(input_, *args, **kwargs)
-        return output + self.adapted(input_) if self.lora.enabled else output, bias
+        return output + self.adapter_output(input_) if self.lora.enabled else output, bias
 
-    def adapted(self, hidden: Tensor) -> Tensor:
-        """The adapter's part of the output, shared out as in `forward`.
-
-        ``hidden``: ``[s, b, in]``; returns ``[s, b, out]``.
-        """
+    def adapter_output(self, hidden: Tensor) -> Tensor:
+        """Map ``[s, b, in]`` to the adapter's output ``[s, b, out]``, sharded as in `forward`."""
         raise NotImplementedError
 
 
 class LoraColumnParallelLinear(AdaptedLinear, ColumnLinear):
-    """A linear whose outputs are shared out, with an `Adapter`."""
+    """A linear with sharded outputs and an `Adapter`."""
 
     def __init__(self, *args: object, lora: LoraConfig, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -175,8 +174,8 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnLinear):
         self.lora.a.sequence_parallel = self.sequence_parallel
         set_tensor_model_parallel_attributes(self.lora.b, True, 0, 1)
 
-    def adapted(self, hidden: Tensor) -> Tensor:
-        """Float ``[s, b, in]`` to ``[s, b, out / tp]``, s shared out under sequence parallelism."""
+    def adapter_output(self, hidden: Tensor) -> Tensor:
+        """Map ``[s, b, in]`` to ``[s, b, out / tp]``. Sequence parallelism shards input tokens."""
         group = self.tp_group
         if self.sequence_parallel:
             low = self.lora.down(hidden, part=group.rank(), parts=group.size())
@@ -189,7 +188,7 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnLinear):
 
 
 class LoraRowParallelLinear(AdaptedLinear, RowLinear):
-    """A linear whose inputs are shared out, with an `Adapter`."""
+    """A linear with sharded inputs and an `Adapter`."""
 
     def __init__(self, *args: object, lora: LoraConfig, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -200,8 +199,8 @@ class LoraRowParallelLinear(AdaptedLinear, RowLinear):
         self.lora.b.sequence_parallel = self.sequence_parallel
         set_tensor_model_parallel_attributes(self.lora.a, True, 1, 1)
 
-    def adapted(self, hidden: Tensor) -> Tensor:
-        """Float ``[s, b, in / tp]`` to ``[s, b, out]``, s shared out under sequence parallelism."""
+    def adapter_output(self, hidden: Tensor) -> Tensor:
+        """Map ``[s, b, in / tp]`` to ``[s, b, out]``. Sequence parallelism shards output tokens."""
         group = self.tp_group
         low = self.lora.down(hidden, first=group.rank() * hidden.shape[-1])
         if self.sequence_parallel:
@@ -212,15 +211,15 @@ class LoraRowParallelLinear(AdaptedLinear, RowLinear):
 
 
 class RoleAdapters:
-    """Adapters of a model that was built with them; all else but a head is frozen.
+    """Adapters of a model. All other weights except a head are frozen.
 
     Args:
-        gpt: this process's share of the model.
-        architecture: its shape.
-        parallel: this process's place.
-        lora: form of the adapters.
-        seed: of A, and of dropout.
-        has_head: whether the role trains a head beside its adapters.
+        gpt: this process's share of the model, built with adapters.
+        architecture: architecture of the model.
+        parallel: parallel layout and groups of this process.
+        lora: configuration of the adapters.
+        seed: seed of A and of dropout.
+        has_head: whether the role also trains a head.
     """
 
     def __init__(
@@ -236,7 +235,7 @@ class RoleAdapters:
         self._gpt, self._architecture, self._parallel = gpt, architecture, parallel
         self._has_head = has_head
         self.lora = lora
-        self.are_fresh = True  # B is zero, so the model is what it is without them
+        self.are_fresh = True  # B is zero, so that adapters have no effect
         self.dropout = TokenDropout(lora.adapter_dropout, seed) if lora.adapter_dropout else None
         gpt.adapter_dropout = self.dropout
         for name, parameter in canonical_parameters(gpt, architecture):
@@ -244,34 +243,34 @@ class RoleAdapters:
         for name, adapter in _adapters(gpt, architecture).items():
             adapter.dropout, adapter.stream = self.dropout, _seed_of(seed, f"{name}.dropout")
         shapes = adapter_shapes(architecture, lora)
-        self._fill(lambda name: _fresh(name, shapes[name], seed) if name in shapes else None)
+        self._fill(lambda name: _initial(name, shapes[name], seed) if name in shapes else None)
         if gpt.pre_process and gpt.config.recompute_granularity == "full":
-            gpt.embedding.register_forward_hook(_ask_gradient)
+            gpt.embedding.register_forward_hook(_require_gradient)
 
-    def begin_update(self, number: int) -> None:
-        """Passes from now on belong to another update, and drop out other numbers."""
+    def begin_update(self, index: int) -> None:
+        """Set the index of the optimizer update, which changes the dropout."""
         if self.dropout is not None:
-            self.dropout.update = number
+            self.dropout.update = index
 
     def load(self, path: str | Path) -> None:
-        """Take the adapters, and the head where there is one, from a file."""
-        found = read_adapters(path, self._architecture)
-        check_same(self.lora, found.lora, path)
-        if REWARD_HEAD[0] in found.tensors and not self._has_head:
+        """Load the adapters, and the head if any, from a file."""
+        adapters = read_adapters(path, self._architecture)
+        check_same(self.lora, adapters.lora, path)
+        if REWARD_HEAD[0] in adapters.tensors and not self._has_head:
             raise CheckpointError(
-                f"{str(path)!r} was trained with a head (rm_head), which a policy does not have; "
-                "give adapters of a policy"
+                f"{str(path)!r} was trained with a head (rm_head), but a policy has no head. Load "
+                "adapters of a policy"
             )
-        self._fill(found.tensors.get)
+        self._fill(adapters.tensors.get)
         self.are_fresh = False
 
     def save(self, path: str | Path, nemo_keys: Mapping[str, Any]) -> None:
-        """Write a file; call it on every rank. Rank 0 writes, and if it cannot, all raise."""
-        tensors = self.whole()
+        """Write a file. Call it on every rank: rank 0 writes, and all ranks raise its error."""
+        tensors = self.gather()
         on_rank_zero(lambda: save_adapters(path, Adapters(self.lora, tensors, nemo_keys)))
 
-    def whole(self) -> dict[str, Tensor]:
-        """Trained weights, joined on rank 0, none elsewhere; call it on every rank."""
+    def gather(self) -> dict[str, Tensor]:
+        """Gather the trained weights on rank 0 (empty on other ranks). Call it on every rank."""
         trained = {
             name: parameter
             for name, parameter in canonical_parameters(self._gpt, self._architecture)
@@ -286,11 +285,11 @@ class RoleAdapters:
         ).on_rank_zero()
 
     @torch.no_grad()
-    def _fill(self, whole: Callable[[str], Tensor | None]) -> None:
-        """Copy this process's share of the ``whole`` tensors; what has none stays."""
+    def _fill(self, full_tensor: Callable[[str], Tensor | None]) -> None:
+        """Copy this process's shares of full tensors. None leaves a parameter unchanged."""
         tp_rank, tp_size = self._parallel.tp_rank, self._parallel.config.tensor
         for name, parameter in canonical_parameters(self._gpt, self._architecture):
-            share = whole(name) if parameter.requires_grad else None
+            share = full_tensor(name) if parameter.requires_grad else None
             if share is None:
                 continue
             if name not in REWARD_HEAD:
@@ -301,7 +300,7 @@ class RoleAdapters:
 
 @contextlib.contextmanager
 def adapters_off(gpt: nn.Module) -> Iterator[None]:
-    """Context in which the model computes with its frozen weights only."""
+    """Turn the adapters off inside the block."""
     adapters = [module for module in gpt.modules() if isinstance(module, Adapter)]
     for adapter in adapters:
         adapter.enabled = False
@@ -313,7 +312,7 @@ def adapters_off(gpt: nn.Module) -> Iterator[None]:
 
 
 def _adapters(gpt: GPTModel, architecture: GPTArchitecture) -> dict[str, Adapter]:
-    """Adapters of this stage by the canonical name of their linear."""
+    """Return the adapters of this stage by the canonical name of their linear."""
     owners = {module.a: module for module in gpt.modules() if isinstance(module, Adapter)}
     return {
         name.removesuffix(LORA_A): owners[parameter]
@@ -322,14 +321,14 @@ def _adapters(gpt: GPTModel, architecture: GPTArchitecture) -> dict[str, Adapter
     }
 
 
-def _ask_gradient(_: nn.Module, __: Any, embedded: Tensor) -> None:
-    """A recomputed layer has a gradient only where what it reads has one."""
+def _require_gradient(_: nn.Module, __: Any, embedded: Tensor) -> None:
+    """Make the embeddings differentiable: a recomputed layer needs an input with a gradient."""
     if torch.is_grad_enabled():
         embedded.requires_grad_()
 
 
-def _fresh(name: str, shape: Shape, seed: int) -> Tensor:
-    """A uniform in ±1/√in, drawn by its name, so on every layout the same; B zero."""
+def _initial(name: str, shape: Shape, seed: int) -> Tensor:
+    """Return the initial A (uniform in ±1/√in, seeded by its name on any layout) or B (zero)."""
     tensor = torch.zeros(shape)
     if name.endswith(LORA_A):
         bound = 1.0 / math.sqrt(shape[1])

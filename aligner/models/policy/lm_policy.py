@@ -1,6 +1,6 @@
-"""`Policy`: the controller's handle of a group of policy workers.
+"""`Policy`, the controller's handle of a group of policy workers.
 
-Every method takes and returns global batches; the workers see their data-parallel shares.
+Every method accepts and returns global batches. The workers get data-parallel shares.
 """
 
 import os
@@ -40,7 +40,7 @@ LOGPROB_COLUMNS = ("input_ids", "input_lengths", "token_mask")
 
 
 class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInterface):
-    """A language-model policy: samples, scores tokens, and learns."""
+    """A language-model policy that samples, scores tokens, and trains."""
 
     def __init__(
         self,
@@ -58,31 +58,32 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         backend: str = "megatron",
         max_optimizer_steps: int | None = None,
     ) -> None:
-        """Start the workers on ``cluster``; they load ``config.restore_from_path``.
+        """Start the workers on ``cluster``, which load ``config.restore_from_path``.
 
         Args:
-            cluster: where.
-            config: the policy's section; or a mapping of `PolicyConfig`, which also has the
-                backend and the environment of the workers. Its layout is theirs.
-            tokenizer: ours, or one of transformers.
+            cluster: cluster of the workers.
+            config: the policy's section, with the layout of the workers, or a mapping of
+                `PolicyConfig`, which also contains the backend and the workers' environment.
+            tokenizer: a tokenizer of this library or of transformers.
             name_prefix: role in messages and log names.
-            workers_per_node: on Ray, bundles used on each node (a number, or one per node);
-                default all.
-            init_optimizer: False for a policy that does not learn.
-            weights_path: continue from these weights of `save_checkpoint`; the reference policy
-                remains that of ``config``.
-            optimizer_path: continue from this optimizer state.
-            init_reference_model: False keeps no copy of the initial weights, for runs without a KL
-                term.
-            run: precision, gradient clipping and seed; default those of a mapping, and the
-                defaults of `RunSettings`.
-            backend: ``megatron`` or ``dtensor``, where ``config`` is no mapping.
-            max_optimizer_steps: what a schedule without ``max_steps`` decays over.
+            workers_per_node: on Ray, count of bundles used on each node, or a list of counts.
+                Default: all.
+            init_optimizer: False for a frozen policy.
+            weights_path: weights from `save_checkpoint` to continue from. The reference policy
+                still uses the weights of ``config``.
+            optimizer_path: optimizer state to continue from.
+            init_reference_model: False for runs without a KL term, to keep no copy of the initial
+                weights.
+            run: precision, gradient clipping and seed. Default: the values of a mapping, or else
+                `RunSettings`.
+            backend: ``megatron`` or ``dtensor``, ignored for a mapping.
+            max_optimizer_steps: length of a schedule without ``max_steps``.
 
         Raises:
-            ConfigError: a key of the mapping is unknown, or settings do not go together.
-            LayoutError: the cluster's workers cannot be laid out so.
+            ConfigError: a key of the mapping is unknown, or settings are incompatible.
+            LayoutError: the layout does not fit the cluster's workers.
         """
+        # Configuration: a published mapping, or the policy's section.
         self.cfg = config
         published: PublishedRole | None = None
         if not isinstance(config, TrainedModelConfig):
@@ -94,12 +95,13 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         tokenizer = as_tokenizer(tokenizer)
         self._published = published
         if published is not None and published.stop_token_ids:
-            stops = published.stop_token_ids  # end a response, as do the tokenizer's own
+            stop_ids = published.stop_token_ids  # in addition to the tokenizer's end tokens
             try:
-                tokenizer = tokenizer.with_end_tokens(stops)
+                tokenizer = tokenizer.with_end_tokens(stop_ids)
             except TokenizerError as error:
-                key = f"policy.generation.stop_token_ids={list(stops)}"
+                key = f"policy.generation.stop_token_ids={list(stop_ids)}"
                 raise ConfigError(f"{key}: {error}") from error
+        # Workers.
         workers = cluster.start_workers(
             worker_class(WORKERS, backend),
             name_prefix,
@@ -137,24 +139,24 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         sampling_options: SamplingOptions | None = None,
         listener: TokenListener | None = None,
     ) -> BatchedDataDict:
-        """Continue the right-padded prompts in ``input_ids``; see ``GenerationOutputSpec``.
+        """Sample responses to right-padded prompts (see ``GenerationOutputSpec``).
 
         Reads ``input_ids`` int64 [B, S], ``input_lengths`` int64 [B] and ``sample_ids`` int64 [B]
-        (default 0, 1, 2, ...). The tokens of a sample depend on ``seed``, its ``sample_ids`` entry
-        and its prompt only. Without a seed every call has one of its own, made of the run's seed
-        and the number of the call.
+        (default 0, 1, 2, ...). The tokens of a sample depend only on ``seed``, its ``sample_ids``
+        entry and its prompt. Without a seed, every call derives a new seed from the run's seed and
+        the count of earlier calls.
 
-        ``sampling_options``: lengths and sampling of this call, in place of the configured ones.
-        ``listener`` receives every token that a worker of this process samples, by the row of its
-        share of the prompts.
+        ``sampling_options``: overrides the configured lengths and sampling in this call.
+        ``listener``: called with every token that a worker of this process samples, and with the
+        row of the prompt in the worker's share.
 
         Raises:
-            ConfigError: a mapping without a section ``generation`` described this policy.
-            DataError: a column is absent, or of what the workers return.
+            ConfigError: the policy's mapping contains no section ``generation``.
+            DataError: a column of ``data`` or of the workers' output is missing.
         """
         if self._published is not None and not self._published.generates:
             raise ConfigError(
-                "policy.generation: not set, so nothing says how to sample; give it "
+                "policy.generation is not set, so that sampling is not configured. Set its "
                 "max_new_tokens, temperature, top_p and top_k"
             )
         results, _ = run_sharded(
@@ -170,6 +172,7 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
             results, pad_value_dict={"output_ids": self.tokenizer.pad_id}
         )
         check_generation_output(output)
+        # A published mapping may define the padding.
         if self._published is not None and self._published.pad_token_id is not None:
             position = torch.arange(output["output_ids"].shape[1])
             padding = position >= output["unpadded_sequence_lengths"].cpu()[:, None]
@@ -181,9 +184,9 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
     def recover(self) -> bool:
         """See `GenerationInterface.recover`.
 
-        False where workers generate together (tensor, pipeline, context or expert parallelism):
-        one that failed by itself has left the others waiting for it.
+        It returns False under tensor, pipeline, context or expert parallelism, because a failed
+        worker leaves the others waiting in a collective.
         """
         parallel = self.model.parallel
-        together = parallel.model_parallel_size * parallel.expert > 1
-        return not together and self.worker_group.recover()
+        is_collective = parallel.model_parallel_size * parallel.expert > 1
+        return not is_collective and self.worker_group.recover()

@@ -1,4 +1,4 @@
-"""`RewardModel`: the controller's handle of a group of reward-model workers."""
+"""`RewardModel`, the controller's handle of a group of reward-model workers."""
 
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -13,7 +13,7 @@ REWARD_COLUMNS = ("input_ids", "input_lengths")
 
 
 class RewardModel(RoleHandle):
-    """Scores whole sequences, and learns to."""
+    """A trainable model that scores sequences."""
 
     def __init__(
         self,
@@ -32,10 +32,11 @@ class RewardModel(RoleHandle):
     ) -> None:
         """Start the workers on ``cluster``.
 
-        They load ``config.restore_from_path``: a reward model, or a language model with a fresh
-        head; ``weights_path`` and ``optimizer_path``, of `save_checkpoint`, are where they continue
-        instead. ``attributes``: what the head rates; none for comparisons, None: as in the file.
-        ``init_optimizer``: False for a model that only scores. Others as in `Policy`.
+        They load ``config.restore_from_path``: a reward model, or a language model with a new head.
+        With ``weights_path`` and ``optimizer_path`` from `save_checkpoint` they continue from
+        there. ``attributes``: attributes that the head rates, empty for comparisons, or None to use
+        the file's attributes. ``init_optimizer``: False for a frozen model. For the other arguments
+        see `Policy`.
         """
         workers = cluster.start_workers(
             WORKER,

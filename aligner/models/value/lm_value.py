@@ -1,4 +1,4 @@
-"""`Value`: the controller's handle of a group of value workers."""
+"""`Value`, the controller's handle of a group of value workers."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ VALUE_COLUMNS = ("input_ids", "input_lengths")
 
 
 class Value(RoleHandle, ValueInterface):
-    """A critic: predicts the return from every state, and learns it."""
+    """A critic that predicts the return from every state, and trains on returns."""
 
     def __init__(
         self,
@@ -45,29 +45,29 @@ class Value(RoleHandle, ValueInterface):
     ) -> None:
         """Start the workers on ``cluster``.
 
-        They load ``config.restore_from_path``, or the policy's weights with a fresh head;
-        ``weights_path`` and ``optimizer_path``, of `save_checkpoint`, are where they continue
-        instead.
+        They load ``config.restore_from_path``, or the policy's weights with a new head. With
+        ``weights_path`` and ``optimizer_path`` from `save_checkpoint` they continue from there.
 
         Args:
-            cluster: where.
-            config: the critic's section, which needs ``model``; or a mapping of `ValueConfig`,
-                which has everything, a layout of the critic's own too.
-            tokenizer: ours, or one of transformers.
+            cluster: cluster of the workers.
+            config: the critic's section, which requires ``model``, or a mapping of `ValueConfig`,
+                which is complete and includes the layout.
+            tokenizer: a tokenizer of this library or of transformers.
             name_prefix: role in messages and log names.
             workers_per_node: see `Policy`.
-            init_optimizer: False for a critic that only predicts.
-            weights_path: continue from these weights and this head.
-            optimizer_path: continue from this optimizer state.
-            model: the policy's section: micro-batching, and layout where the critic has none.
+            init_optimizer: False for a frozen critic.
+            weights_path: weights, including the head, to continue from.
+            optimizer_path: optimizer state to continue from.
+            model: the policy's section, with micro-batching and the default layout.
             run: see `Policy`.
-            backend: ``megatron`` or ``dtensor``, where ``config`` is no mapping.
-            max_optimizer_steps: what a schedule without ``max_steps`` decays over.
+            backend: ``megatron`` or ``dtensor``, ignored for a mapping.
+            max_optimizer_steps: length of a schedule without ``max_steps``.
 
         Raises:
-            ConfigError: a key of the mapping is unknown, or settings do not go together.
-            LayoutError: the cluster's workers cannot be laid out so.
+            ConfigError: a key of the mapping is unknown, or settings are incompatible.
+            LayoutError: the layout does not fit the cluster's workers.
         """
+        # Configuration: a published mapping, or the critic's and the policy's sections.
         self.cfg = config
         env_vars: Mapping[str, str] | None = None
         if not isinstance(config, CriticConfig):
@@ -76,8 +76,7 @@ class Value(RoleHandle, ValueInterface):
             run, env_vars = run or RunSettings.of(published), published.env_vars
         if model is None:
             raise ConfigError(
-                "model: required beside a CriticConfig, which does not say everything; give the "
-                "policy's section"
+                "model is required in addition to a CriticConfig. Pass the policy's section"
             )
         model = config.laid_out(model)
         run = run or RunSettings()

@@ -1,13 +1,13 @@
 """Run a reward function over a batch, with a time limit and errors that name the sample.
 
-Where it runs:
+batch ─► parts ─► a process or thread per part ─► scores, or a timeout ─► halves of the part, again
 
-* A function named in the configuration (:meth:`RewardFunction.load`) runs in a **process of its
-  own**, started once. When it does not answer in time that process is killed, with everything it
-  started; nothing it does, a hanging C call or a crash included, stops the training process.
-* A Python object given directly (:meth:`RewardFunction.wrap`) runs in a **thread**: it may hold
-  a model or a connection that cannot travel. A thread cannot be killed: after a timeout it is
-  left behind, never waited for, and ends with the program.
+* A function named in the configuration (:meth:`RewardFunction.load`) runs in a **separate
+  process**, started once. After a timeout the process is killed with its children. Hanging C calls
+  and crashes do not stop the training process.
+* A Python object (:meth:`RewardFunction.wrap`) runs in a **thread**, as it may contain a model or a
+  connection that cannot be pickled. A thread cannot be killed: after a timeout it is abandoned, and
+  ends with the program.
 """
 
 import logging
@@ -16,11 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, suppress
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,47 +41,35 @@ class RewardOutput:
 
     rewards: Tensor  # float32 [B], finite
     metrics: dict[str, list[float]]  # key → B finite values, from functions that return dicts
-    timeouts: int = 0  # samples for which the function did not answer in time
+    timeouts: int = 0  # number of samples without a result within the time limit
 
 
-class _Runner(Protocol):
-    """Calls of one function for several parts of a batch."""
+@dataclass(eq=False)
+class RewardFunction(AbstractContextManager["RewardFunction"]):
+    """A loaded reward function, by :meth:`load` or :meth:`wrap`. Close it, or use it in ``with``.
 
-    signature: Signature
+    Attributes:
+        time_limit_s: time limit of a batch.
+        max_concurrency: number of parts of a batch that are scored at the same time, each in a
+            process. With more than one, the function gets parts instead of the batch.
+        timeout_reward: reward of a sample after a timeout, with metrics of 0. None: raise
+            `RewardTimeoutError`.
+    """
 
-    def begin(self, parts: Sequence[Samples], time_limit_s: float) -> list[Callable[[], Scored]]:
-        """Begin to score all parts at the same time; they share one time limit.
+    _runner: "ProcessRunner | ThreadRunner"
+    _: KW_ONLY
+    time_limit_s: float = 60.0
+    max_concurrency: int = 1
+    timeout_reward: float | None = None
 
-        Returns the functions that wait for the scores of each part.
-        """
-        ...
-
-    def close(self) -> None: ...
-
-
-class RewardFunction:
-    """A reward function, ready to score batches. Close it, or use it as a context manager."""
-
-    def __init__(
-        self,
-        runner: _Runner,
-        *,
-        time_limit_s: float,
-        max_concurrency: int,
-        timeout_reward: float | None = None,
-    ) -> None:
-        """Use :meth:`load` or :meth:`wrap`."""
-        if not 0 < time_limit_s <= MOST_SECONDS:
+    def __post_init__(self) -> None:
+        if not 0 < self.time_limit_s <= MOST_SECONDS:
             raise ConfigError(
-                f"reward.time_limit_s={time_limit_s} must be a positive number of seconds, at most "
-                f"{MOST_SECONDS:g}"
+                f"reward.time_limit_s={self.time_limit_s} must be a positive number of seconds, at "
+                f"most {MOST_SECONDS:g}"
             )
-        if max_concurrency < 1:
-            raise ConfigError(f"reward.max_concurrency={max_concurrency} must be at least 1")
-        self._runner = runner
-        self._timeout_s = time_limit_s
-        self._max_concurrency = max_concurrency
-        self._timeout_reward = timeout_reward
+        if self.max_concurrency < 1:
+            raise ConfigError(f"reward.max_concurrency={self.max_concurrency} must be at least 1")
 
     @classmethod
     def load(
@@ -93,20 +81,13 @@ class RewardFunction:
         max_concurrency: int = 1,
         timeout_reward: float | None = None,
     ) -> "RewardFunction":
-        """Load the function ``name`` into a process of its own.
+        """Load a function into a separate process. ``kwargs`` are passed to every call.
 
-        Args:
-            name: ``package.module:function``, ``package.module.function`` or
-                ``path/to/file.py:function``; sync or async.
-            kwargs: further keyword arguments, the same in every call.
-            time_limit_s: longest time for one batch.
-            max_concurrency: score this many parts of a batch at the same time, each in a process
-                of its own. With more than one the function sees parts, not the batch.
-            timeout_reward: the reward of a sample for which the function does not answer in time;
-                its further numbers are 0. None: `RewardTimeoutError`.
+        ``name``: ``package.module:function``, ``package.module.function`` or
+        ``path/to/file.py:function``, sync or async.
 
         Raises:
-            ConfigError: it cannot be imported, or its signature does not fit.
+            ConfigError: the function cannot be imported, or its signature does not fit.
         """
         return cls(
             ProcessRunner(name, kwargs or {}),
@@ -124,20 +105,20 @@ class RewardFunction:
         time_limit_s: float = 60.0,
         max_concurrency: int = 1,
     ) -> "RewardFunction":
-        """Use a Python callable of this process; the arguments are those of :meth:`load`."""
+        """Use a Python callable of this process. The arguments are those of :meth:`load`."""
         name = getattr(function, "__qualname__", type(function).__qualname__)
         runner = ThreadRunner(function, name, kwargs or {})
         return cls(runner, time_limit_s=time_limit_s, max_concurrency=max_concurrency)
 
     @property
     def name(self) -> str:
-        """The function's name, for messages."""
+        """Name of the function, for messages."""
         return self._runner.signature.name
 
     def check_columns(self, available: Collection[str]) -> None:
-        """Refuse data without a column the function needs (DataError).
+        """Raise `DataError` for data without a column that the function requires.
 
-        ``available`` must include what the trainer adds, ``is_end`` and ``response_lengths``.
+        ``available`` must include the trainer's columns ``is_end`` and ``response_lengths``.
         """
         self._runner.signature.check_columns(available)
 
@@ -148,14 +129,14 @@ class RewardFunction:
         ground_truths: Sequence[Any],
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> RewardOutput:
-        """Score ``B`` samples; the arguments are those of the protocol.
+        """Score ``B`` samples. The arguments are those of the protocol.
 
         Raises:
-            RewardError: the function raised, or returned the wrong number of values or something
-                that is not a finite number; the message names function and sample.
-            RewardTimeoutError: it did not answer within the time limit, and no reward is set for
-                that.
-            DataError: it needs a column that is not there.
+            RewardError: the function raised, or returned a wrong number of values or a value that
+                is not a finite number. The message names function and sample.
+            RewardTimeoutError: the function exceeded the time limit, and ``timeout_reward`` is
+                None.
+            DataError: the function requires a column that is missing.
         """
         samples = Samples(
             list(prompts),
@@ -166,67 +147,67 @@ class RewardFunction:
         self.check_columns(samples.columns)
         if not len(samples):
             return RewardOutput(torch.zeros(0), {})
+        # Score the batch, and report timeouts.
         answers = self._answers(samples)
         missing = [part for part, scored in answers if scored is None]
         if missing:
             log.warning(
-                "reward function %r did not answer in time for %d of %d samples, the first %s; "
-                "their reward is reward.timeout_reward=%g",
+                "reward function %r did not answer in time for %d of %d samples, the first %s. "
+                "Their reward is reward.timeout_reward=%g",
                 self.name,
                 sum(map(len, missing)),
                 len(samples),
                 missing[0].describe(0),
-                self._timeout_reward,
+                self.timeout_reward,
             )
-        return _join(answers, self.name, self._timeout_reward or 0.0)
+        return _join(answers, self.name, self.timeout_reward or 0.0)
 
     def close(self) -> None:
         """End the processes. A later call starts them again."""
         self._runner.close()
 
-    def __enter__(self) -> "RewardFunction":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _answers(self, samples: Samples) -> list[tuple[Samples, Scored | None]]:
-        """Parts of the batch in order, each with its scores; None where none came in time.
+        """Return the parts of the batch in order with their scores, None after a timeout.
 
-        One sample that hangs takes its whole part with it. Such a part is scored again in halves,
-        one after the other, until a single sample is left, for twice the time limit at most.
-        A half is given four times as long as the last one that answered took.
+        A sample that hangs affects its whole part. After a timeout, the part is scored again in
+        halves, sequentially, down to single samples, within twice the time limit. The limit of a
+        half is four times the duration of the last part that succeeded.
         """
         answers: list[tuple[Samples, Scored | None]] = []
-        waiting, limit = _split(samples, self._max_concurrency), self._timeout_s
-        at_once, end = self._max_concurrency, math.inf
+        waiting, limit = _split(samples, self.max_concurrency), self.time_limit_s
+        concurrency, end = self.max_concurrency, math.inf
         while waiting:
+            # Score the next parts, or give up at the end of the time.
             began = time.monotonic()
             if began >= end:
                 answers += [(part, None) for part in waiting]
                 break
-            asked, waiting = waiting[:at_once], waiting[at_once:]
-            scores = self._score(asked, min(limit, end - began))
+            parts, waiting = waiting[:concurrency], waiting[concurrency:]
+            scores = self._score(parts, min(limit, end - began))
             now = time.monotonic()
-            for part, scored in zip(asked, scores, strict=True):
+            # Keep the scores, and halve the parts that timed out.
+            for part, scored in zip(parts, scores, strict=True):
                 if not isinstance(scored, RewardTimeoutError):
                     answers.append((part, scored))
-                    if at_once == 1:
-                        limit = min(self._timeout_s, max(1.0, 4 * (now - began)))
-                elif self._timeout_reward is None:
+                    if concurrency == 1:
+                        limit = min(self.time_limit_s, max(1.0, 4 * (now - began)))
+                elif self.timeout_reward is None:
                     raise scored
                 elif len(part) == 1:
                     answers.append((part, None))
                 else:
                     waiting += _split(part, 2)
             if waiting:
-                at_once, end = 1, min(end, now + 2 * self._timeout_s)
+                concurrency, end = 1, min(end, now + 2 * self.time_limit_s)
         return sorted(answers, key=lambda answer: answer[0].offset)
 
     def _score(
         self, parts: list[Samples], time_limit_s: float
     ) -> list[Scored | RewardTimeoutError]:
-        """Scores of each part, or the error if they did not come in time."""
+        """Return the scores of each part, or the error after a timeout."""
         answers: list[Scored | RewardTimeoutError] = []
         try:
             for scores in self._runner.begin(parts, time_limit_s):
@@ -234,14 +215,14 @@ class RewardFunction:
                     answers.append(scores())
                 except RewardTimeoutError as error:
                     answers.append(error)
-        except BaseException:  # an interrupt too: no answer may be left for the next batch
+        except BaseException:  # also an interrupt: the next batch must not read these answers
             self.close()
             raise
         return answers
 
 
 def _split(samples: Samples, count: int) -> list[Samples]:
-    """Contiguous parts, ``count`` at most, whose sizes differ by one at most."""
+    """Split into at most ``count`` contiguous parts, whose sizes differ by at most one."""
     count = min(count, len(samples))
     bounds = [len(samples) * part // count for part in range(count + 1)]
     return [samples.slice(*pair) for pair in pairwise(bounds)]
@@ -251,6 +232,7 @@ def _join(
     answers: list[tuple[Samples, Scored | None]], name: str, timeout_reward: float
 ) -> RewardOutput:
     keys: Iterable[str] = next((scored[1] for _, scored in answers if scored is not None), {})
+    # The parts must agree on the metrics, which are unknown for parts after a timeout.
     rewards: list[float] = []
     metrics: dict[str, list[float]] = {key: [] for key in keys}
     for part, scored in answers:
@@ -269,10 +251,10 @@ def _join(
 
 
 class ProcessRunner(ProcessPool):
-    """Processes, one for each part of a batch, which have imported the function."""
+    """A process for each part of a batch, each with the function imported."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]) -> None:
-        """Start the first process, so that a function that cannot be imported is refused now."""
+        """Start the first process, so that an invalid function is refused now."""
         super().__init__(
             Program(
                 "aligner.rewards.function.execution",
@@ -287,7 +269,10 @@ class ProcessRunner(ProcessPool):
         self._kwargs = frozenset(kwargs)
 
     def begin(self, parts: Sequence[Samples], time_limit_s: float) -> list[Callable[[], Scored]]:
-        """Send each part to a process of its own."""
+        """Send each part to a separate process, with a common time limit.
+
+        Returns, for each part, a function that waits for its scores.
+        """
         for error in self.start(range(len(parts))).values():
             raise error
         deadline = time.monotonic() + time_limit_s
@@ -310,23 +295,23 @@ class ProcessRunner(ProcessPool):
         culprit = None  # in the child's second message, unless the search takes too long
         with suppress(RewardError):
             culprit = process.receive(deadline, 0.0)[1]
-        known = culprit if culprit in range(len(samples)) else None
-        raise RewardError(failure_message(name, str(payload), samples, known))
+        culprit = culprit if culprit in range(len(samples)) else None
+        raise RewardError(failure_message(name, str(payload), samples, culprit))
 
 
 class ThreadRunner:
-    """One daemon thread per part of a batch. A thread that hangs is left behind."""
+    """A daemon thread for each part of a batch. A thread that hangs is abandoned."""
 
     def __init__(self, function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> None:
-        """Bind ``kwargs``; refuses a signature that does not fit."""
+        """Bind ``kwargs``, or refuse a signature that does not fit."""
         self._function = LoadedFunction(function, name, kwargs)
         self.signature = self._function.signature
 
     def close(self) -> None:
-        """Nothing is kept between batches."""
+        """Do nothing, as no thread is reused."""
 
     def begin(self, parts: Sequence[Samples], time_limit_s: float) -> list[Callable[[], Scored]]:
-        """Start a thread for each part."""
+        """Start a thread for each part. Returns the functions that wait for the scores."""
         deadline = time.monotonic() + time_limit_s
         waits: list[Callable[[], Scored]] = []
         for part in parts:
@@ -354,7 +339,6 @@ class ThreadRunner:
         if not future.done():
             raise RewardTimeoutError(
                 f"reward function {self.signature.name!r} did not answer within {time_limit_s:g} "
-                "seconds and was left behind in its thread; raise reward.time_limit_s or make it "
-                "faster"
+                "seconds, and its thread was abandoned. Raise reward.time_limit_s or make it faster"
             )
         return future.result()

@@ -1,4 +1,4 @@
-"""A reward model behind HTTP: server and client."""
+"""HTTP server of a reward model, and its client."""
 
 from aligner.packages import require_extra
 

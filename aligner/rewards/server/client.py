@@ -1,9 +1,10 @@
-"""Rewards from a server: the client of `wire`, and the trainer's `RewardInterface` over it.
+"""Rewards from a server: a client of `wire`, and the trainer's `RewardInterface` with it.
 
-Waits are finite. What may pass (no connection, no answer in time, a server that is busy or being
-restarted) is tried again, ever more slowly, for ``retry_for_s``; what will not (a token that is
-refused, an answer that makes no sense) stops the run at once. Either way the message names the
-server and the cause, and reaches every rank.
+main thread ─► a portal's event loop: concurrent requests, each with retries ─► rows in order
+
+All waits are finite. Temporary failures (no connection, no answer in time, a server that is busy or
+restarting) are retried with growing pauses for ``retry_for_s``. Other failures (a refused token, an
+invalid answer) stop the run at once. The message names the server and the cause on every rank.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from aligner.http.tokens import read_token
 from aligner.parallel.collectives import on_rank_zero
 from aligner.rewards.attributes import check_weights
 from aligner.rewards.interface import ScoredResponses, rated_responses
-from aligner.rewards.sequences import response_texts, scored_texts
+from aligner.rewards.sequences import scored_texts
 from aligner.rewards.server.wire import (
     HEALTH,
     SCORE,
@@ -43,15 +44,15 @@ from aligner.rewards.server.wire import (
 )
 
 log = logging.getLogger(__name__)
-logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request otherwise
+logging.getLogger("httpx").setLevel(logging.WARNING)  # otherwise a line for every request
 
-# Timeouts, too many requests, and statuses of servers and proxies that restart.
-_PASSING = (408, 429, 500, 502, 503, 504)
-_LONGEST_PAUSE_S = 15.0  # between two tries, of which the first is half a second
+# Timeouts, too many requests, and servers and proxies that restart.
+_TEMPORARY = (408, 429, 500, 502, 503, 504)
+_MAX_PAUSE_S = 15.0  # between two tries. The first pause is half a second.
 
 
 class _TryAgainError(Exception):
-    """Failure that may pass: the request is tried again."""
+    """A temporary failure, after which the request is repeated."""
 
 
 @dataclass(frozen=True)
@@ -59,22 +60,22 @@ class _Request:
     method: str
     path: str
     body: bytes
-    read: Callable[[Any], Any]  # of the JSON value; `DataError` where it is no answer
+    parse: Callable[[Any], Any]  # returns the answer from JSON, or raises `DataError`
 
     def __str__(self) -> str:
         return f"{self.method} {self.path}"
 
 
-def _rating(samples: Sequence[WireSample], width: int) -> _Request:
+def _score_request(samples: Sequence[WireSample], width: int) -> _Request:
     body = json.dumps({"samples": list(map(asdict, samples))}).encode()
     return _Request("POST", SCORE, body, lambda value: parse_rewards(value, len(samples), width))
 
 
 class RewardClient:
-    """Asks one server. Threads may share it."""
+    """Client of a reward server. Thread-safe."""
 
     def __init__(self, config: RewardServerConfig) -> None:
-        """Read the token; nothing is sent yet."""
+        """Read the token, without sending a request."""
         self.config = config
         url = _checked_url(config.url)
         token = read_token(config.token_env, config.token_file, "the reward server")
@@ -85,79 +86,81 @@ class RewardClient:
         self._options: dict[str, Any] = {
             "base_url": url,
             "headers": headers,
-            "timeout": None,  # of httpx: begins again with every byte
+            "timeout": None,  # httpx restarts its timeouts with every byte
             "trust_env": False,  # no proxies
-            # The system's authorities, where httpx would take those of the package certifi.
+            # The system's certificate authorities instead of the package certifi.
             "verify": ssl.create_default_context() if url.scheme == "https" else False,
         }
 
     def check(self) -> tuple[str, ...]:
-        """Wait until the server is ready and takes the token; what it rates (see `wire`)."""
+        """Wait until the server is ready and accepts the token. Returns its attributes (`wire`)."""
         health = _Request("GET", HEALTH, b"", partial(validated, HealthAnswer))
-        answer: HealthAnswer = self._ask_all([health, _rating([], 1)])[0]
+        answer: HealthAnswer = self._send_all([health, _score_request([], 1)])[0]
         return tuple(answer.attributes)
 
     def score(self, samples: Sequence[WireSample], width: int = 1) -> list[list[float]]:
-        """``width`` numbers of each sample, asked for in several requests at once.
+        """Return ``width`` numbers for each sample, with several concurrent requests.
 
         Raises:
-            RewardServerError: the server was not to be had for ``retry_for_s``, refused, or gave
-                answers that cannot be used.
+            RewardServerError: the server was unavailable for ``retry_for_s``, refused a request, or
+                sent invalid answers.
         """
         size = self.config.samples_per_request
         starts = range(0, len(samples), size)
-        answers = self._ask_all([_rating(samples[at : at + size], width) for at in starts])
-        return [row for rows in answers for row in rows]
+        requests = [_score_request(samples[start : start + size], width) for start in starts]
+        return [row for rows in self._send_all(requests) for row in rows]
 
-    def _ask_all(self, requests: Sequence[_Request]) -> list[Any]:
-        """Answers to all requests as they were read, in order."""
+    def _send_all(self, requests: Sequence[_Request]) -> list[Any]:
+        """Return the parsed answers to all requests, in order."""
 
         async def run() -> list[Any]:
-            at_once = asyncio.Semaphore(self.config.concurrent_requests)
+            limit = asyncio.Semaphore(self.config.concurrent_requests)
 
-            async def ask(request: _Request) -> Any:
-                async with at_once:
-                    return await self._ask(session, request)
+            async def send(request: _Request) -> Any:
+                async with limit:
+                    return await self._send(session, request)
 
             async with httpx.AsyncClient(**self._options) as session:
-                # Where one fails the loop ends, and with it the others.
-                return await asyncio.gather(*map(ask, requests))
+                # A failure ends the loop, which cancels the other requests.
+                return await asyncio.gather(*map(send, requests))
 
-        with start_blocking_portal() as portal:  # a notebook's own loop may run in this thread
+        with start_blocking_portal() as portal:  # a notebook's loop may run in this thread
             return portal.call(run)
 
-    async def _ask(self, session: httpx.AsyncClient, request: _Request) -> Any:
-        """Answer as it was read, however many tries it takes."""
+    async def _send(self, session: httpx.AsyncClient, request: _Request) -> Any:
+        """Return the parsed answer to a request, after as many tries as needed."""
         started, pause = time.monotonic(), 0.5
+        # Repeat the request after temporary failures, with growing pauses.
         for tries in itertools.count(1):
             try:
                 answer = await self._exchange(session, request)
                 break
             except (_TryAgainError, httpx.TransportError) as error:
-                left = self.config.retry_for_s - (time.monotonic() - started)
-                if left <= 0:
+                remaining_s = self.config.retry_for_s - (time.monotonic() - started)
+                if remaining_s <= 0:
                     raise self._error(
                         f"{_cause(error)}; gave up after {tries} tries "
                         f"(reward.server.retry_for_s={self.config.retry_for_s:g}). The run state "
-                        "is as of the last save; start the server again and repeat the command"
+                        "is that of the last save. Start the server again and repeat the command"
                     ) from error
-                wait = min(pause, max(left, 0.01))  # the last try is made as the time ends
+                wait = min(pause, max(remaining_s, 0.01))  # the last try is at the end of the time
                 log.warning(
                     "reward server %s: %s; next try in %.1f s, for %.0f s at most",
-                    *(self.config.url, _cause(error), wait, left),
+                    *(self.config.url, _cause(error), wait, remaining_s),
                 )
                 await asyncio.sleep(wait)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                pause = min(2 * pause, _MAX_PAUSE_S)
         try:
-            return request.read(answer)
+            return request.parse(answer)
         except DataError as error:
             raise self._error(f"{request} was answered with {error}") from error
 
     async def _exchange(self, session: httpx.AsyncClient, request: _Request) -> Any:
-        """One try; the JSON value of a good answer.
+        """Send a request once and return the JSON value of the answer.
 
-        A page of a proxy, with status 200 or 404, may pass: it stands in for a server that starts.
+        A proxy's page with status 200 or 404 is a temporary failure, as the server may be starting.
         """
+        # The answer, within the limits of time and size.
         answer = bytearray()
         try:
             async with (
@@ -173,26 +176,27 @@ class RewardClient:
                 f"no answer to {request} within {self.config.timeout_s:g} s "
                 "(reward.server.timeout_s)"
             ) from error
+        # JSON, or a temporary or permanent failure.
         if response.status_code == 200:
             try:
                 return parse_json(answer)
             except DataError as error:
                 raise _TryAgainError(f"{request} was answered with {error}") from error
         status = f"{response.status_code} {response.reason_phrase}"
-        said = f"{status} to {request}: {parse_error(answer)}"
+        message = f"{status} to {request}: {parse_error(answer)}"
         is_page = response.status_code == 404 and not answer.lstrip().startswith(b"{")
-        if response.status_code in _PASSING or is_page:
-            raise _TryAgainError(said)
+        if response.status_code in _TEMPORARY or is_page:
+            raise _TryAgainError(message)
         if response.status_code in (401, 403):
-            said += " (the token comes from reward.server.token_env or reward.server.token_file)"
-        raise self._error(said)
+            message += " (check reward.server.token_env or reward.server.token_file)"
+        raise self._error(message)
 
     def _error(self, cause: str) -> RewardServerError:
         return RewardServerError(f"reward server {self.config.url}: {cause}")
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost cause of a failed try: httpx itself only says that no connection was made."""
+    """Return the innermost cause of a failed try, as httpx only reports a failed connection."""
     if isinstance(error, _TryAgainError):
         return str(error)
     while inner := getattr(error, "exceptions", [error.__cause__ or error.__context__])[0]:
@@ -203,7 +207,7 @@ def _cause(error: BaseException) -> str:
 
 
 class RemoteReward:
-    """Scores responses by a `RewardClient`. Only rank 0 asks; it sends the scores to the others."""
+    """Scores responses with a `RewardClient` on rank 0, which broadcasts the scores."""
 
     def __init__(
         self,
@@ -213,10 +217,10 @@ class RemoteReward:
         weights: Sequence[float] | None = None,
         end_strings: Sequence[str] = (),
     ) -> None:
-        """Check the server's health and that ``weights`` fit what it rates.
+        """Check the server's health, and ``weights`` against its attributes.
 
-        ``tokenizer`` is the policy's; ``end_strings`` are its stop strings, which the server is not
-        shown.
+        ``tokenizer``: tokenizer of the policy. ``end_strings``: stop strings of the policy, which
+        are removed from the responses.
         """
         self.tokenizer, self.end_strings = tokenizer, end_strings
         self._client = RewardClient(config)
@@ -224,15 +228,15 @@ class RemoteReward:
         self.weights = check_weights(weights, self.attributes, f"the reward server {config.url}")
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row; columns as in `Reward.get_rewards`."""
+        """Score every row. Columns as in `Reward.get_rewards`."""
 
-        def ask() -> tuple[list[str], list[list[float]]]:
-            responses = response_texts(self.tokenizer, data)
-            texts = scored_texts(self.tokenizer, data, responses, self.end_strings)
+        def score() -> tuple[list[str], list[list[float]]]:
+            responses, texts = scored_texts(self.tokenizer, data, self.end_strings)
             samples = list(map(WireSample, data["prompts"], texts))
             return responses, self._client.score(samples, max(1, len(self.attributes)))
 
-        responses, rows = on_rank_zero(ask)
+        responses, rows = on_rank_zero(score)
+        # Every rank builds the same tensors.
         scores = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)
         return rated_responses(
             responses,
@@ -253,7 +257,7 @@ def _checked_url(url: str) -> httpx.URL:
     if not fits or address.userinfo or address.query or address.fragment:
         raise ConfigError(
             f"reward.server.url={'(with a password)' if '@' in url else url}: expected "
-            "http://host:port or https://host:port, without user, query and fragment; the token "
-            "goes into reward.server.token_env or token_file"
+            "http://host:port or https://host:port, without user, query and fragment. Set the "
+            "token in reward.server.token_env or token_file"
         )
     return address

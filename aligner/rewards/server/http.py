@@ -1,6 +1,6 @@
-"""The HTTP side of a reward server: samples of many requests are scored in one batch.
+"""Endpoints of a reward server. Samples of several requests are scored in one batch.
 
-A large request is scored in slices between the others' (`aligner.http`).
+A large request is scored in slices, alternating with other requests (`aligner.http`).
 """
 
 import asyncio
@@ -25,10 +25,10 @@ Ids = list[int]
 
 @dataclass
 class RewardService:
-    """Answers to requests; an `HTTPException` is the refusal of one.
+    """Endpoints of the server. Each raises an `HTTPException` to refuse a request.
 
-    ``encode``: a sample's tokens, or an `AlignerError` for its sender. ``timeout_s``: a
-    request waits so long for the model. ``token``: None admits all requests.
+    ``encode``: returns the tokens of a sample. An `AlignerError` refuses the request.
+    ``timeout_s``: time limit of a request. ``token``: the bearer token, None to admit all requests.
     """
 
     attributes: Sequence[str]
@@ -39,41 +39,41 @@ class RewardService:
     _bodies: Bodies = field(default_factory=Bodies)
 
     async def health(self) -> HealthAnswer:
-        """Names of what the model rates; without a token, as they disclose nothing."""
+        """Return the model's attributes. No token is needed, as they disclose nothing."""
         return HealthAnswer(status="ok", attributes=list(self.attributes))
 
     async def score(self, request: Request) -> Response:
-        """Rewards of the samples."""
+        """Return the rewards of the samples."""
         check_bearer(request, self.token)
         async with self._bodies.read(
             request, lambda body: validated(ScoreRequest, parse_json(body))
-        ) as asked:
-            sequences = await run_in_threadpool(blame_sender, self._sequences, asked.samples)
+        ) as body:
+            sequences = await run_in_threadpool(blame_sender, self._sequences, body.samples)
             rewards = await self._rewards(request, sequences) if sequences else []
         plain = [row[0] if len(row) == 1 else row for row in rewards]
-        # Not JSONResponse, which takes no NaN: the client tells its user of one.
+        # Not JSONResponse, which refuses NaN. The client reports NaN to its user.
         return Response(json.dumps({"rewards": plain}), media_type=JSON_TYPE)
 
     def serving(self, address: tuple[str, int]) -> AbstractContextManager[tuple[str, int]]:
-        """Answer requests until the block ends; see `aligner.http.application.http_server`."""
+        """Answer requests until the block ends. See `aligner.http.application.http_server`."""
         routes: Routes = {f"GET {HEALTH}": self.health, f"POST {SCORE}": self.score}
         return http_server(address, routes, self.queue)
 
     def _sequences(self, samples: Sequence[WireSample]) -> list[Ids]:
-        """The tokens of all samples."""
-        most = self.queue.max_items
-        if len(samples) > most:
-            cause = f"{len(samples)} samples, at most {most} are taken in a request"
+        """Return the tokens of all samples."""
+        limit = self.queue.max_items
+        if len(samples) > limit:
+            cause = f"{len(samples)} samples, at most {limit} are taken in a request"
             raise HTTPException(413, cause)
         return [self.encode(sample) for sample in samples]
 
     async def _rewards(self, request: Request, sequences: list[Ids]) -> list[list[float]]:
-        """Rewards of the model; if the sender leaves, nobody waits for them any more."""
+        """Have the model score the sequences, unless the client disconnects."""
         results = Results[list[float]]()
         job = Job(sequences, results.put)
         if not self.queue.add(job):
-            raise HTTPException(503, "too many samples are waiting; try again later")
+            raise HTTPException(503, "too many samples are waiting, try again later")
         deadline = asyncio.get_running_loop().time() + self.timeout_s
-        too_late = f"the model did not get to it within {self.timeout_s:g} s"
-        with results.needing(request):
-            return [rewards async for rewards in results.of(job, deadline, too_late)]
+        timeout_message = f"the model did not answer within {self.timeout_s:g} s"
+        with results.while_connected(request):
+            return [rewards async for rewards in results.of(job, deadline, timeout_message)]

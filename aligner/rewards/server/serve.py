@@ -1,4 +1,7 @@
-"""Serving a reward model: the processes that hold it, and the loop that scores what is asked."""
+"""Serving of a reward model: its processes, and the loop that scores requests.
+
+rank 0, HTTP thread: requests ─► JobQueue ─► main thread: batches ─► all ranks: scores
+"""
 
 import signal
 import threading
@@ -21,7 +24,7 @@ from aligner.rewards.sequences import SequenceEncoder
 from aligner.rewards.server.http import Ids, RewardService
 from aligner.rewards.server.wire import WireSample
 
-# The other ranks wait for rank 0 in a collective; it ends an idle wait this often.
+# The other ranks wait for rank 0 in a collective, and rank 0 ends idle waits after this time.
 _HEARTBEAT_S = 1.0
 
 
@@ -32,34 +35,37 @@ class ServeOptions:
     model: str  # a .nemo file
     host: str = "127.0.0.1"
     port: int = 5555  # 0: any that is free
-    token: str | None = None  # asked for where it is given
+    token: str | None = None  # that requests need, None for no token
     batch_size: int = 64  # sequences that are scored together
     micro_batch_size: int = 16  # sequences per forward pass
-    # Sequences that may wait: further requests are asked to come later, and one of more is refused.
+    # Maximum number of waiting sequences. More requests are refused with status 503, and a request
+    # with more sequences with status 413.
     max_waiting: int = 4096
-    timeout_s: float = 120.0  # a request waits so long for the model
+    timeout_s: float = 120.0  # time limit of a request
     add_bos: bool | None = None  # None: as in the model's file
     precision: Literal["32", "bf16"] = "32"
     tensor_model_parallel_size: int = 1
 
 
 def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = print) -> None:
-    """Serve until SIGTERM or SIGINT; ``ready`` is called with the address once requests are taken.
+    """Serve until SIGTERM or SIGINT. ``ready`` is called with the address when the server listens.
 
-    Under a launcher such as torchrun every process runs this and rank 0 answers.
+    Under a launcher such as torchrun, every process runs this function and rank 0 answers.
     """
+    # The model on all ranks.
     parallel_config = ParallelConfig(tensor=options.tensor_model_parallel_size)
     parallel = initialize_parallel(parallel_config)
     model, encoder = _load(options, parallel)
     model.prepare_for_inference()
     stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: stopping.set())
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, lambda number, frame: stopping.set())
 
     def score(sequences: list[Ids]) -> list[list[float]]:
         scores = model.get_rewards(encoder.collate(sequences), options.micro_batch_size)
         return scores["rewards"].float().reshape(len(sequences), -1).tolist()
 
+    # The HTTP server on rank 0.
     queue = JobQueue[Ids](options.max_waiting, turn=options.batch_size)
     closing = ExitStack()
 
@@ -72,14 +78,14 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
             host, port = closing.enter_context(service.serving((options.host, options.port)))
         except OSError as error:
             raise ConfigError(
-                f"--host {options.host} --port {options.port}: cannot listen there: {error}; "
-                "give another port, or 0 for any"
+                f"--host {options.host} --port {options.port}: cannot listen there: {error}. Set "
+                "another port, or 0 for a free port"
             ) from error
         return f"http://{host}:{port}"
 
     with closing:
         closing.callback(shutdown_parallel)
-        address = on_rank_zero(listen)  # one that is taken fails on every rank
+        address = on_rank_zero(listen)  # an error is raised on every rank
         if is_rank_zero():
             rates = ", ".join(model.attributes) or "one reward, from comparisons"
             ready(f"reward server ready at {address} ({options.model}: {rates})")
@@ -88,7 +94,7 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
 
 
 def _load(options: ServeOptions, parallel: ParallelState) -> tuple[RewardModel, SequenceEncoder]:
-    """The model, and the encoder of the sequences that it reads."""
+    """Load the model and the encoder of its sequences."""
     with open_nemo(options.model) as checkpoint:
         rated_attributes(checkpoint, options.model)  # a language model is refused
         encoder = SequenceEncoder.of_checkpoint(checkpoint, options.add_bos)
@@ -113,13 +119,14 @@ def score_until(
     *,
     has_peers: bool = False,
 ) -> None:
-    """Score what waits on rank 0, with all ranks, until ``stopping`` is set there.
+    """Score the waiting requests of rank 0 on all ranks, until ``stopping`` is set on rank 0.
 
-    Requests are scored ``batch_size`` sequences at a time, and between two batches ``stopping`` is
-    looked at. A batch that fails is reported to its senders; if there are other ranks, their state
-    is then unknown, and the server ends.
+    ``stopping`` is checked between batches of ``batch_size`` sequences. An error of a batch is
+    reported to its clients. If there are other ranks, the error also ends the server, as their
+    state is then unknown.
     """
     while True:
+        # Rank 0 broadcasts the batch, which is None at the end and empty after an idle wait.
         slots: list[Slot[Ids]] = []
         if is_rank_zero() and not stopping.is_set():
             slots = queue.take(batch_size, _HEARTBEAT_S)

@@ -5,10 +5,10 @@
                                                        or  {"rewards": [[4.0, 1.2], ...]}
     anything that failed                               4xx or 5xx {"error": "why"}
 
-``attributes`` names what the model rates, in the order of the numbers of a reward; empty where it
-gives one number for comparisons. ``docs/reward.md`` describes it in full.
+``attributes`` names the numbers of a reward, in order. It is empty if the model was trained on
+comparisons, with one number. ``docs/reward.md`` describes the protocol in full.
 
-Lists fail fast: a body may hold millions of mistakes.
+Lists fail fast, as a body may contain millions of errors.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ HEALTH, SCORE = "/health", "/score"
 
 @dataclass(frozen=True, slots=True)
 class WireSample:
-    """One prompt and the response to it, as text; the end-of-sequence token is no part of it."""
+    """Texts of a prompt and its response, without the end-of-sequence token."""
 
     prompt: str
     response: str
@@ -46,13 +46,13 @@ _Row = Annotated[
 
 
 class ScoreAnswer(BaseModel):
-    """Rewards: of each sample one number, or a list of one for each attribute.
+    """Rewards: for each sample a number, or a list with a number per attribute.
 
-    ``ids``: position in the request of the sample that each reward is of; None: they are in order.
+    ``ids``: index in the request of the sample of each reward. None: the order of the request.
     """
 
     rewards: Annotated[list[_Row], FailFast()]
-    ids: Any = None  # compared with what is expected, so of any type
+    ids: Any = None  # only compared with the expected list
 
 
 class HealthAnswer(BaseModel):
@@ -63,21 +63,21 @@ class HealthAnswer(BaseModel):
 
 
 def parse_rewards(value: Any, count: int, width: int) -> list[list[float]]:
-    """``count`` rows of ``width`` finite numbers; `DataError` where an answer is anything else."""
+    """Return ``count`` rows of ``width`` finite numbers. Raises `DataError` for another answer."""
     answer = validated(ScoreAnswer, value)
     rows = answer.rewards
     if len(rows) != count:
         raise DataError(f"{len(rows)} rewards for {count} samples")
-    for number, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if len(row) != width:
-            raise DataError(f"reward {number} has {len(row)} numbers, expected {width}")
+            raise DataError(f"reward {index} has {len(row)} numbers, expected {width}")
     if answer.ids is not None and answer.ids != list(range(count)):
         raise DataError(f"ids are not 0 to {count - 1} in order: the rewards are of other samples")
     return rows
 
 
 def parse_error(body: bytes | bytearray) -> str:
-    """The message of an answer ``{"error": message}``, or the beginning of whatever it is."""
+    """Return the message of an answer ``{"error": message}``, or the start of another answer."""
     try:
         value = from_json(body)
     except ValueError:

@@ -46,14 +46,11 @@ class EnvironmentKind:
         columns: Mapping[str, str | None],
         closing: ExitStack,
     ) -> "RolloutSource":
-        """Start the environments on all ranks.
+        """Start the environments on all ranks, until ``closing`` closes.
 
-        Args:
-            config: configuration of the run, settings of the kind in ``environment.kwargs``.
-            tokenizer: tokenizer of the policy.
-            architecture: architecture of the policy.
-            columns: columns of the data, see `aligner.data.prompts.columns_of_rows`.
-            closing: closes the environments.
+        Settings of the kind are in ``config.environment.kwargs``. ``tokenizer`` and
+        ``architecture`` are the policy's. ``columns`` are the data's (see `columns_of_rows` in
+        `aligner.data.prompts`).
         """
         make = load_function(cls.rollouts, key="environment.kind")
         rollouts: RolloutSource = make(config, tokenizer, architecture, columns, closing)

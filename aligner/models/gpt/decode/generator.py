@@ -1,15 +1,15 @@
-"""The sampling engine inside the actor: all prompts of a rollout in flight together.
+"""Sampling engine of the actor, with continuous batching of a rollout's prompts.
 
-Every step adds one token to each sequence in flight. A sequence that ends leaves the batch at once
-and a waiting one takes its slot. The tokens of a sample depend on its prompt, the seed and its
-sample id only: the uniform numbers are counter-based (`sampling`), and on CPU every operation on
-a row gives the same bits whatever the other rows are (`kv_cache`, `linear_product`). Where a
-library does not keep that promise (other processors, GPUs), logits differ in the last bits and a
-token changes only if its uniform number falls within that distance of a boundary.
+Every step adds one token to each sequence in flight. When a sequence ends, the next pending
+sequence uses its slot. The tokens of a sample depend only on its prompt, the seed and its sample
+id: the uniform numbers are counter-based (`sampling`), and on CPU every operation computes a row
+bit for bit independently of the other rows (`kv_cache`, `linear_product`). Libraries without this
+property (other processors, GPUs) change the last bits of logits. A token then changes only if its
+uniform number is that close to a boundary.
 
-All processes of a model-parallel group call `sample` with the same prompts and get the same
-result: tensor-parallel ranks share every layer, pipeline stages pass rows on, and context-parallel
-ranks each do the whole work, for sequences are not split.
+All processes of a model-parallel group call `sample` with the same prompts and get the same result:
+tensor-parallel ranks split every layer, pipeline stages send rows to the next stage, and each
+context-parallel rank computes everything, because sequences are not split.
 """
 
 import contextlib
@@ -31,30 +31,27 @@ from aligner.device import accelerator
 from aligner.device.accelerator import HostCopy
 from aligner.errors import ConfigError, DataError
 from aligner.models.gpt.decode.model import IncrementalModel
-from aligner.models.gpt.decode.responses import Prompts, Responses, RolloutRules, with_room
+from aligner.models.gpt.decode.responses import Prompts, Responses, RolloutRules, with_headroom
 from aligner.models.gpt.decode.scheduler import Rollout, TokenListener, WideNucleusError
 
-_KEPT_RULES = 2  # graphs are kept for: those of training and of validation
+_MAX_CACHED_RULES = 2  # whose graphs are kept: the rules of training and of validation
 
 
 class GenerationOutput(NamedTuple):
-    """``tokens`` int64 [B, S] prompt and response, right-padded; ``lengths`` int64 [B] prompt +
-    response; ``prompt_lengths`` int64 [B]; ``logprobs`` float32 [B, S] of the response's tokens as
-    they were drawn, 0 elsewhere; ``is_end`` bool [B], the response ended by itself; ``kept_ids``
-    int32 [B, S, K] what top-k and top-p left, -1 behind it and where nothing is known; None: not
-    recorded.
-    """
+    """Prompts with their sampled responses."""
 
-    tokens: Tensor
-    lengths: Tensor
-    prompt_lengths: Tensor
-    logprobs: Tensor
-    is_end: Tensor
+    tokens: Tensor  # int64 [B, S], prompt and response, right-padded
+    lengths: Tensor  # int64 [B], prompt + response
+    prompt_lengths: Tensor  # int64 [B]
+    logprobs: Tensor  # float32 [B, S], of the response's tokens when drawn, 0 elsewhere
+    is_end: Tensor  # bool [B], the response ended by itself
+    # int32 [B, S, K], ids that top-k and top-p kept, padded with -1, all -1 if unknown. None if not
+    # recorded.
     kept_ids: Tensor | None = None
 
 
 class Generator:
-    """Continues prompts with the weights the model has at the time of the call."""
+    """Sampler of responses with the model's weights at the time of each call."""
 
     def __init__(
         self,
@@ -71,25 +68,25 @@ class Generator:
         cuda_graphs: bool = True,
         record_kept: int = 0,
     ) -> None:
-        """Set up; nothing is allocated before `sample`.
+        """Configure the engine. `sample` allocates its memory.
 
         Args:
-            gpt: the model, whole or this process's share of it.
-            architecture: its shape.
-            tokenizer: needed for stop strings.
+            gpt: the model, or this process's share of the model.
+            architecture: architecture of the model.
+            tokenizer: required for stop strings.
             eos_ids: tokens that end a response.
-            pad_id: fills ``tokens`` behind the end; may equal an EOS id.
-            length: fewest and most new tokens.
-            sampling: how tokens are drawn, and the stop strings.
-            max_batch_size: most sequences in flight together.
-            tp_group: ranks that share the vocabulary; None: the model's own tensor-parallel group.
-            cuda_graphs: on a GPU, launch decoding steps as CUDA graphs, where one process holds
-                the model and all layers are dense. The tokens are the same without.
-            record_kept: most tokens left by top-k and top-p that are recorded with each sampled;
-                where more are left, none is. 0: off.
+            pad_id: padding of ``tokens``. It may equal an EOS id.
+            length: minimum and maximum of new tokens.
+            sampling: parameters of the distribution, and the stop strings.
+            max_batch_size: maximum of sequences in flight.
+            tp_group: ranks that shard the vocabulary. Default: the model's tensor-parallel group.
+            cuda_graphs: on a GPU, launch decoding steps as CUDA graphs if the model is on one
+                process and all layers are dense. The tokens do not change.
+            record_kept: maximum of ids kept by top-k and top-p that are recorded with each sampled
+                token. If a filter keeps more, no ids are recorded. 0 turns recording off.
 
         Raises:
-            ConfigError: lengths, ids or stop strings that cannot work.
+            ConfigError: invalid lengths, ids or stop strings.
         """
         if max_batch_size < 1:
             raise ConfigError(f"rollout_micro_batch_size={max_batch_size} must be at least 1")
@@ -97,7 +94,7 @@ class Generator:
         if outside:
             raise ConfigError(
                 f"end-of-sequence ids {outside} are outside the vocabulary of "
-                f"{architecture.vocab_size}; use the model's own tokenizer"
+                f"{architecture.vocab_size}. Use the model's own tokenizer"
             )
         self._gpt = gpt
         self._architecture = architecture
@@ -110,8 +107,8 @@ class Generator:
         self._stop = self._stop_strings(self._sampling_options)
         self._cuda_graphs = cuda_graphs
         self._record_kept = record_kept
-        self._waits = False  # for the device within a step; once a nucleus needed it, always
-        # Between rollouts, for their graphs; responses by rules, those used last at the end.
+        self._may_wait = False  # synchronise within a step, once a nucleus has required it
+        # State between rollouts, for their graphs. Responses by rules, in order of last use.
         self._model: IncrementalModel | None = None
         self._weights: tuple[int, ...] = ()
         self._responses: dict[RolloutRules, Responses] = {}
@@ -126,30 +123,30 @@ class Generator:
         sampling_options: SamplingOptions | None = None,
         listener: TokenListener | None = None,
     ) -> GenerationOutput:
-        """Continue prompts.
+        """Sample responses to prompts.
 
         Args:
             prompts: int64 [B, P], right-padded.
-            prompt_lengths: int64 [B], each at least 1.
-            sample_ids: int64 [B]; two rows with the same prompt and id get the same response.
-            seed: of the counter-based uniform numbers.
+            prompt_lengths: int64 [B], at least 1.
+            sample_ids: int64 [B]. Rows with the same prompt and id get the same response.
+            seed: seed of the counter-based uniform numbers.
             greedy: overrides ``sampling.use_greedy``.
-            sampling_options: lengths and sampling of this call; default those of the generator.
-            listener: called with every token as it is drawn.
+            sampling_options: lengths and sampling of this call. Default: the generator's options.
+            listener: called with every sampled token.
 
         Raises:
-            ConfigError: a prompt and the longest response do not fit the model; nothing has run.
-            DataError: a prompt is empty or holds an id outside the vocabulary.
+            ConfigError: a prompt and the longest response exceed the model's positions.
+            DataError: a prompt is empty or contains an id outside the vocabulary.
         """
         stop = self._stop if sampling_options is None else self._stop_strings(sampling_options)
         sampling_options = sampling_options or self._sampling_options
         length, sampling = sampling_options.length, sampling_options.sampling
         device = next(self._gpt.parameters()).device
         batch = Prompts(prompts.to(device), prompt_lengths.to(device), sample_ids.to(device))
-        # The only wait for the device before the first token.
-        here, lengths = HostCopy(prompts, prompt_lengths).wait()
-        self._check_prompts(here, lengths, length)
-        rows = [tuple(row[:n]) for row, n in zip(here.tolist(), lengths.tolist(), strict=True)]
+        # The only synchronisation before the first token.
+        host, lengths = HostCopy(prompts, prompt_lengths).wait()
+        self._check_prompts(host, lengths, length)
+        rows = [tuple(row[:n]) for row, n in zip(host.tolist(), lengths.tolist(), strict=True)]
         rules = RolloutRules(
             seed=seed,
             greedy=sampling.use_greedy if greedy is None else greedy,
@@ -160,7 +157,8 @@ class Generator:
             sampling=sampling,
             record_kept=self._record_kept if sampling.top_k > 0 or sampling.top_p < 1 else 0,
         )
-        rollout = self._rolled_out(batch, rows, rules, stop, listener)
+        # Generate, and cut the result to the longest response.
+        rollout = self._roll_out(batch, rows, rules, stop, listener)
         longest = int(rollout.lengths.max()) if rows else 0
         return GenerationOutput(
             rollout.tokens[:, :longest].clone(),
@@ -171,7 +169,7 @@ class Generator:
             rollout.kept_ids[:, :longest].clone() if rules.record_kept else None,
         )
 
-    def _rolled_out(
+    def _roll_out(
         self,
         prompts: Prompts,
         rows: Sequence[tuple[int, ...]],
@@ -179,13 +177,14 @@ class Generator:
         stop: StopStrings | None,
         listener: TokenListener | None,
     ) -> Rollout:
-        """Rollout of ``prompts`` at its end; ``rows``: the tokens of each, without padding."""
+        """Run a rollout of ``prompts`` to its end. ``rows``: prompt tokens without padding."""
+        # Modes: on a GPU the host runs ahead of the device, which CUDA graphs require.
         pipeline = dist.get_world_size(self._gpt.pg_collection.pp) > 1
         ahead = _runs_ahead(prompts.tokens.device) and not pipeline
-        waits = not ahead or self._waits
-        captured = self._cuda_graphs and not waits
+        may_wait = not ahead or self._may_wait
+        captured = self._cuda_graphs and not may_wait
 
-        def begin(responses: Responses, waits: bool) -> Rollout:
+        def begin(responses: Responses, may_wait: bool) -> Rollout:
             return Rollout(
                 responses,
                 rows,
@@ -193,79 +192,80 @@ class Generator:
                 stop=stop,
                 listener=listener,
                 runs_ahead=ahead,
-                waits=waits,
-                captured=captured and not waits,
+                may_wait=may_wait,
+                captured=captured and not may_wait,
             )
 
-        num_slots, keeps = min(self._max_batch_size, len(rows)), False
-        with experts_in_step(self._gpt):
+        num_slots, keep_graphs = min(self._max_batch_size, len(rows)), False
+        with synchronized_experts(self._gpt):
             if num_slots == 0:
-                return begin(Responses(prompts, rules), waits)
-            model = self._model_of(
-                num_slots, max(map(len, rows)) + rules.length.max_length, captured
-            )
-            responses = (
-                self._responses_of(prompts, rules) if captured else Responses(prompts, rules)
-            )
-            rollout = begin(responses, waits)
+                return begin(Responses(prompts, rules), may_wait)
+            # Memory: with graphs, the last rollout's if possible.
+            capacity = max(map(len, rows)) + rules.length.max_length
+            model = self._model_for(num_slots, capacity, captured)
+            responses = self._responses_for(prompts, rules, captured)
+            rollout = begin(responses, may_wait)
+            # Generate. If a wide nucleus requires synchronisation, repeat from the start with it.
             try:
                 with model.session():
                     try:
                         rollout.run(model, num_slots)
                     except WideNucleusError:
-                        self._waits = True
-                        again = begin(Responses(prompts, rules), waits=True)
-                        again.heard, rollout = rollout.heard, again
+                        self._may_wait = True
+                        second = begin(Responses(prompts, rules), may_wait=True)
+                        second.num_reported, rollout = rollout.num_reported, second
                         rollout.run(model, num_slots)
-                    keeps = captured and not self._waits and model.can_be_kept
+                    keep_graphs = captured and not self._may_wait and model.can_be_kept
             finally:
-                if not keeps:
+                if not keep_graphs:
                     responses.forget_graphs()
                     self.release()
-            self._take_from_first_context_rank(rollout)
+            self._broadcast_from_first_context_rank(rollout)
         return rollout
 
     def release(self) -> None:
-        """Free what is kept between rollouts: graphs, and the memory that they read and write."""
+        """Free the graphs kept between rollouts, and the memory that graphs read and write."""
         self._model, self._responses = None, {}
 
-    def _model_of(self, num_slots: int, capacity: int, captured: bool) -> IncrementalModel:
-        """The model with a cache of so many slots; the last one where that will do.
+    def _model_for(self, num_slots: int, capacity: int, captured: bool) -> IncrementalModel:
+        """Return a model whose cache is large enough, the last one if possible.
 
-        It will not where weights have moved: graphs have their addresses.
+        If weights have moved, graphs cannot be reused, because they contain addresses.
         """
         weights = tuple(parameter.data_ptr() for parameter in self._gpt.parameters())
-        kept = self._model if captured and weights == self._weights else None
-        if kept is not None and kept.cache.holds(num_slots, capacity):
-            return kept
+        last = self._model if captured and weights == self._weights else None
+        if last is not None and last.cache.fits(num_slots, capacity):
+            return last
         self.release()
         self._weights = weights
         self._model = IncrementalModel(
             self._gpt,
             self._architecture,
             num_slots=num_slots,
-            capacity=with_room(capacity) if captured else capacity,
+            capacity=with_headroom(capacity) if captured else capacity,
             tp_group=self._tp_group,
         )
         return self._model
 
-    def _responses_of(self, prompts: Prompts, rules: RolloutRules) -> Responses:
-        """Room for responses, the last one's by the same rules where it is large enough."""
+    def _responses_for(self, prompts: Prompts, rules: RolloutRules, captured: bool) -> Responses:
+        """Return memory for responses, with graphs that of the same rules if large enough."""
+        if not captured:
+            return Responses(prompts, rules)
         key = dataclasses.replace(rules, seed=0)
-        kept = self._responses.pop(key, None)
-        columns = with_room(prompts.tokens.shape[1] + rules.length.max_length)
-        shape = (0, columns) if kept is None else kept.tokens.shape
+        last = self._responses.pop(key, None)
+        columns = with_headroom(prompts.tokens.shape[1] + rules.length.max_length)
+        shape = (0, columns) if last is None else last.tokens.shape
         responses = Responses(prompts, rules, shape)
-        if kept is not None and responses.tokens.shape == shape:
-            kept.refill(responses)
-            responses = kept
-        for old in list(self._responses)[: 1 - _KEPT_RULES]:
-            del self._responses[old]
+        if last is not None and responses.tokens.shape == shape:
+            last.refill(responses)
+            responses = last
+        for old_rules in list(self._responses)[: 1 - _MAX_CACHED_RULES]:
+            del self._responses[old_rules]
         self._responses[key] = responses
         return responses
 
-    def _take_from_first_context_rank(self, rollout: Rollout) -> None:
-        """Make the copies one, where a library's last bits differ from run to run."""
+    def _broadcast_from_first_context_rank(self, rollout: Rollout) -> None:
+        """Make the ranks' results identical, if a library's last bits differ between runs."""
         group = self._gpt.pg_collection.cp
         if dist.get_world_size(group) > 1:
             results = [rollout.tokens, rollout.logprobs, rollout.lengths, rollout.is_end]
@@ -273,83 +273,77 @@ class Generator:
                 dist.broadcast(result, group=group, group_src=0)
 
     def _stop_strings(self, sampling_options: SamplingOptions) -> StopStrings | None:
-        """Finder of the stop strings, where there are any; settings that cannot work are refused.
+        """Check the options and return the matcher of stop strings, if any.
 
         Raises:
-            ConfigError: as in the constructor.
+            ConfigError: invalid lengths or stop strings.
         """
-        _check_drawing(self._architecture, self._tokenizer, sampling_options)
-        if not sampling_options.sampling.end_strings:
+        length, sampling = sampling_options.length, sampling_options.sampling
+        positions = self._architecture.max_position_embeddings
+        if not 1 <= length.max_length < positions:
+            raise ConfigError(
+                f"length_params.max_length={length.max_length} must be at least 1 and below the "
+                f"model's {positions} positions, of which the prompt needs at least one"
+            )
+        if length.min_length > length.max_length:
+            raise ConfigError(
+                f"length_params.min_length={length.min_length} is above "
+                f"length_params.max_length={length.max_length}. Lower min_length"
+            )
+        if not all(sampling.end_strings):
+            raise ConfigError("sampling_params.end_strings contains an empty string. Remove it")
+        if not sampling.end_strings:
             return None
-        assert self._tokenizer is not None
-        return StopStrings(self._tokenizer, sampling_options.sampling.end_strings)
+        if self._tokenizer is None:
+            raise ConfigError(
+                "sampling_params.end_strings need a tokenizer, but the model was built without a "
+                "tokenizer"
+            )
+        return StopStrings(self._tokenizer, sampling.end_strings)
 
     def _check_prompts(self, prompts: Tensor, lengths: Tensor, length: LengthParams) -> None:
-        """Check prompts, which are on the host; raises the errors of `sample`."""
+        """Check prompts on the host, and raise the errors of `sample`."""
         if prompts.shape[0] == 0:
             return
         shortest, longest = int(lengths.min()), int(lengths.max())
         if shortest < 1 or longest > prompts.shape[1]:
             raise DataError(
-                f"prompt_lengths are between {shortest} and {longest}; a prompt has at least 1 "
+                f"prompt_lengths are between {shortest} and {longest}. A prompt needs at least 1 "
                 f"token and at most the {prompts.shape[1]} columns of prompts"
             )
-        room = self._architecture.max_position_embeddings
-        if longest + length.max_length > room:
+        positions = self._architecture.max_position_embeddings
+        if longest + length.max_length > positions:
             raise ConfigError(
                 f"length_params.max_length={length.max_length}: with a prompt of {longest} "
-                f"tokens the response does not fit the model's {room} positions; use at most "
-                f"{room - longest} or drop longer prompts"
+                f"tokens the response does not fit the model's {positions} positions. Use at most "
+                f"{positions - longest} or drop longer prompts"
             )
         valid = torch.arange(prompts.shape[1]) < lengths[:, None]
         ids = prompts[valid]
         if int(ids.min()) < 0 or int(ids.max()) >= self._architecture.vocab_size:
             raise DataError(
-                f"prompts hold token ids from {int(ids.min())} to {int(ids.max())} and the "
-                f"vocabulary has {self._architecture.vocab_size}; use the model's own tokenizer"
+                f"prompts contain token ids from {int(ids.min())} to {int(ids.max())}, but the "
+                f"vocabulary size is {self._architecture.vocab_size}. Use the model's own tokenizer"
             )
 
 
 def _runs_ahead(device: torch.device) -> bool:
-    """Return whether waiting for a step would cost time: a CPU computes within the call."""
+    """Return whether the host can run ahead: a CPU computes within the call."""
     return device.type != "cpu"
 
 
-def _check_drawing(
-    architecture: GPTArchitecture, tokenizer: Tokenizer | None, sampling_options: SamplingOptions
-) -> None:
-    length, sampling = sampling_options.length, sampling_options.sampling
-    room = architecture.max_position_embeddings
-    if not 1 <= length.max_length < room:
-        raise ConfigError(
-            f"length_params.max_length={length.max_length} must be at least 1 and below the "
-            f"model's {room} positions, of which the prompt needs one or more"
-        )
-    if length.min_length > length.max_length:
-        raise ConfigError(
-            f"length_params.min_length={length.min_length} is above "
-            f"length_params.max_length={length.max_length}; lower it"
-        )
-    if not all(sampling.end_strings):
-        raise ConfigError("sampling_params.end_strings holds an empty string; remove it")
-    if sampling.end_strings and tokenizer is None:
-        raise ConfigError(
-            "sampling_params.end_strings need a tokenizer; the model was built without one"
-        )
-
-
 @contextlib.contextmanager
-def experts_in_step(gpt: GPTModel) -> Iterator[None]:
-    """The block in which this rank may run any number of forward passes; collective.
+def synchronized_experts(gpt: GPTModel) -> Iterator[None]:
+    """Allow ranks to run different numbers of forward passes inside the block. Collective.
 
-    Every expert layer exchanges tokens with the other ranks of its group, so a rank may only run
-    one while all others run the same one, with any number of tokens. Ranks that generate stop at
-    different times: each pass is announced, and a rank that has finished goes on with passes of the
-    expert layers only, one token of zeros each, until all have.
+    Every expert layer exchanges tokens with the other ranks of its group: all ranks must run a
+    layer together, each with any number of tokens. Ranks finish generation at different times.
+    Therefore each pass is announced, and a finished rank continues with passes of the expert layers
+    only, with one token of zeros, until all ranks have finished.
 
     All ranks of the expert-parallel group must enter the block, and must not use the group for
-    anything else inside. Nothing happens where no experts are shared out. An error inside does not
-    wait for the other ranks.
+    anything else inside. Without expert parallelism the block has no effect. An error inside does
+    not wait for the other ranks.
     """
     layers = [layer.mlp for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
     if not layers or layers[0].ep_group.size() == 1:
@@ -357,23 +351,25 @@ def experts_in_step(gpt: GPTModel) -> Iterator[None]:
         return
     group = layers[0].ep_group
 
+    # Announce every pass of this rank to the finished ranks.
     def announce(*_: Any) -> None:
-        _anyone_works(True, group)
+        _any_rank_works(True, group)
 
     hook = gpt.decoder.register_forward_pre_hook(announce)
     try:
         yield
     finally:
         hook.remove()
+    # This rank has finished: join the passes of the others with one token of zeros.
     parameter = next(gpt.decoder.parameters())
     idle = parameter.new_zeros(1, 1, gpt.config.hidden_size)
     with torch.no_grad():
-        while _anyone_works(False, group):
+        while _any_rank_works(False, group):
             for experts in layers:
                 experts(idle)
 
 
-def _anyone_works(this_rank: bool, group: dist.ProcessGroup) -> bool:
+def _any_rank_works(this_rank: bool, group: dist.ProcessGroup) -> bool:
     working = torch.tensor([int(this_rank)], device=accelerator.device())
     dist.all_reduce(working, dist.ReduceOp.MAX, group=group)
     return bool(working.item())

@@ -1,12 +1,12 @@
-"""A short cut through megatron-core's dense layers for rows that need no gradient.
+"""Fast implementation of megatron-core's dense layers for rows without gradients.
 
-At 16 rows a layer's arithmetic takes about as long as the several dozen small operations and the
-Python around it in megatron-core's modules. `IncrementalLayer` computes the same function from the
-same modules' parameters in a third of the operations: rotary angles once per pass instead of once
+At 16 rows the arithmetic of a layer takes about as long as the several dozen small operations and
+the Python code around it in megatron-core's modules. `IncrementalLayer` computes the same function
+from the same parameters in a third of the operations: rotary angles once per pass instead of once
 per layer and tensor, queries and keys rotated together, residuals added inside the products. It
-works on rows, one token each, so prompts of different lengths need no padding. Weights are those of
-our local layers or of Transformer Engine's, whole or this tensor-parallel rank's; what the short
-cut does not know (experts, residuals in float32) stays with the modules themselves.
+operates on rows, one token each, so that prompts of different lengths need no padding. It supports
+the weights of our local layers and of Transformer Engine, unsplit or with tensor parallelism. For
+experts and residuals in float32, the modules are used.
 
 Shape legend: ``n`` rows, ``H`` hidden, ``G`` key-value heads, ``R`` query heads per key-value head,
 ``D`` head width, ``D_rot`` its rotated part. ``heads`` are [n, G, R + 2, D]: a key-value head's
@@ -34,10 +34,10 @@ from aligner.models.gpt.layers.elementwise import Norm, rms_norm_rows
 
 
 class Rotation(NamedTuple):
-    """Factors of all of a row's heads, one row per position or per token.
+    """Rotary factors of all heads, one row per position or per token.
 
-    ``cos`` float [n, 1, R + 2, D], 1 where nothing is rotated; ``sin`` of the same shape, 0 there,
-    and negative in the first half of ``D_rot``. ``half`` is ``D_rot / 2``.
+    ``cos``: float [n, 1, R + 2, D], 1 in columns without rotation. ``sin``: the same shape, 0 in
+    columns without rotation and negative in the first half of ``D_rot``. ``half``: ``D_rot / 2``.
     """
 
     cos: Tensor
@@ -46,10 +46,10 @@ class Rotation(NamedTuple):
 
     @classmethod
     def table(cls, angles: Tensor, queries: int, head_dim: int, dtype: torch.dtype) -> "Rotation":
-        """Rotation of all positions and R ``queries``; ``angles``: float [positions, 1, 1, D_rot].
+        """Build the factors of all positions, from angles float [positions, 1, 1, D_rot].
 
-        Made once for all rows: the vector and the scalar cosine of a CPU differ in the last bit,
-        and which of them a row gets would depend on the size of the batch.
+        ``queries``: R. The table is computed once for all rows. The vector and the scalar cosine of
+        a CPU differ in the last bit, so that per-batch factors would depend on the batch size.
         """
         half = angles.shape[-1] // 2
         shape = (angles.shape[0], 1, queries + 2, head_dim)
@@ -61,7 +61,7 @@ class Rotation(NamedTuple):
         return cls(cos, sin, half)
 
     def at(self, positions: Tensor) -> "Rotation":
-        """Rotation of one row per position, int64 [n]."""
+        """Select one row per position, int64 [n]."""
         return self._replace(cos=self.cos[positions], sin=self.sin[positions])
 
     def apply(self, heads: Tensor) -> Tensor:
@@ -70,11 +70,11 @@ class Rotation(NamedTuple):
         Returns a contiguous tensor of the same shape.
         """
         if heads.shape[-1] == 2 * self.half:
-            turned = heads.roll(self.half, dims=-1)
+            swapped = heads.roll(self.half, dims=-1)
         else:
-            first, second, rest = heads.tensor_split((self.half, 2 * self.half), dim=-1)
-            turned = torch.cat((second, first, rest), dim=-1)
-        return (heads * self.cos).addcmul_(turned, self.sin)
+            first, second, unrotated = heads.tensor_split((self.half, 2 * self.half), dim=-1)
+            swapped = torch.cat((second, first, unrotated), dim=-1)
+        return (heads * self.cos).addcmul_(swapped, self.sin)
 
 
 class IncrementalLayer:
@@ -86,25 +86,27 @@ class IncrementalLayer:
         products: Mapping[nn.Module, Product],
         tp_group: dist.ProcessGroup | None,
     ) -> None:
-        """Take over the layer's parameters.
+        """Extract the layer's parameters.
 
-        ``products`` are its packed linears; ``tp_group`` shares out its heads and its inner width.
+        ``products``: packed linears. ``tp_group``: group that shards heads and MLP width, or None.
         """
         attention, mlp = layer.self_attention, layer.mlp
         self._number: int = attention.core_attention.layer_number
         self._groups: int = attention.num_query_groups_per_partition
         self._head_dim: int = attention.hidden_size_per_attention_head
         self._tp_group = tp_group
+        # Transformer Engine's linears contain the norm before them.
         self._input_norm = _norm_before(attention.linear_qkv, layer.input_layernorm)
         self._mlp_norm = _norm_before(mlp.linear_fc1, layer.pre_mlp_layernorm)
-        self._query_norm = _optional(attention.q_layernorm)
-        self._key_norm = _optional(attention.k_layernorm)
+        self._query_norm = _norm_or_none(attention.q_layernorm)
+        self._key_norm = _norm_or_none(attention.k_layernorm)
         self._qkv, self._qkv_bias = _parameters(attention.linear_qkv, products)
         self._proj, self._proj_bias = _parameters(attention.linear_proj, products)
         self._fc1, self._fc1_bias = _parameters(mlp.linear_fc1, products)
         self._fc2, self._fc2_bias = _parameters(mlp.linear_fc2, products)
         self._activation: Callable[[Tensor], Tensor] = mlp.config.activation_func
         self._gated: bool = mlp.config.gated_linear_unit
+        # SwiGLU without a bias is fused into the products.
         self._swiglu: GatedProduct | None = None
         if self._gated and self._activation is F.silu and self._fc1_bias is None:
             self._swiglu = GatedProduct(self._fc1.weight)
@@ -114,11 +116,11 @@ class IncrementalLayer:
         hidden: Tensor,
         rotation: Rotation | None,
         cache: KVCache,
-        kept: Tensor | None = None,
+        selected: Tensor | None = None,
     ) -> Tensor:
-        """[n, H] to [n, H], storing the rows' keys and values.
+        """Map [n, H] to [n, H] and store the rows' keys and values in ``cache``.
 
-        ``kept``: int64 [m], the rows whose result is wanted, [m, H]; None: all.
+        ``selected``: int64 [m], the rows to return, [m, H]. Default: all.
         """
         mixed = self._qkv(self._input_norm(hidden), self._qkv_bias)
         heads = mixed.view(hidden.shape[0], self._groups, -1, self._head_dim)
@@ -127,14 +129,14 @@ class IncrementalLayer:
             heads = torch.cat((query, key, heads[:, :, -1:]), dim=2)
         heads = heads.contiguous() if rotation is None else rotation.apply(heads)
         attended = cache.attend_rows(self._number, heads)
-        if kept is not None:
-            attended, hidden = attended[kept], hidden[kept]
-        hidden = self._added(hidden, self._proj, attended, self._proj_bias)
+        if selected is not None:
+            attended, hidden = attended[selected], hidden[selected]
+        hidden = self._add(hidden, self._proj, attended, self._proj_bias)
         inner = self._inner(self._mlp_norm(hidden))
-        return self._added(hidden, self._fc2, inner, self._fc2_bias)
+        return self._add(hidden, self._fc2, inner, self._fc2_bias)
 
-    def _added(self, hidden: Tensor, product: Product, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``hidden + x @ weight^T + bias``, the product summed over tensor-parallel ranks."""
+    def _add(self, hidden: Tensor, product: Product, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute ``hidden + x @ weight^T + bias``, with a tensor-parallel sum of the product."""
         if self._tp_group is None:
             hidden = product.added_to(hidden, x)
         else:
@@ -146,7 +148,7 @@ class IncrementalLayer:
         return hidden
 
     def _inner(self, normal: Tensor) -> Tensor:
-        """Input of the second half of the MLP."""
+        """Compute the activations between the two linears of the MLP."""
         if self._swiglu is not None:
             return self._swiglu(normal)
         inner = self._fc1(normal, self._fc1_bias)
@@ -159,13 +161,13 @@ class IncrementalLayer:
 def incremental_layers(
     gpt: GPTModel, products: Mapping[nn.Module, Product]
 ) -> list[IncrementalLayer] | None:
-    """The short cut through all of the model's layers; None where it does not apply."""
+    """Return the fast layers of a model, or None if one of its layers is not supported."""
     layers = list(gpt.decoder.layers)
     if gpt.config.fp32_residual_connection or gpt.config.no_rope_freq:
         return None
     if gpt.config.rotary_interleaved or gpt.config.attention_output_gate:
         return None
-    if not all(_is_known(layer, products) for layer in layers):
+    if not all(_is_supported(layer, products) for layer in layers):
         return None
     group = gpt.pg_collection.tp
     tp_group = group if dist.get_world_size(group) > 1 else None
@@ -173,12 +175,12 @@ def incremental_layers(
 
 
 def is_transformer_engine(module: nn.Module) -> bool:
-    """Return whether the module is one of Transformer Engine's, or derived from one."""
+    """Return whether the module's class is from Transformer Engine or derived from such a class."""
     return any(cls.__module__.startswith("transformer_engine.") for cls in type(module).__mro__)
 
 
-def _is_known(layer: nn.Module, products: Mapping[nn.Module, Product]) -> bool:
-    """Return whether the layer is dense, of our local spec or Transformer Engine's."""
+def _is_supported(layer: nn.Module, products: Mapping[nn.Module, Product]) -> bool:
+    """Return whether the layer is dense, and of our local spec or Transformer Engine's."""
     if type(layer) is not TransformerLayer or not isinstance(layer.self_attention, SelfAttention):
         return False
     attention, mlp = layer.self_attention, layer.mlp
@@ -189,8 +191,7 @@ def _is_known(layer: nn.Module, products: Mapping[nn.Module, Product]) -> bool:
         (mlp.linear_fc1, layer.pre_mlp_layernorm),
     )
     linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
-    # The norm before a linear is ours, or inside Transformer Engine's linear, whose weight is known
-    # where it is not kept in 8 bits.
+    # Norms are ours or inside Transformer Engine's linears, whose weights must not be 8-bit.
     return all(
         type(norm) is Norm or (isinstance(norm, IdentityOp) and _norm_inside(linear))
         for linear, norm in norms
@@ -223,18 +224,18 @@ def _norm_before(linear: nn.Module, norm: nn.Module) -> Callable[[Tensor], Tenso
 def _parameters(
     linear: nn.Module, products: Mapping[nn.Module, Product]
 ) -> tuple[Product, Tensor | None]:
-    """Weight and bias; Transformer Engine's has an empty tensor for no bias."""
+    """Return weight and bias. Transformer Engine represents a missing bias by an empty tensor."""
     product = products[linear] if linear in products else Product(linear.weight)
     bias = linear.bias
     return product, None if bias is None or bias.numel() == 0 else bias.detach()
 
 
-def _optional(norm: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
+def _norm_or_none(norm: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
     return None if norm is None or isinstance(norm, IdentityOp) else norm
 
 
 def fast_norm(norm: nn.Module) -> Callable[[Tensor], Tensor]:
-    """``norm`` itself, or for float32 RMSNorm the same in fewer operations than torch's."""
+    """Return ``norm``, or for float32 RMSNorm an equal function with fewer operations."""
     plain = isinstance(norm, Norm) and norm.is_rms and not norm.zero_centered
     if not plain or norm.weight.dtype != torch.float32:
         return norm

@@ -1,22 +1,22 @@
-"""A megatron-core GPTModel, one token at a time: prefill and decode on a key-value cache.
+"""Incremental decoding of a megatron-core GPTModel: prefill and decode on a key-value cache.
 
-The model's own weights do the work, by the short cut of `incremental_layers` where it knows all
-layers, else by the model's own modules. Inside `IncrementalModel.session` they run without
-gradients, in evaluation mode, with a cache in their attention, their weights packed for few-row
-products, without sequence parallelism (a pass of one token cannot be cut) and without 8-bit
-products (Transformer Engine takes only multiples of 8 rows, and as many as are in flight come).
+If `incremental_layers` supports all layers, it computes them from the model's weights. Otherwise
+the model's modules do. Inside `IncrementalModel.session` they run without gradients, in evaluation
+mode, with a cache in their attention, and with weights packed for few-row products. Sequence
+parallelism is off, because one token cannot be split. 8-bit products are off, because Transformer
+Engine requires multiples of 8 rows.
 
-A pipeline stage runs its own layers on what the stage before it sends. Context-parallel ranks hold
-the same weights; sequences are not split, so each of them computes the whole.
+A pipeline stage runs its layers on the rows that the previous stage sends. Context-parallel ranks
+have the same weights, and each computes full sequences.
 
-Between stages hidden rows go forward and tokens to everyone (`PipelineComm`):
+Between stages, hidden rows are sent forward and tokens to all stages (`PipelineComm`):
 
     stage 0: embed, layers ──rows [n, H]──► stage 1: layers ── … ──► last stage: layers, sample
        ▲                                       ▲                             │
        └───────────────────────────────────────┴───────── tokens [n] ────────┘
 
-One pass is under way at a time. Every stage keeps the same books of the rollout, so each knows the
-shape of the next message beforehand.
+One pass runs at a time. Every stage tracks the rollout and therefore knows the shape of the next
+message.
 """
 
 import contextlib
@@ -46,87 +46,82 @@ from aligner.models.gpt.decode.layers import (
 from aligner.models.gpt.decode.sampling import SampledTokens
 from aligner.models.gpt.layers.attention import CoreAttention
 
-_NOTHING_DRAWN = -1
-_KEPT_SHARE = 1 / 32  # of the device: larger caches are given back before training
+_NO_TOKEN = -1
+_MAX_KEPT_SHARE = 1 / 32  # of the device's memory. Larger caches are freed before training.
 
 
 class PipelineComm:
-    """This process's place in the pipeline; with one stage nothing is sent."""
+    """Communication between pipeline stages. With one stage nothing is sent."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """``group``: the stages in order. ``device``: of the rows and the tokens."""
+        """``group``: the stages in order. ``device``: device of rows and tokens."""
         self._group = group
         self._device = device
         self._rank, self._last = dist.get_rank(group), dist.get_world_size(group) - 1
 
     @property
     def is_first(self) -> bool:
-        """True if the rows begin here, as embeddings."""
+        """True if this stage computes the embeddings."""
         return self._rank == 0
 
     @property
     def is_last(self) -> bool:
-        """True if tokens are sampled here."""
+        """True if this stage samples the tokens."""
         return self._rank == self._last
 
     def receive(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Hidden rows of ``shape`` from the stage before this one."""
+        """Receive hidden rows of ``shape`` from the previous stage."""
         rows = torch.empty(shape, dtype=dtype, device=self._device)
         dist.recv(rows, group=self._group, group_src=self._rank - 1)
         return rows
 
-    def pass_on(self, rows: Tensor) -> None:
-        """Send float hidden rows [n, H] to the next stage; the last stage keeps them."""
+    def send_to_next(self, rows: Tensor) -> None:
+        """Send float hidden rows [n, H] to the next stage, if any."""
         if not self.is_last:
             dist.send(rows.contiguous(), group=self._group, group_dst=self._rank + 1)
 
     def sampled_by_last(
         self, count: int, sample: Callable[[], SampledTokens], record: int = 0
     ) -> SampledTokens:
-        """Result of ``sample`` on the last stage for ``count`` rows, on every stage.
+        """Call ``sample`` on the last stage and return its result for ``count`` rows on all stages.
 
-        ``record``: columns of its ``kept``.
+        ``record``: columns of ``kept_ids`` in the result.
 
         Raises:
-            AlignerError: what ``sample`` raised there, on every stage.
+            AlignerError: the error of ``sample``, on every stage.
         """
         if self._last == 0:
             return sample()
-        # One message: tokens, the 32 bits of their log-probs, and what else the filter kept.
-        message = torch.full(
-            (2 + record, count), _NOTHING_DRAWN, dtype=torch.int64, device=self._device
-        )
+        # One message: tokens, the 32 bits of their log-probs, and the ids that a filter kept.
+        message = torch.full((2 + record, count), _NO_TOKEN, dtype=torch.int64, device=self._device)
         failure: AlignerError | None = None
         if self.is_last:
             try:
                 sampled = sample()
                 message[0], message[1] = sampled.tokens, sampled.logprobs.view(torch.int32)
-                if sampled.kept is not None:
-                    message[2:] = sampled.kept.t()
+                if sampled.kept_ids is not None:
+                    message[2:] = sampled.kept_ids.t()
             except AlignerError as error:
                 failure = error
         dist.broadcast(message, group=self._group, group_src=self._last)
         tokens, bits = message[:2]
-        if bool((tokens == _NOTHING_DRAWN).any()):
-            raise self._failure_of_last(failure)
-        kept = message[2:].t().int() if record else None
-        return SampledTokens(tokens, bits.to(torch.int32).view(torch.float32), kept=kept)
-
-    def _failure_of_last(self, failure: AlignerError | None) -> AlignerError:
-        box = [failure]
-        dist.broadcast_object_list(
-            box, group=self._group, group_src=self._last, device=accelerator.device()
-        )
-        assert box[0] is not None
-        return box[0]
+        if bool((tokens == _NO_TOKEN).any()):
+            failures = [failure]
+            dist.broadcast_object_list(
+                failures, group=self._group, group_src=self._last, device=accelerator.device()
+            )
+            assert failures[0] is not None
+            raise failures[0]
+        kept_ids = message[2:].t().int() if record else None
+        return SampledTokens(tokens, bits.to(torch.int32).view(torch.float32), kept_ids=kept_ids)
 
 
-_CUT_BY_ROWS = ("sequence_parallel", "reduce_scatter_embeddings")
+_SEQUENCE_PARALLEL = ("sequence_parallel", "reduce_scatter_embeddings")
 _EIGHT_BIT = {"fp8": None, "moe_router_padding_for_quantization": False}
 
 
 class IncrementalModel:
-    """Next-token logits of sequences that are in flight together, one slot each."""
+    """Model that computes next-token logits of the sequences in flight, one slot each."""
 
     def __init__(
         self,
@@ -140,26 +135,28 @@ class IncrementalModel:
         """Prepare for at most ``num_slots`` sequences of at most ``capacity`` tokens.
 
         Raises:
-            LayoutError: the model's attention is not ours.
+            LayoutError: the model does not use our core attention.
         """
         self._attention = [module for module in gpt.modules() if isinstance(module, CoreAttention)]
         if not self._attention:
             raise LayoutError(
-                "generation keeps its cache in aligner's own core attention and this model was "
-                "built with another one; build it with the local layer spec"
+                "generation needs aligner's core attention, but this model was built with another "
+                "core attention. Build it with the local layer spec"
             )
         self._gpt = gpt
         self._vocab_size = architecture.vocab_size
         parameter = next(gpt.parameters())
         self._device = parameter.device
         self.stages = PipelineComm(gpt.pg_collection.pp, self._device)
-        self._embedded: VocabShard | None = None  # the first stage's
+        # The vocabulary shards: of the embedding (first stage) and the output layer (last stage).
+        self._embedded: VocabShard | None = None
         if self.stages.is_first:
             table = gpt.embedding.word_embeddings.weight
             self._embedded = VocabShard.of(table, architecture.vocab_size, tp_group)
-        self._shard: VocabShard | None = None  # the last stage's
+        self._shard: VocabShard | None = None
         if self.stages.is_last:
             self._shard = VocabShard.of(output_weight(gpt), architecture.vocab_size, tp_group)
+        # The cache and the rotary table of this rank's heads.
         ranks = dist.get_world_size(tp_group)
         groups = max(1, architecture.num_query_groups // ranks)
         queries = architecture.num_attention_heads // ranks // groups
@@ -177,25 +174,26 @@ class IncrementalModel:
         self._rope: Tensor | None = None
         self._rotation: Rotation | None = None
         if architecture.position_embedding == "rope":
-            # Not through the module's own cache: that would keep this table for training passes.
+            # The module's own cache would keep this table for training passes.
             self._rope = gpt.rotary_pos_emb.get_emb(aligned(capacity)).to(parameter.device)
             shape = queries, architecture.kv_channels
             self._rotation = Rotation.table(self._rope, *shape, parameter.dtype)
+        # Set inside of `session`. Output layer and final norm are on the last stage.
         self._project: Product | None = None
         self._layers: list[IncrementalLayer] | None = None
-        self._final_norm: Callable[[Tensor], Tensor] | None = None  # the last stage's
+        self._final_norm: Callable[[Tensor], Tensor] | None = None
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """The block in which `prefill`, `decode` and `logits` may be called.
+        """Enable `prefill`, `decode` and `logits` inside the block.
 
-        Weights are packed on entry; they must not change inside.
+        Weights are packed on entry and must not change inside.
         """
         was_training = self._gpt.training
         self._gpt.eval()
         try:
             with (
-                _settings_of_decoding(self._gpt),
+                _decoding_settings(self._gpt),
                 packed_linears(self._gpt) as products,
                 self._attached_cache(),
                 without_gradients(self._gpt),
@@ -212,21 +210,21 @@ class IncrementalModel:
 
     @property
     def can_be_captured(self) -> bool:
-        """True if `decode` and `logits` only launch kernels of this process; inside a session."""
-        whole = self._shard is not None and self._shard.group is None
-        return self._layers is not None and self.stages.is_first and whole
+        """True inside a session if `decode` and `logits` only launch kernels of this process."""
+        is_unsplit = self._shard is not None and self._shard.group is None
+        return self._layers is not None and self.stages.is_first and is_unsplit
 
     @property
     def can_be_kept(self) -> bool:
-        """True if graphs are worth their memory until the next session; inside a session.
+        """True inside a session if graphs are worth their memory until the next session.
 
-        They are not where they read copies of weights, such as those with adapters merged in.
+        Graphs that read copies of weights, for instance with merged adapters, are not.
         """
         parts = [part for layer in self._layers or () for part in vars(layer).values()]
         options = [getattr(part, "keywords", getattr(part, "__dict__", {})) for part in parts]
-        read = {each["weight"].data_ptr() for each in options if "weight" in each}
-        small = self.cache.nbytes <= accelerator.total_memory_bytes() * _KEPT_SHARE
-        weights = {each.data_ptr() for each in self._gpt.parameters()}
+        read = {option["weight"].data_ptr() for option in options if "weight" in option}
+        small = self.cache.nbytes <= accelerator.total_memory_bytes() * _MAX_KEPT_SHARE
+        weights = {parameter.data_ptr() for parameter in self._gpt.parameters()}
         return self.can_be_captured and small and read <= weights
 
     def prefill(
@@ -236,52 +234,53 @@ class IncrementalModel:
         slots: Sequence[int],
         sources: Sequence[int],
     ) -> Tensor:
-        """Run prompts and put their keys and values into slots.
+        """Run prompts and store their keys and values in slots.
 
         Args:
-            tokens: int64 [n, P] on the host, right-padded; P a multiple of `kv_cache.ALIGNMENT`.
+            tokens: int64 [n, P] on the host, right-padded. P is a multiple of `kv_cache.ALIGNMENT`.
             lengths: [n].
             slots: [m], the slots to fill.
-            sources: [m], which of the n prompts goes there.
+            sources: [m], the index of each slot's prompt.
 
         Returns:
-            Final hidden state of each prompt's last token, [n, H]; before the last pipeline stage
-            this stage's.
+            Hidden state of each prompt's last token after this stage, [n, H]. On the last stage it
+            is the final hidden state.
         """
         self.cache.begin_prefill(lengths, slots, sources)
         ends, positions = torch.tensor(lengths), torch.arange(tokens.shape[1])
-        here = partial(accelerator.to_device, where=self._device)
+        to_device = partial(accelerator.to_device, where=self._device)
+        # The model's modules need padded sequences, the fast layers only rows of tokens.
         if self._layers is None:
             rope = None if self._rope is None else self._rope[: tokens.shape[1]]
-            hidden = self._forward(here(tokens), here(positions).expand_as(tokens), rope)
-            return hidden[here(ends - 1), torch.arange(len(lengths), device=self._device)]
+            hidden = self._forward(to_device(tokens), to_device(positions).expand_as(tokens), rope)
+            return hidden[to_device(ends - 1), torch.arange(len(lengths), device=self._device)]
         positions = positions.expand_as(tokens)
         inside = positions < ends[:, None]
-        return self._through_layers(
-            here(tokens[inside]), here(positions[inside]), here(ends.cumsum(0) - 1)
-        )
+        last = to_device(ends.cumsum(0) - 1)
+        return self._run_layers(to_device(tokens[inside]), to_device(positions[inside]), last)
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Add one token to each of the first n slots.
 
         Args:
             tokens: int64 [n].
-            positions: int64 [n], where the tokens stand in their sequences.
+            positions: int64 [n], index of each token in its sequence.
             longest: ``positions.max() + 1``.
 
         Returns:
-            Final hidden states [n, H]; before the last pipeline stage this stage's.
+            Hidden states after this stage, [n, H], on the last stage the final hidden states.
         """
         self.cache.begin_decode(positions, longest)
         if self._layers is None:
             rope = None if self._rope is None else self._rope[positions].transpose(0, 1)
             return self._forward(tokens[:, None], positions[:, None], rope)[0]
-        return self._through_layers(tokens, positions)
+        return self._run_layers(tokens, positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [n, V] of final hidden states [n, H]; padding columns cut off.
+        """Compute next-token logits [n, V] from final hidden states [n, H], without padding.
 
-        Of bfloat16 states float32 on a GPU, bfloat16 on a CPU. For the last pipeline stage.
+        From bfloat16 states, logits are float32 on a GPU and bfloat16 on a CPU. Call it on the last
+        pipeline stage.
         """
         assert self._project is not None
         assert self._shard is not None
@@ -296,46 +295,46 @@ class IncrementalModel:
         by_rank = self._shard.stack_ranks(padded)  # [ranks, n, columns]
         return by_rank.transpose(0, 1).flatten(1)[:, : self._vocab_size]
 
-    def _through_layers(
-        self, tokens: Tensor, positions: Tensor, kept: Tensor | None = None
+    def _run_layers(
+        self, tokens: Tensor, positions: Tensor, selected: Tensor | None = None
     ) -> Tensor:
-        """Rows, int64 [n] each, to final hidden states [n, H], or of the rows ``kept`` [m, H]."""
+        """Map rows, int64 [n], to hidden states [n, H], or [m, H] for ``selected`` rows [m]."""
         assert self._layers is not None
-        hidden = self._enter_rows(tokens, positions)
+        hidden = self._input_rows(tokens, positions)
         rotation = None if self._rotation is None else self._rotation.at(positions)
         for layer in self._layers[:-1]:
             hidden = layer(hidden, rotation, self.cache)
         if self._final_norm is not None:
-            hidden = self._layers[-1](hidden, rotation, self.cache, kept)
+            hidden = self._layers[-1](hidden, rotation, self.cache, selected)
             return self._final_norm(hidden)
         hidden = self._layers[-1](hidden, rotation, self.cache)
-        self.stages.pass_on(hidden)
-        return hidden if kept is None else hidden[kept]
+        self.stages.send_to_next(hidden)
+        return hidden if selected is None else hidden[selected]
 
     def _forward(self, tokens: Tensor, positions: Tensor, rope: Tensor | None) -> Tensor:
-        """int64 [n, s] to final hidden states [s, n, H]."""
+        """Map int64 [n, s] to hidden states [s, n, H] through the model's modules."""
         decoder = self._gpt.decoder
-        entering = self._enter(tokens, positions)
-        decoder.set_input_tensor(entering)  # where stages after the first look for it
+        stage_input = self._stage_input(tokens, positions)
+        decoder.set_input_tensor(stage_input)  # read by stages after the first
         try:
-            hidden = decoder(hidden_states=entering, attention_mask=None, rotary_pos_emb=rope)
+            hidden = decoder(hidden_states=stage_input, attention_mask=None, rotary_pos_emb=rope)
         finally:
             decoder.set_input_tensor(None)
-        self.stages.pass_on(hidden)
+        self.stages.send_to_next(hidden)
         return hidden
 
-    def _enter(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """int64 [n, s] to what this stage's first layer reads, [s, n, H]."""
+    def _stage_input(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Embed int64 [n, s] or receive the previous stage's output, [s, n, H]."""
         if self.stages.is_first:
             return self._gpt.embedding(input_ids=tokens, position_ids=positions)
         rows, length = tokens.shape
         config = self._gpt.config
         return self.stages.receive(length, rows, config.hidden_size, dtype=config.params_dtype)
 
-    def _enter_rows(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """int64 [n] to what this stage's first layer reads, [n, H]."""
+    def _input_rows(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Embed int64 [n] or receive the previous stage's output, [n, H]."""
         if self._embedded is None:
-            return self._enter(tokens[:, None], positions[:, None])[0]
+            return self._stage_input(tokens[:, None], positions[:, None])[0]
         embedding = self._gpt.embedding
         table = embedding.word_embeddings.weight
         if self._embedded.group is None:
@@ -359,10 +358,10 @@ class IncrementalModel:
 
 
 def without_gradients(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """`torch.inference_mode`, or `torch.no_grad` for modules of Transformer Engine.
+    """Return `torch.inference_mode`, or `torch.no_grad` for modules of Transformer Engine.
 
-    Those keep tensors between passes and are not known to take them up in training again where
-    they were made in inference mode.
+    Transformer Engine keeps tensors between passes. It may not be able to train with tensors that
+    were created in inference mode.
     """
     if any(is_transformer_engine(module) for module in model.modules()):
         return torch.no_grad()
@@ -370,22 +369,22 @@ def without_gradients(model: nn.Module) -> contextlib.AbstractContextManager[Any
 
 
 @contextlib.contextmanager
-def _settings_of_decoding(model: nn.Module) -> Iterator[None]:
-    """Switch off what passes of few rows cannot have, in the modules and their configs."""
+def _decoding_settings(model: nn.Module) -> Iterator[None]:
+    """Turn off sequence parallelism and 8-bit products in the modules and their configs."""
     modules: list[Any] = list(model.modules())
     configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}.values()
     off: list[tuple[Any, str, bool | None]]
-    off = [(owner, name, False) for owner in (*modules, *configs) for name in _CUT_BY_ROWS]
+    off = [(owner, name, False) for owner in (*modules, *configs) for name in _SEQUENCE_PARALLEL]
     off += [(config, name, value) for config in configs for name, value in _EIGHT_BIT.items()]
-    switched = [
-        (owner, name, value, before)
+    changes = [
+        (owner, name, value, original)
         for owner, name, value in off
-        if (before := getattr(owner, name, value)) not in (False, None)
+        if (original := getattr(owner, name, value)) not in (False, None)
     ]
     try:
-        for owner, name, value, _ in switched:
+        for owner, name, value, _ in changes:
             setattr(owner, name, value)
         yield
     finally:
-        for owner, name, _, before in switched:
-            setattr(owner, name, before)
+        for owner, name, _, original in changes:
+            setattr(owner, name, original)

@@ -1,11 +1,11 @@
-"""The device's half of a rollout: tokens sampled so far, and the step that samples the next.
+"""Device part of a rollout: the tokens sampled so far, and the step that samples the next tokens.
 
-It reads no value of the device, and a step overwrites what it keeps for the one after it. So on a
-GPU the host can run ahead of it, and a step of a shape that has come before is one launch, a CUDA
-graph. Graphs are of two sizes, rows and span, both rounded up: few are made.
+It reads no value from the device, and a step updates its state in place. On a GPU the host can
+therefore run ahead of the device, and a repeated step is one launch of a CUDA graph. The shape of a
+graph is (rows, span). Both are rounded up, so that few graphs are captured.
 
-A graph has the addresses of what it reads and writes, so it can be launched in a later rollout as
-long as these are the same: a `Responses` may be filled again.
+A graph contains the addresses of its inputs and outputs. To launch it in a later rollout, the same
+`Responses` are refilled.
 
 Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible sequence.
 """
@@ -23,39 +23,36 @@ from aligner.device import accelerator
 from aligner.models.gpt.decode.model import IncrementalModel
 from aligner.models.gpt.decode.sampling import SampledTokens, counter_uniforms, sample_tokens
 
-_LEAST_SPAN_STEP = 128  # spans of attention are rounded up to a multiple of it,
-_SPAN_STEPS = 2  # or of this part of the power of two below them
-_ROW_STEP = 64  # more rows than this are rounded up to a multiple of it, fewer to a power of two
+# The span of attention is rounded up to a multiple of _MIN_SPAN_STEP or, if that is larger, of its
+# power of two divided by _SPAN_STEPS.
+_MIN_SPAN_STEP = 128
+_SPAN_STEPS = 2
+_ROW_STEP = 64  # rows are rounded up to a multiple of it, or below it to a power of two
 
 
 @dataclass
 class Batch:
-    """Samples whose next tokens are sampled together; a step updates all but the first two.
+    """Samples whose next tokens are sampled together. A step updates all but the first two."""
 
-    int64 [n] ``rows``, the samples; ``starts``, lengths of their prompts; ``positions``, where
-    their next tokens go; ``tokens``, the last ones sampled. float32 [n] ``logprobs`` of these. bool
-    [] ``wide``: a nucleus was wider than what was looked at (`sample_tokens`).
-    """
-
-    rows: Tensor
-    starts: Tensor
-    positions: Tensor
-    tokens: Tensor
-    logprobs: Tensor
-    wide: Tensor
+    rows: Tensor  # int64 [n], the samples
+    starts: Tensor  # int64 [n], lengths of their prompts
+    positions: Tensor  # int64 [n], index of their next tokens
+    tokens: Tensor  # int64 [n], their last tokens
+    logprobs: Tensor  # float32 [n], of their last tokens
+    wide: Tensor  # bool [], a nucleus contains more tokens than the candidates (`sample_tokens`)
 
 
 class Prompts(NamedTuple):
-    """``tokens`` int64 [B, P], right-padded; ``lengths`` int64 [B]; ``sample_ids`` int64 [B]."""
+    """Prompts of B samples."""
 
-    tokens: Tensor
-    lengths: Tensor
-    sample_ids: Tensor
+    tokens: Tensor  # int64 [B, P], right-padded
+    lengths: Tensor  # int64 [B]
+    sample_ids: Tensor  # int64 [B]
 
 
 @dataclass(frozen=True)
 class RolloutRules:
-    """Rules by which the tokens of a rollout are sampled; see `Generator` of `decode.generator`."""
+    """Rules for sampling the tokens of a rollout (see `Generator` of `decode.generator`)."""
 
     seed: int
     greedy: bool
@@ -64,20 +61,21 @@ class RolloutRules:
     pad_id: int
     length: LengthParams
     sampling: SamplingParams
-    record_kept: int = 0  # most tokens that a filter keeps which are recorded with each sampled
+    record_kept: int = 0  # maximum of recorded ids that a filter keeps, per sampled token
 
 
 class Responses:
-    """Tokens of B samples, and of one more that stands for none, the last row.
+    """Tokens of B samples, and of a dummy sample in the last row.
 
-    ``tokens`` int64 [B + 1, S]; ``logprobs`` float32 [B + 1, S]; ``lengths`` int64 [B + 1];
-    ``kept_ids`` int32 [B + 1, S, K], see `SampledTokens`, K is 0 where nothing is recorded.
+    ``tokens``: int64 [B + 1, S]. ``logprobs``: float32 [B + 1, S]. ``lengths``: int64 [B + 1].
+    ``kept_ids``: int32 [B + 1, S, K], see `SampledTokens`. K is 0 if ids are not recorded.
     """
 
     def __init__(
         self, prompts: Prompts, rules: RolloutRules, shape: tuple[int, int] = (0, 0)
     ) -> None:
-        """Batch of prompts without responses. ``shape``: least [B + 1, S], the rest is unused."""
+        """Allocate prompts without responses. ``shape``: minimum of [B + 1, S]."""
+        # The result tensors, with the prompts.
         length = rules.length
         batch, columns = prompts.tokens.shape
         device = prompts.tokens.device
@@ -92,6 +90,7 @@ class Responses:
         unused = shape[0] - batch
         self.lengths = torch.cat((prompts.lengths, prompts.lengths.new_ones(unused)))
         self._starts = self.lengths.clone()
+        # The uniform numbers of all new tokens.
         new_positions = prompts.lengths[:, None] + torch.arange(length.max_length, device=device)
         uniforms = counter_uniforms(
             rules.seed, prompts.sample_ids[:, None].expand_as(new_positions), new_positions
@@ -99,31 +98,32 @@ class Responses:
         self._uniforms = torch.cat((uniforms, uniforms.new_zeros(unused, length.max_length)))
         self._rules = rules
         self._end_ids = self.index(rules.eos_ids)
-        self._seen: Tensor | None = None
+        # With a repetition penalty, bool [B + unused, V]: the token occurs in the prompt or the
+        # response. Padding is written to an extra column.
+        self._history_mask: Tensor | None = None
         if rules.sampling.repetition_penalty != 1.0:
-            # Bool [B + unused, V]: the token occurs in the prompt. Padding goes to one more column.
             padding = rules.vocab_size
-            seen = self.tokens.new_zeros(shape[0], padding + 1, dtype=torch.bool)
-            seen[:batch].scatter_(1, torch.where(within, prompts.tokens, padding), True)
-            self._seen = seen[:, :padding]
-        self._kept: dict[int, Batch] = {}  # by number of rows: what graphs read and write
+            mask = self.tokens.new_zeros(shape[0], padding + 1, dtype=torch.bool)
+            mask[:batch].scatter_(1, torch.where(within, prompts.tokens, padding), True)
+            self._history_mask = mask[:, :padding]
+        self._graph_batches: dict[int, Batch] = {}  # read and written by graphs, by count of rows
         self._graphs: dict[tuple[int, int, bool], Callable[[], None] | None] = {}
         self._graph_memory = accelerator.graph_memory()
 
-    def refill(self, other: "Responses") -> None:
-        """Take the content of ``other``, which has the same shape and rules but for the seed."""
-        for name, tensor in vars(other).items():
+    def refill(self, source: "Responses") -> None:
+        """Copy ``source``, which must have the same shape and, except for the seed, rules."""
+        for name, tensor in vars(source).items():
             if isinstance(tensor, Tensor):
                 getattr(self, name).copy_(tensor)
 
     def batch(self, samples: Sequence[int], rows: int | None = None) -> Batch:
-        """Batch of these samples, padded to ``rows`` with the one that stands for no sample.
+        """Return a batch of samples, padded to ``rows`` with the dummy sample.
 
-        With ``rows`` its tensors are those of the last batch with this many rows.
+        With ``rows``, the memory of the last batch with the same ``rows`` is reused.
         """
-        nobody = [self.tokens.shape[0] - 1] * ((rows or 0) - len(samples))
-        chosen = self.index([*samples, *nobody])
-        self.lengths[-1:].fill_(1)  # a single number that is assigned is a copy, and a wait
+        padding = [self.tokens.shape[0] - 1] * ((rows or 0) - len(samples))
+        chosen = self.index([*samples, *padding])
+        self.lengths[-1:].fill_(1)  # assigning a scalar would copy it and synchronise
         positions = self.lengths[chosen]
         batch = Batch(
             chosen,
@@ -133,43 +133,51 @@ class Responses:
             torch.zeros(chosen.shape, device=chosen.device),
             torch.zeros((), dtype=torch.bool, device=chosen.device),
         )
+        # Graphs read and write fixed addresses.
         if rows is None:
             return batch
-        kept = self._kept.setdefault(rows, batch)
+        graph_batch = self._graph_batches.setdefault(rows, batch)
         for field in dataclasses.fields(Batch):
-            getattr(kept, field.name).copy_(getattr(batch, field.name))
-        return kept
+            getattr(graph_batch, field.name).copy_(getattr(batch, field.name))
+        return graph_batch
 
     def sample(
-        self, model: IncrementalModel, batch: Batch, hidden: Tensor, *, banning: bool, waits: bool
+        self,
+        model: IncrementalModel,
+        batch: Batch,
+        hidden: Tensor,
+        *,
+        banning: bool,
+        may_wait: bool,
     ) -> None:
-        """Sample the next token of each row from final hidden states [n, H] and write it down.
+        """Sample and store the next token of each row, from final hidden states [n, H].
 
-        ``banning``: some rows are too short to end. ``waits``: see `sample_tokens`.
+        ``banning``: some rows are too short to end. ``may_wait``: see `sample_tokens`.
         """
         rows, positions = batch.rows, batch.positions
-        made = positions - batch.starts
+        num_new = positions - batch.starts
 
         def sample() -> SampledTokens:
             return sample_tokens(
                 model.logits(hidden),
-                self._uniforms[rows, made],
+                self._uniforms[rows, num_new],
                 self._rules.sampling,
                 greedy=self._rules.greedy,
-                seen=None if self._seen is None else self._seen[rows],
-                banned=made + 1 < self._rules.length.min_length if banning else None,
+                history_mask=None if self._history_mask is None else self._history_mask[rows],
+                banned=num_new + 1 < self._rules.length.min_length if banning else None,
                 end_ids=self._end_ids,
-                waits=waits,
+                may_wait=may_wait,
                 record=self._rules.record_kept,
             )
 
+        # Store the tokens, and update the batch in place for the next step.
         sampled = model.stages.sampled_by_last(len(rows), sample, self._rules.record_kept)
         self.tokens[rows, positions] = sampled.tokens
         self.logprobs[rows, positions] = sampled.logprobs
-        if sampled.kept is not None:
-            self.kept_ids[rows, positions] = sampled.kept
-        if self._seen is not None:
-            self._seen[rows, sampled.tokens] = True
+        if sampled.kept_ids is not None:
+            self.kept_ids[rows, positions] = sampled.kept_ids
+        if self._history_mask is not None:
+            self._history_mask[rows, sampled.tokens] = True
         batch.positions += 1
         self.lengths[rows] = batch.positions
         batch.tokens.copy_(sampled.tokens)
@@ -184,18 +192,18 @@ class Responses:
         longest: int,
         *,
         banning: bool,
-        waits: bool,
+        may_wait: bool,
         captured: bool,
     ) -> None:
-        """One more token for the batch, whose samples are in the first n slots.
+        """Sample one more token for the batch, whose samples are in the first n slots.
 
-        ``longest``: no sequence has more tokens. ``captured``: by a CUDA graph from the second step
-        of a shape on, for batches of so many ``rows``; the first step loads what kernels need.
+        ``longest``: upper bound of the sequence lengths. ``captured``: use a CUDA graph from the
+        second step of a shape on (the first step loads kernels), for a batch made with ``rows``.
         """
 
         def step() -> None:
             hidden = model.decode(batch.tokens, batch.positions - 1, longest)
-            self.sample(model, batch, hidden, banning=banning, waits=waits)
+            self.sample(model, batch, hidden, banning=banning, may_wait=may_wait)
 
         key = (len(batch.rows), longest, banning)
         if not captured:
@@ -210,37 +218,37 @@ class Responses:
             graph()
 
     def forget_graphs(self) -> None:
-        """Free what they hold."""
+        """Free the graphs and their memory."""
         self._graphs.clear()
-        self._kept.clear()
+        self._graph_batches.clear()
 
-    def take_back(self, samples: Sequence[int], lengths: Sequence[int]) -> None:
-        """Remove the last token of each sample, down to ``lengths``."""
-        rows, places = self.index(samples), self.index(lengths)
-        self.tokens[rows, places] = self._rules.pad_id
-        self.logprobs[rows, places] = 0.0
-        self.kept_ids[rows, places] = -1
-        self.lengths[rows] = places
+    def remove_last_tokens(self, samples: Sequence[int], lengths: Sequence[int]) -> None:
+        """Remove the last token of each sample. ``lengths``: their lengths afterwards."""
+        rows, positions = self.index(samples), self.index(lengths)
+        self.tokens[rows, positions] = self._rules.pad_id
+        self.logprobs[rows, positions] = 0.0
+        self.kept_ids[rows, positions] = -1
+        self.lengths[rows] = positions
 
-    def index(self, numbers: Sequence[int]) -> Tensor:
-        """int64 [n] on the device; the host does not wait."""
-        return torch.tensor(numbers, dtype=torch.int64).to(self.tokens.device, non_blocking=True)
+    def index(self, values: Sequence[int]) -> Tensor:
+        """Copy to int64 [n] on the device, without synchronising."""
+        return torch.tensor(values, dtype=torch.int64).to(self.tokens.device, non_blocking=True)
 
 
 def rows_of_graph(sequences: int, slots: int) -> int:
-    """Number of rows of a captured step for this many sequences; at most ``slots``."""
+    """Round a count of sequences up to the rows of a captured step, at most ``slots``."""
     if sequences > _ROW_STEP:
         return min(slots, -(-sequences // _ROW_STEP) * _ROW_STEP)
     return min(slots, 1 << (sequences - 1).bit_length())
 
 
 def span_of_graph(longest: int, capacity: int) -> int:
-    """The span that a captured step attends over; at most ``capacity``."""
-    step = max(_LEAST_SPAN_STEP, (1 << (longest.bit_length() - 1)) // _SPAN_STEPS)
+    """Round a length up to the attention span of a captured step, at most ``capacity``."""
+    step = max(_MIN_SPAN_STEP, (1 << (longest.bit_length() - 1)) // _SPAN_STEPS)
     return min(capacity, -(-longest // step) * step)
 
 
-def with_room(length: int) -> int:
-    """``length`` rounded up, so that what is a little longer next time fits the same memory."""
+def with_headroom(length: int) -> int:
+    """Round ``length`` up, so that slightly longer rollouts can reuse the same memory."""
     step = max(64, (1 << (length.bit_length() - 1)) // 4)
     return -(-length // step) * step

@@ -1,8 +1,12 @@
-"""The host's half of a rollout: which sample is in which slot, how long it is, and when it is done.
+"""Host part of a rollout: assigns samples to slots, tracks their lengths, and ends them.
 
-`Rollout` reads what a step sampled while the next one runs (`aligner.models.gpt.decode.responses`),
-so a sequence that ends takes part in one step more, whose token is taken back. What is sampled for
-the others does not depend on it.
+    pending samples ──fill free slots──► prefill ──► step ──► step ──► …   (device)
+                           ▲                            │ copies
+                           └── free slots ◄── read the previous step ◄─┘   (host)
+
+`Rollout` reads the tokens of a step while the next step runs (see `decode.responses`). A sequence
+that ends is therefore in one step more, whose token is removed. This does not change the tokens of
+other samples.
 
 Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible sequence.
 """
@@ -28,33 +32,31 @@ from aligner.models.gpt.decode.responses import (
 )
 from aligner.models.gpt.decode.sampling import check_finite
 
-_PREFILL_TOKENS = 8192  # most tokens (padding included) of one prefill pass, if it has two prompts
+_PREFILL_TOKENS = 8192  # limit of tokens (with padding) of a prefill pass of two or more prompts
 
 
-# Called with a row of the prompts, the token just sampled for it, and its log-prob.
+# Called with the index of a prompt, its newly sampled token, and the token's log-prob.
 TokenListener = Callable[[int, int, float], None]
 
 
 class WideNucleusError(AlignerError):
-    """A nucleus had more tokens than a step looks at for which the host does not wait."""
+    """A nucleus contains more tokens than the candidates of a step without synchronisation."""
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """A step that the host has not read: its samples, how many new tokens each then had, and what
-    is on its way: tokens [n], log-probs [n], ``wide`` [].
-    """
+class _UnreadStep:
+    """A step that the host has not read."""
 
     samples: list[int]
-    made: list[int]
-    values: HostCopy
+    num_new: list[int]  # new tokens of each sample after the step
+    values: HostCopy  # tokens [n], log-probs [n], ``wide`` []
 
 
 class Rollout:
-    """State of B samples from prompt to end; results are read from the public tensors.
+    """State of B samples from prompt to end, with the results in its public tensors.
 
-    ``tokens`` int64 [B, S]; ``logprobs`` float32 [B, S]; ``kept_ids`` int32 [B, S, K]; ``lengths``
-    int64 [B], prompt and response; ``is_end`` bool [B].
+    ``tokens``: int64 [B, S]. ``logprobs``: float32 [B, S]. ``kept_ids``: int32 [B, S, K].
+    ``lengths``: int64 [B], prompt and response. ``is_end``: bool [B].
     """
 
     def __init__(
@@ -66,14 +68,22 @@ class Rollout:
         stop: StopStrings | None,
         listener: TokenListener | None = None,
         runs_ahead: bool = False,
-        waits: bool = True,
+        may_wait: bool = True,
         captured: bool = False,
     ) -> None:
-        """All samples wait. ``rows``: the tokens of each prompt of ``responses``, without padding.
+        """Queue all samples.
 
-        ``runs_ahead``: a step is read while the next one runs. ``waits``: the host may wait for the
-        device within a step, too. ``captured``: steps become CUDA graphs, where the model can.
+        Args:
+            responses: memory of the results.
+            rows: tokens of each prompt of ``responses``, without padding.
+            rules: rules of sampling.
+            stop: matcher of stop strings, if any.
+            listener: called with every token.
+            runs_ahead: read a step while the next step runs.
+            may_wait: whether the host may also wait for the device within a step.
+            captured: launch steps as CUDA graphs if the model supports it.
         """
+        # Results: views of the responses without the dummy sample.
         batch = len(rows)
         self._responses = responses
         self.tokens = self._responses.tokens[:batch]
@@ -82,45 +92,47 @@ class Rollout:
         self.lengths = self._responses.lengths[:batch]
         self.is_end = torch.zeros(batch, dtype=torch.bool, device=self.tokens.device)
 
+        # State of each sample on the host.
         self._prompts = rows
         self._prompt_lengths = [len(row) for row in rows]
-        self._made = [0] * batch  # new tokens of each sample
-        self._texts: list[list[int]] = [[] for _ in range(batch)]  # kept for stop strings
+        self._num_new = [0] * batch  # new tokens of each sample
+        self._texts: list[list[int]] = [[] for _ in range(batch)]  # new tokens, for stop strings
         self._ended: set[int] = set()
         self._length, self._stop = rules.length, stop
         self._listener = listener
-        self.heard = [0] * batch  # tokens of each sample that the listener knows
+        self.num_reported = [0] * batch  # tokens of each sample reported to the listener
         self._eos = set(rules.eos_ids)
-        self._runs_ahead, self._waits, self._captured = runs_ahead, waits, captured
-        self._unread: deque[_Drawn] = deque()
+        self._runs_ahead, self._may_wait, self._captured = runs_ahead, may_wait, captured
+        self._unread: deque[_UnreadStep] = deque()
 
-        self._waiting = list(range(batch))[::-1]
-        self._flight: list[int | None] = []  # sample in each slot; None: the slot is free
+        # State of the slots. The last hidden states are of prompts with pending samples.
+        self._pending = list(range(batch))[::-1]
+        self._slots: list[int | None] = []  # sample in each slot, None in a free slot
         self._last_hidden: dict[tuple[int, ...], Tensor] = {}
-        self._batch: Batch | None = None  # the flight, while it stays as it is
+        self._batch: Batch | None = None  # of the samples in the slots, until these change
 
     def run(self, model: IncrementalModel, num_slots: int) -> None:
         """Generate until every sample has ended.
 
         Raises:
-            NonFiniteError: as in `aligner.models.gpt.decode.sampling.sample_tokens`.
-            WideNucleusError: a rollout that does not wait met a nucleus that needs it to.
+            NonFiniteError: see `aligner.models.gpt.decode.sampling.sample_tokens`.
+            WideNucleusError: a nucleus needs synchronisation, but ``may_wait`` is false.
         """
-        while self._waiting or self._flight:
-            while self._waiting and self._fill_slots(model, num_slots):
+        while self._pending or self._slots:
+            while self._pending and self._fill_slots(model, num_slots):
                 pass
             self._close_gaps(model)
-            if self._flight:
+            if self._slots:
                 self._advance(model, num_slots)
         self._read(unread=0)
 
     # Steps ------------------------------------------------------------------------------------
 
     def _advance(self, model: IncrementalModel, num_slots: int) -> None:
-        """One more token for every sequence in flight."""
-        samples = [s for s in self._flight if s is not None]
+        """Sample one more token for every sequence in flight."""
+        samples = [s for s in self._slots if s is not None]
         longest = max(map(self._length_of, samples))
-        # In the shapes of graphs without graphs, too: the same tokens with and without.
+        # Shapes are rounded also without graphs, so that graphs do not change the tokens.
         shaped = self._runs_ahead and model.can_be_captured
         if shaped:
             longest = span_of_graph(longest, model.cache.capacity)
@@ -133,64 +145,72 @@ class Rollout:
             batch,
             longest,
             banning=self._banning(samples),
-            waits=self._waits,
+            may_wait=self._may_wait,
             captured=shaped and self._captured,
         )
-        self._note(samples, batch)
+        self._finish_step(samples, batch)
 
     def _fill_slots(self, model: IncrementalModel, num_slots: int) -> bool:
-        """Prompts of waiting samples into free slots, and their first tokens; False: no slot."""
-        free = [slot for slot, sample in enumerate(self._flight) if sample is None]
-        free += range(len(self._flight), num_slots)
-        placed = {slot: self._waiting.pop() for slot in free[: len(self._waiting)]}
-        if not placed:
+        """Put pending samples into free slots and sample their first tokens.
+
+        Return False if no slot is free.
+        """
+        # Assign samples to slots.
+        free = [slot for slot, sample in enumerate(self._slots) if sample is None]
+        free += range(len(self._slots), num_slots)
+        assigned = {slot: self._pending.pop() for slot in free[: len(self._pending)]}
+        if not assigned:
             return False
-        self._copy_known_prompts(model, placed)
-        self._prefill_new_prompts(model, placed)
-        self._flight += [None] * (max(placed) + 1 - len(self._flight))
-        for slot, sample in placed.items():
-            self._flight[slot] = sample
+        # Copy keys and values of prompts that are in flight already, and compute the others.
+        self._copy_prompts_in_flight(model, assigned)
+        self._prefill_new_prompts(model, assigned)
+        self._slots += [None] * (max(assigned) + 1 - len(self._slots))
+        for slot, sample in assigned.items():
+            self._slots[slot] = sample
         self._batch = None
-        samples = list(placed.values())
+        # Sample the first tokens from the prompts' last hidden states.
+        samples = list(assigned.values())
         hidden = torch.stack([self._last_hidden[self._prompts[sample]] for sample in samples])
-        still_waiting = {self._prompts[sample] for sample in self._waiting}
-        self._last_hidden = {p: h for p, h in self._last_hidden.items() if p in still_waiting}
+        pending = {self._prompts[sample] for sample in self._pending}
+        self._last_hidden = {p: h for p, h in self._last_hidden.items() if p in pending}
         batch = self._responses.batch(samples)
         self._responses.sample(
-            model, batch, hidden, banning=self._banning(samples), waits=self._waits
+            model, batch, hidden, banning=self._banning(samples), may_wait=self._may_wait
         )
-        self._note(samples, batch)
+        self._finish_step(samples, batch)
         return True
 
-    def _copy_known_prompts(self, model: IncrementalModel, placed: dict[int, int]) -> None:
-        """Samples whose prompt is in flight already take its keys and values from there."""
-        holders = {
+    def _copy_prompts_in_flight(self, model: IncrementalModel, assigned: dict[int, int]) -> None:
+        """Copy the keys and values of assigned samples whose prompt is already in a slot."""
+        slot_of_prompt = {
             self._prompts[sample]: slot
-            for slot, sample in enumerate(self._flight)
+            for slot, sample in enumerate(self._slots)
             if sample is not None
         }
-        for prompt in [p for p in self._last_hidden if p not in holders]:
-            del self._last_hidden[prompt]  # its keys and values are gone
+        for prompt in [p for p in self._last_hidden if p not in slot_of_prompt]:
+            del self._last_hidden[prompt]  # keys and values are overwritten
         pairs = [
-            (holders[prompt], slot)
-            for slot, sample in placed.items()
+            (slot_of_prompt[prompt], slot)
+            for slot, sample in assigned.items()
             if (prompt := self._prompts[sample]) in self._last_hidden
         ]
-        self._move(model, pairs, max((self._prompt_lengths[s] for s in placed.values()), default=0))
+        longest = max((self._prompt_lengths[s] for s in assigned.values()), default=0)
+        self._move(model, pairs, longest)
 
-    def _prefill_new_prompts(self, model: IncrementalModel, placed: dict[int, int]) -> None:
-        """Each distinct prompt runs once; all slots that want it take its keys and values."""
-        wanted: dict[tuple[int, ...], list[int]] = {}
-        for slot, sample in placed.items():
+    def _prefill_new_prompts(self, model: IncrementalModel, assigned: dict[int, int]) -> None:
+        """Compute each distinct prompt once and store its keys and values in all its slots."""
+        slots_of_prompt: dict[tuple[int, ...], list[int]] = {}
+        for slot, sample in assigned.items():
             prompt = self._prompts[sample]
             if prompt not in self._last_hidden:
-                wanted.setdefault(prompt, []).append(slot)
-        for chunk in _prefill_chunks(sorted(wanted, key=len)):
+                slots_of_prompt.setdefault(prompt, []).append(slot)
+        # One pass per chunk of similar lengths, with all slots of its prompts.
+        for chunk in _prefill_chunks(sorted(slots_of_prompt, key=len)):
             width = aligned(len(chunk[-1]))
             tokens = torch.zeros(len(chunk), width, dtype=torch.int64)
             for row, prompt in zip(tokens, chunk, strict=True):
                 row[: len(prompt)] = torch.tensor(prompt)
-            pairs = [(source, slot) for source, p in enumerate(chunk) for slot in wanted[p]]
+            pairs = [(index, slot) for index, p in enumerate(chunk) for slot in slots_of_prompt[p]]
             hidden = model.prefill(
                 tokens,
                 [len(prompt) for prompt in chunk],
@@ -200,73 +220,73 @@ class Rollout:
             self._last_hidden.update(zip(chunk, hidden.unbind(), strict=True))
 
     def _close_gaps(self, model: IncrementalModel) -> None:
-        """Move the last sequences into free slots: decoding takes the first n."""
-        count = sum(sample is not None for sample in self._flight)
-        gaps = [slot for slot in range(count) if self._flight[slot] is None]
-        late = [s for s in range(count, len(self._flight)) if self._flight[s] is not None]
+        """Move the last sequences into free slots, because decoding uses the first n slots."""
+        count = sum(sample is not None for sample in self._slots)
+        gaps = [slot for slot in range(count) if self._slots[slot] is None]
+        late = [s for s in range(count, len(self._slots)) if self._slots[s] is not None]
         moves = list(zip(late, gaps, strict=True))
-        samples = [s for slot in late if (s := self._flight[slot]) is not None]
+        samples = [s for slot in late if (s := self._slots[slot]) is not None]
         self._move(model, moves, max(map(self._length_of, samples), default=0))
         for source, target in moves:
-            self._flight[target] = self._flight[source]
-        del self._flight[count:]
+            self._slots[target] = self._slots[source]
+        del self._slots[count:]
 
-    def _note(self, samples: list[int], batch: Batch) -> None:
-        """A step is under way: count its tokens, and read what the one before drew."""
+    def _finish_step(self, samples: list[int], batch: Batch) -> None:
+        """Count the tokens of a launched step, and read the previous step."""
         for sample in samples:
-            self._made[sample] += 1
-            if self._made[sample] == self._length.max_length:
-                self._leave(sample)
+            self._num_new[sample] += 1
+            if self._num_new[sample] == self._length.max_length:
+                self._free_slot(sample)
         values = HostCopy(batch.tokens, batch.logprobs, batch.wide)
-        self._unread.append(_Drawn(samples, [self._made[s] for s in samples], values))
+        self._unread.append(_UnreadStep(samples, [self._num_new[s] for s in samples], values))
         self._read(unread=1 if self._runs_ahead else 0)
 
     def _read(self, unread: int) -> None:
-        """Read steps, oldest first, until this many are left; end the samples they end."""
+        """Read steps, oldest first, until ``unread`` remain, and end samples."""
         while len(self._unread) > unread:
-            sampled = self._unread.popleft()
-            tokens, logprobs, wide = sampled.values.wait()
-            if not self._waits:
-                check_finite(logprobs[: len(sampled.samples)])
+            step = self._unread.popleft()
+            tokens, logprobs, wide = step.values.wait()
+            if not self._may_wait:
+                check_finite(logprobs[: len(step.samples)])
                 if bool(wide):
-                    raise WideNucleusError("top-p keeps more tokens than a step looks at")
+                    raise WideNucleusError("top-p keeps more tokens than the candidates of a step")
+            # Tokens of samples that ended in an earlier step are ignored.
             ended = []
-            logprobs_of_step = [] if self._listener is None else logprobs.tolist()
-            steps = zip(sampled.samples, sampled.made, tokens.tolist(), strict=False)
-            for place, (sample, made, token) in enumerate(steps):
+            listed_logprobs = [] if self._listener is None else logprobs.tolist()
+            entries = zip(step.samples, step.num_new, tokens.tolist(), strict=False)
+            for index, (sample, num_new, token) in enumerate(entries):
                 if sample in self._ended:
                     continue
-                if self._listener is not None and made > self.heard[sample]:
-                    self.heard[sample] = made
-                    self._listener(sample, token, logprobs_of_step[place])
+                if self._listener is not None and num_new > self.num_reported[sample]:
+                    self.num_reported[sample] = num_new
+                    self._listener(sample, token, listed_logprobs[index])
                 if self._ends(sample, token):
-                    ended.append((sample, made))
+                    ended.append((sample, num_new))
             self._end(ended)
 
     def _end(self, ended: list[tuple[int, int]]) -> None:
-        """End samples that ended by themselves; ``ended``: with their numbers of new tokens."""
+        """End samples by their last token. ``ended``: samples with their counts of new tokens."""
         if not ended:
             return
-        surplus = [(sample, made) for sample, made in ended if made < self._made[sample]]
-        for sample, made in ended:
+        surplus = [sample for sample, num_new in ended if num_new < self._num_new[sample]]
+        for sample, num_new in ended:
             self._ended.add(sample)
-            self._made[sample] = made
-            self._leave(sample)
-        self.is_end[self._index([sample for sample, _ in ended])] = True
+            self._num_new[sample] = num_new
+            self._free_slot(sample)
+        self.is_end[self._responses.index([sample for sample, _ in ended])] = True
         if surplus:
-            samples = [sample for sample, _ in surplus]
-            self._responses.take_back(samples, [self._length_of(sample) for sample in samples])
+            self._responses.remove_last_tokens(surplus, [self._length_of(s) for s in surplus])
 
-    def _leave(self, sample: int) -> None:
-        """Free the slot of a sample, where it has one."""
-        if sample in self._flight:
-            self._flight[self._flight.index(sample)] = None
+    def _free_slot(self, sample: int) -> None:
+        """Free the slot of a sample, if any."""
+        if sample in self._slots:
+            self._slots[self._slots.index(sample)] = None
             self._batch = None
 
     def _ends(self, sample: int, token: int) -> bool:
         """Return whether the response ends by itself with its newest token."""
         if token in self._eos:
-            return True  # before min_length it could not have been sampled
+            return True  # banned before min_length
         if self._stop is None:
             return False
         response = self._texts[sample]
@@ -275,27 +295,22 @@ class Rollout:
             return False
         return self._stop.completed(self._prompts[sample], response)
 
-    # Small things -------------------------------------------------------------------------------
-
     def _move(self, model: IncrementalModel, pairs: list[tuple[int, int]], length: int) -> None:
-        """Copy the first ``length`` tokens' keys and values from slot to slot."""
+        """Copy keys and values of the first ``length`` tokens between pairs of slots."""
         if pairs:
-            source, target = zip(*pairs, strict=True)
-            model.cache.copy(self._index(source), self._index(target), length)
+            sources, targets = map(self._responses.index, zip(*pairs, strict=True))
+            model.cache.copy(sources, targets, length)
 
     def _banning(self, samples: list[int]) -> bool:
         """Return whether one of the samples is too short to end with its next token."""
-        return min(self._made[sample] for sample in samples) + 1 < self._length.min_length
+        return min(self._num_new[sample] for sample in samples) + 1 < self._length.min_length
 
     def _length_of(self, sample: int) -> int:
-        return self._prompt_lengths[sample] + self._made[sample]
-
-    def _index(self, numbers: Sequence[int]) -> Tensor:
-        return self._responses.index(numbers)
+        return self._prompt_lengths[sample] + self._num_new[sample]
 
 
 def _prefill_chunks(prompts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """Cut prompts, shortest first, into passes of at most `_PREFILL_TOKENS` padded tokens."""
+    """Split prompts, shortest first, into passes of at most `_PREFILL_TOKENS` padded tokens."""
     chunks: list[list[tuple[int, ...]]] = []
     for prompt in prompts:
         fits = chunks and (len(chunks[-1]) + 1) * aligned(len(prompt)) <= _PREFILL_TOKENS

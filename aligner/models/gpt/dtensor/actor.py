@@ -1,4 +1,4 @@
-"""The policy on a transformers model: generates responses, scores tokens, and learns."""
+"""Policy on a transformers model: generates responses, scores tokens, and trains."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ from aligner.checkpoint.model_source import ModelSource
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
-from aligner.models.gpt.dtensor.shards import WholeParameters
+from aligner.models.gpt.dtensor.shards import GatheredParameters
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.role.policy import ReferencePolicy, SamplingPolicy
 from aligner.models.gpt.role.settings import RoleSettings
@@ -32,7 +32,7 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
         parallel: ParallelState,
         tokenizer: Tokenizer,
     ) -> None:
-        """Arguments as in `DTensorModel`; the settings include sampling."""
+        """See `DTensorModel`. The settings include sampling."""
         super().__init__(source, settings, parallel, tokenizer)
         self.configure_sampling()
 
@@ -62,12 +62,11 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
     # Generating -------------------------------------------------------------------------------
 
     def model_to_sample_from(self) -> GPTModel:
-        """A copy of the weights in a megatron-core model, as they are now; collective.
+        """Copy the current weights to a megatron-core model. Collective.
 
-        For as long as rollouts are made, the weights stand once more in the same tensor-parallel
-        layout, unsharded over data-parallel ranks: the tokens are those of the megatron backend.
-        This costs the weights of a tensor-parallel rank, in the dtype of the forward pass, beside
-        the rank's share.
+        The copy exists during rollouts, in the same tensor-parallel layout but not sharded over
+        data-parallel ranks. It samples the same tokens as the megatron backend. Its memory is the
+        weights of a tensor-parallel rank, in the dtype of the forward pass.
         """
         gpt = build_gpt(
             self.architecture,
@@ -84,6 +83,6 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
         )
         return gpt.eval().requires_grad_(False)
 
-    def hugging_face_weights(self) -> WholeParameters:
+    def hugging_face_weights(self) -> GatheredParameters:
         """See `SamplingPolicy.hugging_face_weights`."""
-        return WholeParameters(self.shards)
+        return GatheredParameters(self.shards)

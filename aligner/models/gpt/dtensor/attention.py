@@ -1,7 +1,7 @@
-"""Attention of transformers' models on aligner's own kernels, for padded and packed passes.
+"""Attention of transformers' models by aligner's kernels, for padded and packed passes.
 
-transformers calls what `register` leaves under `NAME` for every layer, with heads that are this
-rank's. Sequences are right-padded or packed by `Segments`, so no mask is ever built.
+transformers calls the function that `register` registers as `NAME` for every layer, with this
+rank's heads. Sequences are right-padded or packed by `Segments`, so that no mask is built.
 """
 
 import functools
@@ -14,11 +14,11 @@ from aligner.models.gpt.layers.attention import attend_rows, attend_segments
 from aligner.models.gpt.layers.segments import Segments
 
 NAME = "aligner"
-RECOMPUTED = "aligner_recomputed"  # the same; probabilities are computed again in backward
+RECOMPUTED = "aligner_recomputed"  # recomputes the probabilities in backward
 
 
 def register() -> None:
-    """Make both known to transformers."""
+    """Register both functions with transformers."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
@@ -38,22 +38,22 @@ def attention(
     sliding_window: int | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function.
+    """Compute attention with the signature that transformers requires.
 
     Args:
         module: the layer's attention.
-        query: float ``[B, heads, S, D]``, rotated; keys and values may have fewer heads.
-        key: as ``query``.
-        value: as ``query``.
+        query: float ``[B, heads, S, D]``, rotary embedding applied.
+        key: float ``[B, groups, S, D]``, rotary embedding applied.
+        value: float ``[B, groups, S, D]``.
         attention_mask: must be None.
-        scaling: of the scores; default ``D ** -0.5``.
-        dropout: of the probabilities.
-        segments: the sequences that stand in the ``S`` rows (``B`` is 1); None: each row is one.
-        sliding_window: positions that are seen, the own one included.
-        unused: what other implementations need (position ids, cache settings).
+        scaling: factor of the scores. Default: ``D ** -0.5``.
+        dropout: dropout of the probabilities.
+        segments: the sequences in the ``S`` packed rows (``B`` is 1), or None for one per row.
+        sliding_window: positions that a query attends to, including its own.
+        unused: arguments of other implementations (position ids, cache settings).
 
     Returns:
-        ``[B, S, heads, D]``, and no probabilities.
+        ``[B, S, heads, D]``, and None for the probabilities.
     """
     del module, unused
     assert attention_mask is None
@@ -77,7 +77,7 @@ def recomputed_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As `attention`, keeping only queries, keys and values for backward."""
+    """Compute `attention` ``[B, S, heads, D]``, saving only queries, keys and values."""
     if not module.training:
         return attention(module, query, key, value, attention_mask, **kwargs)
     call = functools.partial(attention, **kwargs)

@@ -1,8 +1,8 @@
 """Build a transformers model as FSDP2 and tensor-parallel DTensors from canonical weights.
 
-The model is built without memory for its weights. Then, block by block, a layer is filled, split
-over tensor-parallel ranks and sharded over data-parallel ranks, so that no process ever holds more
-than one whole layer (or the embeddings) beside its share.
+The model is built without memory for its weights. Then, layer by layer, weights are loaded, split
+over tensor-parallel ranks and sharded over data-parallel ranks. In addition to its share, a process
+therefore stores at most one full layer (or the embeddings).
 """
 
 from collections.abc import Mapping
@@ -46,12 +46,12 @@ def build_sharded(
 
     Args:
         architecture: shape of the model.
-        weights: whole tensors under Hugging Face's names; None leaves the weights unset.
+        weights: full tensors by Hugging Face's names, or None to leave weights uninitialised.
         parallel: data- and tensor-parallel groups.
-        dtype: of the forward and backward pass. The weights that are kept, the gradients and the
-            scalar head are float32.
-        recompute: what is computed again in backward.
-        with_scalar_head: a scalar head in place of the output layer.
+        dtype: dtype of the forward and backward pass. Stored weights, gradients and the scalar head
+            are float32.
+        recompute: activations to recompute in backward.
+        with_scalar_head: use a scalar head in place of the output layer.
     """
     family, config = config_to_hf(architecture)
     check_backend(family.model_type, architecture, parallel.config)
@@ -61,6 +61,7 @@ def build_sharded(
         (parallel.dp_size, parallel.config.tensor),
         mesh_dim_names=("data", "tensor"),
     )
+    # Full shapes are read before the parameters become sharded.
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     split = _fill_and_shard(model, weights, mesh, dtype)
     shards = [
@@ -89,6 +90,7 @@ def _empty_model(
 
     dtensor_attention.register()
     names = {None: dtensor_attention.NAME, "full": dtensor_attention.NAME}
+    # Parameters without memory, buffers on the device.
     with init_empty_weights(include_buffers=False):
         body = AutoModel.from_config(
             AutoConfig.for_model(**config),
@@ -113,7 +115,7 @@ def _fill_and_shard(
     mesh: DeviceMesh,
     dtype: torch.dtype,
 ) -> dict[str, int]:
-    """Returns by which dimension tensor parallelism splits parameters, of those it does."""
+    """Load and shard the weights, and return the tensor-parallel dimension of split parameters."""
     names = {module: name for name, module in model.named_modules()}
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
@@ -122,7 +124,7 @@ def _fill_and_shard(
 
     def shard(block: nn.Module, policy: MixedPrecisionPolicy) -> None:
         split.update(_split_dims(names[block], block))
-        # The root, too, is resharded: its weights may change between two forward passes.
+        # The root is resharded too, because its weights can change between forward passes.
         fully_shard(block, mesh=mesh["data"], mp_policy=policy, reshard_after_forward=True)
 
     for layer in model.layers:
@@ -139,7 +141,7 @@ def _fill_and_shard(
     shard(model, policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Losses are divided by global counts: gradients are summed over ranks.
+            # Losses are divided by global counts, so that gradients are summed over ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return split
@@ -147,7 +149,7 @@ def _fill_and_shard(
 
 @torch.no_grad()
 def _fill(block: nn.Module, prefix: str, weights: Mapping[str, Tensor] | None) -> None:
-    """Give a block's parameters that have no memory yet some, and the weights of their names."""
+    """Allocate the parameters of a block that have no memory yet, and load their weights."""
     for name, parameter in list(block.named_parameters(prefix=prefix)):
         if not parameter.is_meta:
             continue
@@ -155,8 +157,8 @@ def _fill(block: nn.Module, prefix: str, weights: Mapping[str, Tensor] | None) -
         if weights is not None:
             if name not in weights:
                 raise CheckpointError(
-                    f"the model has {name}, which the checkpoint lacks; a critic or reward model "
-                    "has no output layer, start the policy from a language model"
+                    f"the checkpoint does not contain {name} of the model. If it is a critic or "
+                    "reward model, without an output layer, start the policy from a language model"
                 )
             value.copy_(weights[name])
         owner, _, leaf = name[len(prefix) + 1 if prefix else 0 :].rpartition(".")
@@ -165,15 +167,15 @@ def _fill(block: nn.Module, prefix: str, weights: Mapping[str, Tensor] | None) -
 
 @torch.no_grad()
 def _fill_head(head: ValueHead, weights: Mapping[str, Tensor] | None) -> None:
-    """A fresh head is zero, as on every backend, unless the weights bring one."""
+    """Load the head, or initialise it to zero if ``weights`` contain none."""
     for leaf, parameter in list(head.named_parameters()):
         value = torch.zeros(parameter.shape, device=accelerator.device())
         name = f"score.{leaf}"
         if weights is not None and name in weights:
             if weights[name].shape != value.shape:
                 raise CheckpointError(
-                    f"{name} has shape {tuple(weights[name].shape)}, this role's is "
-                    f"{tuple(value.shape)}; start from a model without a head, or with one label"
+                    f"{name} has shape {tuple(weights[name].shape)}, but this role needs "
+                    f"{tuple(value.shape)}. Start from a model without a head, or with one label"
                 )
             value.copy_(weights[name])
         head.register_parameter(leaf, nn.Parameter(value))

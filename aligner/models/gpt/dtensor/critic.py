@@ -1,4 +1,4 @@
-"""The critic on a transformers model: a body with a scalar head in place of the output layer."""
+"""Critic on a transformers model: a body with a scalar head in place of the output layer."""
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ class DTensorCriticModel(DTensorModel, ValueModel):
     def token_outputs(
         self, model: TransformersModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """Values before every token, float32 [B, S], of ``hidden`` [n * L, H]."""
-        assert not with_entropy  # a policy's matter
+        """Compute values before every token, float32 [B, S], from ``hidden`` [n * L, H]."""
+        assert not with_entropy  # only a policy has an entropy
         assert model.score is not None
         return framed_outputs(model.score(hidden), microbatch.layout, right_shift=self.right_shift)

@@ -1,7 +1,8 @@
 """`DTensorModel`: a role on a transformers model sharded by FSDP2 and tensor-parallel DTensors.
 
-What every role on this backend shares: building, passes of micro-batches, files and run state. The
-counterpart of `MegatronGPTModel`; what a role computes from the hidden states is the role's.
+It implements the parts that all roles of this backend share: building, passes of micro-batches,
+files and run state. It is the counterpart of `MegatronGPTModel`. Each role defines its outputs as a
+function of the hidden states.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from aligner.models.gpt.dtensor.build import build_sharded
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.dtensor.optimizer import ShardOptimizer
 from aligner.models.gpt.dtensor.plan import check_dropout
-from aligner.models.gpt.dtensor.shards import ParameterShard, WholeParameters
+from aligner.models.gpt.dtensor.shards import GatheredParameters, ParameterShard
 from aligner.models.gpt.dtensor.state import load_shard_state, shard_state
 from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
 from aligner.models.gpt.role.model import (
@@ -48,7 +49,7 @@ class DTensorModel(RoleModel, LightningModule):
         parallel: ParallelState,
         tokenizer: Tokenizer,
     ) -> None:
-        """Build from an open checkpoint; the optimizer comes with `setup_training`."""
+        """Build the model from an open checkpoint. `setup_training` creates the optimizer."""
         super().__init__()
         self.settings = settings
         self.parallel = parallel
@@ -62,7 +63,7 @@ class DTensorModel(RoleModel, LightningModule):
     def from_checkpoint(
         cls, checkpoint: ModelSource, *, settings: RoleSettings, tokenizer: Tokenizer
     ) -> Self:
-        """Build this role from an open model, on this process's place in the settings' layout."""
+        """Build this process's share of the role from an open model."""
         parallel = initialize_parallel(settings.parallel, seed=settings.seed)
         return cls(checkpoint, settings, parallel, tokenizer)
 
@@ -71,9 +72,9 @@ class DTensorModel(RoleModel, LightningModule):
     def build(
         self, weights: Mapping[str, Tensor] | None
     ) -> tuple[TransformersModel, list[ParameterShard]]:
-        """This process's share of a model, filled where ``weights`` are given.
+        """Build this process's share of a model, and load ``weights`` unless None.
 
-        ``weights``: Hugging Face's names and whole tensors, [out, in] or [out], in any float dtype.
+        ``weights``: full tensors by Hugging Face's names, [out, in] or [out], in any float dtype.
         """
         trained = self.settings.optim is not None
         check_dropout(self.settings.dropout, self.architecture, trained=trained)
@@ -87,7 +88,7 @@ class DTensorModel(RoleModel, LightningModule):
         )
 
     def setup_training(self) -> None:
-        """Make the optimizer; call once."""
+        """Create the optimizer on the first call."""
         if self.optimizer is None and self.settings.optim is not None:
             self.optimizer = ShardOptimizer(
                 self.shards,
@@ -98,7 +99,7 @@ class DTensorModel(RoleModel, LightningModule):
             )
 
     def num_parameters(self) -> int:
-        """Parameters of the whole role, over all processes."""
+        """Count the parameters of the role over all processes."""
         return sum(torch.Size(shard.shape).numel() for shard in self.shards)
 
     # Passes -----------------------------------------------------------------------------------
@@ -109,18 +110,19 @@ class DTensorModel(RoleModel, LightningModule):
         micro_batches: MicroBatches | None = None,
         model: TransformersModel | None = None,
     ) -> Tensor:
-        """The role's `token_outputs` without gradients; see `RoleModel.infer_tokens`."""
-        scoring = model or self.model
-        microbatches = self.split(batch, micro_batches or self.settings.forward_micro_batch_size)
-        total = torch.zeros(batch["input_ids"].shape, device=batch["input_ids"].device)
+        """See `RoleModel.infer_tokens`."""
+        model = model or self.model
+        frame = torch.zeros(batch["input_ids"].shape, device=batch["input_ids"].device)
         start = 0
-        for microbatch in microbatches:
-            head = partial(self.token_outputs, scoring, microbatch=microbatch, with_entropy=False)
+        for microbatch in self.split(
+            batch, micro_batches or self.settings.forward_micro_batch_size
+        ):
+            head = partial(self.token_outputs, model, microbatch=microbatch, with_entropy=False)
             with torch.no_grad():
-                result = scoring(microbatch.layout, head).values_or_logprobs
-            total[start : start + result.shape[0], : result.shape[1]] = result
+                result = model(microbatch.layout, head).values_or_logprobs
+            frame[start : start + result.shape[0], : result.shape[1]] = result
             start += result.shape[0]
-        return total
+        return frame
 
     def run_batch(
         self,
@@ -130,7 +132,7 @@ class DTensorModel(RoleModel, LightningModule):
         mbs: MicroBatches | None = None,
     ) -> BatchResult:
         """See `RoleModel.run_batch`."""
-        loss = self.loss_of_call(loss_fn)
+        loss = self.require_loss(loss_fn)
         denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
 
         def head(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -147,8 +149,8 @@ class DTensorModel(RoleModel, LightningModule):
         return result_of(reduce_result(parts, own_tokens, self.parallel.dp_group))
 
     @property
-    def ranks_meet(self) -> bool:
-        """True: every pass gathers weights."""
+    def passes_are_collective(self) -> bool:
+        """True, because every pass gathers weights."""
         return True
 
     # Files ------------------------------------------------------------------------------------
@@ -164,9 +166,9 @@ class DTensorModel(RoleModel, LightningModule):
         return gathered
 
     def canonical_weights(self) -> HuggingFaceWeights:
-        """Canonical weights, gathered when indexed; collective."""
+        """Return canonical weights, which are gathered when indexed. Collective."""
         family, _ = config_to_hf(self.architecture)
-        return HuggingFaceWeights(WholeParameters(self.shards), family.table, self.architecture)
+        return HuggingFaceWeights(GatheredParameters(self.shards), family.table, self.architecture)
 
     @torch.no_grad()
     def load_whole_weights(self, weights: Weights, strict: bool = True) -> None:
@@ -177,7 +179,8 @@ class DTensorModel(RoleModel, LightningModule):
                 shard.local.copy_(shard.share_of(named[shard.name]))
             elif strict:
                 raise CheckpointError(
-                    f"the model has {shard.name}, which the checkpoint lacks; load one of this role"
+                    f"the checkpoint does not contain {shard.name} of the model. Load a checkpoint "
+                    "of this role"
                 )
 
     def _hugging_face_names(self, weights: Weights) -> HuggingFaceView:
@@ -187,9 +190,9 @@ class DTensorModel(RoleModel, LightningModule):
     # Run state --------------------------------------------------------------------------------
 
     def run_state(self) -> dict[str, Any]:
-        """This process's share of weights and optimizer, exact."""
+        """See `RoleModel.run_state`."""
         return shard_state(self.shards, self.optimizer)
 
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Inverse of `run_state`, from the shares of all processes of the run that was saved."""
+        """See `RoleModel.load_run_state`."""
         load_shard_state(self.shards, self.optimizer, states)

@@ -1,8 +1,8 @@
-"""A transformers model as the root of FSDP2: body, output layer or scalar head, and what follows.
+"""A transformers model as the root of FSDP2: body, and output layer or scalar head.
 
-Parameters carry Hugging Face's names (``model.layers.0.…``, ``lm_head.weight``); a scalar head is
-``score``. What is computed from the hidden states is computed inside `forward`, where the
-weights of the output layer are whole.
+Parameters are named as in Hugging Face models (``model.layers.0.…``, ``lm_head.weight``). A scalar
+head is named ``score``. Outputs are computed from the hidden states inside of `forward`, where the
+weights of the output layer are gathered.
 """
 
 import math
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class TransformersModel(nn.Module):
-    """A decoder's body with a language-model head, a scalar head, or neither of its own (tied)."""
+    """Decoder body with a language-model head, a scalar head, or neither (tied embeddings)."""
 
     def __init__(
         self, prefix: str, body: nn.Module, lm_head: nn.Linear | None, score: ValueHead | None
@@ -34,21 +34,21 @@ class TransformersModel(nn.Module):
 
     @property
     def body(self) -> nn.Module:
-        """The decoder: token ids to hidden states."""
+        """Decoder, which maps token ids to hidden states."""
         return self.get_submodule(self._prefix)
 
     @property
     def embedding(self) -> nn.Module:
-        """The embedding of tokens."""
+        """Token embedding."""
         return self.body.get_input_embeddings()
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder's layers."""
+        """Layers of the decoder."""
         return next(child for child in self.body.children() if isinstance(child, nn.ModuleList))
 
     def forward(self, layout: TokenLayout, head: Callable[[Tensor], Result]) -> Result:
-        """Result of ``head`` for the float hidden states ``[n * L, H]`` of a micro-batch's rows."""
+        """Return ``head`` of the float hidden states ``[n * L, H]`` of a micro-batch's rows."""
         hidden = self.body(
             input_ids=layout.input_ids,
             position_ids=layout.positions,
@@ -58,9 +58,9 @@ class TransformersModel(nn.Module):
         return head(hidden.flatten(0, 1))
 
     def output_weight(self) -> Tensor:
-        """Rows of the output layer on this rank, ``[ceil(V / tp), H]``; only inside `forward`.
+        """Return this rank's rows of the output layer, ``[ceil(V / tp), H]``, inside `forward`.
 
-        The last ranks hold fewer where the vocabulary does not divide: they get rows of zeros.
+        If the vocabulary is not divisible, the last ranks' rows are padded with zeros.
         """
         weight = (self.embedding if self.lm_head is None else self.lm_head).weight
         if not isinstance(weight, DTensor):

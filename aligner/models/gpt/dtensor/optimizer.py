@@ -1,7 +1,7 @@
-"""Optimizer of a sharded model: each process updates the elements it holds.
+"""Optimizer of a sharded model, in which each process updates its local elements.
 
-The same step as the megatron-core roles': global norm, refusal of what is not finite, clipping,
-AdamW (or SGD) in float32.
+A step is the same as in megatron-core roles: compute the global norm, skip if it is not finite,
+clip, update with AdamW (or SGD) in float32.
 """
 
 import math
@@ -20,7 +20,7 @@ from aligner.parallel.groups import ParallelState
 
 
 class ShardOptimizer(StepOptimizer):
-    """Adam's moments (or nothing, for SGD) of the local elements, and the schedule."""
+    """AdamW or SGD of the local elements, with the schedule."""
 
     def __init__(
         self,
@@ -34,17 +34,17 @@ class ShardOptimizer(StepOptimizer):
         super().__init__(config, gradient_clip_val=gradient_clip_val, total_steps=total_steps)
         self._parallel = parallel
         self._shards = list(shards)
-        # Plain tensors in the parameters' memory; torch's optimizers need not know of DTensor.
+        # Plain tensors in the parameters' memory, so that torch's optimizer sees no DTensors.
         self._mains = {
             shard.name: nn.Parameter(shard.local, requires_grad=False)
             for shard in self._shards
             if shard.local.numel() > 0
         }
-        # Matrices decay and vectors do not, as megatron-core parts them.
-        held = [shard for shard in self._shards if shard.name in self._mains]
+        # Weight decay applies to matrices, not to vectors, as in megatron-core.
+        local = [shard for shard in self._shards if shard.name in self._mains]
         groups: list[dict[str, Any]] = [
             {
-                "params": [self._mains[s.name] for s in held if (len(s.shape) > 1) == is_matrix],
+                "params": [self._mains[s.name] for s in local if (len(s.shape) > 1) == is_matrix],
                 "weight_decay": config.weight_decay if is_matrix else 0.0,
             }
             for is_matrix in (True, False)
@@ -82,19 +82,19 @@ class ShardOptimizer(StepOptimizer):
         return StepOutcome(grad_norm=norm, lr=lr, skipped=False)
 
     def _take_gradients(self) -> dict[str, Tensor]:
-        """Local gradients by name, and in place for the update."""
+        """Return the named local gradients, and set them for the update."""
         gradients = {}
         for shard in self._shards:
             gradient = shard.gradient
             assert gradient is not None, shard.name
-            if shard.summed:  # on all ranks alike, also those without elements
+            if shard.summed:  # collective, also on ranks without elements
                 dist.all_reduce(gradient, group=self._parallel.tp_group)
             if shard.name in self._mains:
                 gradients[shard.name] = self._mains[shard.name].grad = gradient
         return gradients
 
     def _norm(self, gradients: dict[str, Tensor]) -> float:
-        """Euclidean norm over all elements of the model, each counted once."""
+        """Compute the Euclidean norm over all elements of the model, without duplicates."""
         is_first = self._parallel.tp_rank == 0
         squares = [
             torch.linalg.vector_norm(gradients[shard.name]).double().square()
@@ -115,7 +115,7 @@ class ShardOptimizer(StepOptimizer):
     # Run state --------------------------------------------------------------------------------
 
     def owned_slices(self) -> Iterator[tuple[ParameterShard, OwnedSlice]]:
-        """Local elements of every parameter that has some, with their moments."""
+        """Yield the local elements of every parameter, unless empty."""
         for shard in self._shards:
             if shard.name in self._mains:
                 main = self._mains[shard.name]

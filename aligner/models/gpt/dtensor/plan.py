@@ -1,4 +1,4 @@
-"""Tensor-parallel split of transformers' layers, and models that this backend refuses."""
+"""Tensor-parallel split of transformers' layers, and checks of models that are not supported."""
 
 from typing import TYPE_CHECKING
 
@@ -12,44 +12,44 @@ from aligner.errors import ConfigError, LayoutError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Families whose layers have the modules that `split_layer` names.
+# Families with the modules that `split_layer` splits.
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
-# Weights that every rank holds but applies to its own heads: their gradients are parts of a sum.
+# Replicated weights that each rank applies to its own heads, so that gradients must be summed.
 APPLIED_TO_OWN_HEADS = (".self_attn.q_norm.weight", ".self_attn.k_norm.weight")
 
 
 def check_backend(family: str, architecture: GPTArchitecture, parallel: ParallelConfig) -> None:
-    """Refuse models and layouts that this backend does not have."""
+    """Raise if this backend does not support the model or the layout."""
     if architecture.num_moe_experts is not None:
         raise LayoutError(
-            f"policy.backend=dtensor has no mixture of experts, and the model is a {family} with "
-            f"{architecture.num_moe_experts} experts; use policy.backend=megatron"
+            f"policy.backend=dtensor does not support mixture of experts, but the model is a "
+            f"{family} with {architecture.num_moe_experts} experts. Use policy.backend=megatron"
         )
     if parallel.tensor > 1 and family not in LLAMA_LIKE:
         raise LayoutError(
-            f"model.tensor_model_parallel_size={parallel.tensor}: policy.backend=dtensor has no "
-            f"tensor parallelism for {family} models, only for {', '.join(LLAMA_LIKE)}; use 1 "
-            "(weights are sharded over data-parallel ranks anyway), or policy.backend=megatron"
+            f"model.tensor_model_parallel_size={parallel.tensor}: policy.backend=dtensor does not "
+            f"support tensor parallelism for {family} models, only for {', '.join(LLAMA_LIKE)}. "
+            "Use 1 (data-parallel ranks shard the weights anyway), or policy.backend=megatron"
         )
 
 
 def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, trained: bool) -> None:
-    """Refuse ``model.dropout`` where transformers' layers would leave half of it out.
+    """Raise if transformers' layers would ignore a part of ``model.dropout``.
 
-    ``trained``: whether the role learns; the checkpoint's own dropout (None) matters only then.
+    ``trained``: whether the role is trained. Otherwise the checkpoint's dropout (None) is ignored.
     """
     hidden = architecture.with_dropout(dropout).hidden_dropout
     family = config_to_hf(architecture)[0].model_type
     if hidden and family in LLAMA_LIKE and (trained or dropout is not None):
         shown = f"null, {hidden:g} in the checkpoint" if dropout is None else f"{dropout:g}"
         raise ConfigError(
-            f"model.dropout={shown}: policy.backend=dtensor has no dropout of hidden states "
-            f"for {family} models; set it to 0, or use policy.backend=megatron"
+            f"model.dropout={shown}: policy.backend=dtensor does not support dropout of hidden "
+            f"states for {family} models. Set it to 0, or use policy.backend=megatron"
         )
 
 
 def split_layer(layer: nn.Module, mesh: "DeviceMesh") -> None:
-    """Make one decoder layer's linears DTensors: heads and inner columns over ``mesh``."""
+    """Split the linears of a decoder layer over ``mesh``, by heads and by MLP columns."""
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -65,12 +65,12 @@ def split_layer(layer: nn.Module, mesh: "DeviceMesh") -> None:
         "mlp.up_proj": ColwiseParallel(),
         "mlp.down_proj": RowwiseParallel(),
     }
-    # Every rank has read the whole weights: nobody needs to send them.
+    # Every rank has loaded the full weights, so that none must be sent.
     parallelize_module(layer, mesh, plan, src_data_rank=None)
 
 
 def split_vocabulary(embedding: nn.Module, lm_head: nn.Module | None, mesh: "DeviceMesh") -> None:
-    """Make the embedding, and the output layer where there is one, DTensors by vocabulary."""
+    """Split the embedding, and the output layer if any, over ``mesh`` by vocabulary."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

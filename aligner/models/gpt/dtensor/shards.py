@@ -1,8 +1,8 @@
 """One process's share of the parameters, as plain tensors.
 
-A parameter is first split over tensor-parallel ranks along one dimension (or not at all), then
-over data-parallel ranks by rows; both as `torch.chunk` splits. What is elementwise (optimizer,
-copies, run state) works on the local tensors and knows nothing of DTensor.
+A parameter is first split over tensor-parallel ranks along one dimension (or not at all), then over
+data-parallel ranks by rows, both as `torch.chunk` splits. Elementwise code (optimizer, copies, run
+state) uses the local tensors and does not depend on DTensor.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,19 +21,19 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """Share of one parameter that this process holds."""
+    """This process's share of one parameter."""
 
     name: str
-    shape: Shape  # of the whole
-    split_dim: int | None  # over tensor-parallel ranks; None: each has all of it
-    summed: bool  # gradients are to be added up over tensor-parallel ranks
-    dtype: torch.dtype  # of the forward pass; the local elements are float32
+    shape: Shape  # of the full parameter
+    split_dim: int | None  # split over tensor-parallel ranks, or None if replicated
+    summed: bool  # sum gradients over tensor-parallel ranks
+    dtype: torch.dtype  # of the forward pass. The local elements are float32.
     parameter: nn.Parameter  # a DTensor
     parallel: ParallelState
 
     @property
     def local(self) -> Tensor:
-        """This process's elements, in the memory of the parameter; maybe none."""
+        """This process's elements (possibly 0), in the memory of the parameter."""
         return _local(self.parameter.detach())
 
     @property
@@ -44,33 +44,30 @@ class ParameterShard:
 
     @property
     def part_shape(self) -> Shape:
-        """Shape of the part that the data-parallel ranks of this tensor-parallel rank share."""
-        if self.split_dim is None:
-            return self.shape
-        rows = rows_of(
-            self.shape[self.split_dim], self.parallel.tp_rank, self.parallel.config.tensor
-        )
-        return tuple(
-            len(rows) if dim == self.split_dim else size for dim, size in enumerate(self.shape)
-        )
+        """Shape of this tensor-parallel rank's part, which its data-parallel ranks share."""
+        shape = list(self.shape)
+        if self.split_dim is not None:
+            shape[self.split_dim] = len(self._part(self.split_dim))
+        return tuple(shape)
+
+    def _part(self, dim: int) -> range:
+        """Return the indices along ``dim`` of this tensor-parallel rank's part."""
+        return rows_of(self.shape[dim], self.parallel.tp_rank, self.parallel.config.tensor)
 
     @property
     def rows(self) -> range:
-        """Rows of the part that the local elements are."""
+        """Rows of the part that contain the local elements."""
         return rows_of(self.part_shape[0], self.parallel.dp_rank, self.parallel.dp_size)
 
-    def share_of(self, whole: Tensor) -> Tensor:
-        """View of this process's elements of ``whole``, a float tensor [out, in] or [out]."""
-        part = whole
+    def share_of(self, tensor: Tensor) -> Tensor:
+        """Return a view of this process's elements of the full float tensor [out, in] or [out]."""
         if self.split_dim is not None:
-            columns = rows_of(
-                self.shape[self.split_dim], self.parallel.tp_rank, self.parallel.config.tensor
-            )
-            part = whole.narrow(self.split_dim, columns.start, len(columns))
-        return part[self.rows.start : self.rows.stop]
+            part = self._part(self.split_dim)
+            tensor = tensor.narrow(self.split_dim, part.start, len(part))
+        return tensor[self.rows.start : self.rows.stop]
 
     def gather(self) -> Tensor:
-        """The whole parameter on every process, in the forward pass's dtype; collective."""
+        """Gather the full parameter on every process, in the forward pass's dtype. Collective."""
         parallel = self.parallel
         part = _gather(
             self.local.to(self.dtype), 0, self.part_shape[0], parallel.dp_group, parallel.dp_size
@@ -81,10 +78,10 @@ class ParameterShard:
         return _gather(part, self.split_dim, size, parallel.tp_group, parallel.config.tensor)
 
 
-class WholeParameters(Mapping[str, Tensor]):
-    """The whole parameters by name, each gathered when it is indexed.
+class GatheredParameters(Mapping[str, Tensor]):
+    """Mapping of names to full parameters, which are gathered when indexed.
 
-    Collective: all processes index the same names in the same order.
+    Indexing is collective: all processes must index the same names in the same order.
     """
 
     def __init__(self, shards: Sequence[ParameterShard]) -> None:
@@ -104,21 +101,21 @@ class WholeParameters(Mapping[str, Tensor]):
 
 
 def rows_of(total: int, rank: int, ranks: int) -> range:
-    """Rows of the ``rank``-th of ``ranks`` chunks."""
+    """Return the rows of chunk ``rank`` of ``ranks`` chunks."""
     chunk = -(-total // ranks)
     return range(min(rank * chunk, total), min((rank + 1) * chunk, total))
 
 
 def _gather(part: Tensor, dim: int, total: int, group: dist.ProcessGroup, ranks: int) -> Tensor:
-    """Join the chunks of all ranks along ``dim``, which is ``total`` long then."""
+    """Concatenate the chunks of all ranks along ``dim``, to length ``total``."""
     if ranks == 1:
         return part
     part = part.movedim(dim, 0)
     chunk = -(-total // ranks)
     padded = F.pad(part, (0, 0) * (part.dim() - 1) + (0, chunk - part.shape[0])).contiguous()
-    whole = padded.new_empty(ranks * chunk, *part.shape[1:])
-    dist.all_gather_into_tensor(whole, padded, group=group)
-    return whole[:total].movedim(0, dim).contiguous()
+    result = padded.new_empty(ranks * chunk, *part.shape[1:])
+    dist.all_gather_into_tensor(result, padded, group=group)
+    return result[:total].movedim(0, dim).contiguous()
 
 
 def _local(tensor: Tensor) -> Tensor:

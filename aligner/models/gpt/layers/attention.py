@@ -310,6 +310,7 @@ class _CPUFlashAttention(torch.autograd.Function):
                 scale=ctx.scale,
             )
         )
+        # Sum the gradients of repeated keys and values: over query heads, then over uses of a row.
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             by_key = by_key.unflatten(1, (-1, groups)).sum(2)

@@ -35,6 +35,7 @@ def torch_kernel(window: int | None) -> VarlenKernel | None:
     def attend(
         query: Tensor, key: Tensor, value: Tensor, *runs: Any, scale: float, window: int | None
     ) -> Tensor:
+        # Options of this version of PyTorch, or an equal computation without the option.
         options: dict[str, Any] = {}
         groups = query.shape[1] // key.shape[1]
         if groups > 1 and "enable_gqa" in supported:
@@ -118,6 +119,7 @@ def attend_varlen(
     """
     kernel = find_kernel(window)
     assert kernel is not None  # checked by can_attend_varlen
+    # Rows after the last sequence are padding. Shared prefixes repeat keys.
     runs = segments.runs
     used = int(runs.queries.sum())
     if runs.key_rows is None:

@@ -1,6 +1,6 @@
-"""The policy: generates responses, scores tokens, and learns from a policy loss.
+"""Policy on megatron-core: generates responses, scores tokens, and trains on a policy loss.
 
-Rejection sampling's actor is the same policy, which learns its best responses by likelihood.
+The actor of rejection sampling is the same policy, trained on its best responses by likelihood.
 """
 
 from collections.abc import Mapping
@@ -33,10 +33,9 @@ from aligner.types import LossFunction
 
 
 class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativeInterface):
-    """PPO's actor.
+    """Actor of PPO and, with another loss, of other algorithms.
 
-    ``loss_fn`` is any `aligner.types.LossFunction` over log-probs; with another loss the same
-    class is another algorithm's actor.
+    ``loss_fn`` is any `aligner.types.LossFunction` over log-probs.
     """
 
     role_name = "policy"
@@ -47,7 +46,7 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
     )
 
     def __init__(self, cfg: Any, trainer: Any = None, **options: Any) -> None:
-        """Arguments as in `MegatronGPTModel`; the settings include sampling."""
+        """See `MegatronGPTModel`. The settings include sampling."""
         super().__init__(cfg, trainer, **options)
         self.configure_sampling()
 
@@ -77,12 +76,13 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
         return logits, ids
 
     def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
-        """Freeze the current weights as the reference policy; with adapters ``mode`` is moot."""
+        """Freeze the current weights as the reference policy. With adapters ``mode`` is ignored."""
         kind: Literal["keep", "swap", "bare"] = mode
-        if self.adapters is not None:  # what is frozen needs no keeping
+        if self.adapters is not None:  # the frozen weights need no copy
             kind = "bare" if self.adapters.are_fresh else "swap"
         weights = dict(self.gpt.named_parameters())
 
+        # Called by the reference with ``keep`` only.
         def copy() -> GPTModel:
             gpt = self.build_gpt(initialize=False)
             with torch.no_grad():
@@ -90,23 +90,23 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
                     parameter.copy_(weights[name])
             return gpt
 
-        learning = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         self.__dict__["_reference"] = ReferencePolicy(
-            self.gpt, kind, self.infer_tokens, weights=learning, copy=copy
+            self.gpt, kind, self.infer_tokens, weights=trained, copy=copy
         )
 
     def get_inference_log_probs(self, response_tokens: Tensor) -> Tensor:
-        """Log-probs of every token: int64 ``[B, S]`` to float32 ``[B, S]``, 0 at position 0."""
+        """Score every token: int64 ``[B, S]`` to log-probs float32 ``[B, S]``, 0 at position 0."""
         return self.get_logprobs(_all_positions(response_tokens))
 
     def get_init_policy_logprobs(self, response_tokens: Tensor) -> Tensor:
-        """As `get_inference_log_probs`, under the weights that training began with."""
+        """Score tokens as `get_inference_log_probs` does, under the initial weights."""
         return self.get_reference_logprobs(_all_positions(response_tokens))
 
     # Generating -------------------------------------------------------------------------------
 
     def model_to_sample_from(self) -> GPTModel:
-        """The policy's own model."""
+        """Return the policy's model."""
         return self.gpt
 
     def hugging_face_weights(self) -> HuggingFaceView:
@@ -131,13 +131,13 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
     def infer(
         self, inference_batch: Mapping[str, Tensor], *, seed: int | None = None
     ) -> dict[str, Tensor]:
-        """Continue prompts; another call draws other tokens.
+        """Sample responses to prompts. Every call samples anew.
 
         Args:
             inference_batch: ``text`` int64 ``[B, P]`` right-padded prompts, ``length`` int64
                 ``[B]``.
-            seed: of counter-based sampling; default one of this call's own, made of the role's seed
-                and the number of calls without a seed so far. Row b is sample b.
+            seed: seed of counter-based sampling, in which row b is sample b. Default: derived from
+                the role's seed and the count of earlier calls without a seed.
 
         Returns:
             ``response_tokens`` int64 ``[B, S]`` (prompt and response), ``response_lengths`` int64
@@ -168,7 +168,7 @@ def _all_positions(tokens: Tensor) -> dict[str, Tensor]:
 
 
 class MegatronGPTRSModel(MegatronGPTActorModel):
-    """PPO's actor with another loss: the negative mean log-prob of the response's tokens."""
+    """Actor whose loss is the negative mean log-prob of the response's tokens."""
 
     config_types = (RSModelConfig, ModelConfig, TrainedModelConfig)
     loss_fn = NegativeLogLikelihoodLoss()
@@ -182,7 +182,7 @@ class MegatronGPTRSModel(MegatronGPTActorModel):
     ) -> BatchResult:
         """See `MegatronGPTModel.run_batch`.
 
-        ``batch`` has the columns of `aligner.types`, or is what `infer` returns.
+        ``batch`` contains the columns of `aligner.types`, or is a result of `infer`.
         """
         if "response_tokens" in batch:
             batch = training_columns(batch)
@@ -190,18 +190,18 @@ class MegatronGPTRSModel(MegatronGPTActorModel):
 
 
 def training_columns(rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Columns to learn from, of responses that `MegatronGPTActorModel.infer` returned.
+    """Convert the result of `MegatronGPTActorModel.infer` to training columns.
 
-    ``rollout``: ``response_tokens`` int64 ``[B, S]``; ``response_lengths`` and ``prompt_lengths``
-    int64 ``[B]``. The float32 ``token_mask`` ``[B, S]`` follows from the lengths: 1 from
-    ``prompt_lengths`` to ``response_lengths``; ``sample_mask`` is 1.
+    ``rollout``: ``response_tokens`` int64 ``[B, S]``, ``response_lengths`` and ``prompt_lengths``
+    int64 ``[B]``. In the result, ``token_mask`` float32 ``[B, S]`` is 1 from ``prompt_lengths`` to
+    ``response_lengths``, and ``sample_mask`` float32 ``[B]`` is 1.
     """
     tokens, lengths = rollout["response_tokens"], rollout["response_lengths"]
     position = torch.arange(tokens.shape[1], device=tokens.device)
-    learned = (position >= rollout["prompt_lengths"][:, None]) & (position < lengths[:, None])
+    in_response = (position >= rollout["prompt_lengths"][:, None]) & (position < lengths[:, None])
     return {
         "input_ids": tokens,
         "input_lengths": lengths,
-        "token_mask": learned.float(),
+        "token_mask": in_response.float(),
         "sample_mask": torch.ones(tokens.shape[0], device=tokens.device),
     }

@@ -32,7 +32,7 @@ FP8 = Literal["e4m3", "hybrid"]
 
 
 def _squared_relu(x: Tensor) -> Tensor:
-    """megatron-core's is compiled at its first call: many seconds, and not without gcc."""
+    """Compute ``relu(x)²``. Megatron-core's version is compiled at its first call and needs gcc."""
     return F.relu(x).square()
 
 
@@ -58,7 +58,7 @@ def transformer_config(
     layers: LayerOptions | None = None,
     initialize: bool = True,
 ) -> GPTConfig:
-    """megatron-core's view of the architecture, this layout and this precision."""
+    """Convert architecture, layout and precision to megatron-core's configuration."""
     layers = layers or LayerOptions()
     check_fp8(fp8, dtype, layers.spec)
     parallel = parallel or ParallelConfig()
@@ -68,7 +68,7 @@ def transformer_config(
         **_network(architecture),
         **_experts(architecture, fp8),
         **_layout(parallel),
-        # Our spec's activation in one piece; Transformer Engine's MLP has no such place.
+        # An activation module is an option of our spec, not of Transformer Engine's MLP.
         use_te_activation_func=architecture.activation == "swiglu"
         and not fused.swiglu
         and not of_transformer_engine,
@@ -77,18 +77,18 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         fp8=fp8,
-        # Scales of the tensors at hand: unlike a history of them, nothing that a resumed run lacks.
+        # Scales of the current tensors: unlike a history, they need no state when a run resumes.
         fp8_recipe="tensorwise" if fp8 else "delayed",
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not accelerator.has_gpu(),
         perform_initialization=initialize,
-        # Losses arrive already divided by global counts: gradients are summed, never averaged.
+        # Losses are already divided by global counts: gradients are summed, never averaged.
         calculate_per_token_loss=True,
         deterministic_mode=accelerator.has_gpu() and accelerator.is_deterministic(),
         gradient_accumulation_fusion=fused.gradient_sum,
-        masked_softmax_fusion=False,  # of a core attention that is not ours
+        masked_softmax_fusion=False,  # only megatron-core's core attention uses it
         bias_dropout_fusion=fused.bias,
-        apply_rope_fusion=False,  # Transformer Engine's: one position for all rows of a batch
+        apply_rope_fusion=False,  # its kernel uses the same positions in all rows of a batch
         recompute_granularity=recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
@@ -96,7 +96,7 @@ def transformer_config(
 
 
 def _network(architecture: GPTArchitecture) -> dict[str, Any]:
-    """Shape, operations and initial weights of the layers."""
+    """Return the shape, operations and initial weights of the layers."""
     return {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
@@ -120,7 +120,7 @@ def _network(architecture: GPTArchitecture) -> dict[str, Any]:
 
 
 def _experts(architecture: GPTArchitecture, fp8: FP8 | None) -> dict[str, Any]:
-    """Experts and their router, where the layers have any."""
+    """Return the settings of experts and their router."""
     is_moe = architecture.num_moe_experts is not None
     return {
         "num_moe_experts": architecture.num_moe_experts,
@@ -128,17 +128,17 @@ def _experts(architecture: GPTArchitecture, fp8: FP8 | None) -> dict[str, Any]:
         "moe_ffn_hidden_size": architecture.expert_ffn_hidden_size if is_moe else None,
         "moe_router_pre_softmax": architecture.moe_router_pre_softmax,
         "moe_router_dtype": "fp32",
-        # Every token reaches its experts, and each rank may bring another number of them.
+        # No token is dropped, and ranks may dispatch different numbers of tokens.
         "moe_token_dispatcher_type": "alltoall",
-        # A balancing loss would add to the gradient what depends on how the batch is cut up, and
-        # an RL loss is not what balances a router that is trained already.
+        # The gradient of a balancing loss depends on how the batch is split into micro-batches, and
+        # a pretrained router is balanced already.
         "moe_router_load_balancing_type": "none",
         "moe_router_padding_for_quantization": is_moe and fp8 is not None,
     }
 
 
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:
-    """Sizes of the axes along which processes share the model."""
+    """Return the sizes of the parallel axes."""
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
@@ -154,23 +154,24 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def check_fp8(fp8: FP8 | None, dtype: torch.dtype, spec: LayerSpec = "auto") -> None:
-    """Refuse 8-bit matrix products where there are none."""
+    """Raise if 8-bit matrix products are requested but not supported."""
     if fp8 is None:
         return
     if dtype != torch.bfloat16:
         raise ConfigError(
-            f"model.fp8={fp8} needs trainer.precision=bf16; set it, or model.fp8=null"
+            f"model.fp8={fp8} needs trainer.precision=bf16. Set it, or set model.fp8=null"
         )
     if spec == "local":
         raise ConfigError(
-            f"model.fp8={fp8} is Transformer Engine's, and model.layer_spec=local; set "
+            f"model.fp8={fp8} needs Transformer Engine, but model.layer_spec=local. Set "
             "model.layer_spec=auto, or model.fp8=null"
         )
     if not (has_transformer_engine() and accelerator.has_fp8()):
         raise ConfigError(
             f"model.fp8={fp8} needs Transformer Engine and a GPU with 8-bit matrix products "
-            f"(compute capability 8.9 or more); here is {accelerator.description()}, Transformer "
-            f"Engine {'in use' if has_transformer_engine() else 'not in use'}. Set model.fp8=null"
+            f"(compute capability 8.9 or more). This machine provides {accelerator.description()}, "
+            "and Transformer Engine is "
+            f"{'in use' if has_transformer_engine() else 'not in use'}. Set model.fp8=null"
         )
 
 
@@ -190,8 +191,8 @@ def build_gpt(
     """Build this process's share of the model on the accelerator's device.
 
     Process groups must have been initialised (`aligner.parallel.groups`). With
-    ``initialize=False`` the weights are left unset for a checkpoint to fill. Adapters of the form
-    ``lora`` are zero.
+    ``initialize=False`` the weights are uninitialised until a checkpoint is loaded. If ``lora`` is
+    given, adapters are added, with weights of zero.
     """
     parallel = parallel or ParallelConfig()
     config = transformer_config(
@@ -221,7 +222,7 @@ def build_gpt(
         rope = model.rotary_pos_emb
         rope.inv_freq = scaled_inverse_frequencies(rope.inv_freq, architecture.rope_scaling)
     if pre_process and architecture.position_embedding == "learned_absolute":
-        # megatron-core makes it without a dtype, and float32 rows would make all others such.
+        # megatron-core ignores the dtype here, and float32 rows would promote all activations.
         model.embedding.position_embeddings.to(dtype)
     if not initialize:
         _mark_tensor_parallel(model)
@@ -229,10 +230,9 @@ def build_gpt(
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
-    """Mark the weights that are split; megatron-core does so only where it initialises them.
+    """Mark the split weights, which megatron-core marks only when it initialises them.
 
-    Unmarked, a split weight passes for a copy, and all but rank 0's part would be missing from
-    the gradient norm.
+    An unmarked split weight counts as a copy: the gradient norm would omit all parts but rank 0's.
     """
     split = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in model.modules():
@@ -242,11 +242,11 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
 
 
 def scaled_inverse_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:
-    """Rope frequencies stretched to a longer context, float32 [D_rot / 2] to the same shape.
+    """Scale rotary frequencies, float32 [D_rot / 2], to a longer context.
 
-    ``linear`` divides all by the factor (Chen et al. 2023). ``llama3`` divides only those whose
-    wavelength exceeds the original context and interpolates in between (Llama 3.1, 2024);
-    megatron-core's own version fixes the constants that here come from the checkpoint.
+    ``linear`` divides all frequencies by the factor (Chen et al. 2023). ``llama3`` divides only
+    those with a wavelength above the original context and interpolates in between (Llama 3.1,
+    2024). Its constants are read from the checkpoint, whereas megatron-core hard-codes them.
     """
     if scaling.kind == "linear":
         return inverse / scaling.factor

@@ -1,4 +1,4 @@
-"""The critic: a GPT body with a scalar head in place of the output layer."""
+"""Critic: a GPT body with a scalar head in place of the output layer."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -34,9 +34,8 @@ from aligner.types import Denominators, LossFunction, TokenOutputs
 class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface):
     """PPO's critic.
 
-    The output layer is removed for good, so no ``[S, B, V]`` logits exist at any time. The head is
-    a parameter of the megatron-core model itself: one optimizer, one schedule and one gradient norm
-    for body and head.
+    The output layer is removed, so that ``[S, B, V]`` logits never exist. The head is a parameter
+    of the megatron-core model, so that body and head share optimizer, schedule and gradient norm.
     """
 
     role_name = "critic"
@@ -46,7 +45,8 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
         RSModelConfig,
         TrainedModelConfig,
     )
-    rewards_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None  # on the same backbone
+    # `infer` of a reward model that shares the backbone.
+    rewards_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None
 
     @property
     def head_outputs(self) -> int:
@@ -55,22 +55,22 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
 
     def add_head(self, gpt: GPTModel) -> None:
         """Replace the output layer by `ValueHead` on the last pipeline stage."""
-        gpt.share_embeddings_and_output_weights = False  # nothing is left to share them with
+        gpt.share_embeddings_and_output_weights = False  # no output layer
         if gpt.post_process:
             gpt.output_layer = OutputLayerBypass()
             head = ValueHead(self.architecture.hidden_size, outputs=self.head_outputs)
-            gpt.rm_head = head.to(next(gpt.parameters()).device)  # the body is there already
+            gpt.rm_head = head.to(next(gpt.parameters()).device)
 
     def token_outputs(
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """Outputs of the head for every token; see `framed_outputs`."""
-        assert not with_entropy  # a policy's matter
-        numbers = gpt.rm_head(full_hidden_states(gpt, hidden, vocab_parallel=False))
-        return framed_outputs(numbers, microbatch.layout, right_shift=self.right_shift)
+        """Compute the head's outputs for every token (see `framed_outputs`)."""
+        assert not with_entropy  # only a policy has an entropy
+        outputs = gpt.rm_head(full_hidden_states(gpt, hidden, vocab_parallel=False))
+        return framed_outputs(outputs, microbatch.layout, right_shift=self.right_shift)
 
     def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:
-        """`forward_step_value` with this role's head and loss."""
+        """Bind `forward_step_value` to this role's head and loss."""
         return partial(
             forward_step_value,
             None,
@@ -86,8 +86,8 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
     ) -> Tensor:
         """See `ValueModel.get_values`.
 
-        Where these rows are all of the next update and one micro-batch of it, the update begins
-        with this forward pass (`ForwardReuse`).
+        If these rows are the next update and form one micro-batch, the update reuses this forward
+        pass (`ForwardReuse`).
         """
         if micro_batches is not None or not self._trains_in_one_pass(batch):
             return super().get_values(batch, micro_batches)
@@ -105,8 +105,8 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
     def _trains_in_one_pass(self, batch: Mapping[str, Tensor]) -> bool:
         """Return whether an update on these rows is one pass that draws no random numbers.
 
-        Left out is also what has more than one graph: pipeline stages, a backbone that a reward
-        model shares, experts, which count their tokens in training.
+        Pipeline stages, a backbone shared with a reward model, and experts (which count tokens in
+        training) are excluded too.
         """
         rows = batch["input_ids"].shape[0]
         return (
@@ -123,9 +123,9 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
     infer = get_values
 
     def infer_rm_critic(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values float32 [B, S] under ``values``, and ``rewards`` of one that shares the backbone.
+        """Return ``values`` float32 [B, S], and ``rewards`` if a reward model shares the backbone.
 
-        ``batch`` as in `get_values`.
+        ``batch``: see `get_values`.
         """
         values = {"values": self.get_values(batch)}
         if self.rewards_of is None:
@@ -148,42 +148,42 @@ def forward_step_value(
     policy_cfg: Mapping[str, Any] | None = None,
     right_shift: bool = True,
 ) -> tuple[Tensor, Callable[..., Any]]:
-    """megatron-core's forward step of a critic: hidden states, values, loss.
+    """Run megatron-core's forward step of a critic: hidden states, values, loss.
 
     Args:
-        state: not read; the schedule keeps no state here.
-        global_valid_seqs: sequences that count in the global batch, the loss's denominator or
-        global_valid_toks: tokens that do.
+        state: ignored, because the schedule is stateless.
+        global_valid_seqs: valid sequences of the global batch, a denominator of the loss.
+        global_valid_toks: valid tokens of the global batch, a denominator of the loss.
         data_iterator: this rank's micro-batches, laid out or as columns: ``input_ids`` int64
-            ``[b, S]``, ``input_lengths`` int64 ``[b]`` and what the loss reads.
+            ``[b, S]``, ``input_lengths`` int64 ``[b]`` and the columns that the loss reads.
         model: this stage of the body, wrapped or not.
-        value_head: `ValueHead`; None on the stages before the last, which have none.
-        loss_fn: what the values are trained with, one of this library's or a published one.
-        pack_sequences: lay columns out in one row without padding; a micro-batch that has a
-            layout keeps it.
-        defer_fp32_logits: not read; no logits are made, and values are float32.
-        cp_normalize: False multiplies the loss by the context-parallel size, which the gradient's
-            sum over those ranks otherwise counts once.
-        policy_cfg: not read; its packing and layout are in the other arguments.
+        value_head: `ValueHead`, or None before the last stage.
+        loss_fn: loss of the values, from this library or a published one.
+        pack_sequences: lay out columns in one row without padding. Ignored for a micro-batch that
+            is laid out already.
+        defer_fp32_logits: ignored, because values are float32 and logits are not computed.
+        cp_normalize: False multiplies the loss by the context-parallel size. By default the sum of
+            gradients over those ranks counts the loss once.
+        policy_cfg: ignored, because other arguments specify packing and layout.
         right_shift: see `framed_outputs`.
 
     Returns:
-        The stage's output, and the closure that makes loss and metrics of the last one's.
+        The stage's output, and the closure that computes loss and metrics on the last stage.
     """
 
     def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:
-        assert value_head is not None, "the last stage holds the head"
+        assert value_head is not None, "the last stage contains the head"
         rows = full_hidden_states(unwrap_model(model), hidden, vocab_parallel=False)
         return framed_outputs(value_head(rows), microbatch.layout, right_shift=right_shift)
 
     del state, defer_fp32_logits, policy_cfg
     denominators = Denominators(valid_tokens=global_valid_toks, valid_seqs=global_valid_seqs)
     head = loss_head(outputs, as_loss(loss_fn), denominators)
-    repeats = 1 if cp_normalize else parallel_state.get_context_parallel_world_size()
+    factor = 1 if cp_normalize else parallel_state.get_context_parallel_world_size()
 
-    def repeated(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def multiplied_head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = head(hidden, microbatch)
-        return loss * repeats, {**metrics, "loss": metrics["loss"] * repeats}
+        return loss * factor, {**metrics, "loss": metrics["loss"] * factor}
 
     microbatch = next(data_iterator)
     if not isinstance(microbatch, Microbatch):
@@ -193,4 +193,4 @@ def forward_step_value(
         rules = LayoutRules.of(parallel, packed=pack_sequences, sequence_length_round=1)
         rows = microbatch["input_ids"].shape[0]
         (microbatch,) = split_microbatches(microbatch, [(0, rows)], rules)
-    return forward_step(iter([microbatch]), model, head=head if repeats == 1 else repeated)
+    return forward_step(iter([microbatch]), model, head=head if factor == 1 else multiplied_head)

@@ -1,4 +1,4 @@
-"""`load_from_nemo`: any `.nemo`, or Hugging Face directory, into any role."""
+"""`load_from_nemo`, which loads any `.nemo` file or Hugging Face directory into any role."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,31 +26,28 @@ def load_from_nemo(
     """Build ``cls`` from a `.nemo` file, or from a Hugging Face directory or `.gguf` file.
 
     Args:
-        cls: the role; it, not the file's ``target``, decides what is built.
-        cfg: a run's ``model`` (or ``critic``) section as hydra has it, as a mapping or typed; or
-            the settings of the role; None: inference on one process.
-        trainer: a Lightning trainer to attach, whose precision and gradient clipping go with a
-            section; ours need none.
-        strict: refuse a file that brings a head of another shape; the body is always strict.
-        restore_path: the file; default ``cfg.restore_from_path``.
-        tokenizer: use this one instead of the file's.
+        cls: the role to build, independent of the file's ``target``.
+        cfg: a run's ``model`` (or ``critic``) section from hydra, as a mapping or typed, or the
+            settings of the role. None configures inference on one process.
+        trainer: a Lightning trainer to attach (optional), whose precision and gradient clipping
+            complete a section.
+        strict: raise if the file contains a head of another shape. The body is always strict.
+        restore_path: the file. Default: ``cfg.restore_from_path``.
+        tokenizer: tokenizer that replaces the file's.
 
     Raises:
-        ConfigError: a key or a value of ``cfg`` that the role does not have.
-        CheckpointNotFoundError: there is no such file.
+        ConfigError: ``cfg`` contains a key or a value that the role does not support.
+        CheckpointNotFoundError: the file does not exist.
         CheckpointError: the file is damaged, foreign or does not fit.
     """
-    settings: RoleSettings | None = None
-    path = restore_path
-    if isinstance(cfg, RoleSettings):
-        settings = cfg
-    elif cfg is not None:
-        section = run_section(cfg, cls.config_types, restore_path)
+    settings, path = cfg, restore_path
+    if settings is not None and not isinstance(settings, RoleSettings):
+        section = run_section(settings, cls.config_types, restore_path)
         settings = settings_of_section(section, trainer)
         path = restore_path or section.restore_from_path
     if path is None:
         raise CheckpointNotFoundError(
-            "model.restore_from_path: not given; name a .nemo file (make one with "
+            "model.restore_from_path is not set. Set it to a .nemo file (create one with "
             "examples/convert_hf_to_nemo.py)"
         )
     with open_model(path) as checkpoint:

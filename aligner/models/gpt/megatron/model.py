@@ -1,11 +1,11 @@
 """`MegatronGPTModel`: a megatron-core GPT as a LightningModule and a NeMo `ModelPT`.
 
-It owns what every role shares: building this process's share of the model, its optimizer, moving
-between phases, and `.nemo` files. What a role computes from the hidden states is the role's.
+It implements the parts that all roles share: this process's share of the model, the optimizer, the
+phases, and `.nemo` files. Each role defines its outputs as a function of the hidden states.
 
-Training may go on with a scoring pass (`ForwardReuse`). Where a rollout is one micro-batch of one
-update, the critic's values and the first forward pass of its training read the same rows with the
-same weights. Then the values' pass keeps its graph:
+Training can continue from a scoring pass (`ForwardReuse`). If a rollout is one micro-batch of one
+update, the critic's values and the first forward pass of its training use the same rows and the
+same weights. The pass for values then keeps its graph:
 
     get_values ─► hidden states with their graph ─► values
                               │
@@ -56,25 +56,24 @@ from aligner.models.gpt.role.model import (
     reduce_result,
     result_of,
 )
-from aligner.models.gpt.role.settings import RoleSettings, SectionType, settings_beside_architecture
+from aligner.models.gpt.role.settings import RoleSettings, SectionType, settings_from_model_config
 from aligner.parallel.collectives import broadcast_floats
 from aligner.parallel.groups import ParallelState, initialize_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
-_OF_ROWS = ("input_ids", "input_lengths")
+_ROW_COLUMNS = ("input_ids", "input_lengths")
 
 
 class ForwardReuse:
-    """Hidden states of a scoring pass over one micro-batch, with their graph, for one update."""
+    """Hidden states of ``model`` for one scored micro-batch, with their graph, for one update."""
 
     def __init__(self, model: nn.Module) -> None:
-        """``model``: makes the passes; none is there yet."""
         self._model = model
         self._microbatch: Microbatch | None = None
         self._versions: list[int] = []
 
     def keep(self, microbatch: Microbatch, hidden: Tensor) -> None:
-        """Keep ``hidden`` float [n, L, H], which ``model`` made of ``microbatch``."""
+        """Keep ``hidden`` float [n, L, H], the output of the model for ``microbatch``."""
         self._microbatch = dataclasses.replace(microbatch, hidden=hidden)
         self._versions = self._weight_versions()
 
@@ -83,21 +82,21 @@ class ForwardReuse:
         self._microbatch = None
 
     def take(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """``microbatches``, with hidden states where these are the rows that were scored.
+        """Return ``microbatches``, with the hidden states if the scored rows are the same.
 
-        Whatever they are, nothing is left afterwards.
+        The hidden states are dropped from here in either case.
         """
-        kept, self._microbatch = self._microbatch, None
-        if kept is None or len(microbatches) != 1 or self._versions != self._weight_versions():
+        scored, self._microbatch = self._microbatch, None
+        if scored is None or len(microbatches) != 1 or self._versions != self._weight_versions():
             return list(microbatches)
-        # The same sequences, in the same order and frame?
-        rows = [(kept.columns[name], microbatches[0].columns[name]) for name in _OF_ROWS]
+        # Compare the sequences, their order and their padding.
+        rows = [(scored.columns[name], microbatches[0].columns[name]) for name in _ROW_COLUMNS]
         if not all(torch.equal(*pair) for pair in rows):
             return list(microbatches)
-        return [dataclasses.replace(microbatches[0], hidden=kept.hidden)]
+        return [dataclasses.replace(microbatches[0], hidden=scored.hidden)]
 
     def _weight_versions(self) -> list[int]:
-        """Version counter of each weight, which a write increases."""
+        """Return the version counter of each weight, which every write increments."""
         return [parameter._version for parameter in self._model.parameters()]
 
 
@@ -106,12 +105,12 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
     Args:
         cfg: the ``model_config.yaml`` of a `.nemo` file, as a mapping.
-        trainer: a Lightning trainer; ours schedule themselves and pass none.
-        settings: layout, precision, batch sizes, optimizer. Default: what stands in ``cfg`` beside
-            the architecture (see `settings_beside_architecture`).
-        architecture: parsed from ``cfg`` when not given.
-        tokenizer: packaged when the model is saved.
-        initialize: fill the weights at random; False when a checkpoint is about to.
+        trainer: a Lightning trainer (optional). This library's trainers pass None.
+        settings: layout, precision, batch sizes, optimizer. Default: the settings in ``cfg`` (see
+            `settings_from_model_config`).
+        architecture: default: parsed from ``cfg``.
+        tokenizer: saved with the model.
+        initialize: initialise the weights at random. False if a checkpoint is loaded next.
     """
 
     config_types: ClassVar[tuple[SectionType, ...]] = (TrainedModelConfig,)  # of a run's section
@@ -127,9 +126,10 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         tokenizer: Tokenizer | None = None,
         initialize: bool = True,
     ) -> None:
-        with logging.temp_verbosity(logging.ERROR):  # it misses data sections we have no use for
+        with logging.temp_verbosity(logging.ERROR):  # NeMo warns about unused data sections
             super().__init__(as_omegaconf(cfg), trainer)
-        self.settings = settings or settings_beside_architecture(cfg, self.config_types, trainer)
+        # Settings, layout and architecture.
+        self.settings = settings or settings_from_model_config(cfg, self.config_types, trainer)
         self.tokenizer = tokenizer
         self.parallel: ParallelState = initialize_parallel(
             self.settings.parallel, seed=self.settings.seed
@@ -139,7 +139,8 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         )
         check_layout(self.architecture, self.settings.parallel, self.parallel.world_size)
         if self.settings.lora is not None:
-            adapter_shapes(self.architecture, self.settings.lora)  # refuses what cannot be adapted
+            adapter_shapes(self.architecture, self.settings.lora)  # raises if not supported
+        # The model. `setup_training` creates the optimizer.
         with accelerator.deterministic_seed(self.settings.seed):
             self.model: nn.Module = self.build_gpt(initialize=initialize)
         self.optimizer: RoleOptimizer | None = None
@@ -153,15 +154,15 @@ class MegatronGPTModel(RoleWeights, ModelPT):
                 seed=self.settings.seed,
                 has_head=self.has_head,
             )
-        self.forward_reuse = ForwardReuse(self.gpt)  # a role may score and train in one
+        self.forward_reuse = ForwardReuse(self.gpt)
 
-    # What a role adds -------------------------------------------------------------------------
+    # Hooks of roles ---------------------------------------------------------------------------
 
     def add_head(self, gpt: GPTModel) -> None:
-        """Let a role replace the output layer by a head of its own."""
+        """Replace the output layer by the role's head, if any."""
 
     def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:
-        """megatron-core's forward step that ends in the loss and its metrics."""
+        """Return megatron-core's forward step that computes the loss and its metrics."""
         gpt = self.gpt
 
         def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:
@@ -177,7 +178,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     # The model -------------------------------------------------------------------------------
 
     def build_gpt(self, initialize: bool) -> GPTModel:
-        """This process's share of the architecture, with the role's head."""
+        """Build this process's share of the architecture, with the role's head."""
         gpt = build_gpt(
             self.architecture.with_dropout(self.settings.dropout),
             dtype=self.settings.dtype,
@@ -191,17 +192,18 @@ class MegatronGPTModel(RoleWeights, ModelPT):
             post_process=self.parallel.is_last_stage,
         )
         self.add_head(gpt)
+        # Freezing keeps the routing of the checkpoint.
         if self.settings.freeze_moe_router:
             for name, parameter in gpt.named_parameters():
                 parameter.requires_grad_(".router." not in name)
         return gpt
 
     def num_parameters(self) -> int:
-        """Parameters on this process."""
+        """Count the parameters on this process."""
         return sum(parameter.numel() for parameter in self.gpt.parameters())
 
     def setup_training(self) -> None:
-        """Make gradient buffers and the optimizer; call once, after the weights are loaded."""
+        """Create gradient buffers and the optimizer, once, after the weights are loaded."""
         if self.optimizer is not None or self.settings.optim is None:
             return
         wrapped = wrap_for_training(
@@ -224,7 +226,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         micro_batches: MicroBatches | None = None,
         model: GPTModel | None = None,
     ) -> Tensor:
-        """The role's `token_outputs` without gradients; see `RoleModel.infer_tokens`."""
+        """See `RoleModel.infer_tokens`."""
         gpt = model or self.gpt
 
         def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor]:
@@ -235,7 +237,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         return frame
 
     def empty_frame(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Zeros of the shape that `infer_tokens` returns, float32 ``[B, S]`` or ``[B, S, K]``."""
+        """Return zeros in the shape of `infer_tokens`, float32 ``[B, S]`` or ``[B, S, K]``."""
         ids = batch["input_ids"]
         return torch.zeros((*ids.shape, *self.output_shape), device=ids.device)
 
@@ -249,12 +251,13 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         *,
         with_graph: bool = False,
     ) -> None:
-        """Fill ``frames`` ``[B, S, ...]`` with what ``head`` makes of hidden states.
+        """Fill ``frames`` ``[B, S, ...]`` with the outputs of ``head`` for hidden states.
 
-        ``head`` returns as many tensors ``[b, s, ...]`` for a micro-batch. The frames are the same
-        on every process of the model-parallel group. ``with_graph`` is that of
-        `infer_microbatches`; other arguments as in `infer_tokens`.
+        ``head`` returns, for a micro-batch, one tensor ``[b, s, ...]`` per frame. The frames are
+        the same on every process of the model-parallel group. ``with_graph``: see
+        `infer_microbatches`. For the other arguments see `infer_tokens`.
         """
+        # Forward passes, whose results only the last pipeline stage returns.
         microbatches = self.split(batch, micro_batches or self.settings.forward_micro_batch_size)
         step = partial(forward_step, head=head)
         results = infer_microbatches(gpt or self.gpt, microbatches, step, with_graph=with_graph)
@@ -265,11 +268,13 @@ class MegatronGPTModel(RoleWeights, ModelPT):
                     frame[start : start + part.shape[0], : part.shape[1]] = part
                 start += parts[0].shape[0]
         if self.settings.parallel.pipeline > 1:
-            source = dist.get_global_rank(
-                self.parallel.pp_group, self.settings.parallel.pipeline - 1
-            )
             for frame in frames:
-                dist.broadcast(frame, src=source, group=self.parallel.pp_group)
+                dist.broadcast(frame, src=self._last_stage, group=self.parallel.pp_group)
+
+    @property
+    def _last_stage(self) -> int:
+        """Global rank of the last pipeline stage."""
+        return dist.get_global_rank(self.parallel.pp_group, self.settings.parallel.pipeline - 1)
 
     # Learning ---------------------------------------------------------------------------------
 
@@ -281,24 +286,23 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         mbs: MicroBatches | None = None,
     ) -> BatchResult:
         """See `RoleModel.run_batch`."""
-        loss_fn = self.loss_of_call(loss_fn)
+        loss_fn = self.require_loss(loss_fn)
         if self.adapters is not None and self.optimizer is not None:
             self.adapters.begin_update(self.optimizer.steps)
         denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
         step = self.loss_step(loss_fn, denominators)
         microbatches = self.split(batch, mbs or self.settings.micro_batch_size)
         if forward_only:
-            results = [found for _, found in infer_microbatches(self.gpt, microbatches, step)]
+            results = [metrics for _, metrics in infer_microbatches(self.gpt, microbatches, step)]
         else:
             results = run_microbatches(self.model, self.forward_reuse.take(microbatches), step)
         reduced = None
         if self.parallel.is_last_stage:
             reduced = reduce_result(results, own_tokens, self.parallel.dp_group)
-        last = dist.get_global_rank(self.parallel.pp_group, self.settings.parallel.pipeline - 1)
-        return result_of(broadcast_floats(reduced, last, self.parallel.pp_group))
+        return result_of(broadcast_floats(reduced, self._last_stage, self.parallel.pp_group))
 
     def drop_reused_forward(self) -> None:
-        """Free the graph of a scoring pass that no update took."""
+        """Free the graph of a scoring pass that no update used."""
         self.forward_reuse.drop()
 
     # NeMo's ModelPT ---------------------------------------------------------------------------
@@ -314,14 +318,14 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         tokenizer: Tokenizer | None = None,
         **options: Any,
     ) -> Self:
-        """Build this role from an open model and fill its weights.
+        """Build this role from an open model and load its weights.
 
-        A role with a scalar head takes the ``rm_head`` the file brings, or a fresh one. ``options``
-        are the role's own arguments.
+        A role with a scalar head loads the ``rm_head`` of the file, or starts with a fresh head.
+        ``options``: additional arguments of the role.
         """
         if tokenizer is None and checkpoint.tokenizer_files:
             tokenizer = checkpoint.tokenizer
-        # Without settings the role's defaults: the file's own are of who trained it.
+        # Without settings, use the role's defaults: the file's settings belong to another run.
         model = cls(
             checkpoint.config,
             trainer,
@@ -339,35 +343,35 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
     @classmethod
     def settings_for(cls, checkpoint: ModelSource, settings: RoleSettings) -> RoleSettings:
-        """Settings, with those that a role reads from the file where they are not given."""
+        """Return ``settings``, completed by settings that a role reads from the file."""
         del checkpoint
         return settings
 
     def read_config(self, config: Mapping[str, Any]) -> None:
-        """Read what a role keeps in ``model_config.yaml``; see `nemo_keys`."""
+        """Read the role's keys in ``model_config.yaml`` (see `nemo_keys`)."""
 
     def nemo_artifacts(self) -> dict[str, Path]:
-        """Files that were registered with NeMo; ``cfg`` has their paths."""
+        """Return the files registered with NeMo, by their key in ``cfg``."""
         keys = getattr(self, "artifacts", None) or {}
         return {key: Path(functools.reduce(getitem, key.split("."), self.cfg)) for key in keys}
 
     def save_to(self, save_path: str) -> None:
-        """Write a `.nemo` through NeMo's connector; call it on every rank."""
+        """Write a `.nemo` file through NeMo's connector. Call it on every rank."""
         GPTSaveRestoreConnector().save_to(self, str(save_path))
 
     @classmethod
     def restore_from(cls, restore_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Restore from a `.nemo` file; NeMo's arguments, our connector by default."""
+        """Restore from a `.nemo` file with NeMo's arguments and by default our connector."""
         kwargs.setdefault("save_restore_connector", GPTSaveRestoreConnector())
         return super().restore_from(restore_path, *args, **kwargs)
 
     @classmethod
     def list_available_models(cls) -> None:
-        """None: no model is downloaded by name."""
+        """Return None, because no models can be downloaded."""
         return
 
     def setup_training_data(self, train_data_config: Any) -> None:
-        """Data belongs to the trainer; nothing to set up here."""
+        """Do nothing, because the trainer owns the data."""
 
     def setup_validation_data(self, val_data_config: Any) -> None:
-        """Data belongs to the trainer; nothing to set up here."""
+        """Do nothing, because the trainer owns the data."""

@@ -28,21 +28,21 @@ def wrap_for_training(
     overlap_grad_reduce: bool = False,
     overlap_param_gather: bool = False,
 ) -> DistributedDataParallel:
-    """megatron-core's data parallelism: one float32 gradient buffer, summed over ranks.
+    """Wrap a model in megatron-core's data parallelism: a float32 gradient buffer, summed over dp.
 
     The summed gradient is the gradient of the global loss, because losses are divided by global
-    counts (``calculate_per_token_loss`` in the transformer config). With overlap the sums are made
-    in buckets of layers beside the backward pass, and what each rank updated is collected beside
-    the next forward pass; until then, or `RoleOptimizer.collect_weights`, weights are old ones.
+    counts (``calculate_per_token_loss`` in the transformer config). With overlap, gradients are
+    summed in buckets of layers during the backward pass, and updated weights are gathered during
+    the next forward pass. Until then, or until `RoleOptimizer.collect_weights`, weights are stale.
     """
-    several = data_parallel_size > 1
+    is_distributed = data_parallel_size > 1
     wrapped = DistributedDataParallel(
         gpt.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            overlap_grad_reduce=several and overlap_grad_reduce,
-            overlap_param_gather=several and overlap_param_gather,
-            use_distributed_optimizer=several,
+            overlap_grad_reduce=is_distributed and overlap_grad_reduce,
+            overlap_param_gather=is_distributed and overlap_param_gather,
+            use_distributed_optimizer=is_distributed,
         ),
         gpt,
     )
@@ -52,16 +52,16 @@ def wrap_for_training(
 
 
 def _finalize_gradients(model: list[nn.Module], num_tokens: Tensor | None, **groups: Any) -> None:
-    """Sum over ranks what is partial on each; the schedule's token count stays out of it."""
+    """Sum partial gradients over ranks, without the schedule's token count."""
     del num_tokens
     with accelerator.cuda_literals():
         finalize_model_grads(model, None, **groups)
 
 
 class RoleOptimizer(StepOptimizer):
-    """The optimizer of one role.
+    """Optimizer of one role.
 
-    A step: copy gradients, take their global norm, refuse what is not finite, clip, update.
+    A step copies gradients, computes their global norm, skips if it is not finite, clips, updates.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RoleOptimizer(StepOptimizer):
         super().__init__(config, gradient_clip_val=gradient_clip_val, total_steps=total_steps)
         self.model = model
         self._parked = ModelOffload(model)  # by `park_gradients`
-        self._collected = True  # weights are here, of which other ranks updated a share
+        self._collected = True  # the shares that other ranks updated have been gathered
         with accelerator.cuda_literals():
             self.inner = get_megatron_optimizer(
                 OptimizerConfig(
@@ -95,11 +95,11 @@ class RoleOptimizer(StepOptimizer):
                 use_gloo_process_groups=False,
             )
         for group in self.inner.param_groups:
-            # What megatron-core's scheduler would do, which the learning rate here does not use.
+            # megatron-core's scheduler would set this, but our learning rate does not use it.
             group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
             if "foreach" in group:
-                # Otherwise torch's AdamW walks the parameters one operation at a time on the CPU,
-                # and on a GPU takes 4 more bytes a parameter while it steps.
+                # Unfused, torch's AdamW runs operation by operation on a CPU, and on a GPU needs 4
+                # more bytes per parameter during a step.
                 group.update(foreach=False, fused=True)
 
     def zero_grad(self) -> None:
@@ -111,6 +111,7 @@ class RoleOptimizer(StepOptimizer):
     def step(self, loss_is_finite: bool = True) -> StepOutcome:
         """See `StepOptimizer.step`."""
         lr = self.lr
+        # A step that is skipped changes no state.
         with accelerator.cuda_literals():
             overflow = self.inner.prepare_grads()
             norm = float(self.inner.get_grad_norm())
@@ -129,10 +130,10 @@ class RoleOptimizer(StepOptimizer):
         return StepOutcome(grad_norm=norm, lr=lr, skipped=False)
 
     def collect_weights(self) -> None:
-        """Put what other ranks updated in place, where the next forward pass would have.
+        """Gather the weights that other ranks updated, before the next forward pass would do so.
 
-        Collective over the data-parallel ranks. What reads weights outside a forward pass of their
-        modules comes after it.
+        Collective over the data-parallel ranks. Call it before weights are read outside of a
+        forward pass of their modules.
         """
         if self.model.ddp_config.overlap_param_gather and not self._collected:
             with accelerator.cuda_literals():
@@ -142,7 +143,7 @@ class RoleOptimizer(StepOptimizer):
     def defer_weight_gather(self) -> None:
         """Gather each weight in the forward pass that reads it, by megatron-core's pre-hooks.
 
-        Nothing changes where every rank updates all weights.
+        It has no effect if every rank updates all weights.
         """
         model = self.model
         if model.ddp_config.use_distributed_optimizer and not model.use_forward_hook:
@@ -151,7 +152,7 @@ class RoleOptimizer(StepOptimizer):
             model.enable_forward_pre_hook()
 
     def gather_weights_after_updates(self, param_sync: bool = True) -> None:
-        """Undo `defer_weight_gather`. Without ``param_sync`` what is not gathered yet stays so."""
+        """Undo `defer_weight_gather`. ``param_sync``: also gather the weights now."""
         if not self.model.use_forward_hook:
             return
         with accelerator.cuda_literals():
@@ -165,24 +166,24 @@ class RoleOptimizer(StepOptimizer):
             yield from part.optimizer.state.values()
 
     def park_gradients(self) -> None:
-        """Free the gradient buffers and move float32 weights beside lower ones to the host."""
-        weights = {_storage_of(each) for each in self.model.parameters()}
-        mains = [part.main for part in self.owned_slices()]
+        """Free the gradient buffers and move float32 copies of bfloat16 weights to the host."""
+        weights = {_storage_of(parameter) for parameter in self.model.parameters()}
+        mains = [piece.main for piece in self.owned_slices()]
         self._parked.to_host(params=False, grads=True)
-        self._parked.park(kept=[m for m in mains if _storage_of(m) not in weights], freed=[])
+        self._parked.park(copied=[m for m in mains if _storage_of(m) not in weights], freed=[])
 
-    def bring_gradients(self) -> None:
-        """Undo `park_gradients`; gradients are zero."""
+    def restore_gradients(self) -> None:
+        """Undo `park_gradients`, with gradients of zero."""
         self._parked.to_device()
 
     def restore(self) -> None:
-        """Bring gradient buffers, float32 weights and the Adam moments back to the device."""
-        self.bring_gradients()
+        """Move gradient buffers, float32 weights and the Adam moments back to the device."""
+        self.restore_gradients()
         super().restore()
 
-    def take_over_weights(self) -> None:
-        """Begin from the model's weights, where the optimizer updates a copy of them."""
-        self.bring_gradients()
+    def copy_model_weights(self) -> None:
+        """Copy the model's weights to the optimizer's float32 weights, if it uses a copy."""
+        self.restore_gradients()
         with accelerator.cuda_literals():
             self.inner.reload_model_params()
 
@@ -190,22 +191,23 @@ class RoleOptimizer(StepOptimizer):
 
     @property
     def is_distributed(self) -> bool:
-        """True if weights and moments are shared out over the data-parallel ranks."""
+        """True if weights and moments are sharded over the data-parallel ranks."""
         return bool(self.model.ddp_config.use_distributed_optimizer)
 
     def owned_slices(self) -> Iterator[OwnedSlice]:
-        """Slices that this process updates, at most one of each parameter."""
+        """Yield the slices that this process updates, at most one of each parameter."""
         if not self.is_distributed:
             inner = {
                 id(main): part.optimizer
                 for part in self.inner.chained_optimizers
                 for main in part.get_parameters()
             }
-            learning = (each for each in self.model.parameters() if each.requires_grad)
-            for parameter in learning:
-                main = getattr(parameter, "main_param", parameter)
-                yield OwnedSlice(parameter, 0, main, inner[id(main)])
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    main = getattr(parameter, "main_param", parameter)
+                    yield OwnedSlice(parameter, 0, main, inner[id(main)])
             return
+        # The distributed optimizer: ranges of its buffers that this rank updates.
         for part in self.inner.chained_optimizers:
             groups = zip(
                 [*part.model_fp32_groups, *part.model_float16_groups],
@@ -218,10 +220,10 @@ class RoleOptimizer(StepOptimizer):
                     ranges = part.gbuf_ranges[buffer][dtypes][bucket]["param_map"][parameter]
                     yield OwnedSlice(parameter, ranges["param"].start, main, part.optimizer)
 
-    def hand_out_weights(self) -> None:
-        """Make the model's weights of the float32 slices that each process has, as a step does.
+    def publish_weights(self) -> None:
+        """Compute the model's weights from all processes' float32 slices, as a step does.
 
-        Collective over the data-parallel ranks, which share the slices out (`is_distributed`).
+        Collective over the data-parallel ranks. Requires `is_distributed`.
         """
         with accelerator.cuda_literals():
             for part in self.inner.chained_optimizers:

@@ -1,16 +1,16 @@
-"""Reward models: a GPT body whose head scores a whole sequence at its last token.
+"""Reward models: a GPT body with a head that scores a sequence at its last token.
 
-One may stand on the critic's backbone, which is on the device once; weights are swapped in it:
+A reward model can share the critic's backbone on the device. Only while it scores, its weights are
+in the backbone:
 
-scoring   critic's weights to the host, reward model's in ─► rewards ─► and back
-else      reward model's weights in host memory; the backbone is the critic's
+scoring    critic's weights to the host, reward model's to the device ─► rewards ─► back
+otherwise  reward model's weights in host memory, critic's on the device
 """
 
-import contextlib
 import dataclasses
 import enum
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -35,33 +35,33 @@ _SEQUENCES = "reward_sequences"
 
 @dataclass(frozen=True)
 class SequenceForm:
-    """Form of the sequences in training, begin and end: scores of other sequences mean little."""
+    """First and last token of training sequences. Scores of other sequences are unreliable."""
 
     add_bos: bool
-    end_id: int | None  # the token that the score stands at; None: not always the same one
+    end_id: int | None  # token at which sequences are scored, or None if it varies
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "SequenceForm | None":
-        """Read the form from a ``model_config.yaml``; None where it has none.
+        """Read the form from a ``model_config.yaml``, or return None if the key is missing.
 
         Raises:
-            CheckpointError: the values cannot be used.
+            CheckpointError: the values are invalid.
         """
-        found = config.get(_SEQUENCES)
-        if found is None:
+        section = config.get(_SEQUENCES)
+        if section is None:
             return None
-        add_bos = found.get("add_bos") if isinstance(found, Mapping) else None
-        end_id = found.get("end_id") if isinstance(found, Mapping) else None
+        add_bos = section.get("add_bos") if isinstance(section, Mapping) else None
+        end_id = section.get("end_id") if isinstance(section, Mapping) else None
         if not isinstance(add_bos, bool) or not isinstance(end_id, int | None):
             raise CheckpointError(
-                f"{_SEQUENCES} of model_config.yaml is {found!r}; it must have add_bos, true or "
-                "false, and end_id, a token id or null"
+                f"{_SEQUENCES} of model_config.yaml is {section!r}. It must contain add_bos, true "
+                "or false, and end_id, a token id or null"
             )
         return cls(add_bos, end_id)
 
 
 class RewardModelType(enum.Enum):
-    """NeMo-Aligner's kinds of reward models; one class is both."""
+    """NeMo-Aligner's kinds of reward models, both implemented by `MegatronGPTRewardModel`."""
 
     BINARY_RANKING = "binary_ranking"  # trained on comparisons
     REGRESSION = "regression"  # trained on ratings of attributes
@@ -69,17 +69,17 @@ class RewardModelType(enum.Enum):
 
 @dataclass(frozen=True)
 class Standardization:
-    """``(reward - mean) / std``, of rewards that were measured on known data."""
+    """``(reward - mean) / std``, with statistics of rewards on a fixed data set."""
 
     mean: float
     std: float
 
     @classmethod
     def measure(cls, rewards: Tensor) -> "Standardization":
-        """Mean and unbiased standard deviation of float ``[N]``."""
+        """Compute mean and unbiased standard deviation of float ``[N]``."""
         if rewards.numel() < 2 or not rewards.std() > 0:
             raise CheckpointError(
-                f"{rewards.numel()} rewards without any spread cannot be standardised; set "
+                f"{rewards.numel()} rewards without any spread cannot be standardised. Set "
                 "trainer.reward_model.standardize_on=null, or train for longer"
             )
         double = rewards.double()
@@ -87,44 +87,44 @@ class Standardization:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "Standardization | None":
-        """Read mean and deviation from a ``model_config.yaml``; None where it is off or missing.
+        """Read mean and deviation from a ``model_config.yaml``, or return None if off or missing.
 
         Raises:
-            CheckpointError: the numbers cannot be used.
+            CheckpointError: the values are invalid.
         """
-        found = config.get(_STANDARDIZATION) or {}
-        if not found.get("enable"):
+        section = config.get(_STANDARDIZATION) or {}
+        if not section.get("enable"):
             return None
-        mean, std = found.get("mean"), found.get("std")
-        numbers = [value for value in (mean, std) if isinstance(value, int | float)]
-        if len(numbers) < 2 or not all(map(math.isfinite, numbers)) or numbers[1] <= 0:
+        mean, std = section.get("mean"), section.get("std")
+        values = [value for value in (mean, std) if isinstance(value, int | float)]
+        if len(values) < 2 or not all(map(math.isfinite, values)) or values[1] <= 0:
             raise CheckpointError(
-                f"{_STANDARDIZATION} of model_config.yaml has mean={mean!r} and std={std!r}; both "
-                "must be finite numbers and std above 0"
+                f"{_STANDARDIZATION} of model_config.yaml contains mean={mean!r} and std={std!r}. "
+                "Both must be finite numbers and std above 0"
             )
-        return cls(float(numbers[0]), float(numbers[1]))
+        return cls(float(values[0]), float(values[1]))
 
     def __call__(self, rewards: Tensor) -> Tensor:
-        """Standardised rewards of float [...], in the same shape."""
+        """Standardise rewards, float [...], elementwise."""
         return (rewards - self.mean) / self.std
 
 
 class MegatronGPTRewardModel(MegatronGPTCriticModel):
-    """Scores sequences; the head's output is not shifted, it speaks of the token just read.
+    """Model that scores sequences. The head's output at a token scores the tokens up to it.
 
-    Trained on comparisons its head has one output. Trained on ratings it has one for each attribute
-    in ``settings.attributes``.
+    A model trained on comparisons has one output. A model trained on ratings has one output for
+    each attribute in ``settings.attributes``.
     """
 
     role_name = "reward model"
     config_types = (TrainedModelConfig, ModelConfig, RSModelConfig, CriticConfig)
     right_shift = False
     standardization: Standardization | None = None  # applied by `infer`, never in training
-    sequence_form: SequenceForm | None = None  # None: nobody said
+    sequence_form: SequenceForm | None = None  # None if unknown
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Names of what it rates; none where it was trained on comparisons."""
+        """Names of the rated attributes, empty for a model trained on comparisons."""
         return self.settings.attributes or ()
 
     @property
@@ -134,7 +134,7 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """``(K,)`` where there are several."""
+        """``(K,)`` for K > 1 outputs, else ``()``."""
         return () if self.head_outputs == 1 else (self.head_outputs,)
 
     def infer(
@@ -144,16 +144,16 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
         *,
         standardize: bool = True,
     ) -> Tensor:
-        """Reward of each sequence: the head's output at the last valid token.
+        """Compute the reward of each sequence, the head's output at the last valid token.
 
         Args:
             batch: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
-            micro_batches: sequences per forward pass, or the rows of each; default
+            micro_batches: sequences per forward pass, or the rows of each pass. Default:
                 ``forward_micro_batch_size``.
-            standardize: apply the standardisation that the model was saved with, if any.
+            standardize: apply the standardisation saved with the model, if any.
 
         Returns:
-            float32 ``[B]``, or ``[B, K]`` where K attributes are rated.
+            float32 ``[B]``, or ``[B, K]`` for K rated attributes.
         """
         scores = self.infer_tokens(batch, micro_batches)
         rows = torch.arange(scores.shape[0], device=scores.device)
@@ -167,18 +167,18 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
         self.standardization = Standardization(mean, std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
-        """Save with the model the form of its training's sequences (`SequenceForm`)."""
+        """Set the form of training sequences, which is saved with the model."""
         self.sequence_form = SequenceForm(add_bos, end_id)
 
     def infer_rm_critic(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Rewards float32 ``[B]`` under the key ``rewards``; ``batch`` as in `infer`."""
+        """Return ``rewards``, float32 ``[B]``. ``batch``: see `infer`."""
         return {"rewards": self.infer(batch)}
 
     # NeMo's keys ------------------------------------------------------------------------------
 
     @classmethod
     def settings_for(cls, checkpoint: ModelSource, settings: RoleSettings) -> RoleSettings:
-        """Without ``attributes`` the model has the head that the file brings."""
+        """Return ``settings``, with the file's attributes if ``settings.attributes`` is None."""
         if settings.attributes is not None:
             return settings
         return dataclasses.replace(settings, attributes=saved_attributes(checkpoint) or ())
@@ -189,15 +189,15 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
         self.sequence_form = SequenceForm.of_config(config)
 
     def nemo_keys(self) -> dict[str, Any]:
-        """NeMo-Aligner's keys of a reward model, and the attributes' names beside their number."""
-        known = self.standardization
+        """Return NeMo-Aligner's keys of a reward model, with the attributes' names added."""
+        standardization = self.standardization
         kind = RewardModelType.REGRESSION if self.attributes else RewardModelType.BINARY_RANKING
         keys: dict[str, Any] = {
             "reward_model_type": kind.value,
             _STANDARDIZATION: {
-                "enable": known is not None,
-                "mean": 0.0 if known is None else known.mean,
-                "std": 1.0 if known is None else known.std,
+                "enable": standardization is not None,
+                "mean": 0.0 if standardization is None else standardization.mean,
+                "std": 1.0 if standardization is None else standardization.std,
             },
         }
         if self.sequence_form is not None:
@@ -214,9 +214,10 @@ REWARD_MODEL_CLASS_DICT = dict.fromkeys(RewardModelType, MegatronGPTRewardModel)
 
 
 def saved_attributes(checkpoint: ModelSource) -> tuple[str, ...] | None:
-    """Attributes that a `.nemo`'s head rates; none: it was trained on comparisons.
+    """Return the attributes that a saved head rates, empty for a head trained on comparisons.
 
-    None where the file has no head. The head's shape is the truth; the configuration names them.
+    The head's shape determines their count and the configuration their names. Return None if the
+    file contains no head.
     """
     if REWARD_HEAD[0] not in checkpoint.weights:
         return None
@@ -227,29 +228,29 @@ def saved_attributes(checkpoint: ModelSource) -> tuple[str, ...] | None:
         return ()
     if len(named) == outputs:
         return tuple(map(str, named))
-    return tuple(f"attribute_{number}" for number in range(outputs))
+    return tuple(f"attribute_{index}" for index in range(outputs))
 
 
 def rated_attributes(checkpoint: ModelSource, path: str) -> tuple[str, ...]:
-    """`saved_attributes` of a reward model; `CheckpointError` where ``path`` is none."""
+    """Return `saved_attributes`, or raise `CheckpointError` if ``path`` is not a reward model."""
     attributes = saved_attributes(checkpoint)
     if attributes is None:
         raise CheckpointError(
-            f"{path} has no reward head (rm_head), so it is no reward model; train one with "
-            "examples/train_gpt_reward.py"
+            f"{path} is not a reward model: it contains no reward head (rm_head). Train a reward "
+            "model with examples/train_gpt_reward.py"
         )
     return attributes
 
 
 class SharedBackboneRewardModel(MegatronGPTRewardModel):
-    """Scores with its own weights on a backbone that is a critic's otherwise; it never learns.
+    """Frozen reward model that shares a critic's backbone and swaps its weights in to score.
 
-    The two must have one architecture (`body_differences`). The head, a few numbers, is its own.
+    Both models must have the same architecture (`body_differences`). The heads are separate.
     """
 
     def __init__(self, *args: Any, backbone: GPTModel, **kwargs: Any) -> None:
-        """``backbone``: the critic's; arguments as in `MegatronGPTRewardModel`."""
-        self.__dict__["_backbone"] = backbone  # not registered: no module yet
+        """``backbone``: the critic's model. For the other arguments see the base class."""
+        self.__dict__["_backbone"] = backbone  # nn.Module.__init__ has not run yet
         super().__init__(*args, **kwargs)
 
     @classmethod
@@ -261,10 +262,10 @@ class SharedBackboneRewardModel(MegatronGPTRewardModel):
         settings: RoleSettings,
         tokenizer: Tokenizer,
     ) -> Self:
-        """Load a reward model through ``critic``'s backbone, whose weights are back afterwards."""
+        """Load a reward model through ``critic``'s backbone, then restore the critic's weights."""
         backbone = critic.gpt
-        critics_head = getattr(backbone, "rm_head", None)
-        critics = SwappedWeights(_without_head(backbone))
+        critic_head = getattr(backbone, "rm_head", None)
+        critic_weights = SwappedWeights(_without_head(backbone))
         try:
             model = cls.from_checkpoint(
                 checkpoint, settings=settings, tokenizer=tokenizer, backbone=backbone
@@ -272,14 +273,14 @@ class SharedBackboneRewardModel(MegatronGPTRewardModel):
             model._head = getattr(backbone, "rm_head", None)
             model._weights = SwappedWeights(_without_head(backbone))
         finally:
-            critics.exchange()
-            _put_head(backbone, critics_head)
+            critic_weights.exchange()
+            _set_head(backbone, critic_head)
         critic.rewards_of = model.infer
         return model
 
     def build_gpt(self, initialize: bool) -> GPTModel:
-        """The critic's backbone with a head of this model's own."""
-        assert not initialize  # the weights come out of a file
+        """Return the critic's backbone, with a new head."""
+        assert not initialize  # the weights are loaded from a file
         self.add_head(self._backbone)
         return self._backbone
 
@@ -289,26 +290,20 @@ class SharedBackboneRewardModel(MegatronGPTRewardModel):
         micro_batches: MicroBatches | None = None,
         model: GPTModel | None = None,
     ) -> Tensor:
-        """See `RoleModel.infer_tokens`; meanwhile the backbone holds this model's weights."""
-        with self._swapped_in():
-            return super().infer_tokens(batch, micro_batches, model)
-
-    @contextlib.contextmanager
-    def _swapped_in(self) -> Iterator[None]:
-        critics_head = getattr(self._backbone, "rm_head", None)
+        """See `RoleModel.infer_tokens`. This model's weights are swapped in meanwhile."""
+        critic_head = getattr(self._backbone, "rm_head", None)
         with self._weights.in_place(), adapters_off(self._backbone):  # adapters are the critic's
-            _put_head(self._backbone, self._head)
+            _set_head(self._backbone, self._head)
             try:
-                yield
+                return super().infer_tokens(batch, micro_batches, model)
             finally:
-                _put_head(self._backbone, critics_head)
+                _set_head(self._backbone, critic_head)
 
 
 def _without_head(gpt: GPTModel) -> dict[str, Tensor]:
     return {name: value for name, value in gpt.named_parameters() if "rm_head." not in name}
 
 
-def _put_head(gpt: GPTModel, head: Any) -> None:
-    """Stages before the last have none."""
-    if head is not None:
+def _set_head(gpt: GPTModel, head: Any) -> None:
+    if head is not None:  # None before the last pipeline stage
         gpt.rm_head = head

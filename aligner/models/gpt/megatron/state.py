@@ -1,29 +1,28 @@
 """A role's weights and Adam moments, saved on one parallel layout and restored on any other.
 
-Every process saves what only it is responsible for: of each parameter the slice that its
-optimizer updates, as float32 weights and moments, under the parameter's canonical name and with its
-place in the tensor-parallel split. Nothing is gathered and nothing is copied; with the distributed
-optimizer no element is saved twice over data-parallel ranks.
+Each process saves, of every parameter, the slice that its optimizer updates: float32 weights and
+moments, under the parameter's canonical name and with its part of the tensor-parallel split.
+Nothing is gathered or copied. With the distributed optimizer, data-parallel ranks save disjoint
+slices.
 
-Restoring reads, one parameter at a time, the elements that this process updates, wherever the
-saving processes left them (memory-mapped files, its own first). Where the tensor-parallel split has
-changed, the rules that split and join weights (`aligner.checkpoint.canonical`) give their places;
-moments have their parameter's shape, so they hold for them too. The weights that other
-data-parallel ranks update come from them, as after a step; in bfloat16 they are the rounded float32
-weights, which is how the optimizer makes them.
+Restoring reads one parameter at a time, only the elements that this process updates, from the
+memory-mapped files of all saving processes (the file of this process first). If the tensor-parallel
+split has changed, the rules that split and merge weights (`aligner.checkpoint.canonical`) locate
+the elements, of moments too, because moments have the shape of their parameter. Weights that other
+data-parallel ranks update are gathered from those ranks, as after a step. In bfloat16 these are the
+rounded float32 weights, as the optimizer computes them.
 
-The state is exact. Whether what follows repeats to the bit is the device's matter: on a CPU it
-does; on a GPU gradients are added in varying order unless ``trainer.deterministic`` is set.
+The state is exact. A resumed run repeats to the bit on a CPU. On a GPU it does so only with
+``trainer.deterministic``, because gradients are otherwise added in varying order.
 
-What is frozen beside adapters is no part of it: the model's file has it. `RoleWeights` also takes
-whole weights, adapters and the head in and out.
+Weights frozen next to adapters are not in the state but in the model's file. `RoleWeights` also
+loads and gathers full weights, adapters and the head.
 """
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,32 +55,31 @@ from aligner.models.gpt.role.optimizer_step import OwnedSlice
 from aligner.parallel.groups import ParallelState
 
 WEIGHT = "weight"
-_MOST_PADDING = 128  # rows of a vocabulary, per part; a `.nemo` may say fewer
+_MAX_PADDING = 128  # rows of a vocabulary, per part. A `.nemo` can specify fewer.
 
 
-@dataclass(frozen=True)
-class TensorPart:
-    """Part ``index`` of ``count`` of a tensor that tensor parallelism splits; whole: 0 of 1."""
+class TensorPart(NamedTuple):
+    """Part ``rank`` of ``size`` of a tensor split by tensor parallelism, 0 of 1 if unsplit."""
 
-    index: int
-    count: int
+    rank: int
+    size: int
 
 
 def _part(
     name: str, shape: torch.Size, shapes: Mapping[str, Shape], parallel: ParallelState
 ) -> TensorPart:
-    """Part of the tensor that a parameter of this process is."""
+    """Return which part of its tensor a parameter of this process is."""
     size = parallel.config.tensor
-    # Heads, and experts that have their own tensor-parallel size, are whole beside split layers.
+    # Heads, and experts with a separate tensor-parallel size, are unsplit next to split layers.
     is_head = name in REWARD_HEAD
-    is_whole_expert = ".experts." in name and shapes[name] == tuple(shape)
-    if size == 1 or split_axis(name) is None or is_head or is_whole_expert:
+    is_unsplit_expert = ".experts." in name and shapes[name] == tuple(shape)
+    if size == 1 or split_axis(name) is None or is_head or is_unsplit_expert:
         return TensorPart(0, 1)
     return TensorPart(parallel.tp_rank, size)
 
 
 class _SavedRole:
-    """The slices of all saving processes, by name; files are opened as they are needed."""
+    """Named slices of all saving processes. Files are opened when needed."""
 
     def __init__(
         self,
@@ -91,9 +89,9 @@ class _SavedRole:
     ) -> None:
         self._architecture = architecture
         self._slices: dict[str, list[Mapping[str, Any]]] = {}
-        # One's own first: where copies overlap, so that not a bit of it changes.
-        ranks = sorted(range(len(states)), key=lambda number: (number != rank, number))
-        self._unopened = (states[number]["slices"] for number in ranks)
+        # This rank's file first: if copies overlap, its bits are restored.
+        ranks = sorted(range(len(states)), key=lambda index: (index != rank, index))
+        self._unopened = (states[index]["slices"] for index in ranks)
         self.steps: int | None = states[ranks[0]]["steps"]
         self._open_next()
 
@@ -103,7 +101,7 @@ class _SavedRole:
         return self._slices.keys()
 
     def _open_next(self) -> bool:
-        """Look into one more file; False: there is none left."""
+        """Open the next file, and return False if all are open."""
         slices = next(self._unopened, None)
         if slices is None:
             return False
@@ -112,16 +110,17 @@ class _SavedRole:
         return True
 
     def check_names(self, lora: LoraConfig | None) -> None:
-        """Refuse the state of another model, or of one that learned by other weights."""
+        """Raise if the state is of another model or of a model that trained other weights."""
+        # Weights of another layout are spread over all files.
         while self._open_next():
             pass
         if any(name.endswith(LORA_A) for name in self._slices) != (lora is not None):
             raise CheckpointError(
-                "the run state was saved "
-                f"{'without' if lora else 'with'} adapters, and model.peft.peft_scheme is now "
-                f"{'lora' if lora else 'null'}; set it back, or use another "
-                "exp_manager.explicit_log_dir"
+                f"the run state was saved {'without' if lora else 'with'} adapters, but "
+                f"model.peft.peft_scheme is now {'lora' if lora else 'null'}. Restore the old "
+                "value, or use another exp_manager.explicit_log_dir"
             )
+        # Without adapters, the state contains all weights of the architecture.
         if lora is None:
             check_names(
                 self._slices,
@@ -134,106 +133,110 @@ class _SavedRole:
         )
         if problems:
             raise CheckpointError(
-                f"adapters in the run state are not those of model.peft.lora_tuning: {problems}; "
-                "set it back, or use another exp_manager.explicit_log_dir"
+                "adapters in the run state do not match model.peft.lora_tuning: "
+                f"{problems}. Restore the old value, or use another exp_manager.explicit_log_dir"
             )
 
     def moments(self, name: str) -> list[str]:
-        """Kinds of optimizer state there are of a parameter; none before the first update."""
+        """Return the kinds of optimizer state of a parameter, empty before the first update."""
         return [kind for kind in self._pieces(name)[0]["tensors"] if kind != WEIGHT]
 
-    def read(
-        self, name: str, kind: str, part: TensorPart, shape: Shape, place: range | None = None
-    ) -> Tensor:
-        """Elements ``place`` (default all) of one part of a tensor, flat.
+    def read(self, name: str, kind: str, part: TensorPart, shape: Shape, elements: range) -> Tensor:
+        """Read some elements of a part of a tensor, flat.
 
-        ``part``: how it is split now; ``shape``: that the part must have.
+        ``part``: part of the present split. ``shape``: required shape of the part. ``elements``:
+        indices into the flattened part.
         """
-        place = range(math.prod(shape)) if place is None else place
+        # The same split: the saved elements themselves.
         piece = self._pieces(name)[0]
         _, count = piece["part"]
         surplus = piece["shape"][0] * count - self._architecture.vocab_size
-        is_padded = name in (EMBEDDING, OUTPUT_LAYER) and 0 <= surplus < _MOST_PADDING * count
-        if count == part.count and (tuple(piece["shape"]) == shape or not is_padded):
+        is_padded = name in (EMBEDDING, OUTPUT_LAYER) and 0 <= surplus < _MAX_PADDING * count
+        if count == part.size and (tuple(piece["shape"]) == shape or not is_padded):
             check_shape(f"{name} of the run state", piece["shape"], shape)
-            return self._saved(name, kind, part.index, place)
-        axis, before = split_axis(name), list(piece["shape"])
-        assert axis is not None, "what is not split is one part of one"
+            return self._saved(name, kind, part.rank, elements)
+        # Another split: locate the rows (or columns) of this part in the saved parts.
+        axis, saved_shape = split_axis(name), list(piece["shape"])
+        assert axis is not None, "an unsplit tensor always has part count 1"
         origin = origin_of_rows(
-            name, before, count, self._architecture, tp_rank=part.index, tp_size=part.count
+            name, saved_shape, count, self._architecture, tp_rank=part.rank, tp_size=part.size
         )
-        found = [origin.numel() if dim == axis else size for dim, size in enumerate(before)]
-        check_shape(f"{name} of the run state", found, shape)
+        new_shape = [origin.numel() if dim == axis else n for dim, n in enumerate(saved_shape)]
+        check_shape(f"{name} of the run state", new_shape, shape)
+        # Copy the rows that contain the elements, run by run, then cut the elements out.
         columns = math.prod(shape[1:])
-        rows = range(place.start // columns, -(-place.stop // columns))
+        rows = range(elements.start // columns, -(-elements.stop // columns))
         result = torch.zeros(len(rows), columns, dtype=piece["tensors"][kind].dtype)
-        wide = math.prod(before[1:])
+        saved_columns = math.prod(saved_shape[1:])
         along_rows = axis == 0
-        wanted = origin[rows.start : rows.stop] if along_rows else origin
-        for first, index, start, length in runs_of_rows(wanted, before[axis]):
+        selected = origin[rows.start : rows.stop] if along_rows else origin
+        for first, index, start, length in runs_of_rows(selected, saved_shape[axis]):
             if along_rows:
-                source = range(start * wide, (start + length) * wide)
+                source = range(start * saved_columns, (start + length) * saved_columns)
                 target = result[first : first + length]
             else:
-                source = range(rows.start * wide, rows.stop * wide)
+                source = range(rows.start * saved_columns, rows.stop * saved_columns)
                 target = result[:, first : first + length]
-            block = self._saved(name, kind, index, source).view(len(target), wide)
+            block = self._saved(name, kind, index, source).view(len(target), saved_columns)
             target.copy_(block if along_rows else block[:, start : start + length])
-        skipped = place.start - rows.start * columns
-        return result.view(-1)[skipped : skipped + len(place)]
+        skipped = elements.start - rows.start * columns
+        return result.view(-1)[skipped : skipped + len(elements)]
 
     def _pieces(self, name: str) -> list[Mapping[str, Any]]:
         while name not in self._slices:
             if not self._open_next():
                 raise CheckpointError(
-                    f"the model has {name}, which the run state lacks; was "
-                    "model.restore_from_path changed? Use another exp_manager.explicit_log_dir"
+                    f"the run state does not contain {name} of the model. If "
+                    "model.restore_from_path was changed, use another exp_manager.explicit_log_dir"
                 )
         return self._slices[name]
 
-    def _saved(self, name: str, kind: str, index: int, place: range) -> Tensor:
-        """Elements ``place`` of part ``index``, as it was split when it was saved.
+    def _saved(self, name: str, kind: str, index: int, elements: range) -> Tensor:
+        """Return elements of part ``index`` of the saved split.
 
-        Where one slice has them all, that is a view of its file.
+        If one slice contains all of them, the result is a view of its file.
         """
+        # Open files until one slice contains all elements.
         while True:
             pieces = [piece for piece in self._pieces(name) if piece["part"][0] == index]
             for piece in pieces:
                 tensor, start = piece["tensors"][kind], piece["start"]
-                if start <= place.start and place.stop <= start + tensor.numel():
-                    return tensor[place.start - start : place.stop - start]
+                if start <= elements.start and elements.stop <= start + tensor.numel():
+                    return tensor[elements.start - start : elements.stop - start]
             if not self._open_next():
                 break
+        # Otherwise join the elements from several slices.
         if not pieces:
             raise _incomplete(f"part {index} of {name}")
-        result = torch.empty(len(place), dtype=pieces[0]["tensors"][kind].dtype)
-        filled = place.start
+        result = torch.empty(len(elements), dtype=pieces[0]["tensors"][kind].dtype)
+        filled = elements.start
         for piece in sorted(pieces, key=lambda piece: piece["start"]):
             tensor, start = piece["tensors"][kind], piece["start"]
-            stop = min(place.stop, start + tensor.numel())
+            stop = min(elements.stop, start + tensor.numel())
             if start <= filled < stop:
-                result[filled - place.start : stop - place.start] = tensor[
-                    filled - start : stop - start
-                ]
+                source = tensor[filled - start : stop - start]
+                result[filled - elements.start : stop - elements.start] = source
                 filled = stop
-        if filled != place.stop:
+        if filled != elements.stop:
             raise _incomplete(f"{kind} of {name} from element {filled} on")
         return result
 
 
-def _incomplete(what: str) -> CheckpointError:
-    return CheckpointError(f"the run state lacks {what}; resume from an earlier state")
+def _incomplete(missing: str) -> CheckpointError:
+    return CheckpointError(
+        f"the run state does not contain {missing}. Resume from an earlier state"
+    )
 
 
 class RoleWeights(RoleModel):
-    """Weights of `MegatronGPTModel`, which has the attributes declared here."""
+    """Weights of `MegatronGPTModel`, which defines the attributes declared here."""
 
     optimizer: RoleOptimizer | None
     adapters: RoleAdapters | None
 
     @property
     def gpt(self) -> GPTModel:
-        """The megatron-core model, without the data-parallel wrapper."""
+        """Model of megatron-core without the data-parallel wrapper."""
         return self.model.module if self.optimizer is not None else self.model
 
     def collect_weights(self) -> None:
@@ -242,109 +245,118 @@ class RoleWeights(RoleModel):
             self.optimizer.collect_weights()
 
     def run_state(self) -> dict[str, Any]:
-        """State that this process has to save; tensors are flat views of its memory.
+        """Return the state that this process saves. Tensors are flat views of its memory.
 
         ``{"steps": optimizer steps or None, "slices": {name: {"part": (index, count), "shape",
         "start", "tensors": {"weight", "exp_avg", "exp_avg_sq"}}}}``: the elements from ``start`` on
-        of part ``index``, which has ``shape`` and is flattened.
+        of part ``index``, flattened. ``shape`` is the shape of the part.
         """
         self.collect_weights()
-        self._bring_gradients()
+        self._restore_gradients()
         owned, shapes = self._owned_slices(), self._shapes()
         is_replica = dist.get_rank(self.parallel.dp_cp_group) > 0
         slices: dict[str, Any] = {}
         for name, parameter in canonical_parameters(self.gpt, self.architecture):
-            mine = owned.get(parameter)
-            if mine is None or (name == OUTPUT_LAYER and self.architecture.tie_embeddings):
+            owned_slice = owned.get(parameter)
+            if owned_slice is None or (name == OUTPUT_LAYER and self.architecture.tie_embeddings):
                 continue
-            is_expert = not getattr(parameter, "allreduce", True)  # others may be at home elsewhere
-            is_share = self._is_shared_out and mine.inner is not None
+            # Replicas save nothing, except their share, and experts, which other ranks may lack.
+            is_expert = not getattr(parameter, "allreduce", True)
+            is_share = self._is_distributed and owned_slice.inner is not None
             if is_replica and not is_share and not is_expert:
                 continue
-            tensors = {WEIGHT: mine.main.detach(), **mine.moments()}
+            tensors = {WEIGHT: owned_slice.main.detach(), **owned_slice.moments()}
             slices[name] = {
-                "part": astuple(_part(name, parameter.shape, shapes, self.parallel)),
+                "part": tuple(_part(name, parameter.shape, shapes, self.parallel)),
                 "shape": list(parameter.shape),
-                "start": mine.start,
+                "start": owned_slice.start,
                 "tensors": {kind: tensor.view(-1) for kind, tensor in tensors.items()},
             }
         return {"steps": None if self.optimizer is None else self.optimizer.steps, "slices": slices}
 
     @torch.no_grad()
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore this process's share from what all processes of the saving run gave.
+        """Restore this process's share from the states of all processes of the saved run.
 
-        ``states`` are in rank order. On the layout that saved, every bit comes back. On another one
-        only the padding rows of the vocabulary, which nothing reads, start from zero.
-        `CheckpointError` where the state is not this model's or a slice is missing.
+        ``states`` are in rank order. On the layout of the saved run, every bit is restored. On
+        another layout only the padding rows of the vocabulary, which nothing reads, become zero.
+
+        Raises:
+            CheckpointError: the state is of another model, or a slice is missing.
         """
-        self._bring_gradients()
+        self._restore_gradients()
         optimizer, lora, tied = self.optimizer, self.settings.lora, self.architecture.tie_embeddings
-        learning = {
+        # Trained parameters, and the canonical tensor of each parameter that this process restores.
+        trained = {
             name: parameter
             for name, parameter in canonical_parameters(self.gpt, self.architecture)
             if parameter.requires_grad or lora is None
         }
         owned, shapes = self._owned_slices(), self._shapes()
-        needed = {
+        sources = {
             name: EMBEDDING if name == OUTPUT_LAYER and tied else name
-            for name, parameter in learning.items()
-            if parameter in owned or not self._is_shared_out
+            for name, parameter in trained.items()
+            if parameter in owned or not self._is_distributed
         }
+        # All files are opened only if this rank's file is of another layout or model.
         saved = _SavedRole(states, self.parallel.rank, self.architecture)
-        if not {*needed.values()} <= saved.opened_names <= {*learning} & {*shapes, *REWARD_HEAD}:
-            saved.check_names(lora)  # of another layout, or of another model
-        learns = optimizer is not None and saved.steps is not None
-        for name, source in needed.items():
-            parameter = learning[name]
+        if not {*sources.values()} <= saved.opened_names <= {*trained} & {*shapes, *REWARD_HEAD}:
+            saved.check_names(lora)
+        steps = None if optimizer is None else saved.steps
+        # One parameter at a time: its weight, and the moments of the slice that is updated here.
+        for name, source in sources.items():
+            parameter = trained[name]
             part = _part(source, parameter.shape, shapes, self.parallel)
-            shape, mine = tuple(parameter.shape), owned.get(parameter)
-            place = range(math.prod(shape))
-            kinds = [WEIGHT]
-            if mine is not None:
-                place = range(mine.start, mine.start + mine.main.numel())
-                kinds += saved.moments(source) if learns and mine.inner is not None else []
-            found = {kind: saved.read(source, kind, part, shape, place) for kind in kinds}
-            weight = found.pop(WEIGHT)
-            if not self._is_shared_out:
+            shape, owned_slice = tuple(parameter.shape), owned.get(parameter)
+            if owned_slice is None:
+                parameter.copy_(
+                    saved.read(source, WEIGHT, part, shape, range(math.prod(shape))).view(shape)
+                )
+                continue
+            main, start = owned_slice.main, owned_slice.start
+            elements = range(start, start + main.numel())
+            weight = saved.read(source, WEIGHT, part, shape, elements)
+            if not self._is_distributed:
                 parameter.copy_(weight.view(shape))
-            if mine is not None:
-                mine.main.copy_(weight.view(mine.main.shape))
-            if mine is not None and mine.inner is not None and saved.steps is not None and learns:
-                moments = {kind: moment.view(mine.main.shape) for kind, moment in found.items()}
-                mine.set_moments(moments, saved.steps)
-        if optimizer is not None and self._is_shared_out:
-            optimizer.hand_out_weights()
-        if optimizer is not None and saved.steps is not None:
-            optimizer.resume_at(saved.steps)
+            main.copy_(weight.view(main.shape))
+            if owned_slice.inner is not None and steps is not None:
+                moments = {
+                    kind: saved.read(source, kind, part, shape, elements).view(main.shape)
+                    for kind in saved.moments(source)
+                }
+                owned_slice.set_moments(moments, steps)
+        if optimizer is not None and self._is_distributed:
+            optimizer.publish_weights()
+        if optimizer is not None and steps is not None:
+            optimizer.resume_at(steps)
 
     @property
-    def _is_shared_out(self) -> bool:
-        """True if data-parallel ranks update a share of the weights each."""
+    def _is_distributed(self) -> bool:
+        """True if each data-parallel rank updates a share of the weights."""
         return self.optimizer is not None and self.optimizer.is_distributed
 
     def _shapes(self) -> dict[str, Shape]:
-        """Whole shapes of the tensors that a state holds, a head apart."""
+        """Return the full shapes of the tensors in a state, except the head."""
         if self.settings.lora is None:
             return expected_shapes(self.architecture)
         return adapter_shapes(self.architecture, self.settings.lora)
 
     def _owned_slices(self) -> dict[Tensor, OwnedSlice]:
-        """Slice of each parameter that this process updates, and all of what nothing updates.
+        """Return the slice of each parameter that this process updates, and frozen ones in full.
 
-        Without an optimizer nothing is updated. Weights frozen beside adapters are left out.
+        Without an optimizer all parameters are frozen. Weights frozen next to adapters are omitted.
         """
         slices = () if self.optimizer is None else self.optimizer.owned_slices()
-        updated: dict[Tensor, OwnedSlice] = {each.parameter: each for each in slices}
+        owned: dict[Tensor, OwnedSlice] = {piece.parameter: piece for piece in slices}
         for parameter in self.gpt.parameters():
             is_updated = self.optimizer is not None and parameter.requires_grad
             if not is_updated and (parameter.requires_grad or self.settings.lora is None):
-                updated[parameter] = OwnedSlice(parameter, 0, parameter, None)
-        return updated
+                owned[parameter] = OwnedSlice(parameter, 0, parameter, None)
+        return owned
 
-    def _bring_gradients(self) -> None:
+    def _restore_gradients(self) -> None:
         if self.optimizer is not None:
-            self.optimizer.bring_gradients()
+            self.optimizer.restore_gradients()
 
     def load_whole_weights(self, weights: Mapping[str, Tensor], strict: bool = True) -> None:
         """See `RoleModel.load_whole_weights`."""
@@ -357,14 +369,14 @@ class RoleWeights(RoleModel):
         )
         self.load_head(weights, strict)
         if self.optimizer is not None:
-            self.optimizer.take_over_weights()
+            self.optimizer.copy_model_weights()
 
     def load_adapters(self, path: str | Path) -> None:
         """See `RoleModel.load_adapters`."""
         assert self.adapters is not None
         self.adapters.load(path)
         if self.optimizer is not None:
-            self.optimizer.take_over_weights()
+            self.optimizer.copy_model_weights()
 
     def save_adapters(self, path: str | Path) -> None:
         """See `RoleModel.save_adapters`."""
@@ -372,8 +384,7 @@ class RoleWeights(RoleModel):
         self.adapters.save(path, self.nemo_keys())
 
     def load_head(self, weights: Mapping[str, Tensor], strict: bool) -> None:
-        """Copy the reward head, weight [K, H] and bias [K], where both the model and the checkpoint
-        have one.
+        """Copy the reward head, weight [K, H] and bias [K], if model and checkpoint contain one.
 
         Raises:
             CheckpointError: the shapes differ and ``strict`` is set.
@@ -389,8 +400,8 @@ class RoleWeights(RoleModel):
                 target.data.copy_(weights[name])
             elif strict:
                 raise CheckpointError(
-                    f"{name} has shape {tuple(weights[name].shape)}, this role's is "
-                    f"{tuple(target.shape)}; pass strict=False to start with a fresh head"
+                    f"{name} has shape {tuple(weights[name].shape)}, but this role needs "
+                    f"{tuple(target.shape)}. Pass strict=False to start with a fresh head"
                 )
 
     def whole_weights(self) -> dict[str, Tensor]:

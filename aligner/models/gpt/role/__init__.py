@@ -1,7 +1,7 @@
 """Parts that roles of both backends share.
 
-Begins with Lightning, whose torchmetrics imports three packages for plots and scores that are not
-used here: two seconds.
+Lightning is imported first, without three packages of its torchmetrics for plots and scores. The
+library does not use them, and importing them takes two seconds.
 """
 
 from aligner.importing import import_without

@@ -1,4 +1,4 @@
-"""`RoleModel`: a role on any backend: its phases, its passes over a batch, its updates."""
+"""`RoleModel`, the phases, passes over a batch and updates of a role on any backend."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,10 +36,10 @@ _VALID_TOKENS = "valid_tokens"
 
 
 class BatchResult(NamedTuple):
-    """Result of the passes over one global batch; the same on every rank.
+    """Result of the passes over one global batch, the same on every rank.
 
-    ``metrics``: reduced over all ranks, ``loss`` among them. ``valid_tokens``: how many tokens of
-    the global batch count, which may be none.
+    ``metrics``: reduced over all ranks, including ``loss``. ``valid_tokens``: valid tokens of the
+    global batch, possibly 0.
     """
 
     metrics: dict[str, float]
@@ -47,37 +47,38 @@ class BatchResult(NamedTuple):
 
 
 class RoleModel:
-    """A role's share of a model on this process, whatever it is built of.
+    """A role's share of a model on this process, for any backend.
 
-    A backend has the attributes declared here, and defines what raises `NotImplementedError`.
+    A backend sets the attributes declared here and implements the methods that raise
+    `NotImplementedError`.
     """
 
     role_name = "model"  # in reports
-    has_head: ClassVar[bool] = False  # of its own, in the output layer's place
-    loss_fn: LossFunction | None = None  # where a call is given none
+    has_head: ClassVar[bool] = False  # a head in place of the output layer
+    loss_fn: LossFunction | None = None  # default of calls
     settings: RoleSettings
     architecture: GPTArchitecture
     tokenizer: Tokenizer | None
     parallel: ParallelState
-    model: nn.Module  # with what wraps it for training
-    optimizer: StepOptimizer | None  # None before `setup_training`, or where it does not learn
+    model: nn.Module  # including wrappers for training
+    optimizer: StepOptimizer | None  # None before `setup_training` and for frozen roles
 
-    # What a role computes ---------------------------------------------------------------------
+    # Outputs ----------------------------------------------------------------------------------
 
     def token_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """The role's outputs for each token, from ``model``'s float final hidden states.
+        """Compute the role's outputs for each token from the final hidden states, float.
 
-        ``hidden``: ``[n, L, H]`` of megatron-core, ``[n * L, H]`` of a transformers model, inside
-        whose forward pass this is called.
+        ``hidden``: ``[n, L, H]`` of megatron-core, or ``[n * L, H]`` of a transformers model, whose
+        forward pass makes this call.
         """
         raise NotImplementedError
 
     def loss_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
     ) -> TokenOutputs:
-        """Outputs for each token that ``loss_fn`` reads; ``hidden`` as in `token_outputs`."""
+        """Compute the outputs that ``loss_fn`` reads. ``hidden``: see `token_outputs`."""
         return self.token_outputs(model, hidden, microbatch, loss_fn.needs_entropy)
 
     # Learning ---------------------------------------------------------------------------------
@@ -89,11 +90,11 @@ class RoleModel:
         loss_fn: LossFunction | None = None,
         mbs: MicroBatches | None = None,
     ) -> tuple[float, dict[str, float]]:
-        """Loss and metrics of one global batch, of which ``batch`` is this rank's share.
+        """Compute loss and metrics of one global batch, of which ``batch`` is this rank's share.
 
-        ``batch`` has the columns that the loss reads, float32 ``token_mask`` ``[B, S]`` and
-        ``sample_mask`` ``[B]`` among them; see `aligner.types`. Unless ``forward_only``, gradients
-        are added to the gradient buffers. ``loss_fn``: default the role's own.
+        ``batch`` contains the columns that the loss reads (see `aligner.types`), including float32
+        ``token_mask`` ``[B, S]`` and ``sample_mask`` ``[B]``. Unless ``forward_only``, gradients
+        are added to the gradient buffers. ``loss_fn``: default: the role's loss.
         """
         metrics = self.run_batch(batch, forward_only, loss_fn, mbs).metrics
         return metrics["loss"], metrics
@@ -105,25 +106,26 @@ class RoleModel:
         loss_fn: LossFunction | None = None,
         mbs: MicroBatches | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on one global batch.
+        """Run one optimizer step on one global batch.
 
         Returns metrics plus ``grad_norm``, ``lr``, ``skipped``, ``empty``.
 
         A loss or gradient that is not finite never reaches the weights: the step is skipped or the
         run stopped (`NonFiniteError`), and the offending samples are written to disk either way.
 
-        A global batch of which no token counts (``empty`` 1) teaches nothing: no step is taken, for
-        momentum and weight decay would move the weights all the same. The schedule stays, too.
+        For a global batch without a valid token (``empty`` is 1) no step is taken, because momentum
+        and weight decay would still change the weights. The schedule does not advance either.
 
         Args:
             batch: see `get_loss_and_metrics`.
-            number: which mini-batch of the pass this is, for the report of a non-finite one.
-            loss_fn: default the role's own.
-            mbs: sequences per forward-backward, or the rows of each; default ``micro_batch_size``.
+            number: index of the mini-batch in the pass, for the report of a non-finite loss.
+            loss_fn: default: the role's loss.
+            mbs: sequences per forward-backward pass, or the rows of each pass. Default:
+                ``micro_batch_size``.
         """
-        optimizer = trainable(self.optimizer)
+        optimizer = require_optimizer(self.optimizer)
         optimizer.zero_grad()
-        # The passes are made on an empty batch, too: ranks meet in them, and a reused one must end.
+        # An empty batch is run too, for the collectives, and to consume a reused forward pass.
         metrics, valid_tokens = self.run_batch(batch, False, loss_fn, mbs)
         loss, empty = metrics["loss"], not valid_tokens
         outcome = StepOutcome(grad_norm=0.0, lr=optimizer.lr, skipped=False)
@@ -141,25 +143,25 @@ class RoleModel:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Sharing of what sequences begin with in common; not where each row drops its own."""
+        """True if shared prefixes are computed once. Off with dropout, which differs per row."""
         return self.settings.shared_prefixes and not self.drops_out
 
     @property
     def drops_out(self) -> bool:
-        """True if training leaves out parts of hidden states or of attention at random."""
+        """True if training applies dropout to hidden states or attention."""
         configured = self.settings.dropout
         if configured is not None:
             return configured > 0
         return max(self.architecture.hidden_dropout, self.architecture.attention_dropout) > 0
 
     @property
-    def ranks_meet(self) -> bool:
-        """True if data-parallel ranks meet in every pass, as their experts do."""
+    def passes_are_collective(self) -> bool:
+        """True if every pass contains a data-parallel collective (expert parallelism)."""
         return self.settings.parallel.expert > 1
 
     @cached_property
     def layout_rules(self) -> LayoutRules:
-        """Rules for the layout of its micro-batches."""
+        """Rules for the layout of micro-batches."""
         return LayoutRules.of(
             self.parallel,
             packed=self.settings.sequence_packing,
@@ -168,24 +170,24 @@ class RoleModel:
         )
 
     def split(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> list[Microbatch]:
-        """This rank's micro-batches of ``batch``, of the columns in `aligner.types`.
+        """Split this rank's ``batch`` into micro-batches.
 
-        ``batch``: columns [B] or [B, S, ...]. Where ranks meet in every pass, each gets as many as
-        the one with most, by empty ones at the end. Collective then.
+        ``batch``: columns of `aligner.types`, [B] or [B, S, ...]. If passes are collective, so is
+        this call: all ranks get the same count of micro-batches, padded with empty ones.
         """
         bounds = row_bounds(batch["input_ids"].shape[0], micro_batches)
-        if self.ranks_meet:
+        if self.passes_are_collective:
             count = torch.tensor(len(bounds), device=batch["input_ids"].device)
             dist.all_reduce(count, dist.ReduceOp.MAX, group=self.parallel.dp_group)
             end = bounds[-1][1]
             bounds += [(end, end)] * (int(count) - len(bounds))
         return split_microbatches(batch, bounds, self.layout_rules)
 
-    def loss_of_call(self, loss_fn: LossFunction | None) -> LossFunction:
-        """The loss that a call is given, else the role's own; `ConfigError` without either."""
+    def require_loss(self, loss_fn: LossFunction | None) -> LossFunction:
+        """Return ``loss_fn``, or else the role's loss, or else raise `ConfigError`."""
         loss_fn = loss_fn or self.loss_fn
         if loss_fn is None:
-            raise ConfigError(f"loss_fn: the {self.role_name} has none of its own; give one")
+            raise ConfigError(f"loss_fn: the {self.role_name} has no default loss. Pass loss_fn")
         return loss_fn
 
     def run_batch(
@@ -195,10 +197,10 @@ class RoleModel:
         loss_fn: LossFunction | None = None,
         mbs: MicroBatches | None = None,
     ) -> BatchResult:
-        """Passes over ``batch``; arguments as in `get_loss_and_metrics`.
+        """Run the passes over ``batch``. For the arguments see `get_loss_and_metrics`.
 
-        Denominators are counted over all data-parallel ranks before the first micro-batch, so
-        neither the loss nor its gradient depends on micro-batch size or layout.
+        Denominators are counted over all data-parallel ranks before the first micro-batch, so that
+        loss and gradient do not depend on micro-batch size or layout.
         """
         raise NotImplementedError
 
@@ -208,38 +210,39 @@ class RoleModel:
         micro_batches: MicroBatches | None = None,
         model: Any = None,
     ) -> Tensor:
-        """The role's outputs for each token, without gradients.
+        """Compute the role's outputs for each token, without gradients.
 
         Args:
-            batch: ``input_ids`` ``[B, S]``, ``input_lengths`` ``[B]`` and what the role reads.
-            micro_batches: sequences per forward pass, or the rows of each pass (without gaps);
-                default ``forward_micro_batch_size``.
-            model: the backend's, whose outputs are wanted; default this role's own.
+            batch: ``input_ids`` ``[B, S]``, ``input_lengths`` ``[B]`` and the columns that the role
+                reads.
+            micro_batches: sequences per forward pass, or the rows of each pass (without gaps).
+                Default: ``forward_micro_batch_size``.
+            model: model of the backend. Default: this role's model.
 
         Returns:
-            float32 ``[B, S]`` (``[B, S, K]`` of a head with K outputs) on every process of the
-            model-parallel group; 0 beyond a sequence's length.
+            float32 ``[B, S]`` (``[B, S, K]`` for a head with K outputs) on every process of the
+            model-parallel group, 0 beyond a sequence's length.
         """
         raise NotImplementedError
 
     # Phases -----------------------------------------------------------------------------------
 
     def setup_training(self) -> None:
-        """Make the optimizer; call once, after the weights are loaded."""
+        """Create the optimizer, once, after the weights are loaded."""
         raise NotImplementedError
 
     def prepare_for_training(self) -> None:
-        """Bring the optimizer state back, or make the optimizer, and enter training mode."""
+        """Create the optimizer or move its state to the device, and enter training mode."""
         self.setup_training()
-        trainable(self.optimizer).restore()
+        require_optimizer(self.optimizer).restore()
         self.model.train()
 
     def finish_training(self) -> None:
-        """End training; the next phase moves weights and optimizer state."""
+        """End training. The next phase moves weights and optimizer state."""
         self.collect_weights()
 
     def prepare_for_inference(self) -> None:
-        """Enter evaluation mode; gradients and moments leave the device where configured."""
+        """Enter evaluation mode, and move gradients and moments off the device if configured."""
         self.drop_reused_forward()
         self.collect_weights()
         if self.optimizer is not None and self.settings.offload_gradients:
@@ -249,32 +252,30 @@ class RoleModel:
         self.model.eval()
 
     def finish_inference(self) -> None:
-        """Memory that inference cached goes to the processes that share the device."""
+        """Release memory cached by inference to other processes on the device."""
         accelerator.release_shared_memory()
 
     def collect_weights(self) -> None:
-        """Make weights whole and new on every rank, where an update leaves that to forward passes;
-        collective.
-        """
+        """Complete the weights on every rank, if an update defers it. Collective."""
 
     def drop_reused_forward(self) -> None:
-        """Free what a scoring pass left for training, where one did."""
+        """Free the graph that a scoring pass keeps for training, if any."""
 
     def release_generator(self) -> None:
-        """Free what sampling keeps on the device between rollouts, where it does."""
+        """Free the memory that sampling keeps on the device between rollouts, if any."""
 
     # State ------------------------------------------------------------------------------------
 
     def run_state(self) -> dict[str, Any]:
-        """This process's share of weights and optimizer, exact."""
+        """Return this process's exact share of weights and optimizer state."""
         raise NotImplementedError
 
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Inverse of `run_state`, from the shares of all processes of the run that was saved."""
+        """Restore a `run_state` from the shares of all processes of the saved run."""
         raise NotImplementedError
 
     def save_to(self, save_path: str) -> None:
-        """Write a `.nemo`. Call it on every rank. Rank 0 writes, and if it cannot, all raise."""
+        """Write a `.nemo` file. Call it on every rank: rank 0 writes, and all raise its error."""
         self.write_nemo(save_path)
 
     def write_nemo(self, path: str) -> None:
@@ -289,56 +290,54 @@ class RoleModel:
         )
 
     def nemo_keys(self) -> dict[str, Any]:
-        """Keys that a role adds to the `.nemo`'s ``model_config.yaml``."""
+        """Return the role's keys of the `.nemo` file's ``model_config.yaml``."""
         return {}
 
     def nemo_artifacts(self) -> dict[str, Path]:
-        """Further files of the `.nemo`, by the key of ``model_config.yaml`` that names them."""
+        """Return extra files of the `.nemo` file, by their key in ``model_config.yaml``."""
         return {}
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """Canonical weights joined on rank 0, none elsewhere; call it on every rank.
+        """Gather canonical weights, with adapters merged, on rank 0 (empty on other ranks).
 
-        Adapters are merged into them.
+        Call it on every rank.
         """
         raise NotImplementedError
 
     def load_whole_weights(self, weights: Weights, strict: bool = True) -> None:
-        """Inverse of `whole_weights`: this process's share of canonical weights, on every rank.
+        """Load this process's share of canonical weights. Call it on every rank.
 
-        ``weights``: whole tensors, [out, in] or [out], in any float dtype. ``strict=False`` keeps
-        the head that is there where ``weights`` bring none that fits.
+        ``weights``: full tensors, [out, in] or [out], in any float dtype. ``strict=False`` keeps
+        the present head if ``weights`` contain none or one of another shape.
         """
         raise NotImplementedError
 
     def save_adapters(self, path: str | Path) -> None:
-        """Write only the adapters, and a head; on every rank."""
+        """Write only the adapters and the head. Call it on every rank."""
         raise NotImplementedError
 
     def load_adapters(self, path: str | Path) -> None:
-        """Take adapters, and a head, that `save_adapters` wrote; on every rank."""
+        """Load adapters and head from a file of `save_adapters`. Call it on every rank."""
         raise NotImplementedError
 
     def num_parameters(self) -> int:
-        """Parameters on this process."""
+        """Count the parameters on this process."""
         raise NotImplementedError
 
 
-def trainable(optimizer: Optimizer | None) -> Optimizer:
-    """The optimizer; `ConfigError` where there is none."""
+def require_optimizer(optimizer: Optimizer | None) -> Optimizer:
+    """Return the optimizer, or raise `ConfigError` if it is None."""
     if optimizer is None:
-        raise ConfigError(
-            "optim: this role was built without an optimizer; give it an optim section"
-        )
+        raise ConfigError("optim: this role was built without an optimizer. Add an optim section")
     return optimizer
 
 
 def count_denominators(
     batch: Mapping[str, Tensor], dp_group: dist.ProcessGroup
 ) -> tuple[Denominators, Tensor]:
-    """Valid tokens and sequences of a global batch, of which ``batch`` is this rank's share.
+    """Count valid tokens and sequences of a global batch, of which ``batch`` is this rank's share.
 
-    Also this rank's own valid tokens, a float64 scalar, for `reduce_result`.
+    Also return this rank's valid tokens, a float64 scalar, for `reduce_result`.
     """
     mask = batch["token_mask"].double() * batch["sample_mask"].double()[:, None]
     own_tokens = mask.sum()
@@ -351,16 +350,16 @@ def count_denominators(
 def reduce_result(
     parts: Iterable[Mapping[str, Tensor]], own_tokens: Tensor, dp_group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Metrics of the micro-batches over all ranks, the count of valid tokens (`result_of`) in them.
+    """Reduce micro-batch metrics over all ranks, with the count of valid tokens (`result_of`).
 
-    ``parts`` hold scalars of any dtype, and ``own_tokens`` is one: this rank's count. It crosses to
-    the host with the metrics: a read of its own would wait for the device.
+    ``parts``: scalars of any dtype. ``own_tokens``: this rank's count, a scalar. It is copied to
+    the host together with the metrics, because a separate copy would synchronise again.
     """
     return reduce_metrics({**combine_metrics(parts), _VALID_TOKENS: own_tokens}, dp_group)
 
 
 def result_of(reduced: Mapping[str, float]) -> BatchResult:
-    """Result of `reduce_result`, its parts separated."""
+    """Separate metrics and count of a `reduce_result`."""
     metrics = dict(reduced)
     return BatchResult(valid_tokens=metrics.pop(_VALID_TOKENS), metrics=metrics)
 
@@ -373,13 +372,15 @@ def _report_non_finite(
     loss: float,
     outcome: StepOutcome,
 ) -> None:
-    where = "nowhere (no log directory is set)"
+    """Write the samples of a non-finite update to disk, and raise if configured."""
+    location = "not written (no log directory is set)"
+    # The report contains the samples as text if the role knows a tokenizer.
     if role.settings.non_finite_dir is not None:
         texts = None
         if role.tokenizer is not None:
             rows = zip(batch["input_ids"].tolist(), batch["input_lengths"].tolist(), strict=True)
             texts = [role.tokenizer.decode(ids[:length]) for ids, length in rows]
-        where = str(
+        location = str(
             write_nonfinite(
                 role.settings.non_finite_dir,
                 role.role_name,
@@ -394,6 +395,6 @@ def _report_non_finite(
     if role.settings.non_finite == "stop":
         raise NonFiniteError(
             f"{role.role_name}, step {current_step()}, mini-batch {number} (after {updates} "
-            f"updates): loss={loss}, grad_norm={outcome.grad_norm}; samples in {where}. "
-            "Lower the learning rate, or set non_finite=skip in the trainer's section to go on"
+            f"updates): loss={loss}, grad_norm={outcome.grad_norm}. Samples: {location}. Lower the "
+            "learning rate, or set non_finite=skip in the trainer's section to continue"
         )

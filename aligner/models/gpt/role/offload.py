@@ -1,9 +1,10 @@
-"""Placement of a model's weights and gradient buffers: on the device, or parked in host memory.
+"""Offload of a model's weights and gradient buffers from the device to host memory.
 
-Storages are moved, not tensors. A parameter, the share of it that the distributed optimizer
-updates and a tied copy are views of one storage, and stay so.
+Storages are moved, not tensors, because a parameter, its shard in the distributed optimizer and a
+tied copy are views of one storage. They remain views of it.
 
-Parameters may have second values there, which are exchanged with the present ones.
+`SwappedWeights` keeps second values of parameters in host memory and exchanges them with the
+present ones.
 """
 
 import contextlib
@@ -20,16 +21,16 @@ from aligner.device import accelerator
 
 
 class _Parked(NamedTuple):
-    """Memory of the device that was freed."""
+    """Freed device memory of a storage."""
 
     storage: torch.UntypedStorage
     device: torch.device
     size: int  # bytes
-    copy: Tensor | None  # its content, uint8; None: zeros
+    copy: Tensor | None  # content, uint8, or None to restore zeros
 
 
 class ModelOffload:
-    """Parks the storages of one model and brings them back."""
+    """Offload of the storages of one model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -37,9 +38,9 @@ class ModelOffload:
         self._memory = CopyMemory()
 
     def to_host(self, *, params: bool, grads: bool) -> None:
-        """Free the device memory of weights, which are copied, and of gradients, which are not.
+        """Free the device memory of weights, after copying, and of gradients, without copying.
 
-        Nothing moves where there is no device apart from the host.
+        It has no effect if the device is the host.
         """
         weights = [
             value.to_local() if isinstance(value, DTensor) else value
@@ -50,24 +51,28 @@ class ModelOffload:
             for parameter in self._model.parameters()
             if hasattr(parameter, "main_grad")
         ]
-        self.park(kept=weights if params else [], freed=buffers if grads else [])
+        self.park(copied=weights if params else [], freed=buffers if grads else [])
 
-    def park(self, *, kept: Iterable[Tensor], freed: Iterable[Tensor]) -> None:
-        """Park tensors of any shape and dtype: ``kept`` are copied, ``freed`` return as zeros."""
-        storages = _storages(kept)
-        copies = self._memory.copies([storage_bytes(*each) for each in storages])
-        leaving = [
-            _Parked(*each, copy.numel(), copy) for each, copy in zip(storages, copies, strict=True)
+    def park(self, *, copied: Iterable[Tensor], freed: Iterable[Tensor]) -> None:
+        """Free the device memory of tensors of any shape and dtype.
+
+        ``copied`` are restored from host copies, ``freed`` as zeros.
+        """
+        storages = _storages(copied)
+        copies = self._memory.copies([storage_bytes(*storage) for storage in storages])
+        parked = [
+            _Parked(*storage, copy.numel(), copy)
+            for storage, copy in zip(storages, copies, strict=True)
         ]
-        leaving += [_Parked(*each, each[0].nbytes(), None) for each in _storages(freed)]
-        accelerator.synchronize()  # copies are on their way
-        for parked in leaving:
-            parked.storage.resize_(0)
-        self._parked += leaving
+        parked += [_Parked(*storage, storage[0].nbytes(), None) for storage in _storages(freed)]
+        accelerator.synchronize()  # the copies are asynchronous
+        for storage, *_ in parked:
+            storage.resize_(0)
+        self._parked += parked
         accelerator.release_memory()
 
     def to_device(self) -> None:
-        """Bring everything back; gradients are zero."""
+        """Restore all parked memory, with gradients of zero."""
         for storage, device, size, copy in self._parked:
             storage.resize_(size)
             content = storage_bytes(storage, device)
@@ -81,17 +86,17 @@ class ModelOffload:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, torch.device]]:
-    """The storages behind tensors on the device, each once, and where they are."""
-    found = {
+    """Return the distinct storages of tensors on the device, with their device."""
+    storages = {
         tensor.untyped_storage()._cdata: (tensor.untyped_storage(), tensor.device)
         for tensor in tensors
         if accelerator.is_apart(tensor) and tensor.untyped_storage().nbytes()
     }
-    return list(found.values())
+    return list(storages.values())
 
 
 class SwappedWeights:
-    """Begins as a copy of the parameters' values.
+    """Second values of parameters in host memory, initially copies of the present values.
 
     On a GPU an exchange costs two copies of the weights and no device memory.
     """
@@ -99,21 +104,21 @@ class SwappedWeights:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         """``parameters``: tensors of any shape and float dtype by their names."""
         self._parameters = list(parameters.values())
-        self._held = CopyMemory().copies([value.detach() for value in self._parameters])
+        self._copies = CopyMemory().copies([value.detach() for value in self._parameters])
         accelerator.synchronize()
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Exchange the values of the parameters with the held ones."""
-        for parameter, held in zip(self._parameters, self._held, strict=True):
+        """Exchange the values of the parameters with the copies."""
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
             current = parameter.clone()
-            parameter.copy_(held, non_blocking=True)
-            held.copy_(current, non_blocking=True)
+            parameter.copy_(copy, non_blocking=True)
+            copy.copy_(current, non_blocking=True)
         accelerator.synchronize()  # the host may read or free its memory
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the parameters have the held values."""
+        """Exchange the values for the duration of a block."""
         self.exchange()
         try:
             yield

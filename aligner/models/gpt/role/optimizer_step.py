@@ -1,4 +1,4 @@
-"""Optimizer of a role: learning rate, result and state of a step, whichever the backend."""
+"""Optimizer of a role on any backend: learning rate, outcome and state of a step."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,10 +15,10 @@ from aligner.device import accelerator
 
 
 def learning_rate(step: int, peak: float, sched: SchedConfig, total_steps: int | None) -> float:
-    """Learning rate of optimizer step ``step`` (0-based).
+    """Compute the learning rate of optimizer step ``step`` (0-based).
 
-    Warm-up rises as ``peak * (step + 1) / (warmup_steps + 1)``. cosine then falls by half a cosine
-    to ``min_lr`` and stays there for the last ``constant_steps``; linear falls in a straight line.
+    Warm-up rises as ``peak * (step + 1) / (warmup_steps + 1)``. ``cosine`` then falls by half a
+    cosine to ``min_lr``, constant for the last ``constant_steps``. ``linear`` falls linearly.
     """
     if step < sched.warmup_steps:
         return peak * (step + 1) / (sched.warmup_steps + 1)
@@ -42,7 +42,7 @@ class StepOutcome:
 
 
 class StepOptimizer(ABC):
-    """An optimizer with its learning-rate schedule, whose state can wait in host memory."""
+    """An optimizer with a learning-rate schedule and state that can be offloaded to the host."""
 
     def __init__(
         self, config: OptimConfig, *, gradient_clip_val: float, total_steps: int | None
@@ -67,46 +67,46 @@ class StepOptimizer(ABC):
     def step(self, loss_is_finite: bool = True) -> StepOutcome:
         """Update the weights, unless the loss or the gradient norm is NaN or infinite.
 
-        A skipped step leaves weights, moments and the schedule as they were.
+        A skipped step changes neither weights nor moments nor the schedule.
         """
 
     @abstractmethod
     def moment_states(self) -> Iterator[dict[str, Any]]:
-        """Optimizer state of each tensor that is updated."""
+        """Yield the optimizer state of each updated tensor."""
 
     def offload(self) -> None:
-        """Move the Adam moments to host memory (nothing moves where they are there already)."""
-        places = [place for place in self._moments() if accelerator.is_apart(place[0][place[1]])]
-        copies = self._host_memory.copies([state[key] for state, key in places])
+        """Move the Adam moments from the device to host memory."""
+        on_device = [(s, key) for s, key in self._moments() if accelerator.is_apart(s[key])]
+        copies = self._host_memory.copies([state[key] for state, key in on_device])
         accelerator.synchronize()
-        for (state, key), copy in zip(places, copies, strict=True):
+        for (state, key), copy in zip(on_device, copies, strict=True):
             state[key] = copy
         accelerator.release_memory()
         self._offloaded = True
 
-    def park_gradients(self) -> None:  # noqa: B027 - nothing where a step frees them
-        """Free the gradient buffers, where there are any between steps."""
+    def park_gradients(self) -> None:  # noqa: B027 - no effect if a step frees them
+        """Free the gradient buffers, if any exist between steps."""
 
     def park(self) -> None:
-        """Have nothing of its own on the device: `park_gradients` and `offload`."""
+        """Free all device memory of the optimizer: `park_gradients` and `offload`."""
         self.park_gradients()
         self.offload()
 
     def restore(self) -> None:
-        """Bring everything back to the device."""
+        """Move the optimizer state back to the device."""
         if self._offloaded:
             for state, key in self._moments():
                 state[key] = accelerator.to_device(state[key])
-            accelerator.synchronize()  # the copies' memory may be freed, or taken for others
+            accelerator.synchronize()  # the copies' memory may now be freed or reused
             self._offloaded = False
 
     def resume_at(self, steps: int) -> None:
-        """Continue the schedule after ``steps`` updates; moments are on the device."""
+        """Continue the schedule after ``steps`` updates, with moments on the device."""
         self.steps = steps
         self._offloaded = False
 
     def _moments(self) -> list[tuple[dict[str, Any], str]]:
-        """Each moment's place: a state and its key there."""
+        """Return the state dict and the key of every moment tensor."""
         return [
             (state, key)
             for state in self.moment_states()
@@ -117,15 +117,15 @@ class StepOptimizer(ABC):
 
 @dataclass(frozen=True)
 class OwnedSlice:
-    """The elements of a parameter that this process updates: all, or a run of them."""
+    """Elements of a parameter that this process updates: all, or a contiguous range."""
 
     parameter: nn.Parameter
-    start: int  # of the first in the flattened parameter
-    main: Tensor  # float32 weights that are updated; [n], flat, where they are a run
-    inner: torch.optim.Optimizer | None  # keeps the moments; None: the role does not learn
+    start: int  # index of the first element in the flattened parameter
+    main: Tensor  # updated float32 weights, flat [n] if they are a range
+    inner: torch.optim.Optimizer | None  # contains the moments. None for a frozen role
 
     def moments(self) -> dict[str, Tensor]:
-        """Optimizer state that is shaped like ``main``; empty before the first update."""
+        """Return optimizer state of the shape of ``main``, empty before the first update."""
         state = {} if self.inner is None else self.inner.state.get(self.main, {})
         return {
             name: value
@@ -134,9 +134,9 @@ class OwnedSlice:
         }
 
     def set_moments(self, moments: Mapping[str, Tensor], steps: int) -> None:
-        """Put copies of ``moments`` in place, as they are after ``steps`` updates.
+        """Set the optimizer state after ``steps`` updates to copies of ``moments``.
 
-        ``moments``: float tensors of the shape of ``main``, [n] or that of the parameter.
+        ``moments``: float tensors of the shape of ``main``, [n] or the parameter's shape.
         """
         assert self.inner is not None
         self.inner.state.pop(self.main, None)
@@ -144,7 +144,7 @@ class OwnedSlice:
             return
         state = {name: value.to(self.main.device, copy=True) for name, value in moments.items()}
         group = self.inner.param_groups[0]
-        if isinstance(self.inner, torch.optim.Adam):  # counts per parameter, others per group
+        if isinstance(self.inner, torch.optim.Adam):  # counts steps per parameter, not per group
             on_device = group["fused"] or group["capturable"]
             device = self.main.device if on_device else torch.device("cpu")
             state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)

@@ -1,6 +1,6 @@
-"""Policy on every backend: scoring of tokens, sampling of responses, and the frozen reference.
+"""Policy on any backend: scoring of tokens, sampling of responses, and the frozen reference.
 
-The reference is the weights that training began with.
+The reference policy uses the initial weights of training.
 """
 
 import contextlib
@@ -29,19 +29,19 @@ from aligner.models.gpt.role.offload import SwappedWeights
 from aligner.models.interfaces import Inferrable
 from aligner.types import LossFunction, TokenOutputs
 
-# (batch, micro-batches, model with the initial weights) -> log-probs, as the policy scores.
+# The policy's scoring function: (batch, micro-batches, model) -> log-probs.
 Score = Callable[[Mapping[str, Tensor], MicroBatches | None, Any], Tensor]
 
 
 class ReferencePolicy(LightningModule, Inferrable):
-    """Scores tokens as a policy did before it learned; it never learns itself.
+    """Frozen policy that scores tokens with the initial weights.
 
-    ``keep``: a second model on the device, ready at once. ``swap``: a copy of the weights in host
-    memory, exchanged with the policy's while the reference scores; on a GPU this costs two copies
-    of the weights per use and no device memory. Of a policy with adapters these are all there is to
-    exchange. ``bare``: the policy without its adapters, which began as nothing.
+    ``keep``: a second model on the device, without delay. ``swap``: a copy of the trained weights
+    (with adapters, only of these) in host memory, exchanged with the policy's weights to score. On
+    a GPU a swap costs two copies of the weights and no device memory. ``bare``: the policy without
+    its adapters, for adapters that started from zero.
 
-    The module has parameters of its own with ``keep`` only; nothing of the policy is registered.
+    The module registers parameters with ``keep`` only, and never the policy's parameters.
     """
 
     def __init__(
@@ -53,39 +53,38 @@ class ReferencePolicy(LightningModule, Inferrable):
         weights: Mapping[str, Tensor],
         copy: Callable[[], nn.Module],
     ) -> None:
-        """Hold the initial weights.
+        """Store the initial weights.
 
         Args:
-            policy: the model that learns.
+            policy: the trained model.
             mode: see the class.
-            score: the policy's way to make log-probs of a model.
-            weights: those that learn, float tensors of any shape by name; for ``swap``.
-            copy: makes a second model with the policy's weights; for ``keep``.
+            score: the policy's scoring function.
+            weights: for ``swap``, the trained weights, named float tensors of any shape.
+            copy: for ``keep``, creates a second model with the policy's weights.
         """
         super().__init__()
         self._score = score
-        self._policy = (policy,)  # in a tuple: it stays the policy's own module
+        self._policy = (policy,)  # a tuple, so that the module is not registered here
         self.gpt = copy().requires_grad_(False) if mode == "keep" else None
         self._initial = SwappedWeights(weights) if mode == "swap" else None
         self.eval()
 
     @contextlib.contextmanager
     def initial_model(self) -> Iterator[nn.Module]:
-        """A model with the initial weights, for inference inside the block."""
+        """Yield a model with the initial weights, for inference inside the block."""
         if self.gpt is not None:
             yield self.gpt
             return
         policy = self._policy[0]
-        initially = adapters_off(policy) if self._initial is None else self._initial.in_place()
-        with initially:
+        with adapters_off(policy) if self._initial is None else self._initial.in_place():
             yield policy
 
     def infer(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """Log-probs float32 ``[B, S]`` under the initial weights.
+        """Compute log-probs float32 ``[B, S]`` under the initial weights.
 
-        ``batch`` and ``micro_batches`` as in `SamplingPolicy.get_logprobs`.
+        ``batch`` and ``micro_batches``: see `SamplingPolicy.get_logprobs`.
         """
         with self.initial_model() as initial:
             return self._score(batch, micro_batches, initial)
@@ -95,26 +94,26 @@ class ReferencePolicy(LightningModule, Inferrable):
         return self.infer(batch)
 
     def prepare_for_inference(self) -> None:
-        """Nothing to prepare: it is always in evaluation mode."""
+        """Do nothing, because the model is always in evaluation mode."""
 
     def finish_inference(self) -> None:
-        """Nothing to leave."""
+        """Do nothing, because the model is always in evaluation mode."""
 
     def train(self, mode: bool = True) -> Self:
-        """Ignored: the model stays in evaluation mode."""
+        """Ignore ``mode``: the model is always in evaluation mode."""
         del mode
         return super().train(False)
 
 
 class SamplingPolicy(RoleModel):
-    """A role that scores tokens and samples them, of a backend's model (`model_to_sample_from`)."""
+    """A role that scores tokens and samples responses, on any backend."""
 
-    samples_from_a_copy: ClassVar[bool] = False  # made in `prepare_for_generation`
+    samples_from_a_copy: ClassVar[bool] = False  # created in `prepare_for_generation`
     _generator: Generator | None = None
 
     def configure_sampling(self) -> None:
-        """Apply the settings, without a reference policy; for the end of a constructor."""
-        self.__dict__["_reference"] = None  # not a module of this one: it is not trained with it
+        """Apply the settings, without a reference policy. Call it at the end of a constructor."""
+        self.__dict__["_reference"] = None  # bypasses nn.Module, so that it is not trained
         settings = self.settings
         self.configure_generation(
             settings.length_params, settings.sampling_params, settings.rollout_micro_batch_size
@@ -124,18 +123,18 @@ class SamplingPolicy(RoleModel):
 
     @property
     def vocab_group(self) -> dist.ProcessGroup | None:
-        """Spreads the vocabulary; None: it is whole."""
+        """Group that shards the vocabulary, or None."""
         return self.parallel.tp_group if self.parallel.config.tensor > 1 else None
 
     def output_layer(self, model: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of the logits: rows ``[n * L, H]`` and weight ``[V / tp, H]``, float.
+        """Return the factors of the logits: rows ``[n * L, H]`` and weight ``[V / tp, H]``, float.
 
-        ``hidden`` as in `token_outputs`. Under tensor parallelism the rows' gradient is summed.
+        ``hidden``: see `token_outputs`. Under tensor parallelism the rows' gradient is summed.
         """
         raise NotImplementedError
 
     def projection(self, model: Any, hidden: Tensor) -> Projection:
-        """`output_layer` of ``hidden`` [n, L, H], with the vocabulary and the temperature."""
+        """Combine `output_layer` of ``hidden`` [n, L, H] with vocabulary and temperature."""
         factors = self.output_layer(model, hidden)
         size, temperature = self.architecture.vocab_size, self.sampling_params.temperature
         return Projection(*factors, size, self.vocab_group, temperature)
@@ -143,12 +142,13 @@ class SamplingPolicy(RoleModel):
     def token_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """Log-probs where ``token_mask`` is 1, with entropy; see `RoleModel.token_outputs`.
+        """Compute log-probs and entropy where ``token_mask`` is 1 (see `RoleModel.token_outputs`).
 
-        Of the tokens themselves, or of ``teacher_topk_indices`` where the micro-batch has them.
+        The log-probs are of the tokens, or of ``teacher_topk_indices`` if the column exists.
         """
         columns, selected, layout = microbatch.columns, microbatch.selected, microbatch.layout
         projection = self.projection(model, hidden)
+        # In distillation, the teacher's candidates are scored instead of the sampled tokens.
         if "teacher_topk_indices" in columns:
             candidates = columns["teacher_topk_indices"]
             return candidate_logprobs(
@@ -167,7 +167,7 @@ class SamplingPolicy(RoleModel):
     def loss_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
     ) -> TokenOutputs:
-        """`token_outputs`, or all logits float32 ``[B, S, V]`` where ``loss_fn`` reads them."""
+        """Compute `token_outputs`, or logits float32 ``[B, S, V]`` if ``loss_fn`` reads logits."""
         if not reads_logits(loss_fn):
             return super().loss_outputs(model, hidden, microbatch, loss_fn)
         return TokenOutputs(token_logits(self.projection(model, hidden), microbatch.layout))
@@ -175,12 +175,12 @@ class SamplingPolicy(RoleModel):
     def get_logprobs(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """Log-probs under the current weights.
+        """Compute log-probs under the current weights.
 
         Args:
             batch: ``input_ids`` int64 ``[B, S]``, ``input_lengths`` int64 ``[B]``, ``token_mask``
-                ``[B, S]`` (1 where a log-prob is wanted).
-            micro_batches: sequences per forward pass, or the rows of each; default
+                ``[B, S]`` (1 for tokens to score).
+            micro_batches: sequences per forward pass, or the rows of each pass. Default:
                 ``forward_micro_batch_size``.
 
         Returns:
@@ -191,7 +191,7 @@ class SamplingPolicy(RoleModel):
     def get_reference_logprobs(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """As `get_logprobs`, under the weights that training began with."""
+        """Compute log-probs as `get_logprobs` does, under the initial weights."""
         return self.reference.infer(batch, micro_batches)
 
     def get_topk_logits(
@@ -201,37 +201,38 @@ class SamplingPolicy(RoleModel):
         vocab_size: int,
         micro_batches: MicroBatches | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The ``k`` likeliest tokens at each position, among the first ``vocab_size``.
+        """Return the ``k`` most likely of the first ``vocab_size`` tokens at each position.
 
-        ``batch`` as in `get_logprobs`. Returns their logits over the sampling temperature, float32
-        ``[B, S, k]`` in descending order, and their ids, int64 ``[B, S, k]``: position t speaks of
-        token t. 0 where ``token_mask`` is 0.
+        ``batch``: see `get_logprobs`. Returns logits divided by the sampling temperature, float32
+        ``[B, S, k]`` in descending order, and ids, int64 ``[B, S, k]``. Position t is for token t.
+        Both are 0 where ``token_mask`` is 0.
         """
         raise ConfigError(
-            "policy.backend=dtensor gives no top-k logits; a teacher needs policy.backend=megatron"
+            "policy.backend=dtensor does not support top-k logits. A teacher needs "
+            "policy.backend=megatron"
         )
 
     def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
-        """Freeze the current weights as the reference policy: a second model, or on the host."""
+        """Freeze the current weights as the reference policy (see `ReferencePolicy`)."""
         raise NotImplementedError
 
     @property
     def reference(self) -> ReferencePolicy:
-        """The policy that training began with; `ConfigError` before ``keep_reference``."""
-        found: ReferencePolicy | None = self.__dict__["_reference"]
-        if found is None:
+        """Policy with the initial weights. `ConfigError` before ``keep_reference``."""
+        reference: ReferencePolicy | None = self.__dict__["_reference"]
+        if reference is None:
             raise ConfigError(
-                "no reference policy was kept: call keep_reference() right after the weights are "
+                "no reference policy was kept. Call keep_reference() right after the weights are "
                 "loaded (a run does so when a KL coefficient is above 0)"
             )
-        return found
+        return reference
 
     # Sampling ---------------------------------------------------------------------------------
 
     def configure_generation(
         self, length: LengthParams, sampling: SamplingParams, rollout_micro_batch_size: int
     ) -> None:
-        """Set how `generator` samples; the sampling temperature also applies to all log-probs."""
+        """Configure `generator`. The sampling temperature also applies to all log-probs."""
         self.length_params = length
         self.sampling_params = sampling
         self.rollout_micro_batch_size = rollout_micro_batch_size
@@ -239,7 +240,7 @@ class SamplingPolicy(RoleModel):
 
     @property
     def generator(self) -> Generator:
-        """The sampling engine, with the current weights; see `Generator.sample`."""
+        """Sampling engine with the current weights (see `Generator.sample`)."""
         if self._generator is None:
             if self.samples_from_a_copy:
                 raise ConfigError("generate: call prepare_for_generation() first, on every rank")
@@ -248,17 +249,17 @@ class SamplingPolicy(RoleModel):
 
     @property
     def is_ready_to_generate(self) -> bool:
-        """True unless `prepare_for_generation` is needed first."""
+        """False if `prepare_for_generation` must be called first."""
         return self._generator is not None or not self.samples_from_a_copy
 
     def prepare_for_generation(self) -> None:
-        """Enter evaluation mode, and copy the weights where the copy samples; collective."""
+        """Enter evaluation mode, and copy the weights if a copy samples. Collective."""
         self.prepare_for_inference()
         if self.samples_from_a_copy:
             self._generator = self._make_generator()
 
     def finish_generation(self) -> None:
-        """Leave evaluation; a copy of the weights is given up."""
+        """Leave evaluation, and free the copy of the weights."""
         if self.samples_from_a_copy:
             self._generator = None
         self.finish_inference()
@@ -269,16 +270,18 @@ class SamplingPolicy(RoleModel):
             self._generator.release()
 
     def model_to_sample_from(self) -> GPTModel:
-        """A megatron-core model with the weights as they are now; collective where it is a copy."""
+        """Return a megatron-core model with the current weights. Collective if it is a copy."""
         raise NotImplementedError
 
     def hugging_face_weights(self) -> Mapping[str, Tensor]:
-        """The whole weights under Hugging Face's names, gathered when indexed; collective."""
+        """Return full weights by Hugging Face name, gathered when indexed. Collective."""
         raise NotImplementedError
 
     def _make_generator(self) -> Generator:
         if self.tokenizer is None:
-            raise ConfigError("tokenizer: the model was built without one; generation needs it")
+            raise ConfigError(
+                "tokenizer: the model was built without a tokenizer. Generation needs a tokenizer"
+            )
         return Generator(
             self.model_to_sample_from(),
             self.architecture,

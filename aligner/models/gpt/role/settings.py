@@ -1,7 +1,4 @@
-"""Settings of a role, in one small typed value.
-
-They are made from what a user has: hydra's section, a mapping, or a dataclass of ours.
-"""
+"""Settings of a role, built from hydra's section, a mapping, or a configuration dataclass."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -38,7 +35,7 @@ Precision = Literal["32", "bf16"]
 class RoleSettings:
     """Layout, precision, batch sizes and optimizer of one role.
 
-    ``optim=None`` builds a role that cannot train (and holds no gradient buffers).
+    ``optim=None`` builds a role that cannot train and allocates no gradient buffers.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -49,29 +46,29 @@ class RoleSettings:
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     recompute: Literal["full", "selective"] | None = None
-    dropout: float | None = None  # while training; None: the architecture's own
+    dropout: float | None = None  # while training, None for the architecture's value
     micro_batch_size: int = 8
     global_batch_size: int = 64
     forward_micro_batch_size: int = 16
     length_params: LengthParams = field(default_factory=LengthParams)  # of responses
-    sampling_params: SamplingParams = field(default_factory=SamplingParams)  # temperature: scores'
-    rollout_micro_batch_size: int = 64  # sequences in flight together while generating
-    record_kept: int = 0  # most tokens kept by a filter that are recorded with each sampled one
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)  # also of scoring
+    rollout_micro_batch_size: int = 64  # sequences that are generated concurrently
+    record_kept: int = 0  # maximum of recorded tokens that top-k and top-p kept, per sampled token
     cuda_graphs: bool = True  # of decoding steps, on GPUs
-    sequence_packing: bool = False  # the sequences of a micro-batch stand in one row
-    sequence_length_round: int = 1  # padded micro-batches are as long as a multiple of it
-    shared_prefixes: bool = True  # what sequences begin with in common goes through once
+    sequence_packing: bool = False  # pack the sequences of a micro-batch into one row
+    sequence_length_round: int = 1  # multiple to which micro-batches are padded
+    shared_prefixes: bool = True  # compute shared prefixes once
     optim: OptimConfig | None = None
-    max_optimizer_steps: int | None = None  # what a schedule without max_steps decays over
-    gradient_clip_val: float = 1.0  # 0: off
+    max_optimizer_steps: int | None = None  # length of a schedule without max_steps
+    gradient_clip_val: float = 1.0  # 0 turns clipping off
     offload_adam_states: bool = False
     offload_gradients: bool = False
     non_finite: Literal["skip", "stop"] = "skip"
-    non_finite_dir: Path | None = None  # where offending batches are written; None: nowhere
+    non_finite_dir: Path | None = None  # directory of offending batches, None to write none
     seed: int = 1234
-    attributes: tuple[str, ...] | None = None  # that a reward model rates; None: as in its file
-    lora: LoraConfig | None = None  # adapters, and heads, are all that is trained; None: all is
-    adapters_path: str | None = None  # adapters to begin with; None: fresh ones
+    attributes: tuple[str, ...] | None = None  # rated by a reward model, None for the file's
+    lora: LoraConfig | None = None  # train only adapters and heads, None to train all weights
+    adapters_path: str | None = None  # initial adapters, None for new ones
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,7 +78,7 @@ class RoleSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Settings that both roles of a run share and neither role's config section holds."""
+    """Settings that the roles of a run share and that are in neither role's section."""
 
     precision: Precision = "32"
     gradient_clip_val: float = 1.0
@@ -92,14 +89,14 @@ class RunSettings:
 
     @classmethod
     def of(cls, role: PublishedRole) -> "RunSettings":
-        """Read them from a published mapping; the rest are the defaults."""
+        """Read the settings from a published mapping, with defaults for the others."""
         return cls(precision=role.precision, gradient_clip_val=role.gradient_clip_val)
 
 
 def policy_settings(
     model: TrainedModelConfig, run: RunSettings, max_optimizer_steps: int | None = None
 ) -> RoleSettings:
-    """Settings of the actor."""
+    """Return the settings of the actor."""
     rollout = model.rollout
     return dataclasses.replace(
         _settings(model, rollout, model, run, max_optimizer_steps),
@@ -117,9 +114,10 @@ def critic_settings(
     run: RunSettings,
     max_optimizer_steps: int | None = None,
 ) -> RoleSettings:
-    """Settings of the critic: the policy's layout unless it has its own, adapters where it has.
+    """Return the settings of the critic.
 
-    It begins with the policy's adapters where it begins with the policy's weights.
+    Layout and adapters default to the policy's. If the critic starts from the policy's weights, it
+    also starts from the policy's adapters.
     """
     settings = _settings(critic, critic, critic.laid_out(model), run, max_optimizer_steps)
     if critic.restore_from_path is None:
@@ -134,21 +132,24 @@ def reward_settings(
     learns: bool = True,
     max_optimizer_steps: int | None = None,
 ) -> RoleSettings:
-    """Settings of a reward model; ``attributes``: see `RoleSettings`."""
+    """Return the settings of a reward model. ``attributes``: see `RoleSettings`."""
     settings = _settings(model, model.rollout, model, run, max_optimizer_steps)
     optim = settings.optim if learns else None
     return dataclasses.replace(settings, attributes=attributes, optim=optim)
 
 
-def continuing(settings: RoleSettings, weights_path: str | None) -> tuple[RoleSettings, str | None]:
-    """Settings and whole weights with which a role continues from ``weights_path``.
+def settings_to_continue(
+    settings: RoleSettings, weights_path: str | None
+) -> tuple[RoleSettings, str | None]:
+    """Return settings and the path of full weights with which a role continues.
 
-    With adapters it begins with its frozen weights, and loads the adapters that stand beside.
+    With adapters, the role starts from its frozen weights and loads the adapters next to
+    ``weights_path``.
     """
     if weights_path is None or settings.lora is None:
         return settings, weights_path
-    beside = str(adapters_beside(weights_path))
-    return dataclasses.replace(settings, adapters_path=beside), None
+    adapters_path = str(adapters_beside(weights_path))
+    return dataclasses.replace(settings, adapters_path=adapters_path), None
 
 
 def _settings(
@@ -158,8 +159,9 @@ def _settings(
     run: RunSettings,
     max_optimizer_steps: int | None,
 ) -> RoleSettings:
-    """Settings of training and scoring of a role, each from its section; the rest is shared."""
+    """Combine the sections of training and of scoring with settings that the roles share."""
     return RoleSettings(
+        # The model's section, which the roles share.
         parallel=model.parallel,
         precision=run.precision,
         fp8=model.fp8,
@@ -169,6 +171,7 @@ def _settings(
         overlap_param_gather=model.overlap_param_gather,
         recompute=model.activations_checkpoint_granularity,
         dropout=model.dropout,
+        # Batch sizes of training and of scoring.
         micro_batch_size=trained.micro_batch_size,
         global_batch_size=trained.global_batch_size,
         forward_micro_batch_size=scoring.forward_micro_batch_size,
@@ -190,9 +193,9 @@ def _settings(
 
 SectionConfig = TrainedModelConfig | CriticConfig
 SectionType = type[TrainedModelConfig] | type[CriticConfig]
-# Keys of a run's section that a constructor honours beside the architecture's; a `.nemo` file's
-# configuration has others of these names (tokenizer, fp8, dropout) with another meaning.
-_HONOURED = (
+# Keys of a run's section that a constructor reads from ``model_config.yaml``. Other keys of a run
+# (tokenizer, fp8, dropout) have another meaning in a `.nemo` file.
+_RUN_KEYS = (
     "micro_batch_size",
     "global_batch_size",
     "forward_micro_batch_size",
@@ -214,16 +217,16 @@ _HONOURED = (
 def run_section(
     cfg: SectionConfig | Mapping[str, Any], kinds: Sequence[SectionType], path: Any = None
 ) -> SectionConfig:
-    """``cfg`` as a section of a run's configuration, one of ``kinds``.
+    """Parse ``cfg`` as a section of a run's configuration, one of ``kinds``.
 
-    ``path`` stands for ``restore_from_path`` where it is given. `ConfigError` names what does not
-    fit.
+    ``path`` replaces ``restore_from_path`` unless None. `ConfigError` names invalid keys and
+    values.
     """
     if isinstance(cfg, SectionConfig):
         return cfg
     if not isinstance(cfg, Mapping):
         raise ConfigError(
-            f"cfg is {type(cfg).__name__}; give a run's section (hydra's, a mapping, or "
+            f"cfg is {type(cfg).__name__}. Pass a run's section (hydra's, a mapping, or "
             f"{', '.join(kind.__name__ for kind in kinds)}), RoleSettings, or None"
         )
     values = plain_mapping(cfg)
@@ -233,7 +236,7 @@ def run_section(
 
 
 def settings_of_section(config: SectionConfig, trainer: Any = None) -> RoleSettings:
-    """Settings of a role of its own; precision and clipping are the Lightning trainer's."""
+    """Return the settings of a separate role, with the Lightning trainer's precision and clip."""
     run = _run_settings(trainer)
     if isinstance(config, CriticConfig):
         body = TrainedModelConfig(restore_from_path=config.restore_from_path or "")
@@ -241,33 +244,33 @@ def settings_of_section(config: SectionConfig, trainer: Any = None) -> RoleSetti
     return policy_settings(config, run)
 
 
-def settings_beside_architecture(
+def settings_from_model_config(
     cfg: Mapping[str, Any], kinds: Sequence[SectionType], trainer: Any = None
 ) -> RoleSettings:
-    """Settings that stand in a ``model_config.yaml``, as NeMo-Aligner merges them into it.
+    """Read the settings that NeMo-Aligner merges into a ``model_config.yaml``.
 
-    Read are batch sizes, layout, ``optim``, ``peft`` and the sections ``ppo`` and ``rs`` of a run;
-    without any of them the role cannot train and runs on one process.
+    These are the batch sizes, the layout, ``optim``, ``peft`` and the sections ``ppo`` and ``rs``
+    of a run. If none of these is present, the role cannot train and runs on one process.
     """
-    given = plain_mapping(cfg, _HONOURED)
-    values = {key: value for key, value in given.items() if value is not None}
+    present = plain_mapping(cfg, _RUN_KEYS)
+    values = {key: value for key, value in present.items() if value is not None}
     run = _run_settings(trainer)
     if not values:
         return RoleSettings(precision=run.precision)
-    values["restore_from_path"] = "model_config.yaml"  # unread: weights come from elsewhere
+    values["restore_from_path"] = "model_config.yaml"  # required, but not used
     config = section_of(kinds, values)
     settings = settings_of_section(config, trainer)
     return settings if "optim" in values else dataclasses.replace(settings, optim=None)
 
 
 def _run_settings(trainer: Any) -> RunSettings:
-    """Read a Lightning trainer's precision and clipping; our defaults where it has none."""
+    """Read a Lightning trainer's precision and clipping, with our defaults for unset values."""
     precision = getattr(trainer, "precision", None)
     clip = getattr(trainer, "gradient_clip_val", None)
     run = RunSettings()
     if precision is not None:
-        chosen = section_of((ProcessConfig,), {"precision": precision}, "trainer").precision
-        run = dataclasses.replace(run, precision=chosen)
+        process = section_of((ProcessConfig,), {"precision": precision}, "trainer")
+        run = dataclasses.replace(run, precision=process.precision)
     if clip is not None:
         run = dataclasses.replace(run, gradient_clip_val=float(clip))
     return run

@@ -1,4 +1,4 @@
-"""Critic on every backend: a scalar head in place of the output layer, and its values."""
+"""Critic on any backend: values from a scalar head in place of the output layer."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -14,11 +14,11 @@ from aligner.types import TokenOutputs
 
 
 class ValueHead(nn.Module):
-    """Linear map from a hidden state to ``outputs`` numbers, in ``dtype`` (float32) in any model.
+    """Linear map from a hidden state to ``outputs`` values, in float32 in models of any dtype.
 
-    A critic has one, a reward model one for each attribute that it rates. PPO's value signal is
-    small; in bfloat16 its updates fall below the precision of the weights. A fresh head is zero:
-    every state is worth 0 until something has been learnt, on every layout.
+    A critic uses 1 output, a reward model 1 for each rated attribute. The updates from PPO's small
+    value signal would be below the precision of bfloat16 weights. A new head is zero, so that on
+    every layout all initial values are 0.
     """
 
     def __init__(
@@ -29,40 +29,40 @@ class ValueHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs, dtype=dtype))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[..., H]`` in any dtype to ``[..., outputs]`` in the head's."""
+        """Map ``[..., H]`` of any dtype to ``[..., outputs]`` in the head's dtype."""
         return F.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
 
 
 class ValueModel(RoleModel):
-    """A role that estimates the values of states, with a scalar head for the output layer."""
+    """A role that estimates the values of states with a scalar head."""
 
     has_head = True
-    # An output belongs to the next token. Only tests turn it off; no configuration reaches it.
+    # An output belongs to the next token. Only tests disable it, not configurations.
     right_shift: ClassVar[bool] = True
 
     def get_values(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """Values of the states before each token.
+        """Compute the value of the state before each token.
 
         Args:
             batch: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
-            micro_batches: sequences per forward pass, or the rows of each; default
+            micro_batches: sequences per forward pass, or the rows of each pass. Default:
                 ``forward_micro_batch_size``.
 
         Returns:
-            float32 ``[B, S]``; 0 beyond a sequence's length.
+            float32 ``[B, S]``, 0 beyond a sequence's length.
         """
         return self.infer_tokens(batch, micro_batches)
 
 
-def framed_outputs(numbers: Tensor, layout: TokenLayout, *, right_shift: bool) -> TokenOutputs:
-    """Outputs float ``[n * L, K]`` of a `ValueHead` in the frame: ``[B, S]``, or ``[B, S, K]``.
+def framed_outputs(outputs: Tensor, layout: TokenLayout, *, right_shift: bool) -> TokenOutputs:
+    """Map `ValueHead` outputs float ``[n * L, K]`` to the frame: ``[B, S]``, or ``[B, S, K]``.
 
-    With ``right_shift`` the output of token j is the value of j + 1, the state *before* that token:
-    otherwise the value of a state would be computed after its action was seen. Without it the
-    output belongs to the token just read.
+    With ``right_shift`` the output at token j is the value of j + 1, of the state *before* that
+    token. Otherwise the value of a state would be computed after its action is known. Without
+    ``right_shift`` the output at token j belongs to token j.
     """
     rows, tokens = layout.predicted_tokens() if right_shift else layout.all_tokens()
-    numbers = numbers.squeeze(-1) if numbers.shape[-1] == 1 else numbers
-    return TokenOutputs(layout.to_frame(layout.take(numbers, rows), tokens))
+    outputs = outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
+    return TokenOutputs(layout.to_frame(layout.take(outputs, rows), tokens))

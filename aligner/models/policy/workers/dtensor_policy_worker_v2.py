@@ -5,10 +5,10 @@ from aligner.models.policy.workers.policy_worker import PolicyWorker
 
 
 class DTensorPolicyWorkerV2(PolicyWorker[DTensorActorModel]):
-    """A policy of `Policy` on this backend."""
+    """Worker of `Policy` on this backend."""
 
     model_class = DTensorActorModel
 
     def num_parameters(self) -> int:
-        """Parameters of the whole role."""
+        """Count the parameters of the role over all processes."""
         return self.model.num_parameters()

@@ -5,6 +5,6 @@ from aligner.models.policy.workers.policy_worker import PolicyWorker
 
 
 class MegatronPolicyWorker(PolicyWorker[MegatronGPTActorModel]):
-    """A policy of `Policy` on this backend."""
+    """Worker of `Policy` on this backend."""
 
     model_class = MegatronGPTActorModel

@@ -1,4 +1,4 @@
-"""One process's share of a policy, whatever it is built of."""
+"""`PolicyWorker`, one process's share of a policy on any backend."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -31,14 +31,15 @@ Policy = TypeVar("Policy", bound=SamplingPolicy)
 
 
 class PolicyWorker(RefitWorker, RoleWorker[Policy]):
-    """Loads the policy from ``config.restore_from_path`` and serves `Policy`.
+    """Worker of `Policy`, which loads the policy from ``config.restore_from_path``.
 
-    Arguments are those of `Policy`; the weights that ``config`` names are the reference's. Further:
+    The reference policy always uses the weights of ``config``. For most arguments see `Policy`.
 
     Args:
-        worker_sharding_annotations: place of every worker; must agree with ``config``.
-        parallel: this process's place; default joined, by RANK and its kin in the environment.
-        kwargs: published arguments without a counterpart; named in a warning.
+        worker_sharding_annotations: place of every worker, which must agree with ``config``.
+        parallel: parallel layout and groups of this process. Default: created from RANK and related
+            environment variables.
+        kwargs: ignored published arguments, listed in a warning.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         **kwargs: Any,
     ) -> None:
         note_unused(type(self).__name__, kwargs)
+        # Configuration: a published mapping, or the policy's section.
         if not isinstance(config, TrainedModelConfig):
             published = read_published(config)
             config, run = published.model, run or RunSettings.of(published)
@@ -65,6 +67,7 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         run = run or RunSettings()
         parallel = place_of(config.parallel, worker_sharding_annotations, parallel, run.seed)
         tokenizer = as_tokenizer(tokenizer)
+        # The model, and its reference before other weights are loaded.
         settings = policy_settings(config, run, max_optimizer_steps)
         model = self.load_model(settings, config.restore_from_path, tokenizer)
         self._seeds = CallSeeds(model.settings.seed)
@@ -90,18 +93,19 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         sampling_options: SamplingOptions | None = None,
         listener: TokenListener | None = None,
     ) -> BatchedDataDict:
-        """Continue right-padded prompts; see `GenerationOutputSpec`.
+        """Sample responses to right-padded prompts (see `GenerationOutputSpec`).
 
         Reads ``input_ids`` int64 [B, S] and ``input_lengths`` int64 [B]. ``sample_ids`` int64 [B]:
-        default the rows' places in the global batch, of which every data-parallel rank has an equal
-        share. ``seed``: default one of this call's own, made of the run's seed and the number of
-        calls without a seed so far; workers that generate together are called equally often.
+        default: the rows' indices in the global batch, of which every data-parallel rank has an
+        equal share. ``seed``: default: derived from the run's seed and the count of earlier calls
+        without a seed. Workers that generate together must be called equally often.
 
         Raises:
-            DataError: ``input_ids`` or ``input_lengths`` is absent.
+            DataError: ``input_ids`` or ``input_lengths`` is missing.
         """
         check_columns(data, ("input_ids", "input_lengths"))
         seed = self._seeds.next() if seed is None else seed
+        # Outside of the generation phase, enter it for this call.
         if not self.model.is_ready_to_generate:
             self.prepare_for_generation()
             try:
@@ -122,7 +126,7 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
             sampling_options=sampling_options,
             listener=listener,
         )
-        kept = {} if output.kept_ids is None else {"kept_ids": output.kept_ids}
+        optional = {} if output.kept_ids is None else {"kept_ids": output.kept_ids}
         return BatchedDataDict(
             {
                 "output_ids": output.tokens,
@@ -130,21 +134,20 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
                 "unpadded_sequence_lengths": output.lengths,
                 "logprobs": output.logprobs,
                 "is_end": output.is_end,
-                **kept,
+                **optional,
             }
         )
 
     def get_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """Log-probs of ``input_ids`` under the current weights.
+        """Compute log-probs of ``input_ids`` under the current weights.
 
         Reads ``input_ids`` int64 [B, S], ``input_lengths`` int64 [B] and ``token_mask`` float32
-        [B, S]: 1 where the log-prob is wanted, to a handle by default every token but the first.
-        ``kept_ids`` int32 [B, S, K], where it is there: what top-k and top-p kept.
-        ``micro_batch_size``: sequences per forward pass, default as configured. Returns
-        ``logprobs`` float32 [B, S]: position t speaks of token t, 0 at t = 0 and where the mask is
-        0.
+        [B, S], 1 for tokens to score (a handle's default: every token but the first). Optional:
+        ``kept_ids`` int32 [B, S, K], the ids that top-k and top-p kept. ``micro_batch_size``:
+        sequences per forward pass, default as configured. Returns ``logprobs`` float32 [B, S]:
+        position t is the log-prob of token t, 0 at t = 0 and where the mask is 0.
         """
         logprobs = self.model.get_logprobs(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"logprobs": logprobs})
@@ -152,18 +155,18 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """As `get_logprobs` under the initial weights; the key is ``reference_logprobs``."""
+        """Compute `get_logprobs` under the initial weights, as ``reference_logprobs``."""
         logprobs = self.model.get_reference_logprobs(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"reference_logprobs": logprobs})
 
     def get_topk_logits(
         self, data: BatchedDataDict, k: int, vocab_size: int, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """The ``k`` tokens that are likeliest at each position, of the first ``vocab_size`` ids.
+        """Return the ``k`` most likely of the first ``vocab_size`` tokens at each position.
 
-        Reads what `get_logprobs` reads. Returns ``topk_logits`` float32 [B, S, k], over the
-        sampling temperature and in descending order, and ``topk_indices`` int64 [B, S, k]; position
-        t speaks of token t, 0 at t = 0 and where the mask is 0. Only on megatron-core.
+        Reads the columns of `get_logprobs`. Returns ``topk_logits`` float32 [B, S, k], divided by
+        the sampling temperature and in descending order, and ``topk_indices`` int64 [B, S, k].
+        Position t is for token t, 0 at t = 0 and where the mask is 0. Only on megatron-core.
         """
         batch, passes = passes_over(data, micro_batch_size)
         logits, ids = self.model.get_topk_logits(batch, k, vocab_size, passes)
@@ -172,11 +175,11 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
     # Weights for sampling engines -------------------------------------------------------------
 
     def hf_weight_names(self) -> Sequence[str]:
-        """Names of all weights, as in a Hugging Face state dict, in depth order."""
+        """Return the names of all weights, as in a Hugging Face state dict, in depth order."""
         return list(self.model.hugging_face_weights())
 
     def hf_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors on every worker; collective over all that share the model."""
+        """Yield full tensors on every worker. Collective over the workers that share the model."""
         weights = self.model.hugging_face_weights()
         return ((name, weights[name]) for name in names)
 
@@ -185,34 +188,31 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
     prepare_for_lp_inference = RoleWorker.prepare_for_inference  # `finish_inference` ends it
 
     def prepare_for_generation(self) -> bool:
-        """Weights on the device, evaluation mode, ready to generate. Returns True."""
+        """Move weights to the device and prepare to generate. Returns True."""
         self._restore_weights()
         self.model.prepare_for_generation()
         return True
 
     def finish_generation(self) -> bool:
-        """Release what only generation needs; with ``offload_weights`` all leaves the device.
-
-        Returns True.
-        """
+        """Release generation's memory, with ``offload_weights`` all memory. Returns True."""
         self.model.finish_generation()
         self._park()
         accelerator.release_memory()
         return True
 
     def offload_before_refit(self) -> None:
-        """Weights on the device, and room on one that the engine shares.
+        """Move weights to the device, and free memory on a device that the engine shares.
 
-        The optimizer's moments leave it where configured.
+        If configured, the optimizer's moments move off the device.
         """
         self.prepare_for_inference()
         super().offload_before_refit()
 
     def offload_after_refit(self) -> None:
-        """Withdraw what was offered; with ``offload_weights`` all leaves the device."""
+        """Invalidate the handles. With ``offload_weights`` all memory moves to the host."""
         super().offload_after_refit()
         self._park()
 
     def _modules_with_weights(self) -> list[nn.Module]:
-        """The policy, and a reference with weights of its own."""
+        """Return the policy's model, and the reference model if it is separate."""
         return [*super()._modules_with_weights(), *self._reference]

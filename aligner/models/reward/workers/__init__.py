@@ -1,1 +1,1 @@
-"""Place of workers of trained reward models."""
+"""Workers of reward models."""

@@ -3,16 +3,16 @@
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.models.gpt.megatron.reward import MegatronGPTRewardModel
-from aligner.models.gpt.role.settings import RunSettings, continuing, reward_settings
+from aligner.models.gpt.role.settings import RunSettings, reward_settings, settings_to_continue
 from aligner.models.reward.workers.reward_worker import RewardWorker
 from aligner.parallel.groups import ParallelState
 
 
 class MegatronRewardWorker(RewardWorker):
-    """Loads a reward model, or a language model with a fresh head, and serves `RewardModel`.
+    """Worker of `RewardModel`, which loads a reward model or a language model with a new head.
 
-    Arguments are those of `RewardModel`. ``parallel``: this process's place. ``offload_weights``:
-    weights wait in host memory between scorings.
+    For most arguments see `RewardModel`. ``parallel``: parallel layout and groups of this process.
+    ``offload_weights``: keep weights in host memory between phases.
     """
 
     model_class = MegatronGPTRewardModel
@@ -32,7 +32,7 @@ class MegatronRewardWorker(RewardWorker):
         offload_weights: bool = False,
     ) -> None:
         settings = reward_settings(config, run, attributes, init_optimizer, max_optimizer_steps)
-        settings, whole_path = continuing(settings, weights_path)
+        settings, whole_path = settings_to_continue(settings, weights_path)
         model = self.load_model(settings, whole_path or config.restore_from_path, tokenizer)
         super().__init__(
             model,
@@ -42,5 +42,5 @@ class MegatronRewardWorker(RewardWorker):
             optimizer_path=optimizer_path,
         )
         if init_optimizer:
-            # Of the weights as they were before training, and of what they were trained on.
+            # Training makes the file's standardisation and form of sequences obsolete.
             model.standardization = model.sequence_form = None

@@ -1,4 +1,4 @@
-"""One process's share of a reward model, whatever it is built of."""
+"""`RewardWorker`, one process's share of a reward model."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
@@ -11,44 +11,45 @@ if TYPE_CHECKING:  # a handle's process need not import the model
 
 
 class RewardScorer(ABC):
-    """Part of a worker that holds a reward model, its own or on the critic's backbone."""
+    """Mixin of workers with a reward model, separate or on the critic's backbone."""
 
     @property
     @abstractmethod
     def reward_model(self) -> "MegatronGPTRewardModel":
-        """The model that scores."""
+        """Model that scores."""
 
     def get_rewards(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """``rewards`` float32 [B], or [B, K] where K attributes are rated.
+        """Compute ``rewards`` float32 [B], or [B, K] for K rated attributes.
 
-        Reads ``input_ids`` int64 [B, S] and ``input_lengths`` int64 [B]. Standardised where the
-        model is. ``micro_batch_size``: sequences per forward pass, default as configured.
+        Rewards are standardised if the model is. Reads ``input_ids`` int64 [B, S] and
+        ``input_lengths`` int64 [B]. ``micro_batch_size``: sequences per forward pass, default as
+        configured.
         """
         rewards = self.reward_model.infer(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"rewards": rewards})
 
     def reward_attributes(self) -> tuple[str, ...]:
-        """Names of what the model rates; none where it was trained on comparisons."""
+        """Return the names of the rated attributes, empty for a model trained on comparisons."""
         return self.reward_model.attributes
 
 
 class RewardWorker(RewardScorer, RoleWorker["MegatronGPTRewardModel"]):
-    """Serves `RewardModel`."""
+    """Worker of `RewardModel`."""
 
     @property
     def reward_model(self) -> "MegatronGPTRewardModel":
-        """The role itself."""
+        """Model of this worker."""
         return self.model
 
     def standardize(self, mean: float, std: float) -> None:
-        """Rewards are ``(reward - mean) / std`` from now on, in the saved model too."""
+        """Apply ``(reward - mean) / std`` from now on, and save it with the model."""
         self.model.standardize(mean, std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
-        """Record whether training's sequences began with BOS, and the token that ended all of them.
+        """Record whether training sequences start with BOS, and their end token or None.
 
-        Saved with the model; whoever scores with it makes such sequences.
+        Both are saved with the model, and scoring builds sequences of the same form.
         """
         self.model.remember_sequences(add_bos, end_id)

@@ -9,10 +9,10 @@ __all__ = ["DTensorValueWorkerV2", "_RightShiftLossWrapper", "_right_shift_value
 
 
 class DTensorValueWorkerV2(ValueWorker[DTensorCriticModel]):
-    """A critic of `Value` on this backend."""
+    """Worker of `Value` on this backend."""
 
     model_class = DTensorCriticModel
 
     def num_parameters(self) -> int:
-        """Parameters of the whole role."""
+        """Count the parameters of the role over all processes."""
         return self.model.num_parameters()

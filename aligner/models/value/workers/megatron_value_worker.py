@@ -28,7 +28,7 @@ TokenizerType = TypeVar("TokenizerType", bound=Tokenizer)
 
 
 class MegatronValueWorkerImpl(RewardScorer, ValueWorker[MegatronGPTCriticModel]):
-    """A critic of `Value` on this backend, whose backbone a reward model may share."""
+    """Worker of `Value` on this backend. A reward model can share its backbone."""
 
     model_class = MegatronGPTCriticModel
     _reward: SharedBackboneRewardModel | None = None
@@ -49,16 +49,16 @@ class MegatronValueWorkerImpl(RewardScorer, ValueWorker[MegatronGPTCriticModel])
 
     @property
     def reward_model(self) -> SharedBackboneRewardModel:
-        """The reward model that shares the backbone, after `share_backbone`."""
-        assert self._reward is not None, "share_backbone comes first"
+        """Reward model that shares the backbone, after `share_backbone`."""
+        assert self._reward is not None, "call share_backbone first"
         return self._reward
 
-    # When weights are gathered ----------------------------------------------------------------
+    # Gathering of weights ---------------------------------------------------------------------
 
     def enable_forward_pre_hook(self) -> None:
         """Gather, from the next update on, each weight in the forward pass that reads it.
 
-        For data-parallel workers in training; alone, a worker has all weights anyway.
+        It has an effect only with several data-parallel workers in training.
         """
         if self.model.optimizer is not None:
             self.model.optimizer.defer_weight_gather()
@@ -67,7 +67,7 @@ class MegatronValueWorkerImpl(RewardScorer, ValueWorker[MegatronGPTCriticModel])
         """Gather weights right after updates again, and now unless ``param_sync`` is False."""
         if self.model.optimizer is None:
             return
-        if self.model.settings.overlap_param_gather:  # the configuration's choice, not the caller's
+        if self.model.settings.overlap_param_gather:  # configured, not set by a caller
             if param_sync:
                 self.model.collect_weights()
             return

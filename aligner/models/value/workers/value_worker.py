@@ -1,4 +1,4 @@
-"""One process's share of a critic, whatever it is built of."""
+"""`ValueWorker`, one process's share of a critic on any backend."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import ConfigError
-from aligner.models.gpt.role.settings import RunSettings, continuing, critic_settings
+from aligner.models.gpt.role.settings import RunSettings, critic_settings, settings_to_continue
 from aligner.models.gpt.role.value import ValueModel
 from aligner.models.worker import RoleWorker, note_unused, passes_over, place_of, read_published
 from aligner.parallel.groups import ParallelState
@@ -19,10 +19,10 @@ Critic = TypeVar("Critic", bound=ValueModel)
 
 
 class ValueWorker(RoleWorker[Critic]):
-    """Loads the critic's body (the policy's, by default) and serves `Value`.
+    """Worker of `Value`, which loads the critic's body (by default the policy's).
 
-    Arguments are those of `Value`, and of `PolicyWorker`. ``weights_path`` names weights and a head
-    that are loaded instead of what ``config`` names.
+    For the arguments see `Value` and `PolicyWorker`. Weights and head in ``weights_path`` replace
+    the weights of ``config``.
     """
 
     def __init__(
@@ -41,21 +41,25 @@ class ValueWorker(RoleWorker[Critic]):
         **kwargs: Any,
     ) -> None:
         note_unused(type(self).__name__, kwargs)
+        # Configuration: a published mapping, or the critic's and the policy's sections.
         if not isinstance(config, CriticConfig):
             published = read_published(config, "value")
             config, model = published.critic, published.model
             run = run or RunSettings.of(published)
         if model is None:
-            raise ConfigError("model: required beside a CriticConfig; give the policy's section")
+            raise ConfigError(
+                "model is required in addition to a CriticConfig. Pass the policy's section"
+            )
         run = run or RunSettings()
         model = config.laid_out(model)
         parallel = place_of(model.parallel, worker_sharding_annotations, parallel, run.seed)
         tokenizer = as_tokenizer(tokenizer)
+        # The model. Errors about the file name the key of its path.
         body_path = config.restore_from_path or model.restore_from_path
         settings = critic_settings(config, model, run, max_optimizer_steps)
         own_body = config.restore_from_path is not None and weights_path is None
         with named_by("critic.restore_from_path" if own_body else "model.restore_from_path"):
-            settings, whole_path = continuing(settings, weights_path)
+            settings, whole_path = settings_to_continue(settings, weights_path)
             critic = self.load_model(settings, whole_path or body_path, tokenizer)
         super().__init__(
             critic,
@@ -68,10 +72,11 @@ class ValueWorker(RoleWorker[Critic]):
     def get_values(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """``values`` float32 [B, S]: position t is the value of the state before token t.
+        """Compute ``values`` float32 [B, S]: position t is the value of the state before token t.
 
-        Reads ``input_ids`` int64 [B, S] and ``input_lengths`` int64 [B]. 0 at t = 0 and from a
-        row's length on. ``micro_batch_size``: sequences per forward pass, default as configured.
+        Values are 0 at t = 0 and from a row's length on. Reads ``input_ids`` int64 [B, S] and
+        ``input_lengths`` int64 [B]. ``micro_batch_size``: sequences per forward pass, default as
+        configured.
         """
         values = self.model.get_values(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"values": values})
@@ -79,11 +84,11 @@ class ValueWorker(RoleWorker[Critic]):
     def share_backbone(
         self, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
     ) -> None:
-        """Load the reward model that ``config`` names; its weights wait in host memory.
+        """Load a reward model into host memory, to be scored on the critic's backbone.
 
-        ``config``: that of a reward model of its own; ``tokenizer``: the reward model's.
+        ``config``, ``tokenizer``: section and tokenizer of the reward model.
         """
         raise ConfigError(
-            "reward.model.share_body_with_critic=true needs policy.backend=megatron; set it, or "
-            "share_body_with_critic to false"
+            "reward.model.share_body_with_critic=true needs policy.backend=megatron. Set it, or "
+            "set share_body_with_critic to false"
         )
