@@ -6,8 +6,8 @@
 
 In float64, values and gradients: both are to agree to 1e-6, or to differ by more where the table
 explains how they differ. Exits with 1 otherwise, so the page stays true. Each peer's own functions
-run in a separate process, from an environment next to the repository that the first run makes
-and nothing else sees. Packages that a peer's module imports and its formulas do not use are
+run in a process of their own, from an environment beside the repository that the first run makes
+and nothing else sees; packages that a peer's module imports and its formulas do not use are
 replaced by placeholders.
 """
 
@@ -55,7 +55,7 @@ PEERS = [
 
 
 def compare(peer: Peer) -> list[Comparison]:
-    """Run all comparisons with one peer, in a separate process."""
+    """All comparisons with one peer, in a process of its own."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if peer.packages:
         install(peer)
@@ -63,12 +63,12 @@ def compare(peer: Peer) -> list[Comparison]:
         environment["PYTHONPATH"] += f"{os.pathsep}{peer.folder}"
     else:
         python = make_environment(peer.folder, ppo_step.PEER_PACKAGES)
-    comparisons = read_json(python, peer.module, [], environment, timeout_s=600)["found"]
-    return [Comparison(**entry) for entry in comparisons]
+    found = read_json(python, peer.module, [], environment, timeout_s=600)["found"]
+    return [Comparison(**entry) for entry in found]
 
 
 def install(peer: Peer) -> None:
-    """Install a peer's packages into its folder, once."""
+    """Put a peer's packages into its folder, once."""
     if peer.folder.is_dir():
         return
     log(f"making {peer.folder.name}: {', '.join(peer.packages)}")
@@ -77,17 +77,23 @@ def install(peer: Peer) -> None:
     subprocess.run(command, check=True, timeout=600, stdout=sys.stderr)
 
 
-def table(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """Yield Markdown lines: formulas that agree, then formulas that differ as expected."""
-    yield "| formula | peer | difference | of gradients |"
+def table(found: Sequence[Comparison]) -> Iterator[str]:
+    """Yield Markdown: a row of agreeing formulas per peer, then formulas that are known to differ.
+
+    The row of a peer contains its largest differences.
+    """
+    yield "| peer | formulas that agree | difference | of gradients |"
     yield "|---|---|---:|---:|"
-    for entry in comparisons:
-        if not entry.why:
-            yield f"| {entry.formula} | {entry.peer} | {_numbers(entry)} |"
+    for peer in dict.fromkeys(entry.peer for entry in found):
+        agreeing = [entry for entry in found if entry.peer == peer and not entry.why]
+        values = max((entry.difference for entry in agreeing), default=0.0)
+        gradients = max((entry.gradient or 0.0 for entry in agreeing), default=0.0)
+        largest = f"{_number(values)} | {_number(gradients)}"
+        yield f"| {peer} | {'; '.join(entry.formula for entry in agreeing)} | {largest} |"
     yield ""
     yield "| formula | peer | difference | of gradients | how they differ |"
     yield "|---|---|---:|---:|---|"
-    for entry in comparisons:
+    for entry in found:
         if entry.why:
             yield f"| {entry.formula} | {entry.peer} | {_numbers(entry)} | {entry.why} |"
 
@@ -104,9 +110,9 @@ def _number(value: float) -> str:
 def write(page: Path, lines: Sequence[str]) -> None:
     """Replace the tables of ``page``."""
     text = page.read_text()
-    head, tail = text.split(BEGIN)
-    _, foot = tail.split(END)
-    page.write_text("\n".join([f"{head}{BEGIN}", "", *lines, "", f"{END}{foot}"]))
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    page.write_text("\n".join([f"{before}{BEGIN}", "", *lines, "", f"{END}{after}"]))
 
 
 def main() -> None:
@@ -115,15 +121,15 @@ def main() -> None:
     parser.add_argument("--peer", action="append", choices=names, help="default: all of them")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="replace the tables in a page")
     arguments = parser.parse_args()
-    peers = [peer for peer in PEERS if peer.name in (arguments.peer or names)]
-    comparisons = [entry for peer in peers for entry in compare(peer)]
-    lines = list(table(comparisons))
+    wanted = [peer for peer in PEERS if peer.name in (arguments.peer or names)]
+    found = [entry for peer in wanted for entry in compare(peer)]
+    lines = list(table(found))
     print("\n".join(lines))
     if arguments.write:
         write(arguments.write, lines)
-    agreeing = [entry for entry in comparisons if not entry.why]
-    surprises = [entry for entry in comparisons if not entry.as_expected]
-    log(f"{len(agreeing)} to agree to {LIMIT}, {len(comparisons) - len(agreeing)} to differ")
+    agreeing = [entry for entry in found if not entry.why]
+    surprises = [entry for entry in found if not entry.as_expected]
+    log(f"{len(agreeing)} to agree to {LIMIT}, {len(found) - len(agreeing)} to differ")
     for entry in surprises:
         log(f"NOT AS EXPECTED: {entry}")
     sys.exit(1 if surprises else 0)

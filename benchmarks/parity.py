@@ -13,7 +13,7 @@ import dataclasses
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -200,6 +200,48 @@ def report(outputs: dict[Column, dict[str, Any]], limit: float) -> tuple[str, in
     return "\n\n".join(parts), bad
 
 
+def summary(text: str) -> str:
+    """Return two tables of the largest cells of ``text``, and the lines below its tables.
+
+    ``text`` is the result of `report`. The first table has a row for each quantity, the second for
+    each layout, and both have a column for each mode.
+    """
+    parts = text.split("\n\n")
+    grids = {mode: _cells(part) for mode, part in zip(MODES, parts, strict=False)}
+    quantities = list(grids[MODES[0]])
+    header = f" | {' | '.join(MODES)} |\n|---|{'---:|' * len(MODES)}"
+    rows = [f"| largest over layouts{header}"]
+    for quantity in quantities:
+        found = [_largest(grids[mode][quantity].values()) for mode in MODES]
+        rows.append(f"| {quantity} | {' | '.join(found)} |")
+    rows.append(f"\n| largest over quantities{header}")
+    for layout in COLUMNS:
+        found = [
+            _largest(cells[layout] for cells in grids[mode].values() if layout in cells)
+            for mode in MODES
+        ]
+        rows.append(f"| {layout} | {' | '.join(found)} |")
+    return "\n\n".join(["\n".join(rows), *parts[len(MODES) :]])
+
+
+def _cells(table: str) -> dict[str, dict[str, str]]:
+    """Return the cells of a Markdown table by row and column."""
+    header, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
+    ]
+    return {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in rows}
+
+
+def _largest(cells: Iterable[str]) -> str:
+    """Return the worst cell: bold (bad), then the largest number, "same", or "" without cells."""
+
+    def rank(cell: str) -> tuple[bool, float]:
+        number = cell.strip("*").split(" ")[0]
+        return cell.startswith("**"), float(number) if number[:1].isdigit() else -1.0
+
+    return max(cells, key=rank, default="")
+
+
 def write_between_marks(path: Path, text: str) -> None:
     """Replace the text between the two marks of a page."""
     page = path.read_text()
@@ -225,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text, bad = report(outputs, options.limit)
     print(text)
     if options.write is not None:
-        write_between_marks(options.write, text)
+        write_between_marks(options.write, summary(text))
     if bad:
         log(f"{bad} cells are above {options.limit:g}, differ or failed")
     return 1 if bad else 0

@@ -12,7 +12,7 @@ from documented import PAGES, ROOT
 from aligner.config import RunConfig
 from aligner.config.fields import DERIVED
 from aligner.config.parse import field_types, section_in
-from aligner.observe.metric_names import markdown
+from aligner.observe.metric_names import METRICS, PREFIXES
 from aligner.rewards.function.runner import RewardFunction
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
@@ -47,23 +47,38 @@ def shown(default):
 
 
 def rows_of(text):
-    """Keys and defaults of tables that have one key a row."""
+    """Return keys and defaults of the tables of options, without rows that refer to other rows."""
     rows = re.findall(r"^\| `([\w.]+)` \| `?([^|`]+)`? \| \S", text, re.MULTILINE)
     assert len(rows) == len(dict(rows))
     return dict(rows)
 
 
+def references_of(text, rows):
+    """Return keys and defaults of the rows that refer to other rows, such as `critic.optim`."""
+    found = {}
+    pattern = r"^\| `([\w.]+)`: (.+) \| as there \| As in \[`([\w.]+)`\]\([\w.#]+\)\.(.*) \|$"
+    for section, names, origin, changed in re.findall(pattern, text, re.MULTILINE):
+        defaults = dict(re.findall(r"`([\w.]+)=([^`]+)`", changed))
+        for name in re.findall(r"`([\w.]+)`", names):
+            found[f"{section}.{name}"] = defaults.get(name, rows[f"{origin}.{name}"])
+    return found
+
+
 def test_every_option_of_ppo_stands_in_the_tables_with_its_default():
     own, shared = rows_of(PPO[PPO.index("## Options") : PPO.index("## Metrics")]), rows_of(OPTIONS)
     assert own.keys() & shared.keys() == set()
+    shared |= references_of(PPO + OPTIONS, own | shared)
     script = {"exp_manager.explicit_log_dir": "results/ppo"}  # its own, which YAML alone gives
     assert own | shared == dict(options(RunConfig)) | script
 
 
 def test_every_metric_is_explained_as_the_registry_explains_it():
-    pages = "".join(page.read_text() for page in PAGES)
-    rows = [line for line in markdown().splitlines()[2:] if line not in pages]
-    assert rows == [], "paste the output of: python -m aligner.observe.metric_names"
+    tool = runpy.run_path(str(ROOT / "docs" / "tools" / "metrics.py"))
+    text = tool["PAGE"].read_text()
+    assert tool["page"](text) == text, "run: python -m docs.tools.metrics --write"
+    tables = text.split(tool["BEGIN"])[1]
+    names = [name.rpartition("/")[2] for name in METRICS] + [f"{prefix}*" for prefix in PREFIXES]
+    assert [name for name in names if f"\n| `{name}` | " not in tables] == []
 
 
 def tree_entries():

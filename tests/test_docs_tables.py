@@ -1,27 +1,35 @@
-"""Every table of the documentation is held to what it speaks of, row by row.
+"""Every row of every table of the documentation is checked.
 
-``TABLES`` says of every header what a row claims and which check holds it; a header that is not
-there fails. ``RESULTS`` are numbers that a run came to: each is tied to the command that makes it,
-and tests/docs/test_documented_runs.py makes those that a small machine makes in a minute.
+``TABLES`` maps the first cells of a header to the check of its rows. A table without an entry
+fails. ``RESULTS`` maps tables of measured numbers to the command that measures them, which must be
+on the page. tests/docs/test_documented_runs.py runs the commands that take about a minute.
 """
 
 import ast
 import re
+import runpy
 import shlex
+import tomllib
 from functools import cache
+from inspect import signature
 
 import pytest
+import yaml
 from documented import CONF, ROOT, Command, commands, tables
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_conf import ROOTS
 from test_docs import options as every_option
 from test_docs_commands import composed_of, hint_of, kind_of
+from test_gsm8k_recipes import composed, leaves
 from test_layering import PACKAGES, modules
 
+import aligner
+from aligner.checkpoint.hf.families import FAMILIES
 from aligner.config.cli import check_key, check_overrides
 from aligner.config.parse import build
 from aligner.errors import AlignerError
 from aligner.observe.metric_names import describe
+from benchmarks.parity import COLUMNS
 
 # The configuration that a page is about.
 SCRIPT_OF = {name.removeprefix("gpt_"): name for name in ROOTS}
@@ -37,6 +45,9 @@ BENCHMARKS = {
 }
 
 
+METRICS_PAGE = "docs/metrics.md"
+
+
 def code(cell):
     return re.findall(r"`([^`]+)`", cell)
 
@@ -49,11 +60,15 @@ def written(table):
 
 
 def metrics(table):
+    """Rows are metrics of the registry. A heading names their groups in docs/metrics.md."""
+    lines = (ROOT / table.page).read_text().splitlines()[: table.line]
+    heading = next(line for line in reversed(lines) if line.startswith("#"))
+    groups = re.findall(r"\w+", heading.partition(":")[0]) if table.page == METRICS_PAGE else []
     return [
         f"{table.place}: no metric {name}"
         for row in table.rows
         for name in code(row[0])
-        if describe(name) is None
+        if not any(describe(full) for full in (name, *(f"{group}/{name}" for group in groups)))
     ]
 
 
@@ -203,24 +218,116 @@ def longest_run(words):
     return max(found, default=0)
 
 
-def explained(why):
-    """Held elsewhere, or by nobody: ``why`` says where or why not."""
-    named = re.findall(r"(?:tests|docs)/[\w/.]*\w", why)
-    assert [name for name in named if not (ROOT / name).exists()] == []
+@cache
+def source():
+    """Return the words of the library and its configuration."""
+    files = [*modules(), *CONF.rglob("*.yaml"), ROOT / "docs" / "metrics.md"]
+    return set(re.findall(r"\w+", "\n".join(path.read_text() for path in files)))
+
+
+def names(*columns):
+    """Code spans are keys, metrics, files or names in the source; with blanks they are formulas."""
 
     def check(table):
-        return []
+        problems = []
+        for row in table.rows:
+            for span in [span for column in columns for span in code(row[column])]:
+                key = span.partition("=")[0]
+                if " " in span or any(takes(root, key) for root, _ in ROOTS.values()):
+                    continue
+                parts = re.findall(r"\w+", re.sub(r"<\w+>|NNNNNN|=.*", "", span))
+                is_file = "*" not in span and bool(list(ROOT.glob(span.strip("/") or "-")))
+                if not (describe(span) or is_file or set(parts) <= source()):
+                    problems.append(f"{table.place}: {span} is neither a key, a metric nor a name")
+        return problems
 
     return check
 
 
-# First cells of a header: what holds the rows.
+def api_functions(table):
+    problems = []
+    for function, script, _ in table.rows:
+        name, keywords = code(function)[0].removeprefix("aligner."), {"model", "data", "overrides"}
+        parameters = signature(getattr(aligner, name, dict)).parameters
+        if name not in aligner.__all__ or not keywords <= parameters.keys():
+            problems.append(f"{table.place}: no training function {name}")
+        if not (ROOT / "examples" / code(script)[0]).exists():
+            problems.append(f"{table.place}: no script {script}")
+    return problems
+
+
+def result_attributes(table):
+    names = [re.match(r"\w+", text)[0] for row in table.rows for text in code(row[0])]
+    missing = [name for name in names if not hasattr(aligner.Result, name)]
+    return [f"{table.place}: no attribute {name}" for name in missing]
+
+
+def stages(table):
+    """The columns that a stage adds are those of aligner/types.py."""
+    types = (ROOT / "aligner" / "types.py").read_text()
+    return [
+        f"{table.place}: {name} is not a column of aligner/types.py"
+        for row in table.rows
+        for name in code(row[2])
+        if name not in types
+    ]
+
+
+def equal_to(column, values):
+    """The code spans of ``column`` are ``values()``."""
+
+    def check(table):
+        found = [name for row in table.rows for name in code(row[column])]
+        expected = list(values())
+        differ = sorted(set(found) ^ set(expected))
+        return [f"{table.place}: {name} is on one side only" for name in differ]
+
+    return check
+
+
+def campaigns():
+    entry = (ROOT / "campaigns" / "__main__.py").read_text()
+    return re.findall(r'"(\w+)"', re.search(r"^NAMES = \((.*?)^\)", entry, re.M | re.S)[1])
+
+
+def extras():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project["optional-dependencies"]
+
+
+def layouts(table):
+    """Names and processes of benchmarks.parity."""
+    found = {row[0]: int(row[1]) for row in table.rows}
+    expected = {name: column.processes for name, column in COLUMNS.items()}
+    return [f"{table.place}: {item}" for item in found.items() ^ expected.items()]
+
+
+def denominators(table):
+    """Short names and denominators of docs.tools.metrics."""
+    tool = runpy.run_path(str(ROOT / "docs" / "tools" / "metrics.py"))
+    known = {name: over for over, name in tool["SHORT"].items()}
+    return [f"{table.place}: {row}" for row in table.rows if known.get(row[0]) != row[1]]
+
+
+def settings_of_the_recipe(table):
+    """Keys and values are those of the recipe for GSM8K."""
+    config = leaves(composed("megatron").as_dict())
+    return [
+        f"{table.place}: {row[2]} is {config.get(code(row[2])[0])}"
+        for row in table.rows
+        if yaml.safe_load(code(row[3])[0]) != config.get(code(row[2])[0])
+    ]
+
+
+# First cells of a header: the check of the rows.
 TABLES = {
+    ("function", "script", "data"): api_functions,
+    ("attribute", "content"): result_attributes,
     ("key", "default", "meaning"): written,
-    ("key", "meaning"): explained("test_every_key_that_is_named_is_one_and_takes_the_value"),
-    ("layout", "key"): explained("the same; docs/parity.md's tests have every layout"),
-    ("mode", "keys"): explained("the same"),
-    ("column", "option"): explained("the same"),
+    ("key", "meaning"): names(0, 1),
+    ("layout", "key"): names(1),
+    ("mode", "keys"): names(1),
+    ("column", "option"): names(1, 2),
     ("metric", "meaning"): metrics,
     ("`trainer.dpo.loss`",): values_of("trainer.dpo.loss"),
     ("`reward.function`",): values_of("reward.function"),
@@ -234,41 +341,22 @@ TABLES = {
     ("you want to", "page"): paths(1),
     ("script", "what it does"): paths(0),
     ("folder", "what it shows"): paths(0),
-    ("what", "where"): paths(1),
     ("layer", "modules"): layers,
-    ("to add", "files of the library to change"): explained("tests/learning/test_extend.py"),
-    ("term", "meaning"): explained("definitions; keys in them are held to what exists"),
-    ("older word", "the field's"): explained("a dictionary for readers of older pages"),
-    ("process", "started by"): explained(
-        "tests/ray, tests/distributed, tests/unit/test_reward_server.py"
-    ),
-    ("stage", "computed by"): explained(
-        "tests/unit/test_ppo_trainer.py; aligner/types.py has the columns"
-    ),
+    ("stage", "computed by"): stages,
     ("question", "test"): paths(1),
     ("algorithm", "functions"): paths(1),
     ("message",): messages,
-    ("file", "what it holds"): explained("tests/docs/test_documented_runs.py looks for each"),
-    ("file", "what it is"): explained("tests/docs/test_documented_runs.py looks for each"),
-    ("engine", "who starts the workers"): explained("tests/distributed/test_scripts.py, tests/ray"),
-    ("what", "what happens"): explained("tests/ray kills each"),
-    ("in the archive", "written by"): explained(
-        "tests/unit/test_nemo_real_files.py, tests/distributed/test_nemo_layouts.py"
-    ),
-    ("family", "`model_type`"): explained("tests/unit/test_hf_families.py converts one of each"),
-    ("request", "answer"): explained("tests/unit/test_reward_server.py asks"),
-    ("status", "means"): explained("tests/unit/test_reward_server.py asks"),
-    ("NeMo-RL", "value"): explained("tests/test_gsm8k_recipes.py holds it to the recipe"),
-    ("item", "status"): explained("tests/published executes them; tests/published/test_page.py"),
-    ("topic",): explained("other libraries' formulas; tests/unit has ours"),
-    ("what you see",): explained("advice to people"),
-    ("package", "with it"): explained("the start-up report; tests/unit/test_observe_startup.py"),
-    ("extra", "for"): explained("tests/unit/test_extras.py compares it with pyproject.toml"),
-    ("number", "meaning"): explained("tests/unit has the formulas of mean@k, pass@k and maj@k"),
-    ("what", "seen where"): explained("what nobody has run, and what stands in for it"),
-    ("campaign", "what it does"): explained("`make campaign` runs each and prints a line of it"),
-    ("column", "processes"): explained("names of the columns of docs/parity.md"),
-    ("row", "what is compared"): explained("names of the rows of docs/parity.md"),
+    ("file", "what it holds"): names(0, 1),
+    ("family", "`model_type`"): equal_to(1, lambda: FAMILIES),
+    ("NeMo-RL", "value"): settings_of_the_recipe,
+    ("NeMo", "here"): names(1),
+    ("comparison", "rounding"): names(0, 2),
+    ("the gap closes with", "where to look"): names(0, 1),
+    ("what you see",): names(0, 2),
+    ("extra", "for"): equal_to(0, extras),
+    ("campaign", "what it does"): equal_to(0, campaigns),
+    ("column", "processes"): layouts,
+    ("over", "full denominator"): denominators,
 }
 # Numbers that take too long for a test: first cells of the header, and the command that makes them.
 # The page has the machine and the date.
@@ -278,10 +366,9 @@ RESULTS = {
     ("step", "seed 1"): "make ppo",
     ("model", "made from"): "make pipeline",
     ("stage", "held out"): "make pipeline DATA=gsm8k GSM8K=path/of/gsm8k",
-    ("padded",): "python -m benchmarks.parity",
-    ("dynamic",): "python -m benchmarks.parity",
-    ("packed",): "python -m benchmarks.parity",
-    ("shared",): "python -m benchmarks.parity",
+    ("largest over layouts",): "python -m benchmarks.parity",
+    ("largest over quantities",): "python -m benchmarks.parity",
+    ("peer", "formulas that agree"): "python -m benchmarks.formulas",
     ("formula", "peer"): "python -m benchmarks.formulas",
     ("precision", "`logprob_gap_mean`"): (
         "python examples/train_gpt_reinforce.py --config-name recipes/grpo_smollm2_arithmetic_cpu"
@@ -309,8 +396,8 @@ def test_every_row_holds(table):
         return
     check = entry(TABLES, table)
     assert check is not None, (
-        f"{table.place}: nobody holds a table with the header {table.header}; say in TABLES "
-        "(tests/test_docs_tables.py) what its rows claim, or in RESULTS which command makes them"
+        f"{table.place}: no check for a table with the header {table.header}. Add a check to "
+        "TABLES (tests/test_docs_tables.py), or to RESULTS the command that measures the numbers"
     )
     assert all(len(row) == len(table.header) for row in table.rows), f"{table.place}: ragged"
     problems = check(table)
@@ -325,6 +412,12 @@ SHARED = {
 }
 
 
+def keys_of(cell):
+    """Return the keys of a row: one, or those of a section, as "`section`: `key`, `key`"."""
+    section = re.fullmatch(r"`([\w.]+)`: (.+)", cell)
+    return [f"{section[1]}.{name}" for name in code(section[2])] if section else code(cell)
+
+
 def keys_on(page, begin=0, end=None):
     """Keys of the tables of options between two lines of a page."""
     found = [
@@ -333,7 +426,7 @@ def keys_on(page, begin=0, end=None):
         if table.page == f"docs/{page}.md" and table.header[:3] == ("key", "default", "meaning")
         if begin <= table.line and (end is None or table.line < end)
         for row in table.rows
-        for name in code(row[0])
+        for name in keys_of(row[0])
     ]
     assert len(found) == len(set(found)), page
     return set(found)

@@ -1,6 +1,6 @@
-"""Work beside training: threads that write, and the host memory that they write from.
+"""Threads that write while training continues, and the host memory that they write from.
 
-No thread here takes part in a collective: those are ordered by the threads that train.
+No thread of this module takes part in a collective, because the training threads order those.
 """
 
 import ctypes
@@ -14,9 +14,9 @@ from torch import Tensor
 from aligner.device import accelerator
 from aligner.errors import AlignerError
 
-_ALIGNMENT = 64  # bytes; of any dtype, and of the processor's cache
-_TOUCHED = 16 << 20  # bytes between two looks whether to stop
-_LEAVING_S = 2.0  # for a thread that is to stop in the middle of a file
+_ALIGNMENT = 64  # bytes, for any dtype and for cache lines of the processor
+_TOUCHED = 16 << 20  # bytes between two checks of the stop event
+_LEAVING_S = 2.0  # time for a thread to stop in the middle of a file
 
 
 class AbandonedError(AlignerError):
@@ -24,12 +24,12 @@ class AbandonedError(AlignerError):
 
 
 class BackgroundTask:
-    """One call in a thread of its own; an interpreter that ends waits for it.
+    """One call in a separate thread, which the interpreter joins at its end.
 
     Args:
-        work: given an event that is set when it is to stop before it is done; then it raises
-            `AbandonedError`.
-        name: of the thread.
+        work: function that receives an event. When the event is set, the function stops early and
+            raises `AbandonedError`.
+        name: name of the thread.
     """
 
     def __init__(self, work: Callable[[threading.Event], None], name: str) -> None:
@@ -47,17 +47,17 @@ class BackgroundTask:
         self._thread.start()
 
     @property
-    def done(self) -> bool:
+    def is_finished(self) -> bool:
         """True if the call has returned or raised."""
         return not self._thread.is_alive()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the call, ``seconds`` at the longest; whether it is over."""
+        """Wait for the call for at most ``seconds``. Return whether it is finished."""
         self._thread.join(seconds)
-        return self.done
+        return self.is_finished
 
     def stop(self, seconds: float | None = None) -> bool:
-        """Cancel the call, and wait until it has stopped."""
+        """Cancel the call and wait for at most ``seconds``. Return whether it is finished."""
         self._stop.set()
         return self.wait(seconds)
 
@@ -66,8 +66,8 @@ _tasks: "weakref.WeakSet[BackgroundTask]" = weakref.WeakSet()
 
 
 def stop_all_tasks() -> None:
-    """Cancel every task of this process, which is about to end."""
-    running = [task for task in _tasks if not task.done]
+    """Cancel every task of this process before the process ends."""
+    running = [task for task in _tasks if not task.is_finished]
     for task in running:
         task._stop.set()
     for task in running:
@@ -75,10 +75,10 @@ def stop_all_tasks() -> None:
 
 
 class CopyMemory:
-    """Host memory that copies of tensors are put into, one set of copies at a time.
+    """Host memory for copies of tensors, one set of copies at a time.
 
-    It is allocated once, in the size that is needed, and kept; beside a GPU its pages are locked,
-    so that copies come at the full rate of the bus.
+    The memory is allocated once, in the required size, and kept. With a GPU its pages are locked,
+    so that copies use the full bandwidth of the bus.
     """
 
     def __init__(self) -> None:
@@ -88,23 +88,23 @@ class CopyMemory:
 
     @property
     def size(self) -> int:
-        """Bytes taken."""
+        """Allocated bytes."""
         return 0 if self._memory is None else len(self._memory)
 
-    def clear(self, needed: int) -> None:
-        """Make room for ``needed`` bytes in all; what was there is given up."""
+    def clear(self, size: int) -> None:
+        """Discard the contents and provide at least ``size`` bytes."""
         self._used = 0
-        if needed > self.size:
-            self._memory = None  # two at a time may be too much
-            self._memory = accelerator.copy_memory(needed)
+        if size > self.size:
+            self._memory = None  # both allocations together may not fit
+            self._memory = accelerator.copy_memory(size)
 
     def touch(self, stop: threading.Event) -> None:
-        """Write to every page that is taken: a system gives them when they are first written to.
+        """Write to every allocated page, because a system provides pages at the first write.
 
-        Other threads run meanwhile.
+        Python's lock is released meanwhile.
 
         Raises:
-            AbandonedError: ``stop`` was set before.
+            AbandonedError: ``stop`` was set.
         """
         if self._memory is None:
             return
@@ -115,7 +115,7 @@ class CopyMemory:
             ctypes.memset(address + start, 0, min(_TOUCHED, self.size - start))
 
     def take(self, count: int) -> Tensor:
-        """uint8 ``[count]``, a storage of its own."""
+        """Return the next uint8 ``[count]`` as a separate storage."""
         if count == 0:
             return torch.empty(0, dtype=torch.uint8)
         assert self._memory is not None
@@ -123,22 +123,22 @@ class CopyMemory:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=start)
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Contiguous copies of tensors of any shape and dtype; they may still be under way.
+        """Start contiguous copies of tensors of any shape and dtype, and return the copies.
 
-        Copies that were made before and are still referred to keep their memory to themselves.
+        New memory is allocated while earlier copies are still referenced.
         """
         if not tensors:
             return []
         if any(copy() is not None for copy in self._copies):
             self._memory = None
-        self.clear(sum(aligned(each.nbytes) for each in tensors))
-        copies = [self.take(each.nbytes).view(each.dtype).view(each.shape) for each in tensors]
-        for copy, each in zip(copies, tensors, strict=True):
-            copy.copy_(each, non_blocking=True)
+        self.clear(sum(aligned(tensor.nbytes) for tensor in tensors))
+        copies = [self.take(t.nbytes).view(t.dtype).view(t.shape) for t in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
         self._copies = [weakref.ref(copy) for copy in copies]
         return copies
 
 
 def aligned(count: int) -> int:
-    """Bytes that `CopyMemory.take` uses up for ``count``."""
+    """Return the number of bytes that `CopyMemory.take` uses for ``count`` bytes."""
     return -(-count // _ALIGNMENT) * _ALIGNMENT

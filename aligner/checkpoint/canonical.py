@@ -1,11 +1,12 @@
-"""Canonical weights: the form in which weights travel between files and models.
+"""Canonical weights: the common form between files and models.
 
 Canonical weights are a mapping from megatron-core's local-spec names, without ``model.`` and with
-global layer numbers, to global tensors: not split over tensor-parallel ranks, the vocabulary not
-padded. Every reader produces it, every writer and every model layout is derived from it.
+global layer numbers, to global tensors. A global tensor is not split over tensor-parallel ranks,
+and its vocabulary is not padded. Every reader produces this form. Every writer and every model
+layout is derived from it.
 
-Layouts inside tensors are megatron-core's: fused QKV interleaves per query group (the group's
-query heads, its key, its value, ``kv_channels`` rows each), gated fc1 is ``[gate; up]``.
+The layouts inside tensors are megatron-core's. Fused QKV interleaves per query group (the group's
+query heads, its key, its value, ``kv_channels`` rows each). Gated fc1 is ``[gate; up]``.
 """
 
 import itertools
@@ -25,7 +26,7 @@ Shape = tuple[int, ...]
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 REWARD_HEAD = ("rm_head.weight", "rm_head.bias")
-LORA_A, LORA_B = ".lora.a", ".lora.b"  # what an adapter's matrices add to their linear's name
+LORA_A, LORA_B = ".lora.a", ".lora.b"  # suffixes of adapter matrices after their linear's name
 _VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 
 _LEGACY = (
@@ -42,19 +43,19 @@ _TRANSFORMER_ENGINE = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
-# Buffers and engine state that carry nothing a model needs.
+# Buffers and engine state that no model needs.
 _IGNORED = re.compile(r"_extra_state|rotary_pos_emb|(^|\.)inv_freq$|core_attention")
 _PREFIX = re.compile(r"^(model\.)?(module\.)*(?=\D)")
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors that are read when they are indexed; ``names`` are theirs, in order."""
+    """Tensors that are read when they are indexed, in the order of ``names``."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = dict.fromkeys(names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names  # without reading it
+        return name in self._names  # without reading the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -64,9 +65,9 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def canonical_name(key: str) -> str | None:
-    """Canonical form of a checkpoint key or parameter name; None for what is to be ignored.
+    """Return the canonical form of a checkpoint key or parameter name, or None to ignore it.
 
-    Understands the ``model.`` and ``model.module.`` prefixes, Transformer Engine's norm names and
+    Accepts the ``model.`` and ``model.module.`` prefixes, Transformer Engine's norm names and
     the ``language_model`` names of files older than megatron-core. Layer numbers are kept.
     """
     if _IGNORED.search(key):
@@ -78,15 +79,15 @@ def canonical_name(key: str) -> str | None:
 
 
 def expected_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
-    """Name and global shape of every tensor of the model, in depth order."""
+    """Return the name and global shape of every tensor of the model, in depth order."""
     hidden = architecture.hidden_size
     shapes: dict[str, Shape] = {EMBEDDING: (architecture.vocab_size, hidden)}
     if architecture.position_embedding == "learned_absolute":
         positions = architecture.max_position_embeddings
         shapes["embedding.position_embeddings.weight"] = (positions, hidden)
     layer = dict(_layer_shapes(architecture))
-    for number in range(architecture.num_layers):
-        shapes |= {f"decoder.layers.{number}.{name}": shape for name, shape in layer.items()}
+    for index in range(architecture.num_layers):
+        shapes |= {f"decoder.layers.{index}.{name}": shape for name, shape in layer.items()}
     shapes |= dict(_norm("decoder.final_layernorm", hidden, architecture))
     if not architecture.tie_embeddings:
         shapes[OUTPUT_LAYER] = (architecture.vocab_size, hidden)
@@ -104,12 +105,14 @@ def _layer_shapes(architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:
     if architecture.qk_layernorm:
         yield from _norm("self_attention.q_layernorm", head, architecture)
         yield from _norm("self_attention.k_layernorm", head, architecture)
+    # Attention output and the norm before the MLP.
     bias = architecture.bias_linear
     yield from _linear("self_attention.linear_proj", hidden, heads * head, bias=bias)
     yield from _norm("pre_mlp_layernorm", hidden, architecture)
     if architecture.num_moe_experts is None:
         yield from _mlp("mlp", architecture.ffn_hidden_size, architecture)
         return
+    # Experts replace the MLP.
     yield from _linear("mlp.router", architecture.num_moe_experts, hidden, bias=bias)
     for expert in range(architecture.num_moe_experts):
         prefix = f"mlp.experts.local_experts.{expert}"
@@ -136,26 +139,27 @@ def _norm(prefix: str, size: int, architecture: GPTArchitecture) -> Iterator[tup
 
 
 def check_names(names: Iterable[str], architecture: GPTArchitecture, source: str) -> None:
-    """Refuse weights that lack a tensor of the model or bring one it does not have.
+    """Raise `CheckpointError` if tensors of the model are missing or other tensors are present.
 
-    An output layer beside tied embeddings and a reward head are always welcome; with a reward
-    head the output layer may be gone.
+    An output layer in addition to tied embeddings and a reward head are always accepted. With a
+    reward head the output layer may be missing.
     """
-    found, expected = set(names), set(expected_shapes(architecture))
-    if REWARD_HEAD[0] in found:
+    actual, expected = set(names), set(expected_shapes(architecture))
+    if REWARD_HEAD[0] in actual:
         expected.discard(OUTPUT_LAYER)
-    problems = misfits(found, expected, {OUTPUT_LAYER, *REWARD_HEAD})
+    problems = misfits(actual, expected, {OUTPUT_LAYER, *REWARD_HEAD})
     if problems:
         raise CheckpointError(
-            f"weights in {source} do not fit its configuration: {problems}; "
-            "check num_layers, bias, normalization and the activation in model_config.yaml"
+            f"weights in {source} do not fit its configuration: {problems}. "
+            "Check num_layers, bias, normalization and the activation in model_config.yaml"
         )
 
 
-def misfits(found: Set[str], expected: Set[str], welcome: Set[str]) -> str:
-    """Names that are missing, and unexpected ones that are not ``welcome``, in words."""
+def misfits(actual: Set[str], expected: Set[str], optional: Set[str]) -> str:
+    """Describe missing names, and unexpected names that are not ``optional``."""
     problems, limit = [], 6
-    for kind, names in (("missing", expected - found), ("unexpected", found - expected - welcome)):
+    unexpected = actual - expected - optional
+    for kind, names in (("missing", expected - actual), ("unexpected", unexpected)):
         if names:
             more = f" and {len(names) - limit} more" if len(names) > limit else ""
             problems.append(f"{kind} {', '.join(sorted(names)[:limit])}{more}")
@@ -163,17 +167,17 @@ def misfits(found: Set[str], expected: Set[str], welcome: Set[str]) -> str:
 
 
 def check_shape(name: str, actual: Iterable[int], expected: Shape) -> None:
-    """Refuse a tensor of another shape than the architecture gives it."""
+    """Raise `CheckpointError` if a tensor has not the shape that the architecture gives it."""
     if tuple(actual) != expected:
         raise CheckpointError(
-            f"{name} has shape {list(actual)}, the architecture gives {list(expected)}"
+            f"{name} has shape {list(actual)}, but the architecture gives {list(expected)}"
         )
 
 
 def split_axis(name: str) -> int | None:
-    """Axis along which tensor parallelism splits a tensor; None: every rank has all of it.
+    """Return the axis along which tensor parallelism splits a tensor, or None if it is unsplit.
 
-    An adapter's matrices: B like the weight where the outputs are split, A where the inputs are.
+    Of an adapter, B is split like the weight if the outputs are split, A if the inputs are split.
     """
     if name in _VOCABULARY or ".linear_qkv." in name or ".linear_fc1." in name:
         return None if name.endswith(LORA_A) else 0
@@ -185,14 +189,15 @@ def split_axis(name: str) -> int | None:
 def split(
     name: str, tensor: Tensor, architecture: GPTArchitecture, tp_rank: int, tp_size: int
 ) -> Tensor:
-    """This rank's part of a global tensor [out, in] or [out] of any dtype (a view where possible).
+    """Return this rank's part of a global tensor [out, in] or [out], as a view if possible.
 
-    QKV is cut between query groups, gated fc1 into ``[gate_r; up_r]``; the vocabulary is first
-    padded with zero rows to what all ranks can share.
+    Any dtype. QKV is cut between query groups, gated fc1 into ``[gate_r; up_r]``. The vocabulary
+    is first padded with zero rows to a size that divides over the ranks.
     """
     if name in _VOCABULARY:
         rows = architecture.padded_vocab_size(tp_size) - tensor.shape[0]
         tensor = F.pad(tensor, (0, 0, 0, rows)) if rows else tensor
+    # Check that the ranks' parts have equal sizes, then cut.
     axis = split_axis(name)
     if axis is None or tp_size == 1:
         return tensor
@@ -200,7 +205,7 @@ def split(
     if units % tp_size:
         raise LayoutError(
             f"{name}: {units} {'query groups' if units != tensor.shape[axis] else 'rows'} cannot "
-            f"be shared by model.tensor_model_parallel_size={tp_size}; choose a divisor"
+            f"be divided by model.tensor_model_parallel_size={tp_size}. Choose a divisor"
         )
     if ".linear_fc1." in name and architecture.gated:
         return torch.cat([half.chunk(tp_size)[tp_rank] for half in tensor.chunk(2)])
@@ -208,26 +213,27 @@ def split(
 
 
 def merge(name: str, parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
-    """Inverse of `split` over the parts of all tensor-parallel ranks in order.
+    """Join the parts of all tensor-parallel ranks in order: the inverse of `split`.
 
-    ``parts``: of one shape and dtype, [out / tp, in] or [out, in / tp], by the axis that
-    `split_axis` gives for ``name``. Returns the whole tensor [out, in], without padding rows.
+    ``parts`` share one shape and dtype: [out / tp, in] or [out, in / tp], by `split_axis` of
+    ``name``. Returns the global tensor [out, in] without padding rows.
     """
     axis = split_axis(name)
-    whole_head = name == REWARD_HEAD[0] and parts[0].shape[1] == architecture.hidden_size
-    if len(parts) == 1 or axis is None or whole_head:  # heads are split by NeMo, not by us
+    is_unsplit_head = name == REWARD_HEAD[0] and parts[0].shape[1] == architecture.hidden_size
+    if len(parts) == 1 or axis is None or is_unsplit_head:  # NeMo splits heads, this library not
         tensor = parts[0]
     elif ".linear_fc1." in name and architecture.gated:
         halves = zip(*(part.chunk(2) for part in parts), strict=True)
         tensor = torch.cat([torch.cat(half) for half in halves])
     else:
         tensor = torch.cat(parts, dim=axis)
+    # Remove the padding of the vocabulary.
     if name not in _VOCABULARY:
         return tensor
     if tensor.shape[0] < architecture.vocab_size:
         raise CheckpointError(
             f"{name} has {tensor.shape[0]} rows, fewer than the tokenizer's "
-            f"{architecture.vocab_size} tokens; the tokenizer belongs to another model"
+            f"{architecture.vocab_size} tokens. The tokenizer belongs to another model"
         )
     return tensor[: architecture.vocab_size]
 
@@ -241,30 +247,31 @@ def origin_of_rows(
     tp_rank: int,
     tp_size: int,
 ) -> Tensor:
-    """Origin of each row (or column) of this rank's part, among ``count`` parts of ``shape``.
+    """Return the origin of each row (or column) of this rank's part in ``count`` older parts.
 
-    ``name`` is that of a tensor which is split along an axis. Returns int64 ``[n]``: old part times
-    its size along that axis, plus the place in it; -1: padding. The rules of `merge` and `split`
-    are applied to the numbers of rows instead of rows.
+    ``name``: a tensor that is split along an axis. ``shape``: shape of each older part. Returns
+    int64 ``[n]``: index of the older part times its size along the axis, plus the row in it, or -1
+    for padding. The function applies `merge` and `split` to row indices.
     """
     axis = split_axis(name)
     assert axis is not None
     size = shape[axis]
-    one = [size if dim == axis else 1 for dim in range(len(shape))]
-    numbers = [torch.arange(1, size + 1).add(old * size).view(one) for old in range(count)]
-    whole = merge(name, numbers, architecture)
-    return split(name, whole, architecture, tp_rank, tp_size).reshape(-1) - 1
+    form = [size if dim == axis else 1 for dim in range(len(shape))]
+    # From 1, because `split` pads with 0.
+    indices = [torch.arange(1, size + 1).add(part * size).view(form) for part in range(count)]
+    merged = merge(name, indices, architecture)
+    return split(name, merged, architecture, tp_rank, tp_size).reshape(-1) - 1
 
 
 def runs_of_rows(origin: Tensor, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of adjacent rows: (first now, part, first in the part, how many).
+    """Yield runs of adjacent rows: (first row, older part, first row in that part, row count).
 
-    ``origin``: int64 [n], see `origin_of_rows`. ``size``: that of a part along the split axis.
-    Padding belongs to no run.
+    ``origin``: int64 [n], see `origin_of_rows`. ``size``: size of an older part along the split
+    axis. Padding rows are in no run.
     """
     part = torch.div(origin, size, rounding_mode="floor")
-    together = (origin.diff() == 1) & (part.diff() == 0)
-    edges = [0, *((~together).nonzero().view(-1) + 1).tolist(), len(origin)]
+    is_adjacent = (origin.diff() == 1) & (part.diff() == 0)
+    edges = [0, *((~is_adjacent).nonzero().view(-1) + 1).tolist(), len(origin)]
     for first, end in itertools.pairwise(edges):
-        if first < end and (number := int(origin[first])) >= 0:
-            yield first, number // size, number % size, end - first
+        if first < end and (row := int(origin[first])) >= 0:
+            yield first, row // size, row % size, end - first

@@ -1,4 +1,4 @@
-"""Conversion of a model to another form. Each function returns what it wrote, in one line."""
+"""Conversion of a model to another form. Each function returns one line about the result."""
 
 import math
 import os
@@ -18,62 +18,62 @@ StrPath = str | os.PathLike[str]
 
 
 def convert(source: StrPath, target: StrPath) -> str:
-    """A ``.nemo`` becomes a Hugging Face directory, anything else a ``.nemo``."""
+    """Convert a ``.nemo`` to a Hugging Face directory, anything else to a ``.nemo``."""
     to_nemo, from_nemo = (Path(path).suffix == ".nemo" for path in (target, source))
     if to_nemo == from_nemo:
         raise ConfigError(
             f"--input {source} and --output {target}: "
             + ("both are" if to_nemo else "neither is")
-            + " a .nemo; give FILE.nemo as the one and a Hugging Face directory (or, as the "
-            "input, a .gguf file) as the other"
+            + " a .nemo. Give FILE.nemo as one of the two and a Hugging Face directory (as input "
+            "also a .gguf file) as the other"
         )
     return hf_to_nemo(source, target) if to_nemo else nemo_to_hf(source, target)
 
 
 def hf_to_nemo(source: StrPath, target: StrPath) -> str:
-    """A Hugging Face directory or a ``.gguf`` file becomes a ``.nemo``."""
+    """Convert a Hugging Face directory or a ``.gguf`` file to a ``.nemo``."""
     model = read_hf(source)
     save_nemo(target, model.weights, model.architecture, model.tokenizer_files)
     return written(target, describe(model.architecture))
 
 
 def nemo_to_hf(source: StrPath, target: StrPath) -> str:
-    """A ``.nemo`` becomes a Hugging Face directory."""
+    """Convert a ``.nemo`` to a Hugging Face directory."""
     with open_nemo(source) as nemo:
         save_hf(target, nemo.weights, nemo.architecture, nemo.tokenizer_files)
         return written(target, describe(nemo.architecture))
 
 
 def merge_lora(model: StrPath, adapters: StrPath, target: StrPath) -> str:
-    """Adapters of a run, and the model it began with, become one ``.nemo``.
+    """Merge a run's adapters into its initial model and write one ``.nemo``.
 
     ``model``: a ``.nemo``, a Hugging Face directory or a ``.gguf`` file.
     """
     with open_model(model) as nemo:
-        found = read_adapters(adapters, nemo.architecture)
-        merged = MergedWeights(nemo.weights, found)
+        lora = read_adapters(adapters, nemo.architecture)
+        merged = MergedWeights(nemo.weights, lora)
         files = nemo.tokenizer_files
-        save_nemo(target, merged, nemo.architecture, files, extra_config=found.nemo_keys)
-        return written(target, f"{describe(nemo.architecture)}, with {_adapters(found)} merged in")
+        save_nemo(target, merged, nemo.architecture, files, extra_config=lora.nemo_keys)
+        return written(target, f"{describe(nemo.architecture)}, with {_adapters(lora)} merged in")
 
 
 def lora_to_peft(
     model: StrPath, adapters: StrPath, target: StrPath, base_model: str | None = None
 ) -> str:
-    """Adapters of a run become a directory of Hugging Face's PEFT.
+    """Convert a run's adapters to a directory of Hugging Face's PEFT.
 
-    ``model``: the ``.nemo``, Hugging Face directory or ``.gguf`` file that the run began with;
-    ``base_model``: what PEFT shall load.
+    ``model``: the ``.nemo``, Hugging Face directory or ``.gguf`` file that the run began with.
+    ``base_model``: the model for PEFT to load.
     """
     with open_model(model) as nemo:
         architecture = nemo.architecture
-    found = read_adapters(adapters, architecture)
-    save_peft(target, found, architecture, base_model)
-    return written(target, _adapters(found))
+    lora = read_adapters(adapters, architecture)
+    save_peft(target, lora, architecture, base_model)
+    return written(target, _adapters(lora))
 
 
 def describe(architecture: GPTArchitecture) -> str:
-    """A model in a few words: family, size, shape."""
+    """Describe a model in a few words: family, size, shape."""
     parameters = sum(math.prod(shape) for shape in expected_shapes(architecture).values())
     experts = architecture.num_moe_experts
     return (
@@ -84,12 +84,12 @@ def describe(architecture: GPTArchitecture) -> str:
     )
 
 
-def written(target: StrPath, what: str) -> str:
-    """Message of success, with the size on the disk."""
+def written(target: StrPath, contents: str) -> str:
+    """Return the message of success with the size on the disk."""
     path = Path(target)
     files = path.rglob("*") if path.is_dir() else [path]
     size = sum(file.stat().st_size for file in files if file.is_file())
-    return f"wrote {target}: {what} ({readable_bytes(size)})"
+    return f"wrote {target}: {contents} ({readable_bytes(size)})"
 
 
 def _adapters(adapters: Adapters) -> str:

@@ -1,4 +1,4 @@
-"""Files that are on the disk when a call returns, and errors that name the lack of space."""
+"""Files that are on the disk when a call returns, and errors that state the free space."""
 
 import contextlib
 import errno
@@ -16,12 +16,12 @@ from typing import Any
 from aligner.checkpoint.background import AbandonedError
 from aligner.errors import StorageError
 
-_BLOCK = 1 << 24  # bytes that are written, and summed up while they are in the cache
+_BLOCK = 1 << 24  # bytes per write, whose checksum is computed from the cache
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def readable_bytes(count: float) -> str:
-    """``1_600_000_000`` as ``1.49 GiB``."""
+    """Format bytes with a unit: ``1_600_000_000`` as ``1.49 GiB``."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.2f} {unit}"
@@ -30,41 +30,41 @@ def readable_bytes(count: float) -> str:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that an ordinary user can still write on the disk that holds ``path``."""
+    """Return the bytes that an ordinary user can still write on the disk of ``path``."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
 
 
-def storage_error(path: Path, cause: OSError, needed: int | None = None) -> StorageError:
-    """Translate an operating-system error into one that names the remedy; keeps its ``errno``."""
-    remedy = "make the directory writable or write to another"
+def storage_error(path: Path, cause: OSError, size: int | None = None) -> StorageError:
+    """Translate an operating-system error into an error with a remedy and the same ``errno``."""
+    remedy = "Make the directory writable or write to another"
     if cause.errno in _FULL:
-        need = "" if needed is None else f"{readable_bytes(needed)} ({needed} bytes) needed, "
+        required = "" if size is None else f"{readable_bytes(size)} ({size} bytes) needed, "
         free = free_bytes(path)
         remedy = (
-            f"{need}{readable_bytes(free)} ({free} bytes) free; free some space, raise the limit, "
-            "or write elsewhere"
+            f"{required}{readable_bytes(free)} ({free} bytes) free. Free some space, raise the "
+            "limit, or write elsewhere"
         )
     error = StorageError(
-        f"cannot write {path}: {cause.strerror or cause}; {remedy} (exp_manager.explicit_log_dir)"
+        f"cannot write {path}: {cause.strerror or cause}. {remedy} (exp_manager.explicit_log_dir)"
     )
     error.errno = cause.errno
     return error
 
 
-def require_free_space(folder: Path, needed: int) -> None:
-    """Refuse before the first byte when ``folder``'s disk cannot take ``needed`` more bytes."""
-    if free_bytes(folder) < needed:
-        raise storage_error(folder, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed)
+def require_free_space(folder: Path, size: int) -> None:
+    """Raise `StorageError` if the disk of ``folder`` has fewer than ``size`` bytes free."""
+    if free_bytes(folder) < size:
+        raise storage_error(folder, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), size)
 
 
 class _File:
-    """An unbuffered file that completes short writes and remembers why a write failed.
+    """An unbuffered file that completes short writes and records the error of a failed write.
 
     Serialisers written in C++ report a failed write without its reason. ``checksum`` is the CRC-32
-    of all bytes where they were written one after the other, else None. Once ``stop`` is set,
-    writing raises `AbandonedError`.
+    of all bytes if they were written sequentially, else None. Once ``stop`` is set, writing raises
+    `AbandonedError`.
     """
 
     def __init__(self, path: Path, stop: threading.Event | None = None) -> None:
@@ -75,11 +75,12 @@ class _File:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        done = 0
-        while done < len(view):
+        total = 0
+        while total < len(view):
             if self._stop is not None and self._stop.is_set():
-                raise AbandonedError(f"{self._path} was not written to its end")
-            block = view[done : done + _BLOCK]
+                raise AbandonedError(f"writing {self._path} was cancelled")
+            # The checksum is computed while the block is in the cache.
+            block = view[total : total + _BLOCK]
             written = 0
             try:
                 while written < len(block):
@@ -89,8 +90,8 @@ class _File:
                 raise
             if self.checksum is not None:
                 self.checksum = zlib.crc32(block, self.checksum)
-            done += len(block)
-        return done
+            total += len(block)
+        return total
 
     def flush(self) -> None:
         """No effect: nothing is buffered."""
@@ -111,12 +112,12 @@ class _File:
 
 @contextlib.contextmanager
 def durable_file(
-    path: Path, needed: int | None = None, stop: threading.Event | None = None
+    path: Path, size: int | None = None, stop: threading.Event | None = None
 ) -> Iterator[Any]:
-    """Open ``path`` for writing; on leaving, its bytes are on the disk. ``StorageError`` if not.
+    """Open ``path`` for writing, and flush its bytes to the disk at the end.
 
-    ``needed``: the size it will have, for the message. ``stop``: once it is set, writing raises
-    `AbandonedError`.
+    ``size``: final size of the file, for the message of a `StorageError`. ``stop``: once it is
+    set, writing raises `AbandonedError`.
     """
     file: _File | None = None
     try:
@@ -127,41 +128,42 @@ def durable_file(
         cause = error if isinstance(error, OSError) else file.error if file else None
         if cause is None or isinstance(cause, StorageError):
             raise
-        raise storage_error(path, cause, needed) from error
+        raise storage_error(path, cause, size) from error
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str], needed: int | None = None) -> Iterator[Any]:
-    """A `durable_file` that appears under ``path`` complete or not at all.
+def atomic_file(path: str | os.PathLike[str], size: int | None = None) -> Iterator[Any]:
+    """Write a `durable_file` that appears under ``path`` complete or not at all.
 
-    Written beside its destination and then renamed. On any failure the partial file is removed
-    (one that a killed process left is overwritten).
+    The file is written under another name in the same directory and then renamed. After any failure
+    the partial file is removed. The partial file of a killed process is overwritten.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with durable_file(partial, needed) as file:
+        with durable_file(partial, size) as file:
             yield file
+        # The rename and the entry of the directory make the file visible.
         os.replace(partial, target)
         sync_path(target.parent)
     except StorageError:
         raise
     except OSError as error:
-        raise storage_error(target, error, needed) from error
+        raise storage_error(target, error, size) from error
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented JSON, durably. Floats keep every bit (shortest repr)."""
+    """Write ``value`` durably as indented JSON. Floats keep every bit (shortest repr)."""
     with durable_file(path) as file:
         file.write((json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
 
 
 def unused_path(path: Path) -> Path:
-    """``path``, or the first of ``stem_2.suffix``, ``stem_3.suffix``, … that does not exist."""
+    """Return the first of ``path``, ``stem_2.suffix``, ``stem_3.suffix``, … that is not used."""
     names = (path.stem if n == 1 else f"{path.stem}_{n}" for n in itertools.count(1))
     paths = (path.with_name(f"{name}{path.suffix}") for name in names)
     return next(candidate for candidate in paths if not candidate.exists())

@@ -1,4 +1,4 @@
-"""Fingerprints of model and data files, wherever they are, without reading all of them."""
+"""Fingerprints of model and data files from samples of their content, independent of the path."""
 
 import hashlib
 import json
@@ -6,14 +6,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-_BLOCKS, _BLOCK = 64, 1 << 16  # a file of up to 4 MiB is read whole
+_BLOCKS, _BLOCK = 64, 1 << 16  # a file of up to 4 MiB is read completely
 
 
 def file_fingerprint(path: Path) -> str:
-    """SHA-256 of a file's size and of blocks spread evenly over it, its first and last among them.
+    """Compute the SHA-256 of a file's size and of evenly spaced blocks, including both ends.
 
     Training changes every weight, so blocks are enough to distinguish models. Two large files that
-    differ in a few bytes between the blocks have one fingerprint.
+    differ only between the blocks have the same fingerprint.
     """
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -22,14 +22,14 @@ def file_fingerprint(path: Path) -> str:
         if size <= _BLOCKS * _BLOCK:
             digest.update(file.read())
         else:
-            for number in range(_BLOCKS):
-                file.seek((size - _BLOCK) * number // (_BLOCKS - 1))
+            for block in range(_BLOCKS):
+                file.seek((size - _BLOCK) * block // (_BLOCKS - 1))
                 digest.update(file.read(_BLOCK))
     return digest.hexdigest()
 
 
 def model_fingerprint(source: str) -> str | None:
-    """Fingerprint of a model, a file or an unpacked directory; None where none can be read."""
+    """Return the fingerprint of a model file or directory, or None if none can be read."""
     path = Path(source).expanduser()
     if path.is_file():
         return fingerprint_of([path])
@@ -39,7 +39,7 @@ def model_fingerprint(source: str) -> str | None:
 
 
 def fingerprint_of(files: Sequence[Path]) -> str | None:
-    """Fingerprint of files in their order, whatever their names; None where one cannot be read."""
+    """Return the fingerprint of ordered files without their names, or None if one is unreadable."""
     try:
         return hashlib.sha256(json.dumps([*map(file_fingerprint, files)]).encode()).hexdigest()[:32]
     except OSError:

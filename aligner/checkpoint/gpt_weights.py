@@ -1,4 +1,4 @@
-"""Canonical weights into a megatron-core GPT model of any layout, and out of it."""
+"""Transfer of canonical weights into and out of a megatron-core GPT model of any layout."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,9 +39,9 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")
 def canonical_parameters(
     gpt: "GPTModel", architecture: GPTArchitecture
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of this stage under their canonical (global) names.
+    """Yield the parameters of this stage under their canonical (global) names.
 
-    Layers are numbered by megatron-core's ``layer_number``. The last stage's copy of a tied
+    Layer indices follow megatron-core's ``layer_number``. The last stage's copy of a tied
     embedding appears as ``output_layer.weight``, a reward head as ``rm_head.weight``, an adapter's
     matrices under the name of their linear (`LORA_A`, `LORA_B`).
     """
@@ -55,24 +55,24 @@ def canonical_parameters(
             name = f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
             expert = _EXPERT.search(name)
             if expert is not None:  # numbered from 0 on every expert-parallel rank
-                number = int(expert[1]) + layer.mlp.local_expert_indices[0]
-                name = _EXPERT.sub(str(number), name)
+                index = int(expert[1]) + layer.mlp.local_expert_indices[0]
+                name = _EXPERT.sub(str(index), name)
         yield name, parameter
 
 
 def model_parameters(
     gpt: "GPTModel", architecture: GPTArchitecture
 ) -> Iterator[tuple[str, Tensor]]:
-    """`canonical_parameters` without those of adapters."""
+    """Yield `canonical_parameters` without adapters."""
     for name, parameter in canonical_parameters(gpt, architecture):
         if not name.endswith((LORA_A, LORA_B)):
             yield name, parameter
 
 
 def merging(gpt: "GPTModel") -> Callable[[Tensor], Tensor]:
-    """Function that turns a parameter into the weight it stands for, its adapter added.
+    """Return a function that adds to a parameter its adapter, if any.
 
-    The result is detached, and shares the parameter's memory where there is no adapter.
+    The result is detached. Without an adapter it shares the parameter's memory.
     """
     adapters = {linear.weight: linear.lora for linear in gpt.modules() if hasattr(linear, "lora")}
 
@@ -94,9 +94,9 @@ def load_weights(
 ) -> None:
     """Copy this rank's share of canonical weights into the model.
 
-    The pipeline stage is read off the model. Strict: tensors that the weights lack or have beyond
-    the architecture, and shapes that differ, are a `CheckpointError`. A reward head is left to
-    the caller; an output layer is not missed by a model that has none.
+    The model determines the pipeline stage. Missing or surplus tensors and other shapes than the
+    architecture's raise `CheckpointError`. The caller loads a reward head. A model without output
+    layer ignores the output layer of the weights.
     """
     check_names(weights, architecture, "the checkpoint")
     shapes = expected_shapes(architecture)
@@ -105,37 +105,39 @@ def load_weights(
             continue
         source = EMBEDDING if name == OUTPUT_LAYER and architecture.tie_embeddings else name
         if source not in weights:
-            raise CheckpointError(f"the model has {name}, which the checkpoint lacks")
-        # Experts may be whole where other layers are split; a share of a padded vocabulary may have
-        # the whole one's shape.
-        is_whole = shapes[source] == parameter.shape and source not in (EMBEDDING, OUTPUT_LAYER)
-        place = (0, 1) if is_whole else (tp_rank, tp_size)
+            raise CheckpointError(f"the checkpoint lacks {name} of the model")
+        # Experts may be unsplit in a split model. The share of a padded vocabulary may have the
+        # shape of the global vocabulary.
+        is_unsplit = shapes[source] == parameter.shape and source not in (EMBEDDING, OUTPUT_LAYER)
+        coordinates = (0, 1) if is_unsplit else (tp_rank, tp_size)
         if isinstance(weights, LazyWeights):
-            tensor = weights.share(source, *place)
+            tensor = weights.share(source, *coordinates)
         else:
             tensor = weights[source]
             check_shape(source, tensor.shape, shapes[source])
-            tensor = split(source, tensor, architecture, *place)
+            tensor = split(source, tensor, architecture, *coordinates)
         check_shape(f"{name} on tensor rank {tp_rank}", tensor.shape, tuple(parameter.shape))
         parameter.copy_(tensor)
+    if isinstance(weights, LazyWeights):
+        weights.check()
 
 
 class GatheredTensors(LazyTensors):
-    """Whole tensors on every rank, each joined when it is indexed and not kept afterwards.
+    """Global tensors on every rank, each joined when it is indexed and not kept afterwards.
 
-    Creating and indexing it is collective: every rank of the model-parallel groups indexes the same
+    Creation and indexing are collective: every rank of the model-parallel groups indexes the same
     names in the same order. A tensor is on the device, detached, and may share memory with a
     parameter.
 
     Args:
-        parts: canonical names and this rank's parts, [out / tp, in] or [out, in / tp] as `split`
-            makes them, of any dtype.
-        names: canonical names of the whole tensors, in order; those that no rank has are left out.
+        parts: canonical name → this rank's part, [out / tp, in] or [out, in / tp] as in `split`,
+            of any dtype.
+        names: canonical names of the global tensors, in order. Names that no rank has are skipped.
         architecture: shape of the model.
-        tp_group: ranks with the other tensor-parallel parts; None: the model is not split that way.
+        tp_group: ranks with the other tensor-parallel parts, or None without tensor parallelism.
         pp_group: the same for pipeline stages.
         ep_group: the same for experts.
-        whole_part: what is joined for a part, computed when the tensor is joined.
+        transform: function that is applied to a part when its tensor is joined.
     """
 
     def __init__(
@@ -147,9 +149,9 @@ class GatheredTensors(LazyTensors):
         tp_group: dist.ProcessGroup | None = None,
         pp_group: dist.ProcessGroup | None = None,
         ep_group: dist.ProcessGroup | None = None,
-        whole_part: Callable[[Tensor], Tensor] = Tensor.detach,
+        transform: Callable[[Tensor], Tensor] = Tensor.detach,
     ) -> None:
-        self._architecture, self._whole_part = architecture, whole_part
+        self._architecture, self._transform = architecture, transform
         self._tp, self._pp, self._ep = (
             group if group is not None and group.size() > 1 else None
             for group in (tp_group, pp_group, ep_group)
@@ -157,30 +159,31 @@ class GatheredTensors(LazyTensors):
         self._parts = dict(parts)
         if architecture.tie_embeddings:  # the last stage's copy of the first stage's embedding
             self._parts.pop(OUTPUT_LAYER, None)
-        held = {name: (part.shape, part.dtype) for name, part in self._parts.items()}
-        stages = [held]
+        forms = {name: (part.shape, part.dtype) for name, part in self._parts.items()}
+        stages = [forms]
         if self._pp is not None:
             stages = [{}] * self._pp.size()
-            dist.all_gather_object(stages, held, group=self._pp)
-        self._places = {n: (stage, *held[n]) for stage, held in enumerate(stages) for n in held}
-        super().__init__(name for name in names if self._local_name(name) in self._places)
+            dist.all_gather_object(stages, forms, group=self._pp)
+        # Name → pipeline stage, shape and dtype of the part there.
+        self._origins = {n: (stage, *f[n]) for stage, f in enumerate(stages) for n in f}
+        super().__init__(name for name in names if self._local_name(name) in self._origins)
 
     def __getitem__(self, name: str) -> Tensor:
         stage = self._stage_of(name)
         if self._pp is None:
             return self._joined(name)
-        is_here = stage == self._pp.rank()
-        tensor = self._joined(name).contiguous() if is_here else self._room_for(name)
+        is_local = stage == self._pp.rank()
+        tensor = self._joined(name).contiguous() if is_local else self._empty(name)
         dist.broadcast(tensor, group=self._pp, group_src=stage)
         return tensor
 
     @torch.no_grad()
     def on_rank_zero(self) -> dict[str, Tensor]:
-        """All tensors on the CPU of rank 0, an empty dict elsewhere; call it on every rank.
+        """Return all tensors on the CPU of rank 0, an empty dict on other ranks. Collective.
 
-        Each tensor is joined by the ranks of one replica that have parts of it. The first rank of
-        their pipeline stage sends it to rank 0. Other replicas do nothing, and no rank but 0 holds
-        more than one tensor.
+        The ranks of one replica join each tensor. The first rank of their pipeline stage sends the
+        tensor to rank 0. Other replicas do nothing, and no rank except 0 keeps more than one
+        tensor.
         """
         stage = 0 if self._pp is None else self._pp.rank()
         first, rank = None, None
@@ -190,7 +193,7 @@ class GatheredTensors(LazyTensors):
             first, rank = stage * (dist.get_world_size() // stages), dist.get_rank()
         result: dict[str, Tensor] = {}
         for name in self:
-            tensor: Tensor | None = None  # frees the last one before the next one is joined
+            tensor: Tensor | None = None  # frees the previous tensor before the next is joined
             group = self._ep if self._is_shared_expert(name) else self._tp
             members = [rank] if group is None else dist.get_process_group_ranks(group)
             if first not in members:
@@ -201,18 +204,18 @@ class GatheredTensors(LazyTensors):
                 if stage > 0 and rank == first:
                     _send(tensor, self._pp)
             elif rank == 0:
-                tensor = self._room_for(name)
+                tensor = self._empty(name)
                 dist.recv(tensor, group=self._pp, group_src=source)
             if tensor is not None and rank in (0, None):
                 result[name] = tensor.to("cpu", copy=True)
         return result
 
     def _stage_of(self, name: str) -> int:
-        return self._places[self._local_name(name)][0]
+        return self._origins[self._local_name(name)][0]
 
-    def _room_for(self, name: str) -> Tensor:
-        """Return an uninitialised tensor for the whole one, which other stages hold."""
-        _, shape, dtype = self._places[self._local_name(name)]
+    def _empty(self, name: str) -> Tensor:
+        """Return an uninitialised global tensor, to be received from another stage."""
+        _, shape, dtype = self._origins[self._local_name(name)]
         if not self._is_shared_expert(name):
             count = 1 if self._tp is None else self._tp.size()
             parts = [torch.empty(shape, device="meta") for _ in range(count)]
@@ -220,12 +223,12 @@ class GatheredTensors(LazyTensors):
         return torch.empty(shape, dtype=dtype, device=accelerator.device())
 
     def _joined(self, name: str) -> Tensor:
-        """Join a tensor of this stage out of the parts of the stage's ranks."""
-        part = self._whole_part(self._parts[self._local_name(name)])
+        """Join a tensor of this stage from the parts of the stage's ranks."""
+        part = self._transform(self._parts[self._local_name(name)])
         if self._ep is not None and self._is_shared_expert(name):
-            holder = self._expert(name) // self._experts_per_rank
-            tensor = part.contiguous() if holder == self._ep.rank() else torch.empty_like(part)
-            dist.broadcast(tensor, group=self._ep, group_src=holder)
+            owner = self._expert(name) // self._experts_per_rank
+            tensor = part.contiguous() if owner == self._ep.rank() else torch.empty_like(part)
+            dist.broadcast(tensor, group=self._ep, group_src=owner)
             return tensor
         if self._tp is None or split_axis(name) is None or name in REWARD_HEAD:
             return merge(name, [part], self._architecture)  # the same on every rank
@@ -237,7 +240,7 @@ class GatheredTensors(LazyTensors):
         return self._ep is not None and _EXPERT.search(name) is not None
 
     def _local_name(self, name: str) -> str:
-        """Name of this rank's tensor in the place of ``name``, which may be of another expert."""
+        """Return the name of this rank's tensor that corresponds to ``name`` on another rank."""
         if self._ep is None or not self._is_shared_expert(name):
             return name
         count = self._experts_per_rank
@@ -258,7 +261,7 @@ class GatheredTensors(LazyTensors):
 class GatheredWeights(GatheredTensors):
     """Canonical weights of a model as `GatheredTensors`, without a reward head.
 
-    Adapters are merged into the weights, as they are when a tensor is indexed. ``groups``: see
+    The current adapters are merged into a weight when it is indexed. ``groups``: see
     `GatheredTensors`.
     """
 
@@ -270,20 +273,20 @@ class GatheredWeights(GatheredTensors):
     ) -> None:
         parts = dict(model_parameters(gpt, architecture))
         names = expected_shapes(architecture)
-        super().__init__(parts, names, architecture, **groups, whole_part=merging(gpt))
+        super().__init__(parts, names, architecture, **groups, transform=merging(gpt))
 
 
 def gather_weights(
     gpt: "GPTModel", architecture: GPTArchitecture, **groups: dist.ProcessGroup | None
 ) -> dict[str, Tensor]:
-    """Canonical weights of the whole model, on the CPU of rank 0: the inverse of `load_weights`.
+    """Return the model's canonical weights on the CPU of rank 0: the inverse of `load_weights`.
 
-    Adapters are merged into the weights. A reward head that is a submodule comes along. Called on
-    every rank; see `GatheredTensors.on_rank_zero`.
+    Adapters are merged into the weights. A reward head is included if it is a submodule.
+    Collective, see `GatheredTensors.on_rank_zero`.
     """
     parts = dict(model_parameters(gpt, architecture))
     names = (*expected_shapes(architecture), *REWARD_HEAD)
-    gathered = GatheredTensors(parts, names, architecture, **groups, whole_part=merging(gpt))
+    gathered = GatheredTensors(parts, names, architecture, **groups, transform=merging(gpt))
     return gathered.on_rank_zero()
 
 

@@ -1,4 +1,4 @@
-"""A model to start from, whichever way it is stored: a `.nemo`, or a Hugging Face directory."""
+"""Opening of a model in any supported form: `.nemo`, Hugging Face directory or `.gguf`."""
 
 import contextlib
 import os
@@ -9,8 +9,8 @@ from aligner.checkpoint.hf.model_folder import HuggingFaceModel, read_hf
 from aligner.checkpoint.nemo.model_file import NemoCheckpoint, open_nemo
 from aligner.errors import CheckpointError
 
-# Both have ``architecture``, ``config`` (NeMo's keys), ``weights`` (canonical, each read when it is
-# indexed), ``tokenizer`` and ``tokenizer_files``, and are valid while they are open.
+# Common attributes: ``architecture``, ``config`` (NeMo's keys), ``weights`` (canonical, read when
+# indexed), ``tokenizer`` and ``tokenizer_files``. Valid while the model is open.
 ModelSource = NemoCheckpoint | HuggingFaceModel
 
 
@@ -19,12 +19,12 @@ def open_model(path: str | os.PathLike[str]) -> Iterator[ModelSource]:
     """Open a `.nemo` (file or unpacked) or a Hugging Face directory or `.gguf` file.
 
     Raises:
-        CheckpointNotFoundError: there is nothing at ``path``.
-        CheckpointError: it is neither, or damaged.
+        CheckpointNotFoundError: ``path`` does not exist.
+        CheckpointError: ``path`` is none of these or damaged.
     """
     if Path(path).name == "config.json":
         raise CheckpointError(
-            f"{str(path)!r} describes a Hugging Face model; give its directory, "
+            f"{str(path)!r} describes a Hugging Face model. Give its directory, "
             f"{str(Path(path).parent)!r}"
         )
     if Path(path).suffix == ".gguf" or (Path(path) / "config.json").is_file():

@@ -1,7 +1,7 @@
-"""Chat messages: their form, and the prompts made of them.
+"""Chat messages: their format, and prompts rendered from them.
 
-No part of a message is lost silently: parts that the tokenizer's template ignores are refused by
-name.
+No part of a message is lost silently. If the tokenizer's template ignores a part, an error names
+it.
 """
 
 import json
@@ -14,46 +14,46 @@ from aligner.errors import DataError, raised_as
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
 
-# What a message may have beside role and content. The last two name the call that a tool answers;
-# templates that show calls in order leave them out.
+# Optional keys of a message in addition to role and content. The last two identify the call that a
+# tool answers. Templates that render calls in order ignore them.
 _OPTIONAL = {"tool_calls": list, "reasoning_content": str, "tool_call_id": str, "name": str}
-_KNOWN_ROLES = ("system", "user", "assistant")  # every template has a place for
-_MOST_ROLES = 8  # others than these: each takes a rendering of the chat
+_KNOWN_ROLES = ("system", "user", "assistant")  # every template renders these
+_MAX_OTHER_ROLES = 8  # each requires one rendering of the chat
 
 
 def parse_messages(value: Sequence[Any]) -> list[Message]:
-    """A chat that waits for the assistant.
+    """Check a chat that ends before the assistant's answer, and return its messages.
 
-    A message is ``{"role": text, "content": text}``, and may have ``tool_calls`` (functions with
-    name and arguments, then without ``content``), ``reasoning_content``, ``tool_call_id``,
-    ``name``. Keys that are null, and an empty list of calls, count as absent.
+    A message is ``{"role": text, "content": text}``. Optional keys are ``tool_calls`` (functions
+    with name and arguments, then ``content`` may be absent), ``reasoning_content``,
+    ``tool_call_id`` and ``name``. Null keys and an empty list of calls count as absent.
 
     Raises:
-        DataError: what is wrong; the caller adds where.
+        DataError: describes the problem without the row, which the caller adds.
     """
     messages = _parse(value)
     if messages[-1]["role"] == "assistant":
-        raise DataError("the last chat message is the assistant's; nothing is left to answer")
+        raise DataError("the last chat message is the assistant's. End with a message to answer")
     return messages
 
 
 def parse_conversation(value: Sequence[Any]) -> list[Message]:
-    """A chat that the assistant has answered, as `parse_messages` else."""
+    """Check a chat that ends with the assistant's answer, otherwise like `parse_messages`."""
     messages = _parse(value)
     if messages[-1]["role"] != "assistant":
         raise DataError(
-            f"the last chat message is of role {messages[-1]['role']!r}; it must be the "
-            "assistant's, for that is what is learned"
+            f"the last chat message has the role {messages[-1]['role']!r}. It must be the "
+            "assistant's, which is learned"
         )
     if messages[0]["role"] == "assistant":
-        raise DataError("the first chat message is the assistant's; nothing was asked before it")
+        raise DataError("the first chat message is the assistant's. Begin with another message")
     return messages
 
 
 def parse_tools(columns: Mapping[str, Any], column: str | None) -> Tools | None:
-    """JSON schemas of functions in a row: a list of them, or its JSON text; None: there are none.
+    """Return the JSON schemas of functions in a row, or None without any.
 
-    ``column``: where they stand; None: nowhere.
+    ``column``: name of the column with a list of schemas or its JSON text, or None.
     """
     value = None if column is None else columns.get(column)
     value = _parsed_json(value, f"column {column!r} is")
@@ -62,16 +62,16 @@ def parse_tools(columns: Mapping[str, Any], column: str | None) -> Tools | None:
     ):
         raise DataError(
             f"column {column!r} must be a list of functions (JSON schemas), or its JSON text, got "
-            f"{type(value).__name__}; where it is something else set data.tools_column=null"
+            f"{type(value).__name__}. If it contains other data, set data.tools_column=null"
         )
     return [dict(tool) for tool in value] if value else None
 
 
-def _parsed_json(value: Any, place: str) -> Any:
-    """A text as JSON, empty text as None; other values as they are."""
+def _parsed_json(value: Any, subject: str) -> Any:
+    """Parse a text as JSON, and empty text as None. Other values are unchanged."""
     if not isinstance(value, str):
         return value
-    with raised_as(DataError, f"{place} text that is no JSON", ValueError, RecursionError):
+    with raised_as(DataError, f"{subject} text that is not JSON", ValueError, RecursionError):
         return json.loads(value) if value.strip() else None
 
 
@@ -82,11 +82,12 @@ def _parse(value: Sequence[Any]) -> list[Message]:
 
 
 def _parse_message(message: Any, index: int) -> Message:
-    place = f"chat message {index}"
+    location = f"chat message {index}"
     if not isinstance(message, Mapping):
         raise DataError(
-            f"{place} must have exactly the keys role and content, found {type(message).__name__}"
+            f"{location} must have exactly the keys role and content, got {type(message).__name__}"
         )
+    # Drop null keys, which some tables contain for every message.
     parsed = {
         key: value
         for key, value in message.items()
@@ -97,34 +98,34 @@ def _parse_message(message: Any, index: int) -> Message:
         parsed["content"] = ""
     if not {"role", "content"} <= parsed.keys() <= {"role", "content", *_OPTIONAL}:
         raise DataError(
-            f"{place} must have exactly the keys role and content, and of others only "
-            f"{', '.join(_OPTIONAL)}; found {sorted(map(str, message))}"
+            f"{location} must have exactly the keys role and content, and optionally "
+            f"{', '.join(_OPTIONAL)}, got {sorted(map(str, message))}"
         )
     if not all(isinstance(parsed[part], str) for part in ("role", "content")):
-        raise DataError(f"{place}: role and content must be text")
+        raise DataError(f"{location}: role and content must be text")
     for key, kind in _OPTIONAL.items():
         if key in parsed and not isinstance(parsed[key], kind):
-            raise DataError(f"{place}: {key} must be {'a list' if kind is list else 'text'}")
+            raise DataError(f"{location}: {key} must be {'a list' if kind is list else 'text'}")
     if "tool_calls" in parsed:
-        parsed["tool_calls"] = [_parse_call(call, place) for call in parsed["tool_calls"]]
+        parsed["tool_calls"] = [_parse_call(call, location) for call in parsed["tool_calls"]]
     return parsed
 
 
-def _parse_call(call: Any, place: str) -> dict[str, Any]:
-    """A call whose arguments are a mapping, as templates want them; in data they may be JSON."""
+def _parse_call(call: Any, location: str) -> dict[str, Any]:
+    """Return a call whose arguments are a mapping for templates. In data they may be JSON text."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(
-            f"{place}: each of tool_calls must be a function with a name and arguments, got "
+            f"{location}: each of tool_calls must be a function with a name and arguments, got "
             f"{call!r:.80}"
         )
-    # A function without parameters is called with "" by some clients.
+    # Some clients call a function without parameters with "".
     arguments = _parsed_json(
-        function.get("arguments"), f"{place}: the arguments of {function['name']!r} are"
+        function.get("arguments"), f"{location}: the arguments of {function['name']!r} are"
     )
     if not isinstance(arguments, Mapping | None):
         raise DataError(
-            f"{place}: the arguments of {function['name']!r} must be a JSON object, got "
+            f"{location}: the arguments of {function['name']!r} must be a JSON object, got "
             f"{type(arguments).__name__}"
         )
     parsed = {**function, "arguments": {} if arguments is None else arguments}
@@ -138,12 +139,12 @@ def render_chat(
     system_prompt: str | None = None,
     tools: Tools | None = None,
 ) -> str:
-    """Prompt text for messages, or for plain text taken as the user's one message.
+    """Render the prompt for messages, or for plain text as the user's only message.
 
     Args:
-        tokenizer: its template is used.
+        tokenizer: tokenizer with a chat template.
         prompt: text, or a list of messages.
-        system_prompt: put first unless the messages bring their own.
+        system_prompt: first message unless ``prompt`` contains a system prompt.
         tools: JSON schemas of functions that the assistant may call.
     """
     messages = parse_messages(
@@ -155,7 +156,7 @@ def render_chat(
 
 
 def with_system(messages: list[Message], system_prompt: str | None) -> list[Message]:
-    """The messages with a system prompt first, unless they bring their own or it is None."""
+    """Insert a system prompt unless it is None or the messages begin with another."""
     if system_prompt is None or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
@@ -168,24 +169,24 @@ def render(
     *,
     open_answer: bool = True,
 ) -> str:
-    """The template's text; ``open_answer``: with the opening of the assistant's next message."""
-    further = {} if tools is None else {"tools": tools}
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=open_answer, **further)
+    """Render messages. ``open_answer``: add the generation prompt of the assistant's answer."""
+    options = {} if tools is None else {"tools": tools}
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=open_answer, **options)
 
 
 def check_all_used(
     tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools | None = None
 ) -> None:
-    """Refuse parts that the template ignores: tools, calls, reasoning, unusual roles.
+    """Raise `DataError` if the template ignores tools, calls, reasoning or unusual roles.
 
-    A part is ignored if the text is the same without it. Reasoning is tried in a chat of its own,
-    for templates drop that of earlier turns on purpose.
+    The template ignores a part if the text is equal without it. Reasoning is tested in a separate
+    chat, because templates drop the reasoning of earlier turns on purpose.
     """
     unusual = sorted({message["role"] for message in messages} - set(_KNOWN_ROLES))
-    if len(unusual) > _MOST_ROLES:
+    if len(unusual) > _MAX_OTHER_ROLES:
         raise DataError(
-            f"the chat has messages of {len(unusual)} roles beside {', '.join(_KNOWN_ROLES)}; at "
-            f"most {_MOST_ROLES} are taken"
+            f"the chat has messages of {len(unusual)} roles other than {', '.join(_KNOWN_ROLES)}. "
+            f"At most {_MAX_OTHER_ROLES} are supported"
         )
     if (
         not unusual
@@ -193,43 +194,44 @@ def check_all_used(
         and not any(_OPTIONAL.keys() & message for message in messages)
     ):
         return
-    whole = render(tokenizer, messages, tools, open_answer=False)
+    text = render(tokenizer, messages, tools, open_answer=False)
 
-    def is_lost(fewer: Sequence[Message], fewer_tools: Tools | None) -> bool:
+    def is_ignored(remaining: Sequence[Message], remaining_tools: Tools | None) -> bool:
         try:
-            return render(tokenizer, fewer, fewer_tools, open_answer=False) == whole
-        except DataError:  # it misses what was left out
+            return render(tokenizer, remaining, remaining_tools, open_answer=False) == text
+        except DataError:  # the template requires the omitted part
             return False
 
-    def without(left_out: str, kept_role: str | None = None) -> list[Message]:
+    def without(key: str, except_role: str | None = None) -> list[Message]:
         return [
-            {k: v for k, v in message.items() if k != left_out or message["role"] == kept_role}
+            {k: v for k, v in message.items() if k != key or message["role"] == except_role}
             for message in messages
         ]
 
+    # Render the chat without each part.
     trials: dict[str, tuple[list[Message], Tools | None]] = {
-        "tools (data.tools_column=null leaves them out)": (list(messages), None),
+        "tools (data.tools_column=null omits them)": (list(messages), None),
         "tool_calls": (without("tool_calls"), tools),
-        "name": (without("name", kept_role="tool"), tools),
+        "name": (without("name", except_role="tool"), tools),
     }
     for role in unusual:
-        others = [message for message in messages if message["role"] != role]
-        trials[f"messages of role {role!r}"] = others, tools
-    whole_chat = list(messages), tools
-    lost = [part for part, less in trials.items() if less != whole_chat and is_lost(*less)]
+        remaining = [message for message in messages if message["role"] != role]
+        trials[f"messages of role {role!r}"] = remaining, tools
+    chat = list(messages), tools
+    ignored = [part for part, trial in trials.items() if trial != chat and is_ignored(*trial)]
     if any("reasoning_content" in message for message in messages) and not (
         _shows_reasoning(tokenizer) or opened_tag(render(tokenizer, messages[:1]))
     ):
-        lost.append("reasoning_content")
-    if lost:
+        ignored.append("reasoning_content")
+    if ignored:
         raise DataError(
-            f"the tokenizer's chat template makes nothing of {' and '.join(lost)}; use a model "
-            "whose template does, write it into content, or leave it out"
+            f"the tokenizer's chat template ignores {' and '.join(ignored)}. Use a model whose "
+            "template renders it, write it into content, or remove it"
         )
 
 
 def opened_tag(opening: str) -> str | None:
-    """The tag that an opening of an answer ends with, as ``<think>``; None: with none."""
+    """Return the tag at the end of a generation prompt, for example ``<think>``, or None."""
     last = opening.rstrip().rpartition("<")[2]
     is_tag = last.endswith(">") and last[:-1].isidentifier()
     return f"<{last}" if is_tag else None

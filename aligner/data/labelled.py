@@ -1,9 +1,9 @@
-"""Responses that are good or bad, each by itself.
+"""Responses with a label, desirable or not.
 
-A row is a prompt, a response and a label. KTO also needs the policy's drift whatever the prompt
-(Ethayarajh et al., 2024), so every row brings its prompt with a *mismatched* response: that of the
-nearest row before it with another prompt (TRL: of the row before it). The pairing is the same for
-the whole run, so that the reference's log-probs are computed once.
+A row is a prompt, a response and a label. KTO also estimates the policy's drift regardless of the
+prompt (Ethayarajh et al., 2024). For this, every row pairs its prompt with a *mismatched* response:
+the response of the nearest earlier row with another prompt (in TRL, of the previous row). The
+pairing is fixed for the run, so that the reference's log-probs are computed once.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import DataError
 
-MISMATCHED = "mismatched_"  # begins the columns of prompts with mismatched responses
+MISMATCHED = "mismatched_"  # prefix of the columns of prompts with mismatched responses
 
 
 @dataclass(frozen=True)
@@ -40,28 +40,28 @@ class LabelledDataset(Dataset[Labelled]):
     def load(
         cls, source: PromptSourceConfig, tokenizer: Tokenizer, data: PreferenceDataConfig
     ) -> Self:
-        """Read, check and tokenize; see `aligner.data.dataset.Dataset.load`."""
+        """Read, check and tokenize, see `aligner.data.dataset.Dataset.load`."""
         check_section(data, tokenizer)
         labels: dict[int, bool] = {}
 
         def make(row: Row, index: int) -> Example:
-            wanted = "true or false (or 1 or 0)"
-            labels[index] = converted(row, data.label_column, _label, wanted)
+            expected = "true or false (or 1 or 0)"
+            labels[index] = converted(row, data.label_column, _label, expected)
             return make_example(row, index, tokenizer, data)
 
         longest = data.max_length
-        examples, dropped = read_items(source, make, longest=longest, what="examples")
+        examples, dropped = read_items(source, make, longest=longest, noun="examples")
         rows = [
-            Labelled(example, labels[example.id], _mismatched(examples, place, longest, source))
-            for place, example in enumerate(examples)
+            Labelled(example, labels[example.id], _mismatched(examples, index, longest, source))
+            for index, example in enumerate(examples)
         ]
         return cls(rows, dropped_too_long=dropped)
 
 
 def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:
-    """Columns of `collate_examples`, and of the mismatched responses with the prefix `MISMATCHED`.
+    """Return `collate_examples` of the responses, and of the mismatched ones with `MISMATCHED`.
 
-    ``desirable`` float32 [B]: 1 where the response is good.
+    ``desirable`` float32 [B]: 1 if the response is desirable, else 0.
     """
     batch = collate_examples([row.example for row in rows], pad_id)
     mismatched = collate_examples([row.mismatched for row in rows], pad_id)
@@ -71,22 +71,22 @@ def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:
 
 
 def _mismatched(
-    examples: Sequence[Example], place: int, longest: int | None, source: PromptSourceConfig
+    examples: Sequence[Example], index: int, longest: int | None, source: PromptSourceConfig
 ) -> Example:
-    """The prompt at ``place`` with the nearest earlier response to another prompt that fits."""
-    prompt = examples[place].prompt_ids
+    """Pair the prompt at ``index`` with the nearest earlier fitting response to another prompt."""
+    prompt = examples[index].prompt_ids
     for step in range(1, len(examples)):
-        other = examples[place - step]  # the last rows come before the first
-        start, end = other.learned[-1]
+        candidate = examples[index - step]  # the last rows precede the first
+        start, end = candidate.learned[-1]
         length = len(prompt) + end - start
-        if other.prompt_ids != prompt and (longest is None or length <= longest):
-            ids = [*prompt, *other.ids[start:end]]
-            return Example(examples[place].id, ids, [(len(prompt), len(ids))])
+        if candidate.prompt_ids != prompt and (longest is None or length <= longest):
+            ids = [*prompt, *candidate.ids[start:end]]
+            return Example(examples[index].id, ids, [(len(prompt), len(ids))])
     raise DataError(
-        f"data: {source.source}: row {examples[place].id + 1} has a prompt of {len(prompt)} "
-        "tokens, and no row with another prompt has a response that fits "
-        f"max_length={longest} with it; raise "
-        "max_length, drop the row, or give rows with different prompts"
+        f"data: {source.source}: row {examples[index].id + 1} has a prompt of {len(prompt)} "
+        "tokens, and no response to another prompt fits into "
+        f"max_length={longest} with it. Raise "
+        "max_length, remove the row, or give rows with different prompts"
     )
 
 

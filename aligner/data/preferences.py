@@ -1,9 +1,9 @@
 """Preference pairs: two responses to one prompt, of which one is better.
 
-A row is a prompt with a chosen and a rejected response, and perhaps the reward of each. The
-responses are text, or lists of chat messages: the assistant's only, or the whole chat, and then
-the prompt may be missing or stand beside it. In a batch the two sequences of a pair are adjacent
-rows, the chosen one first.
+A row is a prompt with a chosen and a rejected response, and optionally their rewards. A response is
+text, or a list of chat messages: only the assistant's, or the complete chat. For complete chats
+the prompt column is optional. In a batch the two sequences of a pair are adjacent rows, the chosen
+sequence first.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ from aligner.errors import DataError
 
 @dataclass(frozen=True)
 class Pair(Examples):
-    """Two examples of one prompt. ``rewards``: of chosen and rejected; 1 and 0 if unknown."""
+    """Two examples of one prompt. ``rewards``: of chosen and rejected, 1 and 0 if unknown."""
 
     chosen: Example
     rejected: Example
@@ -34,8 +34,8 @@ class Pair(Examples):
 class PairDataset(Dataset[Pair]):
     """All pairs, in the order of their source."""
 
-    what = "pairs"
-    rewards_in_order: ClassVar[bool] = False  # refuse rows whose chosen one has the lower reward
+    noun = "pairs"
+    rewards_in_order: ClassVar[bool] = False  # refuse rows whose chosen response has less reward
 
     @classmethod
     def make(cls, row: Row, index: int, tokenizer: Tokenizer, data: PairDataConfig) -> Pair:
@@ -44,14 +44,15 @@ class PairDataset(Dataset[Pair]):
         rejected = make_example(row, index, tokenizer, data, "rejected_column")
         if chosen.prompt_ids != rejected.prompt_ids:
             raise DataError(
-                f"{row.place}: the chats of columns {data.chosen_column!r} and "
-                f"{data.rejected_column!r} differ before their last message; a preference is "
-                "between two answers to the same messages"
+                f"{row.location}: the chats of columns {data.chosen_column!r} and "
+                f"{data.rejected_column!r} differ before their last message. A preference "
+                "compares two answers to the same messages"
             )
         if chosen.ids == rejected.ids:
             raise DataError(
-                f"{row.place}: the chosen and the rejected response are the same; remove the row"
+                f"{row.location}: the chosen and the rejected response are equal. Remove the row"
             )
+        # Without reward columns, the rewards are 1 and 0.
         chosen_reward, rejected_reward = (
             default if column is None else converted(row, column, finite_number, "a finite number")
             for column, default in (
@@ -61,25 +62,25 @@ class PairDataset(Dataset[Pair]):
         )
         if cls.rewards_in_order and chosen_reward < rejected_reward:
             raise DataError(
-                f"{row.place}: the chosen response has the reward {chosen_reward:g} "
+                f"{row.location}: the chosen response has the reward {chosen_reward:g} "
                 f"({data.chosen_reward_column!r}) and the rejected one {rejected_reward:g} "
-                f"({data.rejected_reward_column!r}); swap the columns or remove the row: a "
-                "preference of negative strength would be learned the wrong way round"
+                f"({data.rejected_reward_column!r}). Swap the columns or remove the row: a "
+                "preference of negative strength would be learned in the wrong direction"
             )
         return Pair(chosen, rejected, (chosen_reward, rejected_reward))
 
 
 class OrderedPairDataset(PairDataset):
-    """Pairs whose chosen response has no lower reward than the rejected one."""
+    """Pairs whose chosen response has at least the reward of the rejected response."""
 
     rewards_in_order = True
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> BatchedDataDict:
-    """Columns of `collate_examples` with 2 rows for each pair, chosen before rejected.
+    """Return `collate_examples` with 2 rows for each pair, chosen before rejected.
 
-    ``ground_truth_rewards`` float32 [B]: the reward of each row. ``preference_strengths`` float32
-    [B]: by how much the chosen response of the row's pair is better.
+    ``ground_truth_rewards`` float32 [B]: reward of each row. ``preference_strengths`` float32 [B]:
+    difference of the chosen and the rejected reward of the row's pair.
     """
     batch = collate_examples([example for pair in pairs for example in pair.examples], pad_id)
     rewards = torch.tensor([pair.rewards for pair in pairs])
@@ -89,10 +90,10 @@ def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> BatchedDataDict:
 
 
 def length_accuracy(train: Iterable[Pair], held_out: Iterable[Pair]) -> float:
-    """Share of ``held_out`` that "the longer is better" ranks right, or "the shorter is better".
+    """Return the accuracy on ``held_out`` of preferring the longer, or the shorter, response.
 
-    Which of the two rules, the training pairs decide. A pair of equal lengths counts half. A reward
-    model has to beat it.
+    ``train`` determines which of the two rules is used. A pair of equal lengths counts half. A
+    reward model should exceed this accuracy.
     """
     longer_is_better = _longer_chosen(train) >= 0.5
     share = _longer_chosen(held_out)

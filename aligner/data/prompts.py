@@ -1,6 +1,6 @@
-"""The prompts of a run: read, rendered, tokenized and measured once, at the start.
+"""Prompts of a run, which are read, rendered and tokenized once at the start.
 
-Batches are right-padded. Padding is recognised by lengths, never by ids.
+Batches are right-padded. Lengths, not ids, define the padding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError
 
-# Names that the reward function's own arguments and the trainer's columns already have.
+# Names of the reward function's arguments and of the trainer's columns.
 RESERVED_COLUMNS = frozenset(
     {"prompts", "responses", "ground_truths", "is_end", "response_lengths"}
 )
@@ -27,21 +27,21 @@ RESERVED_COLUMNS = frozenset(
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. ``id`` is its place in the source, counted before any was dropped."""
+    """One prompt. ``id`` is its index in the source, dropped prompts included."""
 
     id: int
-    text: str  # as tokenized, the chat template included
+    text: str  # the tokenized text, including the chat template
     ids: list[int]
     ground_truth: Any
     columns: dict[str, Any] = field(default_factory=dict)  # every other column of the row
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.ids)
 
 
-# Sections that say how a row becomes a prompt; of worked examples a student may take the prompts.
+# Sections that define the conversion of rows. A student may use the prompts of worked examples.
 PromptSection = DataConfig | AskedDataConfig | ExampleDataConfig
 
 
@@ -57,9 +57,9 @@ class PromptDataset(Dataset[Prompt]):
         *,
         has_ground_truth: bool = True,
     ) -> Self:
-        """Read, check and tokenize; see `aligner.data.dataset.Dataset.load`.
+        """Read, check and tokenize, see `aligner.data.dataset.Dataset.load`.
 
-        ``has_ground_truth``: false where ``data.ground_truth_column`` is not read.
+        ``has_ground_truth``: whether ``data.ground_truth_column`` is read.
         """
         truth_column = None
         if isinstance(data, ExampleDataConfig):
@@ -69,29 +69,30 @@ class PromptDataset(Dataset[Prompt]):
             truth_column = data.ground_truth_column if has_ground_truth else None
         if data.prompt_column == truth_column:
             raise ConfigError(f"data: prompt and ground truth are both column {truth_column!r}")
+        # Rows become prompts. Prompts that are too long are dropped.
         check_bos(data, tokenizer)
         prompts, dropped = read_items(
             source,
             lambda row, index: make_prompt(row, index, tokenizer, data, truth_column),
             longest=longest,
-            what="prompts",
+            noun="prompts",
             key=key,
         )
         return cls(prompts, dropped_too_long=dropped)
 
     @property
     def column_names(self) -> frozenset[str]:
-        """Every further column that some row has; rows without it give None."""
+        """Names of all other columns of the rows. A row without a column has None."""
         return frozenset(name for prompt in self._items for name in prompt.columns)
 
 
 class EpisodeDataset(PromptDataset):
-    """Rows for environments, which make the prompts of them; the prompts here have no tokens."""
+    """Rows for environments, which build the prompts. The prompts of this class have no tokens."""
 
     def __init__(
         self, items: list[Prompt], *, dropped_too_long: int = 0, longest_prompt: int = 0
     ) -> None:
-        """Hold ``items``; ``longest_prompt``: tokens that a prompt of an environment may have."""
+        """Create a data set. ``longest_prompt``: maximum tokens of an environment's prompt."""
         super().__init__(items, dropped_too_long=dropped_too_long)
         self._longest_prompt = longest_prompt
 
@@ -99,9 +100,9 @@ class EpisodeDataset(PromptDataset):
     def read(
         cls, source: PromptSourceConfig, longest_prompt: int, ground_truth_column: str | None
     ) -> Self:
-        """Read all rows of ``source``; every column is the environment's.
+        """Read all rows of ``source``. The environment receives every column.
 
-        ``ground_truth_column``: what it has is shown with samples; rows may be without it.
+        ``ground_truth_column``: optional column that is shown with samples.
         """
 
         def episode(row: Row, index: int) -> Prompt:
@@ -109,19 +110,26 @@ class EpisodeDataset(PromptDataset):
             truth = None if ground_truth_column is None else columns.get(ground_truth_column)
             return Prompt(index, "", [], truth, columns)
 
-        rows, _ = read_items(source, episode, longest=None, what="rows")
+        rows, _ = read_items(source, episode, longest=None, noun="rows")
         return cls(rows, longest_prompt=longest_prompt)
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest prompt, of any turn."""
+        """Number of tokens of the longest prompt of any turn."""
         return max(super().max_length, self._longest_prompt)
 
 
 def columns_of_rows(sets: Mapping[str, PromptDataset | None]) -> dict[str, str | None]:
-    """Columns that rows of ``sets``, by their keys, have; of each a row without it, None: none."""
-    given = {key: prompts for key, prompts in sets.items() if prompts is not None}
-    rows = [(key, each[at]) for key, each in given.items() for at in range(len(each))]
+    """Map each column of the rows of ``sets`` to a row without it, or to None if all have it.
+
+    ``sets``: configuration key → data set.
+    """
+    rows = [
+        (key, prompts[index])
+        for key, prompts in sets.items()
+        if prompts is not None
+        for index in range(len(prompts))
+    ]
     return {
         name: next((f"row {row.id} of {key}" for key, row in rows if name not in row.columns), None)
         for name in dict.fromkeys(name for _, row in rows for name in row.columns)
@@ -135,33 +143,35 @@ def make_prompt(
     data: PromptSection,
     ground_truth_column: str | None = None,
 ) -> Prompt:
-    """Turn one row into a prompt; errors name its place and content."""
+    """Convert one row to a prompt. Errors name the row and its columns."""
     columns = dict(row.columns)
     try:
+        # Separate the prompt and the ground truth from the other columns.
         raw = take(row, data.prompt_column, (str, list), "data.prompt_column")
         del columns[data.prompt_column]
         ground_truth = columns.pop(ground_truth_column, None) if ground_truth_column else None
         if ground_truth_column is not None and ground_truth is None:
             state = "null" if ground_truth_column in row.columns else "missing"
             raise DataError(
-                f"column {ground_truth_column!r} is {state}; name another with "
+                f"column {ground_truth_column!r} is {state}. Name another column with "
                 "data.ground_truth_column, or set data.ground_truth_column=null if the data has "
                 "none"
             )
         clash = sorted(RESERVED_COLUMNS & columns.keys())
         if clash:
             raise DataError(
-                f"columns {clash} have names that the reward function's own arguments have; "
-                "rename them"
+                f"columns {clash} have the names of arguments of the reward function. Rename the "
+                "columns"
             )
+        # Render and tokenize the prompt.
         text = _render(raw, columns, tokenizer, data)
         ids, bos = tokenizer.encode(text), tokenizer.bos_id
         if data.add_bos and bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]
         if not ids:
-            raise DataError(f"column {data.prompt_column!r} is empty: it has no token")
+            raise DataError(f"column {data.prompt_column!r} is empty")
     except DataError as error:
-        raise DataError(f"{row.place}: {error}; columns found: {sorted(row.columns)}") from error
+        raise DataError(f"{row.location}: {error}. Columns found: {sorted(row.columns)}") from error
     return Prompt(index, text, ids, ground_truth, columns)
 
 
@@ -178,6 +188,7 @@ def _render(
     if isinstance(raw, str) and not data.chat:
         check_plain_text(data)
         return raw
+    # Chats, and plain text as the user's message.
     tools = parse_tools(columns, data.tools_column)
     return render_chat(
         tokenizer,
@@ -188,11 +199,11 @@ def _render(
 
 
 def check_plain_text(data: PromptColumns) -> None:
-    """Refuse keys of chats for a row that is plain text; `DataError`."""
+    """Raise `DataError` if the section has keys for chats, but the row is plain text."""
     for key in ("system_prompt", "chat_template_kwargs"):
         if getattr(data, key) not in (None, {}):
             raise DataError(
-                f"data.{key} is set, but the row is plain text and has no place for it; set "
+                f"data.{key} is set, but the row is plain text, which cannot include it. Set "
                 "data.chat=true, or write it into the rows"
             )
 
@@ -202,11 +213,11 @@ class PromptBatch:
     """``B`` prompts: tensors for the model, lists for the reward function."""
 
     input_ids: Tensor  # int64 [B, P], right-padded
-    input_lengths: Tensor  # int64 [B], tokens that count
-    prompt_ids: Tensor  # int64 [B], which prompt of the data set
+    input_lengths: Tensor  # int64 [B], tokens without padding
+    prompt_ids: Tensor  # int64 [B], `Prompt.id`
     texts: list[str]
     ground_truths: list[Any]
-    columns: dict[str, list[Any]]  # column → B values, None where a row lacks it
+    columns: dict[str, list[Any]]  # column → B values, None if a row lacks the column
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -231,7 +242,7 @@ def pad_right(
 def collate_prompts(
     prompts: Sequence[Prompt], pad_id: int, *, pad_to_multiple_of: int = 1
 ) -> PromptBatch:
-    """Make one batch of ``prompts``, in their order."""
+    """Collate ``prompts`` to one batch in their order."""
     input_ids, input_lengths = pad_right(
         [prompt.ids for prompt in prompts], pad_id, pad_to_multiple_of=pad_to_multiple_of
     )

@@ -1,4 +1,4 @@
-"""Rated responses: sequences with a number for each of some attributes, which may be missing."""
+"""Rated responses: sequences with optional ratings of several attributes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from aligner.errors import DataError
 
 @dataclass(frozen=True)
 class Rated(Examples):
-    """One sequence and its ratings; None: this attribute was not rated."""
+    """One sequence and its ratings, None for attributes without a rating."""
 
     example: Example
     ratings: tuple[float | None, ...]
@@ -27,11 +27,11 @@ class Rated(Examples):
 class RatedDataset(Dataset[Rated]):
     """All rated responses, in the order of their source.
 
-    Each of ``data.attribute_columns`` holds a number, or null if the response was not rated. A row
-    without any rating is refused.
+    Each of ``data.attribute_columns`` contains a number, or null without a rating. A row without
+    any rating is refused.
     """
 
-    what = "rated responses"
+    noun = "rated responses"
 
     @classmethod
     def make(cls, row: Row, index: int, tokenizer: Tokenizer, data: RewardDataConfig) -> Rated:
@@ -45,24 +45,24 @@ class RatedDataset(Dataset[Rated]):
         )
         if all(rating is None for rating in ratings):
             raise DataError(
-                f"{row.place}: none of the columns {list(columns)} holds a rating; name the right "
-                "ones (data.attribute_columns) or remove the row. Columns found: "
+                f"{row.location}: none of the columns {list(columns)} contains a rating. Name the "
+                "columns with ratings (data.attribute_columns) or remove the row. Columns found: "
                 f"{sorted(row.columns)}"
             )
         return Rated(example, ratings)
 
 
 def collate_rated(rated: Sequence[Rated], pad_id: int) -> BatchedDataDict:
-    """Columns of `collate_examples`, ``attributes`` float32 [B, K] (0 where there is no rating) and
-    ``attribute_mask`` float32 [B, K] (1: rated).
+    """Return `collate_examples` with ratings.
 
-    The batch is wider than K, for columns as wide as the sequences are taken for one number a
-    token.
+    ``attributes``: float32 [B, K], 0 without a rating. ``attribute_mask``: float32 [B, K], 1 with a
+    rating. Sequences are padded to more than K tokens, because a column as wide as the sequences
+    is treated as one value per token.
     """
     batch = collate_examples([row.example for row in rated], pad_id)
-    known = [[rating is not None for rating in row.ratings] for row in rated]
+    is_rated = [[rating is not None for rating in row.ratings] for row in rated]
     batch["attributes"] = torch.tensor([[rating or 0.0 for rating in row.ratings] for row in rated])
-    batch["attribute_mask"] = torch.tensor(known).float()
+    batch["attribute_mask"] = torch.tensor(is_rated).float()
     missing = batch["attributes"].shape[1] + 1 - batch["input_ids"].shape[1]
     if missing > 0:
         batch["input_ids"] = functional.pad(batch["input_ids"], (0, missing), value=pad_id)

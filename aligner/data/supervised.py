@@ -1,9 +1,9 @@
-"""Worked examples: sequences of which some tokens are to be learned.
+"""Worked examples: sequences with tokens to learn.
 
 A row is a prompt and its response, or a chat whose assistant messages are the responses. A response
-may itself be a list of chat messages: the assistant's only, or the whole chat. The response and the
-token that ends it are learned, so that a model which learned it also stops; never the prompt, and
-never the text that a chat template puts behind the end.
+may also be a list of chat messages: only the assistant's, or the complete chat. The response and
+its end token are learned, so that the model also learns to stop. The prompt, and the template's
+text after the end token, are not learned.
 """
 
 import json
@@ -39,37 +39,37 @@ from aligner.errors import DataError
 
 @dataclass(frozen=True)
 class Examples:
-    """An item of some sequences: pairs, labelled and rated responses, and examples themselves."""
+    """Base class of items with sequences: examples, pairs, labelled and rated responses."""
 
-    sequences: ClassVar[tuple[str, ...]] = ()  # names of the fields that hold them
+    sequences: ClassVar[tuple[str, ...]] = ()  # names of the fields with the sequences
 
     @property
     def examples(self) -> tuple["Example", ...]:
-        """Its sequences, in the order of a batch."""
+        """Sequences of the item in the order of a batch."""
         return tuple(getattr(self, name) for name in self.sequences)
 
     def with_examples(self, examples: Sequence["Example"]) -> Self:
-        """The same item of other sequences."""
+        """Return a copy of the item with other sequences."""
         return replace(self, **dict(zip(self.sequences, examples, strict=True)))
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return max(example.length for example in self.examples)
 
 
 @dataclass(frozen=True)
 class Example(Examples):
-    """One sequence. ``id`` is its place in the source, counted before any was dropped."""
+    """One sequence. ``id`` is its index in the source, dropped examples included."""
 
     id: int
     ids: list[int]
-    learned: list[tuple[int, int]]  # [start, end) of the tokens that the loss speaks of
+    learned: list[tuple[int, int]]  # [start, end) of the tokens in the loss
     ref_logprobs: Tensor | None = None  # float32 [N] of the N learned tokens, if known
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence."""
+        """Number of tokens of the sequence."""
         return len(self.ids)
 
     @property
@@ -84,11 +84,11 @@ class Example(Examples):
 
     @property
     def learned_tokens(self) -> int:
-        """Number of tokens that enter the loss."""
+        """Number of tokens in the loss."""
         return sum(end - start for start, end in self.learned)
 
 
-# Sections that say how a row becomes an example, and their keys that name a response's column.
+# Sections that define the conversion of rows, and their keys for the column of a response.
 ExampleSection = ExampleDataConfig | PairDataConfig
 ResponseKey = Literal["response_column", "chosen_column", "rejected_column"]
 
@@ -109,35 +109,37 @@ def make_example(
     data: ExampleSection,
     response_key: ResponseKey = "response_column",
 ) -> Example:
-    """Turn one row into an example; errors name its place and content.
+    """Convert one row to an example. Errors name the row and its columns.
 
-    ``response_key``: the key of ``data`` that names the column of the response.
+    ``response_key``: key of ``data`` with the column of the response.
     """
     treat = partial(treat_special_tokens, tokenizer, policy=data.special_tokens_in_text)
     try:
         chat, learn, context = _conversation(row, data, response_key)
         if chat is None:
+            # Plain text.
             check_plain_text(data)
             if row.columns.get(data.tools_column or ""):
                 raise DataError(
-                    f"column {data.tools_column!r} holds tools, but the row is plain text and has "
-                    "no place for them; set data.chat=true, or data.tools_column=null"
+                    f"column {data.tools_column!r} contains tools, but the row is plain text, "
+                    "which cannot include them. Set data.chat=true, or data.tools_column=null"
                 )
             prompt = take(row, data.prompt_column, str, "data.prompt_column")
             column = getattr(data, response_key)
             response = take(row, column, str, f"data.{response_key}")
-            prompt = treat(prompt, place=data.prompt_column)
-            response = treat(response, place=column, is_answer=True)
+            prompt = treat(prompt, location=data.prompt_column)
+            response = treat(response, location=column, is_answer=True)
             ids, learned = encode_pair(tokenizer, prompt, response)
         else:
-            later = len(chat) - context
-            chat = with_system(treat(chat, place="messages"), data.system_prompt)
-            tools = treat(parse_tools(row.columns, data.tools_column), place="tools")
+            # A system prompt is part of the context.
+            num_answers = len(chat) - context
+            chat = with_system(treat(chat, location="messages"), data.system_prompt)
+            tools = treat(parse_tools(row.columns, data.tools_column), location="tools")
             check_all_used(tokenizer, chat, tools)
-            context = len(chat) - later
+            context = len(chat) - num_answers
             ids, learned = encode_chat(tokenizer, chat, learn, tools, context=context)
     except DataError as error:
-        raise DataError(f"{row.place}: {error}; columns found: {sorted(row.columns)}") from error
+        raise DataError(f"{row.location}: {error}. Columns found: {sorted(row.columns)}") from error
     if data.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
         ids = [tokenizer.bos_id, *ids]
         learned = [(start + 1, end + 1) for start, end in learned]
@@ -147,18 +149,19 @@ def make_example(
 def encode_pair(
     tokenizer: Tokenizer, prompt: str, response: str
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Encode ``prompt + response + EOS``; return the ids and the span of the response.
+    """Encode ``prompt + response + EOS`` and return the ids and the span of the response.
 
-    The prompt keeps the tokens it has on its own, for those are what a model is prompted with. A
-    response that already ends with a token of ``end_ids`` gets no EOS.
+    The prompt has the same tokens as without the response, because a model is prompted with those
+    tokens. If the response ends with a token of ``end_ids``, no EOS is added.
     """
-    before = tokenizer.encode(prompt)
-    if not before:
-        raise DataError("the prompt is empty: it has no token")
-    after = _encode_after(tokenizer, before, prompt, response)
-    if not after or after[-1] not in tokenizer.end_ids:
-        after = [*after, tokenizer.eos_id]
-    return [*before, *after], [(len(before), len(before) + len(after))]
+    prompt_ids = tokenizer.encode(prompt)
+    if not prompt_ids:
+        raise DataError("the prompt is empty")
+    response_ids = _encode_after(tokenizer, prompt_ids, prompt, response)
+    if not response_ids or response_ids[-1] not in tokenizer.end_ids:
+        response_ids = [*response_ids, tokenizer.eos_id]
+    ids = [*prompt_ids, *response_ids]
+    return ids, [(len(prompt_ids), len(ids))]
 
 
 def encode_chat(
@@ -169,25 +172,26 @@ def encode_chat(
     *,
     context: int = 0,
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ids of a chat in the tokenizer's template, and the spans of the assistant's messages.
+    """Return the ids of a rendered chat and the spans of the assistant's messages.
 
     The first ``context`` messages are not learned. An end token at the end of an assistant's text
-    is left to the template.
+    is removed, because the template adds it.
 
-    A span begins behind the template's opening of the message and ends with the token that ends
-    it: the first of the tokenizer's ``end_ids`` if the template has one there, else the message's
-    last; the last message always gets one.
+    A span starts after the generation prompt of the message. It ends with the first token of the
+    tokenizer's ``end_ids``, or with the last token of the message if the template adds no end
+    token. The last message always ends with an end token.
 
-    Some templates open an answer with a tag that they leave out of finished messages (``<think>``
-    in R1's distillations). What is learned of the last message is then its own text behind that
-    opening: ``reasoning_content``, if it has that, the closing tag, ``content``. Content that has
-    no closing tag is an answer without reasoning: the tag is closed before it.
+    The generation prompt of some templates ends with a tag that finished messages lack
+    (``<think>`` in R1's distillations). Then the text after the tag is learned for the last
+    message: ``reasoning_content`` if present, the closing tag, ``content``. Content without a
+    closing tag is an answer without reasoning, and the tag is closed before the content.
 
     Raises:
-        DataError: the template does not keep what came before a message as it was (some drop
-            earlier reasoning); learn the last message only. Or its opening has no place before
-            the answer. Or an answer spells an end token before its end.
+        DataError: the template changes earlier messages (some drop earlier reasoning), so that
+            only the last message can be learned. Or the generation prompt does not precede the
+            answer. Or an answer spells an end token before its end.
     """
+    # Remove end tokens of the data, then render and encode message by message.
     ends = {end: tokenizer.decode([end]) for end in tokenizer.end_ids}
     messages = [_without_end(tokenizer, message, ends) for message in messages]
     answers = [
@@ -196,23 +200,24 @@ def encode_chat(
     text = ""
     ids: list[int] = []
     learned: list[tuple[int, int]] = []
-    for number in answers if learn == "all" else answers[-1:]:
-        _refuse_end_tokens(tokenizer, messages[number], number, ends)
-        opening = render(tokenizer, messages[:number], tools)
-        closed = render(tokenizer, messages[: number + 1], tools, open_answer=False)
-        is_kept = closed.startswith(opening)
-        if not opening.startswith(text) or not (is_kept or number == answers[-1]):
+    for index in answers if learn == "all" else answers[-1:]:
+        _refuse_end_tokens(tokenizer, messages[index], index, ends)
+        opening = render(tokenizer, messages[:index], tools)
+        closed = render(tokenizer, messages[: index + 1], tools, open_answer=False)
+        is_prefix = closed.startswith(opening)
+        if not opening.startswith(text) or not (is_prefix or index == answers[-1]):
             raise DataError(
-                f"the chat template changes earlier messages when message {number} is added; set "
+                f"the chat template changes earlier messages when message {index} is added. Set "
                 "learn=last"
             )
         ids += _encode_after(tokenizer, ids, text, opening[len(text) :])
-        more = closed[len(opening) :] if is_kept else _behind_tag(opening, messages[number])
-        answer = _encode_after(tokenizer, ids, opening, more)
-        end = next((n for n, token in enumerate(answer, 1) if token in tokenizer.end_ids), None)
-        learned.append((len(ids), len(ids) + (end or len(answer))))
-        ids += answer
+        answer = closed[len(opening) :] if is_prefix else _after_tag(opening, messages[index])
+        answer_ids = _encode_after(tokenizer, ids, opening, answer)
+        end = next((n for n, token in enumerate(answer_ids, 1) if token in tokenizer.end_ids), None)
+        learned.append((len(ids), len(ids) + (end or len(answer_ids))))
+        ids += answer_ids
         text = closed
+    # The last message needs an end token, and no text after it.
     start, end = learned[-1]
     if ids[end - 1] not in tokenizer.end_ids or end == start:
         ids[end:] = [tokenizer.turn_end_id]
@@ -221,7 +226,7 @@ def encode_chat(
 
 
 def _without_end(tokenizer: Tokenizer, message: Message, ends: Mapping[int, str]) -> Message:
-    """Return an assistant's message without the end token that its content ends with."""
+    """Remove an end token at the end of an assistant's message."""
     if message["role"] != "assistant":
         return message
     for end, token in ends.items():
@@ -231,44 +236,48 @@ def _without_end(tokenizer: Tokenizer, message: Message, ends: Mapping[int, str]
 
 
 def _refuse_end_tokens(
-    tokenizer: Tokenizer, message: Message, number: int, ends: Mapping[int, str]
+    tokenizer: Tokenizer, message: Message, index: int, ends: Mapping[int, str]
 ) -> None:
-    """Refuse an answer that spells an end token: what follows the token would not be learned."""
+    """Raise `DataError` if an answer spells an end token, because the rest is never learned."""
     parts = [message["content"], message.get("reasoning_content") or ""]
     if "tool_calls" in message:
         parts.append(json.dumps(message["tool_calls"], ensure_ascii=False))
     for end, token in ends.items():
         if any(token in part and end in tokenizer.encode(part) for part in parts):
             raise DataError(
-                f"message {number} of the chat spells the end token {token!r}, at which an answer "
-                "ends; write it in another way, or remove the row"
+                f"message {index} of the chat spells the end token {token!r}, at which an answer "
+                "ends. Write it in another way, or remove the row"
             )
 
 
-def _behind_tag(opening: str, message: Message) -> str:
-    """A message's own text behind an opening that ends with a tag."""
+def _after_tag(opening: str, message: Message) -> str:
+    """Return the text of a message after a generation prompt that ends with a tag."""
     tag = opened_tag(opening)
     if tag is None:
         raise DataError(
-            f"the chat template opens an answer with {opening[-40:]!r}, and finished messages do "
-            "not begin so: a model's prompt and the text it would learn do not fit; use "
+            f"the chat template opens an answer with {opening[-40:]!r}, but finished messages "
+            "begin differently, so that the learned text does not fit the model's prompt. Use "
             "plain-text prompts"
         )
     closing, content = f"</{tag[1:]}", message["content"]
+    # Close the tag before the content.
     if message.get("reasoning_content") is not None:
         return f"{message['reasoning_content'].strip()}\n{closing}\n\n{content}"
     if closing not in content:
         return f"\n{closing}\n\n{content}"
-    bare: str = content.lstrip()
-    return bare.removeprefix(tag).lstrip("\n") if bare.startswith(tag) else content
+    stripped: str = content.lstrip()
+    return stripped.removeprefix(tag).lstrip("\n") if stripped.startswith(tag) else content
 
 
 def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDict:
-    """``input_ids`` int64 [B, S] right-padded, ``input_lengths`` int64 [B], ``token_mask`` float32
-    [B, S] (1 where the token is learned), ``sample_mask`` float32 [B] (all 1); where the examples
-    bring them, ``ref_logprobs`` float32 [B, S], 0 where the mask is.
+    """Collate examples to a batch.
+
+    Columns: ``input_ids`` int64 [B, S] right-padded, ``input_lengths`` int64 [B], ``token_mask``
+    float32 [B, S] (1 for learned tokens), ``sample_mask`` float32 [B] (all 1). If the examples have
+    them, ``ref_logprobs`` float32 [B, S], 0 outside of the mask.
     """
     ids, lengths = pad_right([example.ids for example in examples], pad_id)
+    # Learned tokens are 1.
     mask = torch.zeros(ids.shape)
     for row, example in zip(mask, examples, strict=True):
         for start, end in example.learned:
@@ -281,7 +290,7 @@ def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDic
             "sample_mask": torch.ones(len(examples)),
         }
     )
-    references = [each.ref_logprobs for each in examples if each.ref_logprobs is not None]
+    references = [e.ref_logprobs for e in examples if e.ref_logprobs is not None]
     if references:
         assert len(references) == len(examples), "some examples lack ref_logprobs"
         batch["ref_logprobs"] = torch.zeros(ids.shape).masked_scatter_(
@@ -291,7 +300,7 @@ def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDic
 
 
 def response_note(examples: Iterable[Example], tokenizer: Tokenizer) -> str:
-    """Count the tokens of responses, and show the end of the first example with its mask."""
+    """Describe the number of learned tokens, and the end of the first example with its mask."""
     examples = list(examples)
     learned = sum(example.learned_tokens for example in examples)
     tokens = sum(example.length for example in examples)
@@ -301,7 +310,7 @@ def response_note(examples: Iterable[Example], tokenizer: Tokenizer) -> str:
         position = end
     shown = shown if len(shown) <= 240 else f"…{shown[-240:]}"
     return (
-        f"{learned:,} of {tokens:,} tokens belong to responses; the first example, with "
+        f"{learned:,} of {tokens:,} tokens belong to responses. The first example, with "
         f"its responses between ⟦ and ⟧: {shown!r}"
     )
 
@@ -309,9 +318,9 @@ def response_note(examples: Iterable[Example], tokenizer: Tokenizer) -> str:
 def _conversation(
     row: Row, data: ExampleSection, response_key: ResponseKey
 ) -> tuple[list[Message] | None, Literal["last", "all"], int]:
-    """Return a row's chat, which answers are learned, and the number of messages before them.
+    """Return a row's chat, the learned answers, and the number of messages of context.
 
-    The chat is None for a row of plain text.
+    The chat is None if the row is plain text.
     """
     learn = data.learn if isinstance(data, ExampleDataConfig) else "last"
     if isinstance(data, ExampleDataConfig) and data.messages_column is not None:
@@ -321,9 +330,10 @@ def _conversation(
     is_chat = isinstance(data, ExampleDataConfig) and isinstance(row.columns.get("messages"), list)
     if is_chat and row.columns.get(column) is None:
         raise DataError(
-            f"column {column!r} is missing, and column 'messages' holds a list; set "
+            f"column {column!r} is missing, but column 'messages' contains a list. Set "
             "data.messages_column=messages if it is the chat to learn"
         )
+    # The response is a list of messages, or text after a prompt.
     response = take(row, column, (str, list), f"data.{response_key}")
     prompt = row.columns.get(data.prompt_column)
     if isinstance(response, list):
@@ -332,43 +342,43 @@ def _conversation(
     prompt = take(row, data.prompt_column, (str, list), "data.prompt_column")
     if isinstance(prompt, str) and not data.chat:
         return None, "last", 0
-    return [*_asked(prompt), {"role": "assistant", "content": response}], "last", 0
+    return [*_prompt_messages(prompt), {"role": "assistant", "content": response}], "last", 0
 
 
 def _answered(
     prompt: Any, response: list[Any], prompt_column: str, response_column: str
 ) -> tuple[list[Message], int]:
-    """Return the chat of a response that is a list of messages, and the length of its prompt.
+    """Return the chat of a list response, and the number of messages of its prompt.
 
-    The list is the answer to the prompt, or the whole chat. The length is in messages.
+    The list is the answer to the prompt, or the complete chat.
     """
     first = response[0] if response else None
     if isinstance(first, Mapping) and first.get("role") == "assistant":
         if not isinstance(prompt, str | list):
             raise DataError(
                 f"column {response_column!r} begins with the assistant's message, so column "
-                f"{prompt_column!r} must hold what it answers; name it with "
+                f"{prompt_column!r} must contain the prompt. Name it with "
                 "data.prompt_column"
             )
-        messages = _asked(prompt)
+        messages = _prompt_messages(prompt)
         return parse_conversation([*messages, *response]), len(messages)
+    # A complete chat must contain the prompt, if the row has one.
     chat = parse_conversation(response)
     users = [message["content"].strip() for message in chat if message["role"] == "user"]
     problem = None
-    if isinstance(prompt, list) and chat[: len(prompt)] != _asked(prompt):
+    if isinstance(prompt, list) and chat[: len(prompt)] != _prompt_messages(prompt):
         problem = f"that does not begin with the messages of column {prompt_column!r}"
     elif isinstance(prompt, str) and prompt.strip() not in users:
-        holds = f"column {prompt_column!r} holds ({prompt[:40]!r})"
-        problem = f"in which no user says what {holds}"
+        problem = f"without a user message of column {prompt_column!r} ({prompt[:40]!r})"
     if problem is not None:
         raise DataError(
-            f"column {response_column!r} is a whole chat {problem}; set data.prompt_column to "
+            f"column {response_column!r} is a complete chat {problem}. Set data.prompt_column to "
             "another name, or correct the row"
         )
     return chat, len(prompt) if isinstance(prompt, list) else 0
 
 
-def _asked(prompt: str | list[Any]) -> list[Message]:
+def _prompt_messages(prompt: str | list[Any]) -> list[Message]:
     return parse_messages(
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     )

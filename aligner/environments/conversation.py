@@ -202,8 +202,8 @@ class Conversation(Trajectory):
         self._renderer = renderer
         messages = [dict(message) for message in start.messages]
         tools = None if start.tools is None else [dict(tool) for tool in start.tools]
-        self.first: list[Message] = renderer.treated(messages, place="messages")
-        self._tools: Tools | None = renderer.treated(tools, place="tools")
+        self.first: list[Message] = renderer.treated(messages, location="messages")
+        self._tools: Tools | None = renderer.treated(tools, location="tools")
         if self._tools is not None and not renderer.shows_tools(self.first, self._tools):
             self.first, self._tools = tools_in_text(self.first, self._tools), None
         prompt, ids = renderer.opening(self.first, self._tools)
@@ -244,7 +244,7 @@ class Conversation(Trajectory):
             return
         # The text and the tokens that follow the answer.
         history = self._messages
-        record.answer = self._renderer.treated(record.answer, place="messages")
+        record.answer = self._renderer.treated(record.answer, location="messages")
         self._messages = [*history, _answer(record.content), *record.answer]
         end_id = self.ids[-1] if record.ended else None
         text, ids = self._renderer.continuation(

@@ -8,8 +8,11 @@ A table of options is what stands between two marks::
     <!-- options of gpt_ppo: model -model.ppo critic critic.optim=model.optim -->
     <!-- end of options -->
 
-The configuration whose defaults are shown, then keys, each with all below it; ``-`` leaves a key
-out, ``A=B`` refers its rows to those of ``B``. tests/test_options.py holds the pages to this.
+The mark names the configuration whose defaults are shown, then keys. A key stands for all keys
+below it; ``-KEY`` leaves keys out. ``A=B`` writes one row for all keys below ``A`` whose docstring
+is that of the same key below ``B``: the row names them, refers to ``B`` and lists the defaults that
+differ. ``+shared`` adds a sentence with the defaults of shared options that this configuration
+changes. tests/test_options.py compares the pages with this.
 """
 
 import argparse
@@ -111,25 +114,97 @@ def options(cls: type) -> list[Option]:
     return [one for one in every_field(cls) if one.section is None or one.default is None]
 
 
-def table(name: str, asked: str) -> str:
-    """The table that a mark asks for: ``name`` of a configuration, its keys."""
-    words = asked.split()
-    left_out = [word[1:] for word in words if word.startswith("-")]
-    tree = composed(name)
-    known = options(ROOTS[name])
-    rows: dict[str, str] = {}
-    for word in words:
-        key, _, other = word.partition("=")
-        taken = [one for one in known if is_below(one.key, key)]
-        if not (taken or word.startswith("-")):
-            raise SystemExit(f"options of {name}: {key} is no key of its")
-        for one in taken:
-            said = in_markdown(one)
-            if other and one.key != key:
-                said = f"As `{other}{one.key.removeprefix(key)}`."
-            if not any(is_below(one.key, out) for out in left_out):
-                rows[one.key] = f"| `{one.key}` | {shown_default(one, tree)} | {said} |"
-    return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows.values()])
+def table(name: str, mark: str) -> str:
+    """Return the table that a mark requests, for the configuration ``name``."""
+    words = [word for word in mark.split() if word != "+shared"]
+    omitted = [word[1:] for word in words if word.startswith("-")]
+    origins = dict(word.split("=") for word in words if "=" in word)
+    tree, known = composed(name), options(ROOTS[name])
+    rows: list[str] = []
+    for key in (word.partition("=")[0] for word in words if not word.startswith("-")):
+        selected = [option for option in known if is_below(option.key, key)]
+        if not selected:
+            raise SystemExit(f"options of {name}: {key} is not a key of {name}")
+        excluded = {*omitted, *origins} - {key}
+        selected = [o for o in selected if not any(is_below(o.key, key) for key in excluded)]
+        origin = origins.get(key)
+        shared = shared_with(origin, key, selected) if origin else {}
+        rows += [
+            f"| `{option.key}` | {shown_default(option, tree)} | {in_markdown(option)} |"
+            for option in selected
+            if option.key not in shared
+        ]
+        if origin and shared:
+            rows.append(reference(key, origin, [o for o in selected if o.key in shared], tree))
+    parts = ["\n".join(["| key | default | meaning |", "|---|---|---|", *rows])] if rows else []
+    parts += [other_defaults(name)] if "+shared" in mark.split() else []
+    return "\n\n".join(parts)
+
+
+def other_defaults(name: str) -> str:
+    """Return the sentence about shared options whose default in ``name`` is not that of PPO.
+
+    The table of options.md lists the default directories of all scripts.
+    """
+    reference = {option.key: option for option in options(ROOTS["gpt_ppo"])}
+    changed = []
+    for option in options(ROOTS[name]):
+        if option.key == "exp_manager.explicit_log_dir":
+            continue
+        if option.key in reference and not is_in_null(option.key, composed(name)):
+            default = shown_default(option, composed(name))
+            if default != shown_default(reference[option.key], composed("gpt_ppo")):
+                changed.append(f"`{option.key}={default.strip('`')}`")
+    listed = ", ".join(changed)
+    return f"Other defaults of [shared options](options.md): {listed}." if changed else ""
+
+
+def is_in_null(key: str, tree: Any) -> bool:
+    """Return whether a section above ``key`` is null in the composed configuration ``tree``."""
+    for name in key.split(".")[:-1]:
+        tree = tree.get(name, {})
+        if tree is None:
+            return True
+    return False
+
+
+def every_option() -> dict[str, tuple[Option, Any]]:
+    """Return each option of every configuration with the composed values of that configuration.
+
+    The first configuration of `ROOTS` that has a key describes it.
+    """
+    found: dict[str, tuple[Option, Any]] = {}
+    for name, root in ROOTS.items():
+        for option in options(root):
+            found.setdefault(option.key, (option, composed(name)))
+    return found
+
+
+def shared_with(origin: str, key: str, selected: list[Option]) -> dict[str, Option]:
+    """Return the options below ``key`` whose docstring equals that of the key below ``origin``."""
+    known = every_option()
+    shared = {}
+    for option in selected:
+        other = known.get(f"{origin}{option.key.removeprefix(key)}")
+        if option.key != key and other and option.meaning == other[0].meaning:
+            shared[option.key] = other[0]
+    return shared
+
+
+def reference(key: str, origin: str, shared: list[Option], tree: Any) -> str:
+    """Return the row that refers keys below ``key`` to the rows below ``origin``."""
+    known = every_option()
+    names = [option.key.removeprefix(f"{key}.") for option in shared]
+    changed = []
+    for name, option in zip(names, shared, strict=True):
+        other, values = known[f"{origin}.{name}"]
+        default = shown_default(option, tree)
+        if default != shown_default(other, values):
+            changed.append(f"`{name}={default.strip('`')}`")
+    defaults = f" Other defaults: {', '.join(changed)}." if changed else ""
+    listed = ", ".join(f"`{name}`" for name in names)
+    page = "ppo.md#options" if origin.endswith(".ppo") or ".ppo." in origin else "options.md"
+    return f"| `{key}`: {listed} | as there | As in [`{origin}`]({page}).{defaults} |"
 
 
 def is_below(key: str, section: str) -> bool:

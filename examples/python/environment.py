@@ -7,7 +7,7 @@ from aligner.environments import Start, Turn
 
 
 class Guess:
-    """Reward 1 for the right number. After a wrong guess the environment tells the number."""
+    """Reward 1 for the right number, 0.1 for another. A wrong guess is answered by the number."""
 
     def __init__(self, *, seed: int, **columns: object) -> None:
         self.number = str(random.Random(seed).randint(1, 3))
@@ -18,16 +18,18 @@ class Guess:
 
     def step(self, message: dict) -> Turn:
         """Score a guess."""
-        is_right = message["content"][:1] == self.number
+        guess = message["content"][:1]
+        is_right = guess == self.number
+        reward = 1.0 if is_right else 0.1 * (guess in ("1", "2", "3"))
         hint = [{"role": "user", "content": f"no, {self.number}"}]
-        return Turn(messages=hint, reward=float(is_right), done=is_right)
+        return Turn(messages=hint, reward=reward, done=is_right)
 
 
 result = aligner.train_grpo(
     model="models/tiny.nemo",
     data=[{"game": i} for i in range(64)],
     environment=Guess,
-    max_steps=30,
+    max_steps=50,
     lr=6e-3,
     samples_per_step=64,
     max_new_tokens=2,

@@ -288,7 +288,7 @@ def test_a_disk_that_takes_no_more_is_told_with_its_cause(tmp_path):
     begun, message = answer.get(), answer.get()
     child.join()
     assert begun == "begun"  # the step did not see it
-    for part in ("rank_00000.pt", "File too large", "bytes) free", "earlier ones", "intact"):
+    for part in ("rank_00000.pt", "File too large", "bytes) free", "Earlier states", "intact"):
         assert part in message
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
     assert step_in(store.latest()) == 1

@@ -165,7 +165,7 @@ def test_preferences_between_reasoned_answers(tmp_path):
 
 
 def test_what_cannot_be_learned_is_refused_with_the_remedy():
-    with pytest.raises(DataError, match="message 1 is added; set learn=last"):
+    with pytest.raises(DataError, match=r"message 1 is added\. Set learn=last"):
         encode_chat(chatml(R1), CHAT)
     opens_otherwise = R1.replace("<think>\\n", "Answer: ")
     with pytest.raises(DataError, match=r"opens an answer with .*Answer: .*plain-text prompts"):
@@ -214,13 +214,13 @@ def test_tools_calls_and_reasoning_reach_the_template(tools, tmp_path):
 @pytest.mark.parametrize(
     ("chat", "further", "lost"),
     [
-        (CHAT[:2], {"tools": TOOLS}, "makes nothing of tools "),
-        (USE[:2], {}, "makes nothing of tool_calls;"),
-        ([QUESTION, {**CHAT[1], "reasoning_content": "hm"}], {}, "nothing of reasoning_content;"),
-        ([*CHAT[:2], USE[2], CHAT[3]], {}, "nothing of messages of role 'tool';"),
+        (CHAT[:2], {"tools": TOOLS}, "ignores tools "),
+        (USE[:2], {}, "ignores tool_calls"),
+        ([QUESTION, {**CHAT[1], "reasoning_content": "hm"}], {}, "ignores reasoning_content"),
+        ([*CHAT[:2], USE[2], CHAT[3]], {}, "ignores messages of role 'tool'"),
         (CHAT[:2], {"tools": 5}, "column 'tools' must be a list of functions"),
-        (CHAT[:2], {"tools": "{"}, "column 'tools' is text that is no JSON"),
-        ([{**QUESTION, "weight": 1}, CHAT[1]], {}, r"of others only tool_calls.*found .*'weight'"),
+        (CHAT[:2], {"tools": "{"}, "column 'tools' is text that is not JSON"),
+        ([{**QUESTION, "weight": 1}, CHAT[1]], {}, r"optionally tool_calls.*got .*'weight'"),
         (
             [QUESTION, {"role": "assistant", "tool_calls": [5]}],
             {},
@@ -275,13 +275,13 @@ def test_preferences_in_every_public_form(tmp_path):
     ("changes", "message"),
     [
         ({"rejected": CHAT[:4]}, "'chosen' and 'rejected' differ before their last message"),
-        ({"prompt": "three"}, "in which no user says what column 'prompt' holds"),
+        ({"prompt": "three"}, "without a user message of column 'prompt'"),
         ({"prompt": CHAT[2:3]}, "does not begin with the messages of column 'prompt'"),
-        ({"chosen": CHAT[1:2]}, "so column 'prompt' must hold what it answers"),
+        ({"chosen": CHAT[1:2]}, "so column 'prompt' must contain the prompt"),
         ({"chosen": CHAT[:1]}, "must be the assistant's"),
         ({"chosen": []}, "the list of chat messages is empty"),
         ({"chosen": 5}, "'chosen' must be text or a list of chat messages, got int"),
-        ({"rejected": None}, "'rejected' is null; name another with data.rejected_column"),
+        ({"rejected": None}, "'rejected' is null. Name another column with data.rejected_column"),
     ],
 )
 def test_preferences_that_do_not_fit_are_refused(changes, message, tmp_path):
@@ -312,7 +312,7 @@ def test_half_a_character_in_the_arguments_of_a_call_is_refused(tmp_path):
 def test_tools_of_a_row_without_place_for_them_are_refused(tmp_path):
     row = {"prompt": "a", "response": "b", "tools": [{"name": "f"}]}
     path = written(tmp_path, row)
-    with pytest.raises(DataError, match=r"'tools' holds tools, .*data\.tools_column=null"):
+    with pytest.raises(DataError, match=r"'tools' contains tools, .*data\.tools_column=null"):
         load_set(ExampleDataset, path, byte_level_tokenizer())
     load_set(ExampleDataset, path, byte_level_tokenizer(), tools_column=None)
     load_set(ExampleDataset, written(tmp_path, {**row, "tools": None}), byte_level_tokenizer())

@@ -49,11 +49,14 @@ def test_a_tokenizer_without_a_template_gets_one(tmp_path):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for m in messages %}", "refuses the messages.*mend the template"),
-        ("{{ raise_exception('never') }}", "never; mend the template"),
-        ("{{ messages[1].content }}", "shows nothing of what the user says"),
-        (OWN.split("{%- if")[0].replace("m.content", "m.content[:3]"), "what the user says"),
-        ("{{ messages[0].content }}", "shows nothing of what the assistant says"),
+        ("{% for m in messages %}", "refuses the messages.*correct the template"),
+        ("{{ raise_exception('never') }}", "never; correct the template"),
+        ("{{ messages[1].content }}", "omits the message of the user"),
+        (
+            OWN.split("{%- if")[0].replace("m.content", "m.content[:3]"),
+            "omits the message of the user",
+        ),
+        ("{{ messages[0].content }}", "omits the message of the assistant"),
         (b"\xff\xfe\x00", "cannot be read as text"),
         (None, "cannot be read as text.*No such file"),
     ],

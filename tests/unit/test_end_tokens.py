@@ -56,9 +56,9 @@ def test_they_come_from_the_tokenizer_the_template_and_the_generation_config():
     assert base.end_ids == (EOS, TURN)
     assert tokenizer_from_files(more.files()).end_ids == (EOS, TURN, 97)
     assert base.with_end_tokens([97, TURN]).end_ids == (EOS, TURN, 97)
-    with pytest.raises(TokenizerError, match="end_tokens: 9999 is no token"):
+    with pytest.raises(TokenizerError, match="end_tokens: 9999 is not a single token"):
         base.with_end_tokens([9999])
-    with pytest.raises(TokenizerError, match=r"end_tokens: 'ab' is no token .*end_strings"):
+    with pytest.raises(TokenizerError, match=r"end_tokens: 'ab' is not .*end_strings"):
         base.with_end_tokens(["ab"])
     with pytest.raises(TokenizerError, match=r"eos_token_id=\['x'\] .* must be a token id"):
         tokenizer_from_files(base_files(eos_token_id=["x"]))

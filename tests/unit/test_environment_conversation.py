@@ -173,7 +173,7 @@ def test_messages_that_a_template_leaves_out_are_refused():
     renderer = ChatRenderer(chatml(plain), rewritten_history="keep")
     talk = Conversation(renderer, Start([user("q")]))
     talk.answered([ord("4"), 258], [-1.0, -1.0], True)
-    with pytest.raises(DataError, match="makes nothing of messages of role 'tool'"):
+    with pytest.raises(DataError, match="ignores messages of role 'tool'"):
         talk.follow(Turn([{"role": "tool", "content": "14"}]), goes_on=True)
 
 

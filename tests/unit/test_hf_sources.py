@@ -52,7 +52,7 @@ def test_spellings_that_transformers_takes_for_the_same():
 
 def test_a_config_file_in_place_of_its_directory(tmp_path):
     path = directory(tmp_path) / "config.json"
-    message = re.escape(f"give its directory, {str(tmp_path)!r}")
+    message = re.escape(f"Give its directory, {str(tmp_path)!r}")
     with pytest.raises(CheckpointError, match=message), open_model(path):
         pass
 
@@ -79,7 +79,7 @@ def sharded(folder, **more):
 def test_a_tensor_that_the_index_does_not_list(tmp_path):
     assert len(sharded(tmp_path / "listed")) == len(read_hf(tmp_path / "listed").weights._state)
     sharded(tmp_path / "more", extra=torch.ones(2))
-    with pytest.raises(CheckpointError, match=r"shard\.safetensors' holds extra, which"):
+    with pytest.raises(CheckpointError, match=r"shard\.safetensors' contains extra, but"):
         read_hf(tmp_path / "more")
 
 
@@ -97,5 +97,5 @@ def test_integers_are_refused(tmp_path):
     whole = torch.ones(32, 48, dtype=torch.int8)
     save_file({**load_file(file), name: whole}, file, {"format": "pt"})
     weights = read_hf(tmp_path).weights
-    with pytest.raises(CheckpointError, match=rf"{name} is of torch\.int8"):
+    with pytest.raises(CheckpointError, match=rf"{name} of .* has torch\.int8"):
         dict(weights)

@@ -19,14 +19,14 @@ from aligner.parallel.groups import initialize_parallel
 def reads(monkeypatch):
     """How often each tensor is read by instances of a class."""
 
-    def reads_of(cls):
-        seen, plain = Counter(), cls.__getitem__
+    def reads_of(cls, method="__getitem__"):
+        seen, plain = Counter(), getattr(cls, method)
 
-        def read(self, name):
+        def read(self, name, *ranks):
             seen[name] += 1
-            return plain(self, name)
+            return plain(self, name, *ranks)
 
-        monkeypatch.setattr(cls, "__getitem__", read)
+        monkeypatch.setattr(cls, method, read)
         return seen
 
     return reads_of
@@ -48,7 +48,7 @@ def load(path):
 
 
 def test_a_nemo_is_read_once(tiny_nemo, reads):
-    seen = reads(LazyWeights)
+    seen = reads(LazyWeights, "share")
     load(tiny_nemo)
     assert seen[EMBEDDING] == 1
     assert set(seen.values()) == {1}

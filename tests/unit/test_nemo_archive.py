@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import tarfile
+from pathlib import Path
 
 import nemo_writers as writers
 import pytest
@@ -55,11 +56,11 @@ def add_member(path, name, kind=tarfile.REGTYPE, link=""):
         ("./a/../../evil", tarfile.REGTYPE, "unsafe path"),
         ("/etc/evil", tarfile.REGTYPE, "unsafe path '/etc/evil'"),
         ("a\\..\\evil", tarfile.REGTYPE, "unsafe path"),
-        ("./link", tarfile.SYMTYPE, "'./link', which is a link"),
+        ("./link", tarfile.SYMTYPE, "'./link', a link"),
         ("./hard", tarfile.LNKTYPE, "link or a device"),
         ("./device", tarfile.CHRTYPE, "link or a device"),
         ("./pipe", tarfile.FIFOTYPE, "link or a device"),
-        ("./model_config.yaml", tarfile.REGTYPE, "holds 'model_config.yaml' twice"),
+        ("./model_config.yaml", tarfile.REGTYPE, "contains 'model_config.yaml' twice"),
     ],
 )
 def test_unsafe_members(good, name, kind, message):
@@ -161,7 +162,7 @@ def test_bad_yaml(tmp_path, yaml):
         ("activation", "reglu", "activation='reglu'"),
         ("normalization", "groupnorm", "normalization='groupnorm'"),
         ("position_embedding_type", "alibi", "position_embedding_type='alibi'"),
-        ("num_layers", "many", "wrong kind"),
+        ("num_layers", "many", "wrong type"),
         ("hidden_size", None, "lacks hidden_size"),
     ],
 )
@@ -175,10 +176,18 @@ def test_unsupported_configurations_are_named(tmp_path, key, value, message):
 def test_no_weights(tmp_path):
     writers.write_archive(tmp_path / "m.nemo", writers.config_members(21, **LLAMA_KEYS))
     with (
-        pytest.raises(CheckpointError, match="holds no weights"),
+        pytest.raises(CheckpointError, match="contains no weights"),
         open_nemo(tmp_path / "m.nemo") as n,
     ):
         _ = n.weights
+
+
+def test_a_directory_without_a_model_is_not_listed(tmp_path, monkeypatch):
+    """Such as the root of the file system, whose files vanish while they are listed."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.setattr(Path, "rglob", None)
+    with pytest.raises(CheckpointError, match=r"model_config\.yaml"):
+        open_nemo(tmp_path)
 
 
 def test_an_unpacked_directory_reads_the_same(good, tmp_path):
@@ -190,5 +199,5 @@ def test_an_unpacked_directory_reads_the_same(good, tmp_path):
         for name in packed.weights:
             assert torch.equal(packed.weights[name], unpacked.weights[name])
     (folder / "link").symlink_to("/etc/passwd")
-    with pytest.raises(CheckpointError, match="holds a link"), open_nemo(folder):
+    with pytest.raises(CheckpointError, match="contains the link"), open_nemo(folder):
         pass

@@ -5,6 +5,7 @@ import random
 import tarfile
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.checkpoint.nemo.tensor_file import load_tensors
 from aligner.errors import CheckpointError
 from aligner.examples.tasks.tiny_model import write_tiny_nemo
+from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
+from aligner.models.gpt.role.settings import RoleSettings
+
+NAME = "decoder.layers.1.mlp.linear_fc2.weight"
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +74,38 @@ def rank_file(tmp_path, flip=False):
 def test_a_mapped_file_is_checked_when_it_is_read(tmp_path):
     with rank_file(tmp_path) as archive:
         tensors = load_tensors(archive.view("model_weights.ckpt"), "a file")
-        assert torch.equal(tensors["model.a"].read(), torch.arange(1e3))
+        for record in tensors["model.a"].records():
+            record.check()
+        assert torch.equal(tensors["model.a"].tensor(), torch.arange(1e3))
     with rank_file(tmp_path, flip=True) as archive:
         tensors = load_tensors(archive.view("model_weights.ckpt"), "a file")
         with pytest.raises(CheckpointError, match="CRC-32"):
-            tensors["model.a"].read()
+            tensors["model.a"].records()[0].check()
 
 
-def test_bytes_that_a_thread_has_checked_are_refused_when_they_are_read():
+def test_bytes_that_a_thread_has_checked_are_refused():
     content = memoryview(bytearray(2 << 20))
     record = tensor_file.Record(content, zlib.crc32(content) ^ 1, "a record")
-    record.begin()
-    with pytest.raises(CheckpointError, match="CRC-32"):
+    with ThreadPoolExecutor(1) as threads:
+        record.begin(threads)
+    with pytest.raises(CheckpointError, match=r"a record .*CRC-32"):
         record.check()
+
+
+def test_a_model_with_a_damaged_weight_is_not_built(whole, tmp_path):
+    """Weights are copied before their CRC-32 is known, and refused before anything uses them."""
+    data = bytearray(whole.read_bytes())
+    with open_nemo(whole) as model:
+        content_of_weight = model.weights[NAME].numpy().tobytes()
+    data[data.index(content_of_weight) + 99] ^= 4
+    path = tmp_path / "flipped.nemo"
+    path.write_bytes(data)
+    with open_nemo(path) as model:
+        model.weights.share(NAME, 0, 1)
+        with pytest.raises(CheckpointError, match=r"linear_fc2\.weight.*CRC-32"):
+            model.weights.check()
+    with pytest.raises(CheckpointError, match=r"linear_fc2\.weight.*CRC-32"):
+        load_from_nemo(MegatronGPTActorModel, RoleSettings(), restore_path=path)
 
 
 def test_a_file_without_crcs_is_warned_of_once(tmp_path):

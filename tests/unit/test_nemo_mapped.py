@@ -240,13 +240,13 @@ def test_readers_at_one_time_inflate_once(packed, temporary, inflations):
 
 def test_nobody_waits_until_a_reader_has_closed(packed, temporary, inflations, monkeypatch):
     """The second reader looks at the file just before the first one has finished it."""
-    is_whole, closed, looks, names = inflated._Shared._is_whole, threading.Event(), [], []
+    is_complete, closed, looks, names = inflated._Shared._is_complete, threading.Event(), [], []
 
     def looked_too_early(shared):
         if threading.current_thread() is second:
             looks.append(shared)
-            return len(looks) > 1 and is_whole(shared)
-        return is_whole(shared)
+            return len(looks) > 1 and is_complete(shared)
+        return is_complete(shared)
 
     def read_first():
         with ArchiveReader(packed):
@@ -257,7 +257,7 @@ def test_nobody_waits_until_a_reader_has_closed(packed, temporary, inflations, m
             names.append(archive.names)
 
     first, second = threading.Thread(target=read_first), threading.Thread(target=read_second)
-    monkeypatch.setattr(inflated._Shared, "_is_whole", looked_too_early)
+    monkeypatch.setattr(inflated._Shared, "_is_complete", looked_too_early)
     first.start()
     time.sleep(0.1)  # the first one inflates
     second.start()
@@ -301,7 +301,7 @@ def test_what_a_killed_reader_left_is_removed(packed, temporary, tmp_path):
 
 
 def test_an_unfinished_copy_is_inflated_anew(packed, temporary):
-    place = Path(inflated._place_of(packed))
+    place = Path(inflated._shared_path(packed))
     assert place.parent == temporary
     place.write_bytes(b"half")  # its writer was killed
     place.chmod(0o600)
@@ -313,7 +313,7 @@ def test_an_unfinished_copy_is_inflated_anew(packed, temporary):
 def test_a_link_in_its_place_is_not_followed(packed, temporary, tmp_path):
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
-    place = Path(inflated._place_of(packed))
+    place = Path(inflated._shared_path(packed))
     place.symlink_to(victim)
     with ArchiveReader(packed) as archive:
         assert "model_weights.ckpt" in archive.names

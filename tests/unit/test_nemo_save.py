@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
-        with pytest.raises(StorageError, match=r"m\.nemo.*free some space"):
+        with pytest.raises(StorageError, match=r"m\.nemo.*Free some space"):
             save_nemo(path, distinct_weights(LLAMA), LLAMA, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -162,7 +162,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
 
 def test_an_unwritable_directory(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StorageError, match="make the directory writable"):
+    with pytest.raises(StorageError, match="Make the directory writable"):
         save_nemo(tmp_path / "file" / "m.nemo", distinct_weights(LLAMA), LLAMA, {})
 
 

@@ -54,12 +54,12 @@ def test_a_pair_is_as_long_as_its_longer_sequence(tmp_path):
     ("row", "message"),
     [
         ({"prompt": "x", "chosen": "a"}, "line 1: column 'rejected' is missing"),
-        ({"prompt": "x", "chosen": "a", "rejected": "a"}, "are the same; remove the row"),
-        ({**ROWS[0], "good": "high"}, "column 'good' must be a finite number, it is 'high'"),
-        ({**ROWS[0], "good": float("nan")}, "column 'good' must be a finite number, it is nan"),
-        ({**ROWS[0], "good": 10**400}, "column 'good' must be a finite number, it is 1000"),
-        ({**ROWS[0], "good": 1e39}, "finite number, it is 1e\\+39"),
-        ({**ROWS[0], "good": True}, "column 'good' must be a finite number, it is True"),
+        ({"prompt": "x", "chosen": "a", "rejected": "a"}, "are equal"),
+        ({**ROWS[0], "good": "high"}, "column 'good' must be a finite number, but it is 'high'"),
+        ({**ROWS[0], "good": float("nan")}, "column 'good' must be a finite number, but it is nan"),
+        ({**ROWS[0], "good": 10**400}, "column 'good' must be a finite number, but it is 1000"),
+        ({**ROWS[0], "good": 1e39}, "finite number, but it is 1e\\+39"),
+        ({**ROWS[0], "good": True}, "column 'good' must be a finite number, but it is True"),
     ],
 )
 def test_bad_row_is_named(tmp_path, row, message):
@@ -71,7 +71,7 @@ def test_bad_row_is_named(tmp_path, row, message):
 def test_a_preference_of_negative_strength_is_refused_where_strength_counts(tmp_path):
     columns = {"chosen_reward_column": "good", "rejected_reward_column": "bad"}
     swapped = {**ROWS[0], "good": 0.25, "bad": 0.9}
-    with pytest.raises(DataError, match=r"line 1: .* 0\.25 \('good'\) .* 0\.9 \('bad'\); swap"):
+    with pytest.raises(DataError, match=r"line 1: .* 0\.25 \('good'\) .* 0\.9 \('bad'\)\. Swap"):
         load(tmp_path, [swapped], OrderedPairDataset, **columns)
     even = {**ROWS[0], "good": 0.9, "bad": 0.9}
     assert load(tmp_path, [even], OrderedPairDataset, **columns)[0].rewards == (0.9, 0.9)

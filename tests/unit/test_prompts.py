@@ -155,7 +155,7 @@ def test_too_long_is_dropped_and_counted(tmp_path, tokenizer, caplog):
     dataset = load_set(PromptDataset, path, tokenizer, max_prompt_length=4)
     assert [prompt.id for prompt in dataset] == [0]
     assert dataset.dropped_too_long == 2
-    with pytest.raises(DataError, match=r"3 of 3 prompts .* none is left"):
+    with pytest.raises(DataError, match=r"3 of 3 prompts .* None is left"):
         load_set(PromptDataset, path, tokenizer, max_prompt_length=3)
     assert load_set(PromptDataset, path, tokenizer).dropped_too_long == 0
 
@@ -181,7 +181,7 @@ def test_bad_row_is_named(tmp_path, tokenizer, line, message):
         load_set(PromptDataset, path, tokenizer)
     assert str(path) in str(refusal.value)
     if line.startswith("{") and line.endswith("}"):
-        assert f"columns found: {sorted(json.loads(line))}" in str(refusal.value)
+        assert f"Columns found: {sorted(json.loads(line))}" in str(refusal.value)
 
 
 def test_bytes_that_are_no_text(tmp_path, tokenizer):
@@ -218,13 +218,13 @@ def test_bad_generators(tokenizer):
 def test_bad_sources(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"nope.jsonl does not exist"):
         load_set(PromptDataset, tmp_path / "nope.jsonl", tokenizer)
-    with pytest.raises(DataError, match=r"holds no .jsonl"):
+    with pytest.raises(DataError, match=r"contains no .jsonl"):
         load_set(PromptDataset, tmp_path, tokenizer)
     (tmp_path / "x.csv").write_text("prompt")
     with pytest.raises(DataError, match=r"neither .jsonl nor .parquet"):
         load_set(PromptDataset, tmp_path / "x.csv", tokenizer)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="holds no rows"):
+    with pytest.raises(DataError, match="contains no rows"):
         load_set(PromptDataset, tmp_path / "empty.jsonl", tokenizer)
 
 
@@ -244,15 +244,15 @@ def test_bad_settings(tmp_path, tokenizer):
     [
         (
             r'{"prompt": "a\ud800b", "ground_truth": 1}',
-            r"'prompt' holds half a character \(\\ud800",
+            r"'prompt' contains half a character \(\\ud800",
         ),
-        (r'{"prompt": "a", "ground_truth": [{"x": "\udfff"}]}', "'ground_truth' holds half a char"),
-        (r'{"prompt": "a", "ground_truth": 1, "\ud800": 1}', "holds half a character"),
-        ('{"prompt": "a", "prompt": "b", "ground_truth": 1}', "the key 'prompt' stands twice"),
-        ('{"prompt": "a", "ground_truth": {"x": 1, "x": 2}}', "the key 'x' stands twice"),
+        (r'{"prompt": "a", "ground_truth": [{"x": "\udfff"}]}', "'ground_truth' contains half"),
+        (r'{"prompt": "a", "ground_truth": 1, "\ud800": 1}', "contains half a character"),
+        ('{"prompt": "a", "prompt": "b", "ground_truth": 1}', "the key 'prompt' occurs twice"),
+        ('{"prompt": "a", "ground_truth": {"x": 1, "x": 2}}', "the key 'x' occurs twice"),
         ('{"prompt": "a", "ground_truth": ' + "[" * 100_000 + "]" * 100_000 + "}", "too deep"),
         ('{"prompt": "a", "ground_truth": 1' + "0" * 5000 + "}", "not JSON: Exceeds the limit"),
-        ('{"question": "a"}', "'prompt' is missing; name another with data.prompt_column"),
+        ('{"question": "a"}', "'prompt' is missing. Name another column with data.prompt_column"),
         ('{"prompt": "a"}', "data.ground_truth_column=null if the data has none"),
     ],
 )
@@ -265,14 +265,16 @@ def test_what_a_row_cannot_hold_is_named_with_its_line(tmp_path, tokenizer, line
 
 def test_a_generators_half_character_is_named(tokenizer, monkeypatch):
     monkeypatch.setattr(__name__ + ".half_rows", lambda: [{"prompt": "\ud800"}], raising=False)
-    with pytest.raises(DataError, match="half_rows, row 1: column 'prompt' holds half a character"):
+    with pytest.raises(
+        DataError, match="half_rows, row 1: column 'prompt' contains half a character"
+    ):
         load_set(PromptDataset, f"{__name__}:half_rows", tokenizer)
 
 
 def test_rows_know_their_place(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", ROWS)
     path.write_text("\n" + path.read_text())
-    assert [row.place for row in read_rows(path)] == [f"{path}, line 2", f"{path}, line 3"]
+    assert [row.location for row in read_rows(path)] == [f"{path}, line 2", f"{path}, line 3"]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +283,7 @@ def test_rows_know_their_place(tmp_path):
         ([{"role": "user"}], "exactly the keys"),
         (["hello"], "exactly the keys"),
         ([{"role": "user", "content": None}], "must be text"),
-        ([{"role": "assistant", "content": "x"}], "nothing is left to answer"),
+        ([{"role": "assistant", "content": "x"}], "the last chat message is the assistant"),
     ],
 )
 def test_bad_messages(messages, message):

@@ -208,7 +208,7 @@ def test_a_state_of_another_format_is_refused_and_not_passed_over(tmp_path):
     store = RunStateStore(tmp_path)
     manifest = store.save(1, {"counters": {}}) / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 1'))
-    with pytest.raises(CheckpointError, match=r"format 1 and this version reads 3.*log_dir"):
+    with pytest.raises(CheckpointError, match=r"format 1, but this version reads 3.*log_dir"):
         store.latest()
 
 

@@ -69,9 +69,9 @@ def test_resumes_where_it_stopped(last_batch, before):
 
 def test_other_data_or_seed_is_refused():
     state = PromptSampler(7, 3, seed=2).state_dict()
-    with pytest.raises(DataError, match="size=7 and this one has size=8"):
+    with pytest.raises(DataError, match="size=7, but this run has size=8"):
         PromptSampler(8, 3, seed=2).load_state_dict(state)
-    with pytest.raises(DataError, match="seed=2 and this one has seed=3"):
+    with pytest.raises(DataError, match="seed=2, but this run has seed=3"):
         PromptSampler(7, 3, seed=3).load_state_dict(state)
 
 

@@ -118,7 +118,7 @@ def test_a_refusal_and_a_user_without_content_are_no_text():
 
 
 def test_a_name_that_the_template_ignores_is_refused():
-    with pytest.raises(DataError, match="makes nothing of name"):
+    with pytest.raises(DataError, match="ignores name"):
         served().chat([{"role": "user", "name": "someone", "content": "a"}], [])
 
 

@@ -101,7 +101,7 @@ def test_a_directory_with_a_sentencepiece_model_alone_is_refused(vocabularies, t
     path = tmp_path / "tokenizer.model"
     path.write_bytes(vocabularies["pieces"]["tokenizer.model"])
     with pytest.raises(
-        TokenizerError, match=r"give .*tokenizer\.model for SentencePiece's"
+        TokenizerError, match=r"Give .*tokenizer\.model for SentencePiece's"
     ) as said:
         load_tokenizer(tmp_path)
     assert '{"tokenizer_class": "LlamaTokenizer"}' in str(said.value)
@@ -149,7 +149,7 @@ def test_what_splits_otherwise_is_refused(vocabularies, tmp_path, monkeypatch):
     }
     wrong = tokenizer_from_files(vocabularies["pair"]).files()  # GPT-2's rule
     monkeypatch.setattr(loading, "_saved_files", lambda _: wrong)
-    with pytest.raises(TokenizerError, match="Qwen2Tokenizer splits text otherwise"):
+    with pytest.raises(TokenizerError, match="Qwen2Tokenizer and its conversion"):
         tokenizer_from_files(files)
     monkeypatch.setattr(loading, "_saved_files", lambda _: vocabularies["pieces"])
     with pytest.raises(TokenizerError, match="cannot load a tokenizer: Qwen2Tokenizer makes no"):

@@ -180,7 +180,7 @@ def test_too_long_is_dropped_and_counted(tmp_path, tokenizer):
     rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "2+3=", "response": "5" * 9}]
     dataset = load(tmp_path, tokenizer, rows, max_length=6)
     assert (len(dataset), dataset.dropped_too_long, dataset.max_length) == (1, 1, 6)
-    with pytest.raises(DataError, match="none is left: raise max_length"):
+    with pytest.raises(DataError, match="None is left: raise max_length"):
         load(tmp_path, tokenizer, rows, max_length=5)
     with pytest.raises(ConfigError, match="max_length=1 must be at least 2"):
         load(tmp_path, tokenizer, rows, max_length=1)
@@ -196,10 +196,10 @@ def test_too_long_is_dropped_and_counted(tmp_path, tokenizer):
             "'response' must be text or a list of chat messages, got int",
         ),
         ({"prompt": "", "response": "5"}, {}, "the prompt is empty"),
-        ({"messages": CHAT[:2]}, {"messages_column": "messages"}, "of role 'user'; it must be"),
-        ({"messages": CHAT[2:3]}, {"messages_column": "messages"}, "nothing was asked before"),
+        ({"messages": CHAT[:2]}, {"messages_column": "messages"}, "has the role 'user'"),
+        ({"messages": CHAT[2:3]}, {"messages_column": "messages"}, "the first chat message is"),
         ({"messages": "hi"}, {"messages_column": "messages"}, "must be a list of chat messages"),
-        ({"prompt": CHAT, "response": "5"}, {}, "nothing is left to answer"),
+        ({"prompt": CHAT, "response": "5"}, {}, "the last chat message is the assistant"),
         ({"messages": CHAT}, {}, "data.messages_column=messages"),
         ({"prompt": "x", "response": "5"}, {"system_prompt": "Add."}, "data.system_prompt is set"),
         (
@@ -212,4 +212,4 @@ def test_too_long_is_dropped_and_counted(tmp_path, tokenizer):
 def test_bad_row_is_named(tmp_path, tokenizer, row, options, message):
     with pytest.raises(DataError, match=message) as refusal:
         load(tmp_path, tokenizer, [row], **options)
-    assert f"columns found: {sorted(row)}" in str(refusal.value)
+    assert f"Columns found: {sorted(row)}" in str(refusal.value)

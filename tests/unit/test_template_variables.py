@@ -81,7 +81,7 @@ def test_what_is_no_variable_is_refused():
     for name in ("tools", "messages", "chat_template", "tokenize", "return_dict"):
         with pytest.raises(DataError, match=name):
             tokenizer.with_template_kwargs({name: True})
-    with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs=.*reads no thinking;"):
+    with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs=.*does not read thinking"):
         with_template_kwargs(tokenizer, {"enable_thinking": False, "thinking": True})
 
 
@@ -124,7 +124,7 @@ def test_a_run_with_an_environment_has_it(model):
         openings.append(tokenizer.decode(talk.ids).rpartition("assistant")[2])
     assert openings == ["", "<no>"]
     values["data"] = data | {"chat_template_kwargs": {"thinking": True}}
-    with pytest.raises(ConfigError, match="reads no thinking"):
+    with pytest.raises(ConfigError, match="does not read thinking"):
         describe_model_of(parse_config(values, RunConfig))
 
 

@@ -206,7 +206,7 @@ def test_tokens_only_the_config_knows(byte_level_dir):
     assert tokenizer.encode("5<|end|>")[-1] == 300
     changed["added_tokens_decoder"] = {"400": added["300"]}
     files["tokenizer_config.json"] = json.dumps(changed).encode()
-    with pytest.raises(TokenizerError, match="should have id 400"):
+    with pytest.raises(TokenizerError, match="must have id 400"):
         tokenizer_from_files(files)
 
 
@@ -276,14 +276,14 @@ def test_pieces_may_end_a_response_too(sentencepiece_file):
     assert (plain.end_ids, more.end_ids) == ((2,), (2, 1))
     for copy in (tokenizer_from_files(more.files()), pickle.loads(pickle.dumps(more))):
         assert copy.end_ids == (2, 1)
-    with pytest.raises(TokenizerError, match="'<nothing>' is no piece"):
+    with pytest.raises(TokenizerError, match="'<nothing>' is not a piece"):
         plain.with_end_tokens(["<nothing>"])
 
 
 def test_refusals(tmp_path, byte_level_dir, sentencepiece_file):
     with pytest.raises(CheckpointNotFoundError, match="nowhere does not exist"):
         load_tokenizer(tmp_path / "nowhere")
-    with pytest.raises(TokenizerError, match="holds no tokenizer"):
+    with pytest.raises(TokenizerError, match="contains no tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match="not a readable tokenizer"):

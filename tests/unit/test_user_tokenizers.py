@@ -39,8 +39,8 @@ def test_a_tokenizer_of_a_function(here):
     for name, words in {
         "wants": "missing a required argument: 'path'.*without arguments",
         "raises": "raised OSError: no vocabulary",
-        "none": "returned a NoneType; return a tokenizer of transformers",
-        "not_what_its_files_are": "encodes text or ends responses otherwise",
+        "none": "returned a NoneType. Return a tokenizer of transformers",
+        "not_what_its_files_are": "encodes text or ends responses differently",
         "gone": "has no function 'gone'",
     }.items():
         with pytest.raises(ConfigError, match=rf"model\.tokenizer='?my_tokenizers.*{words}"):

@@ -1,4 +1,4 @@
-"""Hugging Face's ``config.json`` in and out of `GPTArchitecture`, a row per model family."""
+"""Conversion between Hugging Face's ``config.json`` and `GPTArchitecture`, per model family."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ _QWEN3_MOE_KEYS = {
     "num_moe_experts": "num_experts",
     "moe_router_topk": "num_experts_per_tok",
     "moe_ffn_hidden_size": "moe_intermediate_size",
-    "moe_router_pre_softmax": "norm_topk_prob",  # the opposite
+    "moe_router_pre_softmax": "norm_topk_prob",  # negated
 }
 _GPT2_KEYS = {
     "num_layers": "n_layer",
@@ -65,7 +65,7 @@ _GPT2_ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "silu": "silu",
 }
-# rope_type → its settings, which `RopeScaling` has under the same names.
+# rope_type → its settings, under the names of the fields of `RopeScaling`.
 _ROPE_SETTINGS = {
     "linear": ("factor",),
     "llama3": (
@@ -75,7 +75,7 @@ _ROPE_SETTINGS = {
 }
 # Settings that config.json lacks, or that matter only in training.
 _NOT_CARRIED = {"make_vocab_size_divisible_by", "family", "hidden_dropout", "attention_dropout"}
-# Other values that transformers takes for the same.
+# Other values that transformers treats as equal to the fixed value.
 _SAME = (("hidden_act", "swish"), ("mlp_only_layers", None))
 
 
@@ -84,15 +84,14 @@ class Family:
     """One ``model_type``.
 
     Args:
-        model_type: its name in ``config.json``.
-        model_class: the class of transformers.
-        table: names and layouts of its tensors.
+        model_type: name of the family in ``config.json``.
+        model_class: class of transformers.
+        table: names and layouts of the tensors.
         keys: architecture field → key of ``config.json``.
-        defaults: transformers' values for keys that ``config.json`` leaves out.
-        fixed: keys that must have this value (absent counts as such), because others are not
-            supported.
-        implied: architecture fields that every model of the family has.
-        written: keys of ``config.json`` that are written with this value.
+        defaults: transformers' values for keys that are absent in ``config.json``.
+        fixed: keys with their only supported value. An absent key counts as this value.
+        implied: architecture fields that are equal for all models of the family.
+        written: keys that are always written to ``config.json`` with this value.
     """
 
     model_type: str
@@ -109,7 +108,7 @@ class Family:
         return self.model_type == "gpt2"
 
     def read(self, config: Config) -> GPTArchitecture:
-        """Read an architecture off a ``config.json`` that has the defaults."""
+        """Return the architecture of a ``config.json`` that includes the defaults."""
         fields: dict[str, Any] = {name: config.get(key) for name, key in self.keys.items()}
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
         fields["num_query_groups"] = fields.get("num_query_groups") or heads
@@ -125,9 +124,20 @@ class Family:
         return GPTArchitecture(**{**fields, **kind, **self.implied, "family": self.model_type})
 
     def write(self, architecture: GPTArchitecture) -> Config:
-        """``config.json`` of an architecture."""
+        """Return the ``config.json`` of an architecture."""
         config = {key: getattr(architecture, name) for name, key in self.keys.items()}
-        config |= _write_gpt2(architecture) if self._is_gpt2 else _write_llama(architecture)
+        if self._is_gpt2:
+            activations = {value: key for key, value in reversed(_GPT2_ACTIVATIONS.items())}
+            activation = activations.get(architecture.activation, architecture.activation)
+            config |= {"activation_function": activation, "embd_pdrop": architecture.hidden_dropout}
+        else:
+            scaling, rope = architecture.rope_scaling, None
+            if scaling is not None:
+                settings = {name: getattr(scaling, name) for name in _ROPE_SETTINGS[scaling.kind]}
+                rope = {"rope_type": scaling.kind, **settings}
+            config |= {"hidden_act": "silu", "rope_theta": architecture.rotary_base}
+            config["rope_scaling"] = rope
+        # Keys with another form or meaning than the architecture's fields.
         if "moe_router_pre_softmax" in self.keys:
             config["moe_intermediate_size"] = architecture.expert_ffn_hidden_size
             config["norm_topk_prob"] = not architecture.moe_router_pre_softmax
@@ -138,12 +148,13 @@ class Family:
 
 
 def _read_llama(config: Config) -> dict[str, Any]:
-    """Fields that no single key of ``config.json`` gives.
+    """Return the fields that depend on several keys of ``config.json``.
 
-    The base and the scaling are in ``rope_parameters`` (transformers 5) or in the two older keys.
+    The rotary base and scaling are in ``rope_parameters`` (transformers 5) or in two older keys.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    # Scaling of the rotary frequencies.
     scaling = None
     if kind in _ROPE_SETTINGS:
         settings: dict[str, Any] = {name: float(rope[name]) for name in _ROPE_SETTINGS[kind]}
@@ -153,12 +164,14 @@ def _read_llama(config: Config) -> dict[str, Any]:
         scaling = RopeScaling(**{**settings, "kind": kind})
     elif kind != "default":
         raise CheckpointError(
-            f"rope type {kind!r} in config.json is not supported; known: default, linear, llama3"
+            f"rope type {kind!r} in config.json is not supported. Supported: default, linear, "
+            "llama3"
         )
+    # One flag covers the biases of attention and MLP.
     biases = {bool(config.get("attention_bias")), bool(config.get("mlp_bias"))}
     if len(biases) > 1:
         raise CheckpointError(
-            "attention_bias and mlp_bias differ in config.json; supported are both or neither"
+            "attention_bias and mlp_bias differ in config.json. Set both or neither"
         )
     return {
         "rotary_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
@@ -167,29 +180,15 @@ def _read_llama(config: Config) -> dict[str, Any]:
     }
 
 
-def _write_llama(architecture: GPTArchitecture) -> Config:
-    scaling, rope = architecture.rope_scaling, None
-    if scaling is not None:
-        settings = {name: getattr(scaling, name) for name in _ROPE_SETTINGS[scaling.kind]}
-        rope = {"rope_type": scaling.kind, **settings}
-    return {"hidden_act": "silu", "rope_theta": architecture.rotary_base, "rope_scaling": rope}
-
-
 def _read_gpt2(config: Config) -> dict[str, Any]:
     activation = config["activation_function"]
     if activation not in _GPT2_ACTIVATIONS:
         raise CheckpointError(
-            f"activation_function={activation!r} in config.json is not supported; "
-            f"known: {', '.join(_GPT2_ACTIVATIONS)}"
+            f"activation_function={activation!r} in config.json is not supported. "
+            f"Supported: {', '.join(_GPT2_ACTIVATIONS)}"
         )
     layers = {"normalization": "layernorm", "position_embedding": "learned_absolute"}
     return {**layers, "activation": _GPT2_ACTIVATIONS[activation], "bias_linear": True}
-
-
-def _write_gpt2(architecture: GPTArchitecture) -> Config:
-    names = {value: key for key, value in reversed(_GPT2_ACTIVATIONS.items())}
-    activation = names.get(architecture.activation, architecture.activation)
-    return {"activation_function": activation, "embd_pdrop": architecture.hidden_dropout}
 
 
 _SILU = {"hidden_act": "silu"}
@@ -270,24 +269,24 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES
 
 
 def family_of(model_type: object) -> Family:
-    """The row of a ``model_type``."""
+    """Return the family of a ``model_type``, or raise `CheckpointError`."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
-            f"model_type={model_type!r} is not supported; supported families: "
+            f"model_type={model_type!r} is not supported. Supported families: "
             f"{', '.join(FAMILIES)} (SmolLM is a llama)"
         )
     return FAMILIES[model_type]
 
 
 def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
-    """Read an architecture off ``config.json``."""
+    """Return the architecture that a ``config.json`` describes."""
     family = family_of(config.get("model_type"))
     for key, value in family.fixed.items():
-        given = config.get(key, value)
-        if given != value and (key, given) not in _SAME:
+        setting = config.get(key, value)
+        if setting != value and (key, setting) not in _SAME:
             raise CheckpointError(
-                f"{key}={config[key]!r} in config.json is not supported for {family.model_type}; "
-                f"supported: {value!r}"
+                f"{key}={setting!r} in config.json is not supported for {family.model_type}. "
+                f"Supported: {value!r}"
             )
     damage = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
     with raised_as(CheckpointError, "config.json is incomplete or damaged", *damage):
@@ -295,17 +294,18 @@ def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
 
 
 def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
-    """Family and ``config.json`` of an architecture; `CheckpointError` where none can express it.
+    """Return the family and ``config.json`` of an architecture.
 
-    Without a recorded family the first that fits is taken.
+    Without a recorded family, the architecture's features determine it. Raises `CheckpointError`
+    if the family cannot express the architecture.
     """
     family = family_of(architecture.family or _guess(architecture))
     config = family.write(architecture)
     lost = _differences(architecture, family.read(config))
     if lost:
         raise CheckpointError(
-            f"a Hugging Face {family.model_type} cannot express {', '.join(lost)}; "
-            f"supported families: {', '.join(FAMILIES)}"
+            f"a Hugging Face {family.model_type} cannot express {', '.join(lost)}. "
+            f"Supported families: {', '.join(FAMILIES)}"
         )
     return family, config
 
@@ -322,19 +322,21 @@ def _guess(architecture: GPTArchitecture) -> str:
     return "mistral" if architecture.window_size else "llama"
 
 
-def _differences(wanted: GPTArchitecture, got: GPTArchitecture) -> list[str]:
+def _differences(expected: GPTArchitecture, actual: GPTArchitecture) -> list[str]:
     ignored = set(_NOT_CARRIED)
-    if wanted.position_embedding != "rope":
+    if expected.position_embedding != "rope":
         ignored |= {"rotary_base", "rotary_percent", "rope_scaling"}
-    if wanted.num_moe_experts is not None:
-        wanted, got = (
+    # Fields of experts are compared only for mixtures of experts.
+    if expected.num_moe_experts is not None:
+        expected, actual = (
             dataclasses.replace(a, moe_ffn_hidden_size=a.expert_ffn_hidden_size)
-            for a in (wanted, got)
+            for a in (expected, actual)
         )
     else:
         ignored |= {"moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"}
     return [
-        f"{field.name}={getattr(wanted, field.name)!r}"
-        for field in dataclasses.fields(wanted)
-        if field.name not in ignored and getattr(wanted, field.name) != getattr(got, field.name)
+        f"{field.name}={getattr(expected, field.name)!r}"
+        for field in dataclasses.fields(expected)
+        if field.name not in ignored
+        and getattr(expected, field.name) != getattr(actual, field.name)
     ]

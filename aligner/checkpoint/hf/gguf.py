@@ -1,7 +1,7 @@
-"""GGUF files, dequantised to float32.
+"""Reading of GGUF files, dequantised to float32.
 
-Every key and every tensor of a file is used, or refused by name; keys that say nothing about the
-model's numbers are listed here.
+Every key and every tensor of a file is used, or an error names it. This module lists the keys that
+have no effect on the model's numbers.
 """
 
 import re
@@ -18,12 +18,12 @@ from aligner.checkpoint.hf.families import family_of
 from aligner.data.tokenizers.gguf import gguf_tokenizer_files, gguf_values
 from aligner.errors import CheckpointError, raised_as
 
-# general.architecture → model_type; a llama with a window is a Mistral, with experts refused.
+# general.architecture → model_type. A llama with a window is a Mistral. With experts it is refused.
 _MODEL_TYPES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "gpt2")},
     "qwen3moe": "qwen3_moe",
 }
-# Keys behind the architecture's name → keys of config.json.
+# Keys after the architecture's prefix → keys of config.json.
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -46,7 +46,7 @@ _GPT2 = {
     "intermediate_size": "n_inner",
     "num_attention_heads": "n_head",
 }
-# Keys that change nothing at these values; None: at any.
+# Keys without effect at these values. None means at any value.
 _NEUTRAL: dict[str, tuple[Any, ...] | None] = {
     "tensor_data_layout": None,
     "rope.scaling.finetuned": None,
@@ -72,17 +72,18 @@ _NEUTRAL: dict[str, tuple[Any, ...] | None] = {
     "rope.scale_linear": (0.0, 1.0),
     "rope.scaling.attn_factor": (1.0,),
 }
-_ELSEWHERE = ("GGUF.", "general.", "tokenizer.", "quantize.")  # the tokenizer's reader has its own
+# Keys of the container, and keys that the reader of the tokenizer checks.
+_ELSEWHERE = ("GGUF.", "general.", "tokenizer.", "quantize.")
 
 _BLOCK = re.compile(r"^blk\.(\d+)\.")
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], dict[str, bytes]]:
-    """``config.json``, float32 state dict (read when indexed) and tokenizer files of a model.
+    """Return ``config.json``, float32 tensors (read when indexed) and tokenizer files of a model.
 
     Raises:
-        CheckpointError: the file is damaged, or says something that is not supported.
+        CheckpointError: the file is damaged, or it contains an unsupported key or tensor.
     """
     reader, values = gguf_values(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -93,15 +94,15 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], dict[st
 
 
 def _names(architecture: str, model_type: str) -> dict[str, str]:
-    """Modules of a GGUF file → Hugging Face's; ``{n}``: the layer, ``{e}``: the expert."""
+    """Map GGUF modules to Hugging Face modules. ``{n}`` is the layer, ``{e}`` the expert."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    known = get_tensor_name_map(kind, n_blocks=1)
+    gguf_names = get_tensor_name_map(kind, n_blocks=1)
     names = {}
     for _, modules in family_of(model_type).table.values():
         for module in modules:
-            name = known.get_name(module.replace("{n}", "0").replace(".{e}", ""))
+            name = gguf_names.get_name(module.replace("{n}", "0").replace(".{e}", ""))
             if name is not None:
                 names[_BLOCK.sub("blk.{n}.", name)] = module
     return names
@@ -112,31 +113,32 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
     if architecture not in _MODEL_TYPES or values.get("general.type", "model") != "model":
         raise CheckpointError(
             f"general.architecture={architecture!r} of general.type="
-            f"{values.get('general.type', 'model')!r} is not supported; supported are models of "
+            f"{values.get('general.type', 'model')!r} is not supported. Supported: models of "
             f"{', '.join(_MODEL_TYPES)}"
         )
     prefix = f"{architecture}."
     settings = {
-        # Floats are in single precision: 9.99999974e-06 was written as 1e-05.
+        # Floats have single precision: the value 1e-05 is read as 9.99999974e-06.
         key.removeprefix(prefix): float(str(np.float32(v))) if isinstance(v, float) else v
         for key, v in values.items()
         if not key.startswith(_ELSEWHERE)
     }
     if settings.get("split.count", 1) != 1:
         raise CheckpointError(
-            f"it is one of split.count={settings['split.count']} parts; join them with "
-            "`llama-gguf-split --merge` and give the whole file"
+            f"the file is one of split.count={settings['split.count']} parts. Join them with "
+            "`llama-gguf-split --merge` and give the joined file"
         )
     for key in ("split.no", "split.count", "split.tensors.count"):
         settings.pop(key, None)
     lacking = [prefix + key for key in _SIZES if not isinstance(settings.get(key), int)]
     if lacking:
-        raise CheckpointError(f"{', '.join(lacking)} must be there, one number each")
+        raise CheckpointError(f"{', '.join(lacking)} must be present, each one integer")
     for key, neutral in _NEUTRAL.items():
         if neutral is None or settings.get(key, []) in neutral:
             settings.pop(key, None)
     config = {ours: settings.pop(key) for key, ours in _SIZES.items()}
     config |= {ours: settings.pop(key) for key, ours in _OPTIONAL.items() if key in settings}
+    # Sizes of heads and of the vocabulary.
     head = settings.pop("attention.key_length", None)
     head = head or config["hidden_size"] // config["num_attention_heads"]
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -147,12 +149,13 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
     rows = int(tensors["token_embd.weight"].shape[-1])
     config |= {"head_dim": head, "vocab_size": settings.pop("vocab_size", rows)}
     config |= {"tie_word_embeddings": "output.weight" not in tensors}
+    # The remaining keys depend on the family. Unused keys are refused.
     config |= _family(str(architecture), config, settings, tensors)
     config |= _rope(settings, config, tensors)
     if settings:
         raise CheckpointError(
             f"{', '.join(f'{prefix}{key}={value!r:.40}' for key, value in settings.items())}: not "
-            "supported; convert the model from its Hugging Face directory instead"
+            "supported. Convert the model from its Hugging Face directory instead"
         )
     return config
 
@@ -160,7 +163,7 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
 def _family(
     architecture: str, config: dict[str, Any], settings: dict[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``model_type`` and what belongs to it alone; takes its keys out of ``settings``."""
+    """Return ``model_type`` and its specific keys, and remove those from ``settings``."""
     kind = _MODEL_TYPES[architecture]
     if kind == "llama" and "sliding_window" in config:
         return {"model_type": "mistral"}
@@ -173,22 +176,23 @@ def _family(
         return {**moved, "model_type": kind, "layer_norm_epsilon": epsilon}
     if kind != "llama":
         return {"model_type": kind}
+    # A llama has biases in all projections or in none.
     biases = [name for name in tensors if name.endswith(".bias")]
     if len(biases) not in (0, 7 * config["num_hidden_layers"]):  # q, k, v, output, gate, up, down
-        raise CheckpointError(f"{biases[0]}: biases must be those of all projections, or none")
+        raise CheckpointError(f"{biases[0]}: all projections must have biases, or none")
     return {"model_type": kind, "attention_bias": bool(biases), "mlp_bias": bool(biases)}
 
 
 def _rope(
     settings: dict[str, Any], config: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``rope_scaling``, from the keys or llama3's factors; takes its keys out of ``settings``."""
+    """Return ``rope_scaling`` from keys or llama3's factors, and remove those from ``settings``."""
     old = settings.pop("rope.scale_linear", None)
     factor = settings.pop("rope.scaling.factor", old)
     kind = settings.get("rope.scaling.type", "linear")
     if factor is not None and kind == "linear" and _ROPE_FACTORS not in tensors:
         settings.pop("rope.scaling.type", None)
-        settings.pop("rope.scaling.original_context_length", None)  # of the model before it
+        settings.pop("rope.scaling.original_context_length", None)  # of the model before scaling
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     if factor is not None:
         settings["rope.scaling.factor"] = factor
@@ -198,7 +202,8 @@ def _rope(
     head, base = config["head_dim"], config.get("rope_theta", 10_000.0)
     waves = 2 * np.pi * float(base) ** (np.arange(0, head, 2) / head)
     factor = float(np.float32(divided.max()))
-    for original in (8192, *(2**power for power in range(3, 24))):  # 8192: Meta's
+    # Find the original context length that explains the factors. Meta's is 8192.
+    for original in (8192, *(2**power for power in range(3, 24))):
         smooth = np.clip((original / waves - 1.0) / 3.0, 0.0, 1.0)
         expected = 1.0 / ((1.0 - smooth) / factor + smooth)
         if divided.shape == expected.shape and np.allclose(divided, expected, rtol=1e-4):
@@ -206,39 +211,40 @@ def _rope(
             llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": original}
             return {"rope_scaling": llama3} if factor != 1.0 else {}
     raise CheckpointError(
-        f"the factors of {_ROPE_FACTORS} are not those of llama3's scaling; no other is supported"
+        f"the factors of {_ROPE_FACTORS} are not llama3's. Only llama3's scaling is supported"
     )
 
 
 class GGUFTensors(LazyTensors):
     """Tensors under Hugging Face's names, dequantised to float32 when they are indexed.
 
-    A tensor that the family does not have keeps its own name.
+    A tensor that is not part of the family keeps its GGUF name.
     """
 
     def __init__(
         self, tensors: Mapping[str, Any], config: Mapping[str, Any], names: Mapping[str, str]
     ) -> None:
         self._config = config
-        self._places: dict[str, tuple[Any, int | None]] = {}
+        self._sources: dict[str, tuple[Any, int | None]] = {}  # tensor and index of the expert
         for name, tensor in tensors.items():
             if name == _ROPE_FACTORS and "rope_scaling" in config:
                 continue
             module, _, leaf = _BLOCK.sub("blk.{n}.", name).rpartition(".")
-            number = _BLOCK.match(name)
+            layer = _BLOCK.match(name)
             target = f"{names[module]}.{leaf}" if module in names else name
-            target = target.replace("{n}", number[1] if number else "")
+            target = target.replace("{n}", layer[1] if layer else "")
+            # A tensor of experts is split into one tensor per expert.
             if "{e}" not in target:
-                self._places[target] = tensor, None
+                self._sources[target] = tensor, None
                 continue
             for expert in range(int(tensor.shape[-1])):
-                self._places[target.replace("{e}", str(expert))] = tensor, expert
-        super().__init__(self._places)
+                self._sources[target.replace("{e}", str(expert))] = tensor, expert
+        super().__init__(self._sources)
 
     def __getitem__(self, name: str) -> Tensor:
         from gguf import dequantize
 
-        tensor, expert = self._places[name]
+        tensor, expert = self._sources[name]
         data = tensor.data if expert is None else tensor.data[expert]
         text = f"{tensor.name} of the GGUF file"
         with raised_as(CheckpointError, text, NotImplementedError, ValueError):
@@ -248,8 +254,9 @@ class GGUFTensors(LazyTensors):
             heads = self._config["num_attention_heads"]
             counts = {"q_proj": heads, "k_proj": self._config.get("num_key_value_heads", heads)}
             count = counts.get(name.split(".")[-2])
-            if count is not None:  # llama.cpp keeps the two halves of a head's rotation in turns
-                turns = value.reshape(count, -1, 2, *value.shape[1:])
-                value = turns.transpose(1, 2).reshape(value.shape)
+            if count is not None:  # llama.cpp interleaves the two halves of a head's rotation
+                pairs = value.reshape(count, -1, 2, *value.shape[1:])
+                value = pairs.transpose(1, 2).reshape(value.shape)
+        # GPT-2 stores weights transposed.
         is_conv = self._config["model_type"] == "gpt2" and ".c_" in name and value.dim() == 2
         return value.T.contiguous() if is_conv else value

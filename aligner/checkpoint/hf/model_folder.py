@@ -1,4 +1,4 @@
-"""Hugging Face model directories (safetensors) in and out, GGUF files in."""
+"""Reading of Hugging Face directories and GGUF files, and writing of Hugging Face directories."""
 
 import contextlib
 import json
@@ -52,12 +52,12 @@ class HuggingFaceModel:
 
     @property
     def config(self) -> Config:
-        """The architecture under NeMo's keys."""
+        """Architecture under NeMo's keys."""
         return config_from_architecture(self.architecture)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that these files describe."""
+        """Tokenizer that ``tokenizer_files`` describe."""
         return tokenizer_from_files(self.tokenizer_files)
 
 
@@ -66,18 +66,19 @@ def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
     path = Path(path)
     if not path.exists():
         raise CheckpointNotFoundError(
-            f"{str(path)!r} does not exist; give a Hugging Face directory or a .gguf file"
+            f"{str(path)!r} does not exist. Give a Hugging Face directory or a .gguf file"
         )
     if path.is_dir():
         config = _read_json(path / "config.json")
         state: Weights = SafetensorsFolder(path)
         tokenizer_files = _tokenizer_files(path, config)
     elif path.suffix == ".gguf":
-        from aligner.checkpoint.hf.gguf import read_gguf  # brings in transformers
+        from aligner.checkpoint.hf.gguf import read_gguf  # imports transformers
 
         config, state, tokenizer_files = read_gguf(path)
     else:
         raise CheckpointError(f"{str(path)!r} is neither a Hugging Face directory nor a .gguf file")
+    # The tensors are checked against the architecture and read later.
     architecture = architecture_from_hf(config)
     weights = HuggingFaceWeights(state, family_of(architecture.family).table, architecture)
     return HuggingFaceModel(architecture, weights, tokenizer_files)
@@ -90,7 +91,7 @@ class SafetensorsFolder(LazyTensors):
         self._folder = folder
         self._open_files: dict[str, Any] = {}
         index = folder / _INDEX
-        if (folder / "model.safetensors").exists():  # transformers reads it before an index
+        if (folder / "model.safetensors").exists():  # transformers prefers this file to an index
             self._files = dict.fromkeys(self._keys("model.safetensors"), "model.safetensors")
         elif index.exists():
             self._files = _weight_map(index)
@@ -98,13 +99,13 @@ class SafetensorsFolder(LazyTensors):
                 unlisted = sorted(set(self._keys(name)) - self._files.keys())
                 if unlisted:
                     raise CheckpointError(
-                        f"{str(folder / name)!r} holds {unlisted[0]}, which {_INDEX} does not "
-                        "list; the files are of two models, or the index is damaged"
+                        f"{str(folder / name)!r} contains {unlisted[0]}, but {_INDEX} does not "
+                        "list it. The files belong to two models, or the index is damaged"
                     )
         else:
             raise CheckpointError(
-                f"{str(folder)!r} holds no model.safetensors; pickled weights are not read, "
-                "save the model with save_pretrained(..., safe_serialization=True)"
+                f"{str(folder)!r} contains no model.safetensors, and pickled weights are not read. "
+                "Save the model with save_pretrained(..., safe_serialization=True)"
             )
         super().__init__(self._files)
 
@@ -130,16 +131,16 @@ def _damage_named(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor → name of the file beside ``index`` that holds it."""
+    """Return the map from tensors to files in the directory of ``index``."""
     listed = _read_json(index).get("weight_map")
     if not isinstance(listed, dict):
-        raise CheckpointError(f"{str(index)!r} holds no mapping weight_map of tensors to files")
+        raise CheckpointError(f"{str(index)!r} lacks the mapping weight_map of tensors to files")
     for key, name in listed.items():
-        plain = isinstance(name, str) and Path(name).name == name
-        if not plain or not name.endswith(".safetensors"):
+        is_plain = isinstance(name, str) and Path(name).name == name
+        if not is_plain or not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{str(index)!r} names the file {name!r} for {key}; a .safetensors file beside it "
-                "is expected"
+                f"{str(index)!r} names the file {name!r} for {key}. A .safetensors file in the "
+                "same directory is expected"
             )
     return listed
 
@@ -149,17 +150,17 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{str(path.parent)!r} holds no {path.name}; is it a Hugging Face model directory?"
+            f"{str(path.parent)!r} contains no {path.name}. Is it a Hugging Face model directory?"
         ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(path)!r} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{str(path)!r} does not hold a JSON object")
+        raise CheckpointError(f"{str(path)!r} is not a JSON object")
     return content
 
 
 def _tokenizer_files(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """The directory's own, and what they leave to transformers or to ``config.json``."""
+    """Return the directory's tokenizer files, completed by transformers and ``config.json``."""
     files = {
         name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()
     }
@@ -178,15 +179,16 @@ def save_hf(
     architecture: GPTArchitecture,
     tokenizer_files: Mapping[str, bytes],
 ) -> None:
-    """Write a Hugging Face directory that ``from_pretrained`` loads; it appears complete or not.
+    """Write a Hugging Face directory that ``from_pretrained`` loads, completely or not at all.
 
     The directory must not exist yet, or be empty.
     """
     folder = Path(folder)
     for name in tokenizer_files:
         if not is_tokenizer_file(name):
-            raise CheckpointError(f"{name!r} is a file which no tokenizer has; it is not written")
+            raise CheckpointError(f"{name!r} is not the name of a tokenizer file")
     check_names(weights, architecture, "the model to be saved")
+    # A model with a scalar head becomes a token classifier.
     family, config = config_to_hf(architecture)
     if REWARD_HEAD[0] in set(weights):
         config |= _classifier(family)
@@ -201,14 +203,15 @@ def save_hf(
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which gets the name ``folder`` once the block is left without an error.
+    """Yield a folder to fill, and rename it to ``folder`` after the block succeeded.
 
-    `StorageError` where the folder is there already and not empty, or cannot be written.
+    Raises `StorageError` if the folder exists and is not empty, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StorageError(
-            f"{str(folder)!r} exists and is not empty; remove it or give another --output"
+            f"{str(folder)!r} exists and is not empty. Remove it or give another --output"
         )
+    # Write under another name and rename.
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     text, remedy = f"cannot write {str(folder)!r}", "free space or choose a writable directory"
@@ -224,18 +227,18 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _classifier(family: Family) -> dict[str, Any]:
-    """``config.json`` settings of a body with a scalar head: a token classifier of one label."""
+    """Return ``config.json`` settings of a model with a scalar head, a one-label classifier."""
     if family.table is not LLAMA_TABLE:
         raise CheckpointError(
             f"the model has a reward head (rm_head), which a Hugging Face {family.model_type} "
-            "cannot carry in our form; save it as a .nemo, or convert the policy instead"
+            "cannot represent. Save it as a .nemo, or convert the policy instead"
         )
     name = family.model_class.replace("ForCausalLM", "ForTokenClassification")
     return {"architectures": [name], "id2label": {"0": "value"}, "label2id": {"value": 0}}
 
 
 def _special_ids(tokenizer_files: Mapping[str, bytes]) -> dict[str, int | list[int] | None]:
-    """``eos_token_id`` is a list where several tokens end a response, as transformers has it."""
+    """Return the ids of special tokens. ``eos_token_id`` is a list if there are several."""
     if not tokenizer_files:
         return {}
     tokenizer = tokenizer_from_files(tokenizer_files)
@@ -248,36 +251,38 @@ def _special_ids(tokenizer_files: Mapping[str, bytes]) -> dict[str, int | list[i
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Write safetensors, in several files where one would be too large; returns the dtype."""
+    """Write safetensors, in several files if one would be too large. Return the dtype."""
     shards: list[list[str]] = []
-    held: dict[str, Tensor] = {}
+    shard: dict[str, Tensor] = {}
     size = total = 0
     dtype = ""
 
     def flush() -> None:
         file = folder / f"shard-{len(shards)}"
-        save_file(held, file, metadata={"format": "pt"})
-        file.chmod(0o644)  # safetensors lets only the owner read it
-        shards.append(list(held))
-        held.clear()
+        save_file(shard, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # safetensors restricts it to the owner
+        shards.append(list(shard))
+        shard.clear()
 
     for name, tensor in tensors:
         dtype = dtype or str(tensor.dtype).removeprefix("torch.")
-        if held and size + tensor.nbytes > _MAX_SHARD_BYTES:
+        if shard and size + tensor.nbytes > _MAX_SHARD_BYTES:
             flush()
             size = 0
         # safetensors refuses tensors that share storage, as parts of one canonical tensor may.
-        held[name] = tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+        is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
+        shard[name] = tensor.clone() if is_part else tensor
         size += tensor.nbytes
         total += tensor.nbytes
     flush()
+    # The names contain the count of shards, which is only known now.
     weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        part = "" if len(shards) == 1 else f"-{number + 1:05d}-of-{len(shards):05d}"
+    for index, names in enumerate(shards):
+        part = "" if len(shards) == 1 else f"-{index + 1:05d}-of-{len(shards):05d}"
         file = f"model{part}.safetensors"
-        (folder / f"shard-{number}").rename(folder / file)
+        (folder / f"shard-{index}").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(content, indent=2) + "\n")
     return dtype

@@ -1,11 +1,12 @@
-"""Adapters in the format of Hugging Face's PEFT, for ``PeftModel.from_pretrained``.
+"""Export of adapters in the format of Hugging Face's PEFT, for ``PeftModel.from_pretrained``.
 
-PEFT knows the linears of Hugging Face's models, where ours are fused: query, key and value (gate
-and up) get the same A and each its rows of B.
+The fused linears of this library are separate in Hugging Face's models: query, key and value (gate
+and up) share A, and each receives its rows of B.
 """
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -28,22 +29,23 @@ def save_peft(
     architecture: GPTArchitecture,
     base_model: str | None = None,
 ) -> None:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors``; complete or not at all.
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, completely or not at all.
 
     Args:
         folder: must not exist yet, or be empty.
-        adapters: as `read_adapters` gives them.
-        architecture: of the model they belong to.
-        base_model: name or path of that model as a Hugging Face directory, for the configuration.
+        adapters: result of `read_adapters`.
+        architecture: shape of the base model.
+        base_model: name or path of the base model in Hugging Face's format, for the configuration.
     """
     family, _ = config_to_hf(architecture)
     has_head = REWARD_HEAD[0] in adapters.tensors
     if has_head and family.table is not LLAMA_TABLE:
         raise CheckpointError(
-            f"the adapters come with a reward head (rm_head), which a Hugging Face "
-            f"{family.model_type} cannot carry in our form; merge them into a .nemo"
+            f"the adapters include a reward head (rm_head), which a Hugging Face "
+            f"{family.model_type} cannot represent. Merge them into a .nemo"
         )
-    linears = {  # A and B of every linear that Hugging Face's model has
+    # A and B of every linear of Hugging Face's model.
+    linears = {
         module: (a, rows)
         for name, a in adapters.tensors.items()
         if (linear := name.removesuffix(LORA_A)) != name
@@ -76,13 +78,13 @@ def save_peft(
 
 
 def _targets(modules: set[str], table: Table) -> list[str]:
-    """Ends of names that mean these modules and, in this family, no others."""
+    """Return name suffixes that match these modules and no other modules of the family."""
 
-    def last_two(name: str) -> str:
-        return ".".join(name.split(".")[-2:])
+    def suffixes(names: Iterable[str], length: int) -> set[str]:
+        return {".".join(name.split(".")[-length:]) for name in names}
 
-    ends = {last_two(module) for module in modules}
-    others = {last_two(source) for _, sources in table.values() for source in sources} - ends
-    shorter = {end.split(".")[-1] for end in ends}
-    strangers = {other for other in others if other.split(".")[-1] in shorter}
-    return sorted(ends if strangers else shorter)
+    selected = suffixes(modules, 2)
+    unselected = suffixes((source for _, sources in table.values() for source in sources), 2)
+    unselected -= selected
+    is_ambiguous = suffixes(selected, 1) & suffixes(unselected, 1)
+    return sorted(selected if is_ambiguous else suffixes(selected, 1))

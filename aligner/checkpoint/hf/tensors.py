@@ -1,7 +1,7 @@
-"""Names and layouts of Hugging Face tensors against canonical ones, as one table per naming.
+"""Tables of Hugging Face's tensor names and layouts for canonical tensors, one per naming.
 
-A row maps a canonical module to its Hugging Face modules and their layout. Reading joins
-the parts, writing takes them apart again; both walk the same table.
+A row maps a canonical module to its Hugging Face modules and their layout. Reading joins the parts,
+and writing separates them by the same table.
 """
 
 import re
@@ -26,9 +26,9 @@ from aligner.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Layout:
-    """Conversion of one canonical tensor from those of Hugging Face, and back.
+    """Conversion between one canonical tensor and its Hugging Face tensors.
 
-    ``join(parts, architecture) -> tensor``; ``part(tensor, architecture) -> parts``. Weights are
+    ``join(parts, architecture) -> tensor`` and ``part(tensor, architecture) -> parts``. Weights are
     [out, in], biases [out], of any dtype.
     """
 
@@ -38,22 +38,19 @@ class Layout:
 
 
 def _conv(tensor: Tensor) -> Tensor:
-    """GPT-2's Conv1D keeps ``[in, out]``; a bias is the same either way."""
+    """Transpose a weight, because GPT-2's Conv1D stores ``[in, out]``. Biases are unchanged."""
     return tensor.T.contiguous() if tensor.dim() == 2 else tensor
 
 
 def join_qkv(parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
-    """``[heads*D, …], [groups*D, …], [groups*D, …]`` to rows interleaved per query group.
-
-    The dtype is kept.
-    """
+    """Interleave ``[heads*D, …], [groups*D, …], [groups*D, …]`` per query group. Any dtype."""
     groups = architecture.num_query_groups
     grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
     return torch.cat(grouped, dim=1).flatten(0, 1)
 
 
 def part_qkv(tensor: Tensor, architecture: GPTArchitecture) -> list[Tensor]:
-    """Inverse of `join_qkv`: ``[(heads + 2 * groups) * D, …]`` to query, key and value rows."""
+    """Split ``[(heads + 2 * groups) * D, …]`` into query, key and value: inverse of `join_qkv`."""
     groups, head = architecture.num_query_groups, architecture.kv_channels
     queries = architecture.num_attention_heads // groups * head
     grouped = tensor.reshape(groups, queries + 2 * head, *tensor.shape[1:])
@@ -65,7 +62,7 @@ def _join_packed_qkv(parts: list[Tensor], architecture: GPTArchitecture) -> Tens
     sizes = [count * architecture.kv_channels for count in rows]
     packed = _conv(parts[0])
     if packed.shape[0] != sum(sizes):
-        raise CheckpointError(f"c_attn has {packed.shape[0]} outputs, not {sum(sizes)}")
+        raise CheckpointError(f"c_attn has {packed.shape[0]} outputs, expected {sum(sizes)}")
     return join_qkv(list(packed.split(sizes)), architecture)
 
 
@@ -101,14 +98,14 @@ _EXPERT = f"{_L}.mlp.experts.local_experts.{{e}}"
 
 
 def _experts_table(block: str, gate: str, up: str, down: str) -> Table:
-    """Llama's names with a mixture of experts in ``block`` for the MLP."""
-    one = f"{_H}.{block}.experts.{{e}}"
+    """Return Llama's table with a mixture of experts in ``block`` instead of the MLP."""
+    expert = f"{_H}.{block}.experts.{{e}}"
     dense = {module: row for module, row in LLAMA_TABLE.items() if module not in _DENSE_MLP}
     return {
         **dense,
         f"{_L}.mlp.router": (_COPY, (f"{_H}.{block}.gate",)),
-        f"{_EXPERT}.linear_fc1": (_GATE_UP, (f"{one}.{gate}", f"{one}.{up}")),
-        f"{_EXPERT}.linear_fc2": (_COPY, (f"{one}.{down}",)),
+        f"{_EXPERT}.linear_fc1": (_GATE_UP, (f"{expert}.{gate}", f"{expert}.{up}")),
+        f"{_EXPERT}.linear_fc2": (_COPY, (f"{expert}.{down}",)),
     }
 
 
@@ -136,21 +133,23 @@ _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 
 def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
-    """Layout and Hugging Face names of one canonical tensor."""
-    numbers = {}
+    """Return the layout and the Hugging Face names of one canonical tensor."""
+    indices = {}
     for mark, pattern in (("{n}", _NUMBERED), ("{e}", _NUMBERED_EXPERT)):
         match = pattern.search(name)
-        numbers[mark] = match[1] if match else ""
+        indices[mark] = match[1] if match else ""
+    # The table contains names without indices.
     unnumbered = _NUMBERED.sub("decoder.layers.{n}.", name)
     unnumbered = _NUMBERED_EXPERT.sub(".local_experts.{e}.", unnumbered)
     module, _, kind = unnumbered.rpartition(".")
     if module not in table:
-        raise CheckpointError(f"{name} has no place in this Hugging Face family")
+        raise CheckpointError(f"{name} does not exist in this Hugging Face family")
     layout, sources = table[module]
+    # Insert the indices into Hugging Face's names.
     names = []
     for source in sources:
-        for mark, number in numbers.items():
-            source = source.replace(mark, number)
+        for mark, index in indices.items():
+            source = source.replace(mark, index)
         names.append(f"{source}.{kind}")
     return layout, names
 
@@ -158,9 +157,9 @@ def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
 def part_rows(
     linear: str, rows: Tensor, table: Table, architecture: GPTArchitecture
 ) -> dict[str, Tensor]:
-    """Take apart what has a row for each output of ``linear``, by Hugging Face's module.
+    """Split ``rows`` [outputs of ``linear``, …] by Hugging Face's modules.
 
-    Unlike a weight, the parts are ``[outputs, …]`` in every family.
+    Unlike weights, the parts are ``[outputs, …]`` in every family.
     """
     layout, names = _row(f"{linear}.weight", table)
     parts = layout.part(rows, architecture)
@@ -172,9 +171,9 @@ def part_rows(
 
 
 class HuggingFaceWeights(LazyTensors):
-    """Canonical view of a Hugging Face state dict; tensors are read when indexed.
+    """Canonical view of a Hugging Face state dict. Tensors are read when indexed.
 
-    A classifier's ``score`` is the reward head, and there is no output layer then.
+    A classifier's ``score`` is the reward head. A classifier has no output layer.
     """
 
     def __init__(self, state: Weights, table: Table, architecture: GPTArchitecture) -> None:
@@ -190,12 +189,13 @@ class HuggingFaceWeights(LazyTensors):
         super().__init__(self._rows)
 
     def _resolve(self, table: Table) -> dict[str, str]:
-        """Expected name → name in the state dict, which may lack the ``model.`` level."""
+        """Map expected names to names in the state dict, where ``model.`` may be missing."""
         expected = [name for _, names in self._rows.values() for name in names]
         actual: dict[str, str] = {}
         for name in expected:
             shorter = name.partition(".")[2]
             actual[name] = name if name in self._state or shorter not in self._state else shorter
+        # Every tensor must be used. Buffers and a copy of the tied output layer are exceptions.
         surplus = set(self._state) - set(actual.values())
         _, tied_copy = _row(OUTPUT_LAYER, table)
         surplus = {n for n in surplus if not _BUFFERS.search(n) and n not in tied_copy}
@@ -205,14 +205,15 @@ class HuggingFaceWeights(LazyTensors):
                 "the tensors do not fit config.json: "
                 f"missing {absent[:4] or 'none'}, unexpected {sorted(surplus)[:4] or 'none'}"
             )
+        # A stored copy of a tied output layer must equal the embedding.
         is_tied = not any(name in self._rows for name in (OUTPUT_LAYER, *REWARD_HEAD))
         (embedding,), (copy,) = self._rows[EMBEDDING][1], tied_copy
         if is_tied and copy in self._state:
             if torch.equal(self._state[copy], self._state[actual[embedding]]):
                 return actual
             raise CheckpointError(
-                f"config.json ties the output layer to the embedding, and {copy} differs from "
-                f"{embedding}; set tie_word_embeddings=false in config.json to use it"
+                f"config.json ties the output layer to the embedding, but {copy} differs from "
+                f"{embedding}. Set tie_word_embeddings=false in config.json to use {copy}"
             )
         return actual
 
@@ -222,20 +223,20 @@ class HuggingFaceWeights(LazyTensors):
         for source, part in zip(sources, parts, strict=True):
             if not part.is_floating_point():
                 raise CheckpointError(
-                    f"{source} is of {part.dtype}, of a quantised model; give the model in bf16"
+                    f"{source} of a quantised model has {part.dtype}. Give the model in bf16"
                 )
         try:
             tensor = layout.join(parts, self._architecture)
         except RuntimeError as error:
             shapes = {s: list(p.shape) for s, p in zip(sources, parts, strict=True)}
             raise CheckpointError(f"{shapes} do not fit config.json: {error}") from error
-        if name not in SCORE:  # for a head that does not fit, the role's error is clearer
+        if name not in SCORE:  # the role checks the shape of a head with a clearer error
             check_shape(name, tensor.shape, self._shapes[name])
         return tensor
 
 
 class HuggingFaceView(LazyTensors):
-    """Canonical weights under Hugging Face's names; each is read when it is indexed."""
+    """Canonical weights under Hugging Face's names. A weight is read when it is indexed."""
 
     def __init__(self, weights: Weights, table: Table, architecture: GPTArchitecture) -> None:
         self._weights, self._architecture = weights, architecture
@@ -244,16 +245,16 @@ class HuggingFaceView(LazyTensors):
         present = set(weights)
         self._rows = {name: row for name, row in rows.items() if name in present}
         self._sources = {
-            target: (name, place)
+            target: (name, index)
             for name, (_, targets) in self._rows.items()
-            for place, target in enumerate(targets)
+            for index, target in enumerate(targets)
         }
         self._last: tuple[str, list[Tensor]] = "", []
         super().__init__(self._sources)
 
     def __getitem__(self, target: str) -> Tensor:
-        name, place = self._sources[target]
-        if self._last[0] != name:  # parts of one canonical tensor are read in a row
+        name, index = self._sources[target]
+        if self._last[0] != name:  # parts of one canonical tensor are read consecutively
             layout, _ = self._rows[name]
             self._last = name, layout.part(self._weights[name], self._architecture)
-        return self._last[1][place].contiguous()
+        return self._last[1][index].contiguous()

@@ -1,9 +1,9 @@
-"""The `.nemo` container: a tar read in place and written in one atomic pass.
+"""The `.nemo` container: a tar that is read in place and written in one atomic pass.
 
-Nothing is ever unpacked: members are read, or mapped into memory, where they are in the tar, so a
-hostile member name has nowhere to go. A gzip archive is inflated into one temporary file that all
-processes of the machine share (`aligner.checkpoint.nemo.inflated`). An already unpacked directory
-reads the same way.
+Nothing is unpacked. Members are read, or mapped into memory, at their position in the tar, so that
+hostile member names have no effect. A gzip archive is inflated into one temporary file that all
+processes of the machine share (`aligner.checkpoint.nemo.inflated`). An unpacked directory is read
+in the same way.
 """
 
 import contextlib
@@ -17,27 +17,23 @@ import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import IO, Any, Self
 
 from aligner.checkpoint.nemo.inflated import open_inflated
 from aligner.config.fields import HUB_NAME
 from aligner.errors import CheckpointError, CheckpointNotFoundError, raised_as
 
-CHECKSUMS = "checksums.json"  # member → SHA-256 of those that have no CRC-32 of their own
+CHECKSUMS = "checksums.json"  # member → SHA-256, for members without CRC-32
 _KEY = "model.restore_from_path"
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK = tarfile.BLOCKSIZE
-# Pages that are not written need no memory of their own; older Pythons lack Linux's name for that.
+# Only written pages of a private mapping need memory. Older Pythons lack Linux's name of the flag.
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 @contextlib.contextmanager
 def named_by(key: str) -> Iterator[None]:
-    """Within the block a checkpoint that does not exist is one that ``key`` names.
-
-    Outside of it that is ``model.restore_from_path``.
-    """
+    """Name ``key`` instead of ``model.restore_from_path`` in errors of missing checkpoints."""
     try:
         yield
     except CheckpointNotFoundError as error:
@@ -47,33 +43,36 @@ def named_by(key: str) -> Iterator[None]:
 class ArchiveReader:
     """Read-only view of a `.nemo` tar (plain or gzip) or of an unpacked directory.
 
-    ``names`` are the regular files, POSIX style, without the leading ``./``. Use it as a context
-    manager.
+    A context manager. ``names`` are the regular files in POSIX style without the leading ``./``.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._tar: tarfile.TarFile | None = None
         self._members: dict[str, tarfile.TarInfo] = {}
-        self._mapped: dict[str, memoryview] = {}  # files of a directory; ``""``: the archive
+        self._mapped: dict[str, memoryview] = {}  # by file of a directory, or ``""`` for a tar
         if not self.path.exists():
-            text = f"checkpoint {str(self.path)!r} does not exist; check {_KEY}"
+            text = f"checkpoint {str(self.path)!r} does not exist. Check {_KEY}"
             if re.fullmatch(HUB_NAME, str(self.path)) and self.path.suffix != ".nemo":
                 text += (
-                    f"; as a name of Hugging Face's hub it is not in the local cache: hf download "
-                    f"{self.path}, or give a directory (policy.model_name in NeMo-RL's mappings)"
+                    ". If it is a name of Hugging Face's hub, it is not in the local cache: run hf "
+                    f"download {self.path}, or give a directory (policy.model_name in NeMo-RL's "
+                    "mappings)"
                 )
             raise CheckpointNotFoundError(text)
         if self.path.is_dir():
-            paths = list(self.path.rglob("*"))
+            # Any other directory, such as /, can be large and can change while it is listed.
+            is_model = (self.path / "model_config.yaml").is_file()
+            paths = list(self.path.rglob("*")) if is_model else []
             for path in paths:
                 if path.is_symlink():
                     raise CheckpointError(
-                        f"checkpoint directory {str(self.path)!r} holds a link, {path.name!r}"
+                        f"checkpoint directory {str(self.path)!r} contains the link {path.name!r}"
                     )
             files = (path.relative_to(self.path) for path in paths if path.is_file())
             self.names = frozenset(file.as_posix() for file in files)
             return
+        # A tar, perhaps compressed. Its members are checked before any is read.
         self._stream: IO[bytes] = open(self.path, "rb")  # noqa: SIM115 - closed by close()
         if self._stream.read(2) == _GZIP_MAGIC:
             self._stream.close()
@@ -101,31 +100,32 @@ class ArchiveReader:
             if info.isdir():
                 continue
             if name in members:
-                raise CheckpointError(f"{str(self.path)!r} holds {name!r} twice; refused")
+                raise CheckpointError(f"{str(self.path)!r} contains {name!r} twice")
             members[name] = info
-        # tarfile does not notice a file that was cut between two members.
+        # tarfile accepts a file that was cut between two members.
         self._stream.seek(end)
         if self._stream.read(_BLOCK) != bytes(_BLOCK):
             raise CheckpointError(
-                f"{str(self.path)!r} is truncated (no end-of-archive mark); copy it anew"
+                f"{str(self.path)!r} is truncated (no end-of-archive mark). Copy it anew"
             )
         return members
 
     def view(self, name: str) -> memoryview:
-        """Bytes of member ``name``, read when they are touched, from memory that processes share.
+        """Map member ``name`` into memory that processes share. Bytes are read when accessed.
 
-        Valid while the view is held, after `close` too. What is written stays this process's.
+        The view stays valid after `close`. Writing changes only this process's copy.
         """
         if name not in self.names:
             raise CheckpointError(
-                f"{str(self.path)!r} holds no {name!r}; "
+                f"{str(self.path)!r} contains no {name!r}. "
                 + (
-                    "it looks like a Hugging Face directory, and here a .nemo is needed: "
-                    f"`aligner convert --input {self.path} --output FILE.nemo` makes one"
+                    "It looks like a Hugging Face directory, but a .nemo is required. Convert it: "
+                    f"`aligner convert --input {self.path} --output FILE.nemo`"
                     if "config.json" in self.names
-                    else "is it a .nemo file?"
+                    else "Is it a .nemo file?"
                 )
             )
+        # A directory has one mapping per file, a tar one mapping for all members.
         if self._tar is None:
             if name not in self._mapped:
                 with open(self.path / name, "rb") as stream:
@@ -137,22 +137,22 @@ class ArchiveReader:
         return self._mapped[""][info.offset_data : info.offset_data + info.size]
 
     def read(self, name: str) -> bytes:
-        """All bytes of member ``name``; those of an archive that `CHECKSUMS` lists are compared.
+        """Return all bytes of member ``name``. In a tar, compare the digest from `CHECKSUMS`.
 
-        Files of an unpacked archive are there to be edited.
+        Users may edit the files of an unpacked archive.
         """
         if self._tar is None and name in self.names:
             return (self.path / name).read_bytes()
         data = bytes(self.view(name))
         if self._digests.get(name, _digest(data)) != _digest(data):
             raise CheckpointError(
-                f"{name!r} of {str(self.path)!r} is damaged: its checksum differs; copy it anew "
-                f"(a member that was changed on purpose is to be taken out of {CHECKSUMS})"
+                f"{name!r} of {str(self.path)!r} is damaged: its checksum differs. Copy it anew. "
+                f"If you changed the member on purpose, remove it from {CHECKSUMS}"
             )
         return data
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Member ``name``, a JSON object."""
+        """Read member ``name``, which contains a JSON object."""
         data = bytes(self.view(name)) if name == CHECKSUMS else self.read(name)
         text, damage = f"{name} of {str(self.path)!r} is damaged", (ValueError, RecursionError)
         with raised_as(CheckpointError, text, *damage, remedy="copy the file anew"):
@@ -163,12 +163,12 @@ class ArchiveReader:
 
     @functools.cached_property
     def _digests(self) -> dict[str, Any]:
-        """SHA-256 of small members; {} for an archive without a list."""
+        """SHA-256 by member. Empty for an archive without the list."""
         listed = self.read_json(CHECKSUMS) if CHECKSUMS in self.names else {}
         absent = sorted(set(listed) - self.names)
         if absent:
             raise CheckpointError(
-                f"{str(self.path)!r} lacks {absent[0]!r}, which its {CHECKSUMS} lists; copy it anew"
+                f"{str(self.path)!r} lacks {absent[0]!r}, which its {CHECKSUMS} lists. Copy it anew"
             )
         return listed
 
@@ -182,12 +182,7 @@ class ArchiveReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
@@ -195,7 +190,7 @@ class ViewStream(io.RawIOBase):
     """Seekable stream of the bytes of a memoryview."""
 
     def __init__(self, view: memoryview) -> None:
-        self._view, self._place = view, 0
+        self._view, self._position = view, 0
 
     def readable(self) -> bool:
         """Return True."""
@@ -206,44 +201,43 @@ class ViewStream(io.RawIOBase):
         return True
 
     def readinto(self, target: Any) -> int:
-        """Fill ``target`` with the next bytes; returns how many there were."""
-        part = self._view[self._place : self._place + len(target)]
+        """Fill ``target`` with the next bytes. Return the number of bytes."""
+        part = self._view[self._position : self._position + len(target)]
         target[: len(part)] = part
-        self._place += len(part)
+        self._position += len(part)
         return len(part)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to ``offset`` from the beginning, the place or the end."""
-        self._place = offset + (0, self._place, len(self._view))[whence]
-        return self._place
+        """Move to ``offset`` from the beginning, the current position or the end."""
+        self._position = offset + (0, self._position, len(self._view))[whence]
+        return self._position
 
 
 def _mapping(stream: IO[bytes]) -> memoryview:
-    """All of a file."""
+    """Map a file into memory."""
     if os.fstat(stream.fileno()).st_size == 0:  # cannot be mapped
         return memoryview(b"")
-    # Writable, because torch wants such memory; private, so that the file never changes.
+    # Writable, because torch requires it. Private, so that the file never changes.
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _NO_RESERVE
     return memoryview(mmap.mmap(stream.fileno(), 0, flags=flags, prot=protection))
 
 
 def _safe_name(archive: Path, info: tarfile.TarInfo) -> str:
-    """The member's normalised name; raises on names and kinds that no checkpoint has."""
+    """Return the member's normalised name. Raise on names and kinds that no checkpoint has."""
     path = PurePosixPath(info.name)
     if path.is_absolute() or ".." in path.parts or "\\" in info.name or "\0" in info.name:
         raise CheckpointError(
-            f"{str(archive)!r} holds the unsafe path {info.name!r}; refused as malicious"
+            f"{str(archive)!r} contains the unsafe path {info.name!r}: refused as malicious"
         )
-    if not (info.isreg() or info.isdir()) or info.issparse():  # sparse: bytes are not in a row
+    if not (info.isreg() or info.isdir()) or info.issparse():  # sparse: not contiguous
         raise CheckpointError(
-            f"{str(archive)!r} holds {info.name!r}, which is a link or a device; refused as "
-            "malicious"
+            f"{str(archive)!r} contains {info.name!r}, a link or a device: refused as malicious"
         )
     return path.as_posix()
 
 
 class ArchiveWriter:
-    """Write a plain tar member by member, without temporary copies, byte for byte reproducible."""
+    """Writer of a plain tar, member by member, without temporary copies. Bytes are reproducible."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -251,35 +245,35 @@ class ArchiveWriter:
         self.add_directory("")
 
     def add_directory(self, name: str) -> None:
-        """Add a directory entry; ``""`` is the root."""
+        """Add a directory entry. ``""`` is the root."""
         info = tarfile.TarInfo(f"./{name}".rstrip("/") + "/" if name else "./")
         info.type, info.mode = tarfile.DIRTYPE, 0o755
         self._stream.write(_header(info))
 
     def add(self, name: str, data: bytes) -> None:
-        """Add a file whose bytes are at hand."""
+        """Add a file and its checksum."""
         self._digests[name] = _digest(data)
         with self.open(name) as stream:
             stream.write(data)
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
-        """Stream a file of yet unknown size; its header is filled in when the block ends."""
+        """Stream a file of unknown size. Its header is written when the block ends."""
         info = tarfile.TarInfo(f"./{name}")
         info.mode = 0o644
         start = self._stream.tell()
-        self._stream.write(bytes(_BLOCK))  # room for the header, which holds the size
+        self._stream.write(bytes(_BLOCK))  # space for the header, which states the size
         yield self._stream
         end = self._stream.tell()
         info.size = end - start - _BLOCK
         self._stream.write(bytes(-info.size % _BLOCK))
-        after = self._stream.tell()
+        next_member = self._stream.tell()
         self._stream.seek(start)
         self._stream.write(_header(info))
-        self._stream.seek(after)
+        self._stream.seek(next_member)
 
     def finish(self) -> None:
-        """Write the list of checksums and the end-of-archive mark, padded as tar does."""
+        """Write the list of checksums and the end-of-archive mark, padded like tar's."""
         self.add(CHECKSUMS, json.dumps(self._digests, sort_keys=True).encode())
         self._stream.write(bytes(2 * _BLOCK))
         self._stream.write(bytes(-self._stream.tell() % tarfile.RECORDSIZE))
@@ -290,7 +284,7 @@ def _digest(data: bytes) -> str:
 
 
 def _header(info: tarfile.TarInfo) -> bytes:
-    # Time 0 and no owner, by TarInfo's defaults: equal models give equal bytes.
+    # TarInfo's defaults are time 0 and no owner, so that equal models give equal bytes.
     header = info.tobuf(tarfile.GNU_FORMAT)
     if len(header) != _BLOCK:
         raise CheckpointError(f"member name {info.name!r} is too long for a .nemo archive")

@@ -1,7 +1,7 @@
-"""Files inside a `.nemo`: those that users registered with a model, and the tokenizer's.
+"""Files inside a `.nemo`: artifacts that users registered with a model, and tokenizer files.
 
-Each is a member ``<hex>_<name>`` of the archive, and the configuration key it was registered under
-(NeMo's ``register_artifact``) holds ``nemo:<hex>_<name>``.
+A file is the member ``<hex>_<name>`` of the archive. The configuration key under which it was
+registered (NeMo's ``register_artifact``) has the value ``nemo:<hex>_<name>``.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ _PREFIX = re.compile(r"^[0-9a-f]{32}_")
 def write_artifacts(
     archive: ArchiveWriter, config: dict[str, Any], artifacts: Mapping[str, Path]
 ) -> None:
-    """Package the files and point ``config`` (changed in place) at them, by dotted key."""
+    """Add files and set their references in ``config`` (changed in place), by dotted key."""
     for key, path in sorted(artifacts.items()):
-        name = _PREFIX.sub("", path.name)  # one that came out of a `.nemo` has a prefix already
+        name = _PREFIX.sub("", path.name)  # files extracted from a `.nemo` already have a prefix
         *parents, leaf = key.split(".")
         level = config
         for parent in parents:
@@ -32,10 +32,10 @@ def write_artifacts(
 
 
 def _add(archive: ArchiveWriter, name: str, content: bytes) -> str:
-    """Package a file and return the reference to it.
+    """Add a file and return its reference.
 
-    The hexadecimal prefix, a random one in NeMo, is the content's digest: equal models give equal
-    bytes.
+    The hexadecimal prefix, which is random in NeMo, is the content's digest, so that equal models
+    give equal bytes.
     """
     member = f"{hashlib.sha256(content).hexdigest()[:32]}_{name}"
     archive.add(member, content)
@@ -43,17 +43,17 @@ def _add(archive: ArchiveWriter, name: str, content: bytes) -> str:
 
 
 def extract_artifacts(archive: ArchiveReader, config: Mapping[str, Any], folder: Path) -> bool:
-    """Copy the members that ``config`` refers to, the tokenizer's aside; whether there were any.
+    """Copy the members that ``config`` references, except the tokenizer's, to ``folder``.
 
-    Their names are plain: `CheckpointError` for a member in a folder of the archive.
+    Return whether any were copied. A member in a folder of the archive raises `CheckpointError`.
     """
     outside = {key: value for key, value in config.items() if key != "tokenizer"}
     members = [member for member in _references(outside) if member in archive.names]
     for member in members:
         if Path(member).name != member:
             raise CheckpointError(
-                f"model_config.yaml of {str(archive.path)!r} refers to 'nemo:{member}'; the files "
-                "of users lie at the top of an archive, so it is refused"
+                f"model_config.yaml of {str(archive.path)!r} refers to 'nemo:{member}' in a "
+                "folder. Files of users must be at the top level of the archive"
             )
         (folder / member).write_bytes(archive.read(member))
     return bool(members)
@@ -67,7 +67,7 @@ def _references(value: Any) -> Iterator[str]:
         yield value[len(_REFERENCE) :]
 
 
-# NeMo names files by their role, whatever they were called when they were packed.
+# NeMo identifies files by role, not by their original names.
 _ROLE_NAMES = {
     "model": "tokenizer.model",
     "tokenizer_model": "tokenizer.model",
@@ -78,10 +78,10 @@ _ROLE_NAMES = {
 
 
 def read_tokenizer_files(archive: ArchiveReader, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """File name → content of the packaged tokenizer; empty where none is packaged.
+    """Return name → content of the packaged tokenizer files, empty if none are packaged.
 
-    The names are those that tokenizers have (`is_tokenizer_file`): an archive with others, which
-    would be written anywhere when the model is converted, is refused.
+    Only names of tokenizer files are accepted (`is_tokenizer_file`), because a conversion writes
+    files of these names.
     """
     section = config.get("tokenizer") or {}
     if not isinstance(section, Mapping):
@@ -96,9 +96,10 @@ def read_tokenizer_files(archive: ArchiveReader, config: Mapping[str, Any]) -> d
     for name in listed:
         if not is_tokenizer_file(name):
             raise CheckpointError(
-                f"model_config.yaml of {str(archive.path)!r} names the tokenizer file "
-                f"{str(name)!r}, which no tokenizer has; refused as malicious"
+                f"model_config.yaml of {str(archive.path)!r} names {str(name)!r}, which is not the "
+                "name of a tokenizer file: refused as malicious"
             )
+    # Resolve the references to members of the archive.
     references = {**{name: value for name, value in roles.items() if value}, **listed}
     members = {
         name: value.removeprefix(_REFERENCE)
@@ -108,17 +109,18 @@ def read_tokenizer_files(archive: ArchiveReader, config: Mapping[str, Any]) -> d
     for member in members.values():
         if member not in archive.names:
             raise CheckpointError(
-                f"model_config.yaml names tokenizer file {member!r}, which {str(archive.path)!r} "
-                "does not hold"
+                f"model_config.yaml names the tokenizer file {member!r}, but {str(archive.path)!r} "
+                "does not contain it"
             )
     return {name: archive.read(member) for name, member in members.items()}
 
 
 def write_tokenizer_files(archive: ArchiveWriter, files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Package tokenizer files; returns the ``tokenizer`` section that names them."""
+    """Add tokenizer files and return the ``tokenizer`` section with their references."""
     references = {name: _add(archive, name, content) for name, content in sorted(files.items())}
     section: dict[str, Any] = {"type": None, "model": None, "vocab_file": None, "merge_file": None}
-    beside = {name: references.pop(name) for name in [GENERATION_CONFIG] if name in references}
+    extra = {name: references.pop(name) for name in [GENERATION_CONFIG] if name in references}
+    # NeMo's keys depend on the kind of tokenizer. Other files are listed individually.
     if set(references) == {"tokenizer.model"}:
         section |= {"library": "sentencepiece", "model": references["tokenizer.model"]}
     elif set(references) == {"vocab.json", "merges.txt"}:
@@ -130,5 +132,5 @@ def write_tokenizer_files(archive: ArchiveWriter, files: Mapping[str, bytes]) ->
         }
     else:
         section |= {"library": "huggingface"}
-        beside |= references
-    return section | ({"files": beside} if beside else {})
+        extra |= references
+    return section | ({"files": extra} if extra else {})

@@ -1,4 +1,4 @@
-"""NeMo's ``model_config.yaml`` in and out of `GPTArchitecture`."""
+"""Conversion between NeMo's ``model_config.yaml`` and `GPTArchitecture`."""
 
 import re
 from typing import Any
@@ -44,8 +44,8 @@ _WRITTEN_ACTIVATIONS: dict[Activation, str] = {
     "swiglu": "fast-swiglu",
     "geglu": "fast-geglu",
 }
-# Kinds of experts that megatron-core has and `GPTArchitecture` has not (Mixtral's and Qwen3-MoE's
-# only), by the value that means "not that".
+# Settings of experts that megatron-core supports and `GPTArchitecture` does not (only Mixtral's and
+# Qwen3-MoE's experts are supported), with the value that disables them.
 _PLAIN_EXPERTS: Config = {
     "moe_shared_expert_intermediate_size": None,
     "moe_layer_freq": 1,
@@ -60,7 +60,7 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 def parse_config(data: bytes) -> Config:
-    """Parse the YAML; simple references such as ``${.encoder_seq_length}`` are followed."""
+    """Parse the YAML and resolve simple references such as ``${.encoder_seq_length}``."""
     damage = (yaml.YAMLError, UnicodeDecodeError, RecursionError)
     with raised_as(CheckpointError, "model_config.yaml cannot be parsed", *damage):
         config = yaml.safe_load(data)
@@ -71,13 +71,13 @@ def parse_config(data: bytes) -> Config:
     missing = [key for key in _REQUIRED if config.get(key) is None]
     if missing:
         raise CheckpointError(
-            f"model_config.yaml lacks {', '.join(missing)}; it does not describe a GPT model"
+            f"model_config.yaml lacks {', '.join(missing)}. It does not describe a GPT model"
         )
-    return {key: _followed(config, value) for key, value in config.items()}
+    return {key: _resolved(config, value) for key, value in config.items()}
 
 
-def _followed(config: Config, value: Any) -> Any:
-    for _ in range(8):  # a chain of references; a cycle ends here too
+def _resolved(config: Config, value: Any) -> Any:
+    for _ in range(8):  # limits chains and cycles of references
         match = _INTERPOLATION.match(value) if isinstance(value, str) else None
         if match is None or match[1] not in config:
             break
@@ -86,16 +86,16 @@ def _followed(config: Config, value: Any) -> Any:
 
 
 def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchitecture:
-    """Read an architecture off NeMo's keys; NeMo's defaults where a key is absent or null.
+    """Return the architecture for NeMo's keys. An absent or null key has NeMo's default.
 
-    ``vocab_size`` is the tokenizer's, since NeMo does not write it; a ``vocab_size`` key (ours)
-    wins, for models whose embedding is larger than their tokenizer.
+    ``vocab_size``: size of the tokenizer, because NeMo does not write it. A ``vocab_size`` key
+    written by this library takes precedence: an embedding may be larger than its tokenizer.
     """
     vocab_size = config.get("vocab_size") or vocab_size
     if vocab_size is None:
         raise CheckpointError(
-            "the vocabulary size is unknown: model_config.yaml does not hold it and there is no "
-            "tokenizer to count"
+            "the vocabulary size is unknown: model_config.yaml lacks vocab_size and the archive "
+            "contains no tokenizer"
         )
 
     def get(key: str, default: Any) -> Any:
@@ -105,12 +105,10 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
     for key, plain in _PLAIN_EXPERTS.items():
         if config.get("num_moe_experts") and config.get(key) not in (None, plain):
             raise CheckpointError(
-                f"{key}={config[key]!r} in model_config.yaml is not supported; supported: {plain!r}"
+                f"{key}={config[key]!r} in model_config.yaml is not supported. Supported: {plain!r}"
             )
-    wrong_kinds = (TypeError, ValueError, ArithmeticError)
-    with raised_as(
-        CheckpointError, "model_config.yaml holds a value of a wrong kind", *wrong_kinds
-    ):
+    text = "model_config.yaml contains a value of a wrong type"
+    with raised_as(CheckpointError, text, TypeError, ValueError, ArithmeticError):
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         return GPTArchitecture(
             num_layers=int(config["num_layers"]),
@@ -134,7 +132,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             bias_linear=bool(get("bias", True)),
             bias_qkv=bool(get("qkv_bias", False)) and not get("bias", True),
             qk_layernorm=bool(get("qk_layernorm", False)),
-            # NeMo's ``[left, 0]`` counts the tokens before the current one, ours counts it in.
+            # NeMo's ``[left, 0]`` excludes the current token, this library includes it.
             window_size=int(config["window_size"][0]) + 1 if config.get("window_size") else None,
             attention_dropout=float(get("attention_dropout", 0.1)),
             hidden_dropout=float(get("hidden_dropout", 0.1)),
@@ -148,20 +146,20 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
         )
 
 
-def _choice(config: Config, key: str, default: str, known: dict[str, Any]) -> Any:
-    given = default if config.get(key) is None else config[key]
-    value = str(given).lower()
-    if value not in known:
-        kind = "" if isinstance(given, str) else f", a {type(given).__name__},"
+def _choice(config: Config, key: str, default: str, choices: dict[str, Any]) -> Any:
+    setting = default if config.get(key) is None else config[key]
+    value = str(setting).lower()
+    if value not in choices:
+        kind = "" if isinstance(setting, str) else f", a {type(setting).__name__},"
         raise CheckpointError(
-            f"{key}={value!r}{kind} in model_config.yaml is not supported; known: "
-            f"{', '.join(known)}"
+            f"{key}={value!r}{kind} in model_config.yaml is not supported. Supported: "
+            f"{', '.join(choices)}"
         )
-    return known[value]
+    return choices[value]
 
 
 def _activation(config: Config) -> Activation:
-    """NeMo's fused bias-gelu kernels compute the tanh form whatever their name."""
+    """Return the activation. NeMo's fused bias-gelu kernels always compute the tanh form."""
     activation: Activation = _choice(config, "activation", "gelu", _ACTIVATIONS)
     fused = bool(config.get("bias_activation_fusion"))
     if activation == "gelu" and (fused or config.get("openai_gelu")):
@@ -169,13 +167,13 @@ def _activation(config: Config) -> Activation:
     if activation == "geglu" and fused:
         raise CheckpointError(
             "activation='geglu' with bias_activation_fusion=true computes a tanh GELU gate, which "
-            "is not supported; known: geglu without fusion"
+            "is not supported. Supported: geglu without fusion"
         )
     return activation
 
 
 def _positions(config: Config) -> int:
-    """A learned table of megatron-core has ``encoder_seq_length`` rows, older ones the other."""
+    """Return the number of positions, for megatron-core's learned table ``encoder_seq_length``."""
     keys = ["max_position_embeddings", "encoder_seq_length"]
     learned = config.get("position_embedding_type") in (None, "learned_absolute")
     if learned and config.get("mcore_gpt"):
@@ -188,10 +186,10 @@ def _positions(config: Config) -> int:
 
 def _rope_scaling(config: Config) -> RopeScaling | None:
     if config.get("rope_scaling"):
-        text = "rope_scaling in model_config.yaml is no mapping of its settings"
+        text = "rope_scaling in model_config.yaml is not a mapping of its settings"
         with raised_as(CheckpointError, text, TypeError):
             return RopeScaling(**config["rope_scaling"])
-    if config.get("scale_positional_embedding"):  # NeMo's switch for Llama 3.1, constants built in
+    if config.get("scale_positional_embedding"):  # NeMo's switch for Llama 3.1's constants
         return RopeScaling(factor=float(config.get("scale_factor") or 8.0))
     if config.get("seq_len_interpolation_factor"):
         return RopeScaling(factor=float(config["seq_len_interpolation_factor"]), kind="linear")
@@ -199,7 +197,8 @@ def _rope_scaling(config: Config) -> RopeScaling | None:
 
 
 def config_from_architecture(architecture: GPTArchitecture) -> Config:
-    """NeMo's keys for an architecture; every key that decides a number is written out."""
+    """Return NeMo's keys for an architecture, including all keys that affect numbers."""
+    # Keys that are always written. The optional keys follow.
     config: Config = {
         "mcore_gpt": True,
         "micro_batch_size": 1,
@@ -268,5 +267,5 @@ def _written_rope_scaling(scaling: RopeScaling | None) -> Config:
 
 
 def dump_config(config: Config) -> bytes:
-    """YAML in the order of the keys."""
+    """Return the YAML in the order of the keys."""
     return yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode()

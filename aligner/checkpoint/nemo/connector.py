@@ -11,7 +11,7 @@ from aligner.checkpoint.nemo.model_file import NemoCheckpoint, open_nemo
 
 
 class NemoModel(Protocol):
-    """Interface of the model classes that the connector reads."""
+    """Interface of the model classes that the connector restores."""
 
     artifact_folder: tempfile.TemporaryDirectory | None
 
@@ -19,16 +19,14 @@ class NemoModel(Protocol):
     def from_checkpoint(
         cls, checkpoint: NemoCheckpoint, *, trainer: Any = None, strict: bool = True
     ) -> Self:
-        """Build the model and fill its weights."""
-        ...
+        """Build the model and load its weights."""
 
     def write_nemo(self, path: str) -> None:
-        """Write the model; called on every rank."""
-        ...
+        """Write the model. Called on every rank."""
 
 
 class GPTSaveRestoreConnector(SaveRestoreConnector):
-    """Reads and writes `.nemo` files in any layout, without unpacking them and without pickles."""
+    """Reader and writer of `.nemo` files in any layout, without unpacking and without pickles."""
 
     def restore_from(
         self,
@@ -41,21 +39,22 @@ class GPTSaveRestoreConnector(SaveRestoreConnector):
         trainer: Any = None,
         validate_access_integrity: bool = True,
     ) -> Any:
-        """NeMo's arguments. The device is the accelerator's, whatever ``map_location`` is.
+        """Restore a model with NeMo's arguments, on the accelerator instead of ``map_location``.
 
-        ``return_config=True`` gives ``model_config.yaml`` as a dictionary and builds nothing.
+        ``return_config=True`` returns ``model_config.yaml`` as a dictionary and builds nothing.
         """
         del map_location, validate_access_integrity
         if override_config_path is not None:
             raise NotImplementedError(
-                "override_config_path: pass settings to load_from_nemo instead; the architecture "
-                "is the checkpoint's"
+                "override_config_path is not supported, because the checkpoint determines the "
+                "architecture. Pass settings to load_from_nemo instead"
             )
         with open_nemo(restore_path) as checkpoint:
             if return_config:
                 return checkpoint.config
             folder = tempfile.TemporaryDirectory(prefix="nemo_artifacts_")
             checkpoint.extract_artifacts(Path(folder.name))
+            # NeMo's ``register_artifact`` finds the files through the global state.
             state = AppState()
             previous, state.nemo_file_folder = state.nemo_file_folder, folder.name
             try:
@@ -66,5 +65,5 @@ class GPTSaveRestoreConnector(SaveRestoreConnector):
             return model
 
     def save_to(self, model: NemoModel, save_path: str) -> None:
-        """Write the model to ``save_path``, atomically."""
+        """Write the model to ``save_path`` atomically."""
         model.write_nemo(save_path)

@@ -1,8 +1,15 @@
-"""A gzip file inflated once for all processes of a machine that read it at the same time.
+"""Gzip files that are inflated once for all processes of a machine that read them concurrently.
 
-The file is in the temporary directory (``TMPDIR``), for its owner only. Readers hold a shared lock
-on it; the first one inflates it under an exclusive one, and the one that closes it last removes it.
-The file of a process that was killed stays until the next gzip archive is opened.
+The inflated file is in the temporary directory (``TMPDIR``), readable by its owner only. Readers
+keep a shared lock on the file. The first reader inflates it under an exclusive lock, and the last
+reader removes it. The file of a killed process remains until the next gzip archive is opened.
+
+::
+
+    open ── lock exclusively ── not inflated: inflate, set mode 0400
+      │        └ failed: another process inflates or reads
+      └──── lock shared ── inflated: read ── close ── lock exclusively: remove
+               └ removed or not inflated: again
 """
 
 import contextlib
@@ -28,142 +35,132 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def open_inflated(path: Path) -> IO[bytes]:
-    """Open the content of the gzip file ``path``; inflated here unless another process has done so.
+    """Open the content of the gzip file ``path``, and inflate it unless another process has.
 
     Raises:
         CheckpointError: the file is damaged.
-        StorageError: there is no room for it.
+        StorageError: the temporary directory has too little space.
     """
-    place = _place_of(path)
-    _remove_left_over(beside=place)
+    shared = _shared_path(path)
+    # Remove the files of killed processes.
+    for leftover in glob.iglob(f"{glob.escape(shared.rpartition('-')[0])}-*"):
+        if leftover != shared:
+            with contextlib.suppress(OSError), open(leftover, "rb") as stream:
+                _remove_if_unused(stream.fileno(), leftover)
     try:
-        return io.BufferedReader(_Shared(place, path))
-    except _NotOurs:  # another user's file of this name, or a file system without locks
-        return _private(path)
+        return io.BufferedReader(_Shared(shared, path))
+    except _UnusableError:
+        # A file without a name, which the system removes with the process.
+        private = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+        try:
+            _inflate(path, private)
+        except BaseException:
+            private.close()
+            raise
+        private.seek(0)
+        return private
 
 
-class _NotOurs(Exception):
-    """The shared file cannot be used."""
+def _shared_path(path: Path) -> str:
+    """Return the same path for every process of this user that opens the file ``path``."""
+    status = os.stat(path)
+    boot = _BOOT.read_text() if _BOOT.exists() else ""
+    identity = (boot, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
+    return os.path.join(tempfile.gettempdir(), f"{_PREFIX}-{os.geteuid()}-{digest}")
+
+
+class _UnusableError(Exception):
+    """The shared file belongs to another user, or its file system has no locks."""
 
 
 class _Shared(io.FileIO):
-    """The shared file, open for reading; the process that closes it last removes it."""
+    """The shared file, open for reading. The process that closes it last removes it."""
 
-    def __init__(self, place: str, packed: Path) -> None:
-        self._place = place
+    def __init__(self, path: str, packed: Path) -> None:
+        self._path = path
         while True:
             try:
-                number = os.open(place, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+                descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             except OSError as error:
-                raise _NotOurs from error
-            super().__init__(number, "rb", closefd=True)
+                raise _UnusableError from error
+            super().__init__(descriptor, "rb", closefd=True)
             try:
-                found = os.fstat(number)
-                if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
-                    raise _NotOurs
-                if self._locked_and_whole(packed):
+                status = os.fstat(descriptor)
+                if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+                    raise _UnusableError
+                if self._is_ready(packed):
                     return
             except BaseException:
                 super().close()
                 raise
             super().close()  # removed in the meantime
 
-    def _locked_and_whole(self, packed: Path) -> bool:
-        """Wait for it or inflate it; False: it has been removed."""
+    def _is_ready(self, packed: Path) -> bool:
+        """Wait for the file or inflate it. Return False if it was removed."""
         while True:
-            # Readers keep their shared lock while they read: no process waits for an exclusive one.
+            # Readers keep their shared lock while they read, so no process waits for an exclusive
+            # lock.
             if self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
-                if not self._is_there():
+                if not self._exists():
                     return False
-                if not self._is_whole():
+                if not self._is_complete():
                     self._inflate(packed)
             self._lock(fcntl.LOCK_SH)
-            if not self._is_there():
+            if not self._exists():
                 return False
-            if self._is_whole():
+            if self._is_complete():
                 return True
             self._lock(fcntl.LOCK_UN)
-            time.sleep(random.uniform(0.001, 0.01))  # who inflated it failed, or has yet to begin
+            time.sleep(random.uniform(0.001, 0.01))  # the inflating process failed or starts soon
 
     def _inflate(self, packed: Path) -> None:
         try:
-            with open(self._place, "wb") as target:
+            with open(self._path, "wb") as target:
                 _inflate(packed, target)
-            os.fchmod(self.fileno(), 0o400)  # the mark of a whole file
+            os.fchmod(self.fileno(), 0o400)  # marks a complete file
         except BaseException:
-            os.unlink(self._place)
+            os.unlink(self._path)
             raise
 
-    def _is_whole(self) -> bool:
+    def _is_complete(self) -> bool:
         return not os.fstat(self.fileno()).st_mode & stat.S_IWUSR
 
-    def _is_there(self) -> bool:
+    def _exists(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(os.stat(self._place), os.fstat(self.fileno()))
+            return os.path.samestat(os.stat(self._path), os.fstat(self.fileno()))
         return False
 
     def _lock(self, kind: int) -> bool:
-        """False: another process holds a lock, and ``kind`` does not wait."""
+        """Return False if ``kind`` does not wait and another process has a lock."""
         try:
             fcntl.flock(self.fileno(), kind)
         except BlockingIOError:
             return False
         except OSError as error:
-            raise _NotOurs from error
+            raise _UnusableError from error
         return True
 
     def close(self) -> None:
-        """Remove the file, unless another process reads it."""
+        """Remove the file unless another process reads it."""
         if not self.closed:
-            _remove_if_unused(self.fileno(), self._place)
+            _remove_if_unused(self.fileno(), self._path)
         super().close()
 
 
-def _place_of(path: Path) -> str:
-    """The same for every process of this user that opens this very file."""
-    found = os.stat(path)
-    boot = _BOOT.read_text() if _BOOT.exists() else ""
-    identity = (boot, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-    digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
-    return os.path.join(tempfile.gettempdir(), f"{_PREFIX}-{os.geteuid()}-{digest}")
-
-
-def _remove_if_unused(number: int, place: str) -> None:
-    with contextlib.suppress(OSError):  # another process holds it, or has removed it
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.stat(place), os.fstat(number)):
-            os.unlink(place)
-
-
-def _remove_left_over(beside: str) -> None:
-    """Files of processes that were killed."""
-    folder, name = os.path.split(beside)
-    kin = f"{glob.escape(os.path.join(folder, name.rsplit('-', 1)[0]))}-*"
-    for place in glob.iglob(kin):
-        if place == beside:
-            continue
-        with contextlib.suppress(OSError), open(place, "rb") as stream:
-            _remove_if_unused(stream.fileno(), place)
-
-
-def _private(path: Path) -> IO[bytes]:
-    """A file without a name, which vanishes with the process."""
-    inflated = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
-    try:
-        _inflate(path, inflated)
-    except BaseException:
-        inflated.close()
-        raise
-    inflated.seek(0)
-    return inflated
+def _remove_if_unused(descriptor: int, path: str) -> None:
+    with contextlib.suppress(OSError):  # another process has a lock, or has removed the file
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+            os.unlink(path)
 
 
 def _inflate(path: Path, target: IO[bytes]) -> None:
-    no_room = f"no room to inflate {str(path)!r} under {tempfile.gettempdir()!r}"
+    no_space = f"no space to inflate {str(path)!r} under {tempfile.gettempdir()!r}"
     text = f"{str(path)!r} is a truncated or damaged gzip archive"
     damage = (EOFError, gzip.BadGzipFile, zlib.error)
     with (
-        raised_as(StorageError, no_room, OSError, remedy="free space or set TMPDIR"),
+        raised_as(StorageError, no_space, OSError, remedy="free space or set TMPDIR"),
         raised_as(CheckpointError, text, *damage, remedy="copy it anew"),
     ):
         with gzip.open(path) as packed:

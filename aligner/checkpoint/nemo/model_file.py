@@ -1,9 +1,9 @@
-"""`.nemo` checkpoints: open any that NeMo wrote, save one that NeMo can read.
+"""`.nemo` checkpoints: reading of all that NeMo wrote, writing for NeMo.
 
 ```
-open_nemo(path) ── ArchiveReader ─┬─ model_config.yaml ── nemo_config ─────→ architecture
-                                  ├─ <hex>_name ───────── nemo_tokenizer ──→ tokenizer
-                                  └─ model_weights… ───── nemo_weights ────→ canonical weights
+open_nemo(path) ── ArchiveReader ─┬─ model_config.yaml ── config ─────→ architecture
+                                  ├─ <hex>_name ───────── artifacts ──→ tokenizer
+                                  └─ model_weights… ───── weights ────→ canonical weights
 save_nemo(path, weights, …) ───── ArchiveWriter, the same parts in reverse, weights as torch_dist
 ```
 """
@@ -55,7 +55,7 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 class NemoCheckpoint:
-    """An open `.nemo`. Parts are read on first use; valid until the archive closes."""
+    """An open `.nemo`, valid until the archive closes. Its parts are read on first use."""
 
     def __init__(self, archive: ArchiveReader) -> None:
         self._archive = archive
@@ -63,7 +63,7 @@ class NemoCheckpoint:
         self.tokenizer_files: dict[str, bytes] = read_tokenizer_files(archive, self.config)
 
     def extract_artifacts(self, folder: Path) -> bool:
-        """Copy files registered by users into ``folder``; whether there were any."""
+        """Copy files registered by users into ``folder``. Return whether any were copied."""
         return extract_artifacts(self._archive, self.config, folder)
 
     @functools.cached_property
@@ -72,26 +72,26 @@ class NemoCheckpoint:
         path = str(self._archive.path)
         if not self.tokenizer_files:
             raise TokenizerError(
-                f"{path!r} packages no tokenizer files (its configuration names "
-                f"{self.config.get('tokenizer')}); convert it anew with its tokenizer"
+                f"{path!r} contains no tokenizer files (its configuration has tokenizer="
+                f"{self.config.get('tokenizer')}). Convert it anew with its tokenizer"
             )
         return tokenizer_from_files(self.tokenizer_files, origin=path)
 
     @functools.cached_property
     def architecture(self) -> GPTArchitecture:
         """Architecture that ``model_config.yaml`` and the tokenizer describe."""
-        known = self.config.get("vocab_size")
-        return architecture_from_config(self.config, known or self.tokenizer.vocab_size)
+        size = self.config.get("vocab_size") or self.tokenizer.vocab_size
+        return architecture_from_config(self.config, size)
 
     @functools.cached_property
     def weights(self) -> LazyWeights:
-        """Canonical weights (`aligner.checkpoint.canonical`), each read when it is indexed."""
+        """Canonical weights (`aligner.checkpoint.canonical`), read when indexed."""
         return read_weights(self._archive, self.architecture)
 
 
 @contextlib.contextmanager
 def open_nemo(path: str | os.PathLike[str]) -> Iterator[NemoCheckpoint]:
-    """Open a `.nemo` file or an unpacked directory; nothing is extracted, no code is run."""
+    """Open a `.nemo` file or an unpacked directory without extracting files or running code."""
     with ArchiveReader(path) as archive:
         yield NemoCheckpoint(archive)
 
@@ -104,16 +104,16 @@ def save_nemo(
     extra_config: Mapping[str, Any] | None = None,
     artifacts: Mapping[str, Path] | None = None,
 ) -> None:
-    """Write a `.nemo`: atomic, and the same bytes for the same model.
+    """Write a `.nemo` atomically. Equal models give equal bytes.
 
     Args:
-        path: destination, replaced only once the new file is complete and on disk.
-        weights: canonical; read one tensor at a time. A reward head is carried along.
-        architecture: what the weights are shaped by.
-        tokenizer_files: as ``Tokenizer.files()`` gives them.
-        extra_config: further keys for ``model_config.yaml``; keys that describe the architecture
-            or the tokenizer are ours and win.
-        artifacts: further files, by the configuration key that shall name them.
+        path: destination, replaced once the new file is complete and on disk.
+        weights: canonical weights, read one tensor at a time. A reward head is included.
+        architecture: shape of the model.
+        tokenizer_files: result of ``Tokenizer.files()``.
+        extra_config: additional keys for ``model_config.yaml``. Keys of the architecture and the
+            tokenizer take precedence.
+        artifacts: additional files by the configuration key that refers to the file.
     """
     check_names(weights, architecture, "the model to be saved")
     config = {**(extra_config or {}), **config_from_architecture(architecture)}
@@ -129,25 +129,25 @@ def save_nemo(
 def _boxes(
     weights: Weights, architecture: GPTArchitecture
 ) -> Iterator[tuple[str, Shape, tuple[int, ...], Tensor]]:
-    """Boxes of the distributed checkpoint: a layer of a stack each, the vocabulary padded."""
+    """Yield the boxes of the distributed checkpoint, one per layer. The vocabulary is padded."""
     shapes = expected_shapes(architecture)
     for name in [*shapes, *REWARD_HEAD]:
-        if name not in weights:  # only a head, or the output layer it stands for
+        if name not in weights:  # only a head, or the output layer that a head replaces
             continue
         tensor = weights[name]
         if name in shapes:
             check_shape(name, tensor.shape, shapes[name])
-        key, index, stack = _stacked_place(name, architecture)
+        key, index, stack = _stack_position(name, architecture)
         part = split(name, tensor, architecture, tp_rank=0, tp_size=1)
         shape = (*stack, *part.shape)
         offset = (*index, *(0 for _ in part.shape))
         yield f"model.{key}", shape, offset, part[(None,) * len(stack)]
 
 
-def _stacked_place(
+def _stack_position(
     name: str, architecture: GPTArchitecture
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Key without layer and expert number, the numbers, and how many there are of each."""
+    """Return the key without layer and expert, their indices, and the numbers of each."""
     match = _LAYER.match(name)
     if match is None:
         return name, (), ()

@@ -1,9 +1,9 @@
 """megatron-core's ``torch_dist`` checkpoints, read and written without megatron-core.
 
-The directory holds ``.metadata`` (a pickle with the place of every box of every tensor),
-``*.distcp`` (concatenated `torch.save` blobs, one per box), ``common.pt`` and ``metadata.json``.
-``.metadata`` goes through an unpickler that admits the names such a file needs and nothing else;
-blobs are opened by `aligner.checkpoint.nemo.tensor_file`.
+The directory contains ``.metadata`` (a pickle with the file and offset of every box of every
+tensor), ``*.distcp`` (concatenated `torch.save` blobs, one per box), ``common.pt`` and
+``metadata.json``. An unpickler that admits only the names of such files reads ``.metadata``.
+`aligner.checkpoint.nemo.tensor_file` opens the blobs.
 """
 
 import io
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout
 
 from aligner.checkpoint.nemo.archive import ArchiveReader, ArchiveWriter
-from aligner.checkpoint.nemo.tensor_file import StoredTensor, load_tensors
+from aligner.checkpoint.nemo.tensor_file import Record, StoredTensor, load_tensors
 from aligner.errors import CheckpointError, raised_as
 
 DATA_FILE = "__0_0.distcp"
@@ -33,7 +33,7 @@ _FORMAT = {
 
 
 class _Inert:
-    """Stands for recorded save plans, which differ between versions and are not needed to read."""
+    """Placeholder for recorded save plans, which differ between versions and are not used."""
 
     def __init__(self, *args: Any) -> None:
         del args
@@ -77,28 +77,28 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Resolve an admitted name; anything else is an attempt to run code."""
+        """Resolve an admitted name. Any other name is an attempt to run code."""
         try:
             return _ADMITTED[module, name]
         except KeyError:
             raise CheckpointError(
-                f".metadata refers to {module}.{name}, which checkpoint metadata never needs; "
+                f".metadata refers to {module}.{name}, which checkpoint metadata never needs: "
                 "refused as malicious"
             ) from None
 
 
 def read_metadata(data: bytes) -> dcp.Metadata:
     """Unpickle ``.metadata`` safely."""
-    # A damaged pickle raises nearly anything.
+    # A damaged pickle raises nearly any type.
     with raised_as(CheckpointError, ".metadata of the checkpoint is damaged"):
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     if not isinstance(metadata, dcp.Metadata):
-        raise CheckpointError(f".metadata holds a {type(metadata).__name__}, not metadata")
+        raise CheckpointError(f".metadata contains a {type(metadata).__name__}, expected Metadata")
     return metadata
 
 
 class TorchDistSource:
-    """Tensors of a torch_dist directory inside an archive, read box by box on demand."""
+    """Tensors of a torch_dist directory inside an archive. Boxes are read on demand."""
 
     def __init__(self, archive: ArchiveReader, folder: str) -> None:
         self._archive = archive
@@ -109,6 +109,7 @@ class TorchDistSource:
             for key, entry in self._metadata.state_dict_metadata.items()
             if isinstance(entry, dcp.TensorStorageMetadata)
         }
+        # File and offset of each box, by key and offset of the box.
         self._storage: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
             (index.fqn, tuple(index.offset or ())): info
             for index, info in self._metadata.storage_data.items()
@@ -117,14 +118,15 @@ class TorchDistSource:
         self.shapes = {key: tuple(entry.size) for key, entry in self._tensors.items()}
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Tensor ``key`` with its leading axes fixed at ``index``."""
+        """Return tensor ``key`` with its leading axes fixed at ``index``, without CRC-32 checks."""
         entry = self._tensors[key]
         lead = len(index)
         result = torch.empty(entry.size[lead:], dtype=entry.properties.dtype)
         filled = 0
         for box, local in self._boxes_at(entry, index):
             start, size = box.offsets[lead:], box.sizes[lead:]
-            part = self._box(key, box).read(local)
+            part = self._box(key, box).tensor(local)
+            # Without copying if one box covers the tensor.
             if part.shape == result.shape:
                 return part
             result[tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))] = part
@@ -133,40 +135,41 @@ class TorchDistSource:
             raise CheckpointError(f"{key} is incomplete in the checkpoint's .metadata")
         return result
 
-    def begin(self, key: str, index: tuple[int, ...] = ()) -> None:
-        """Check what `read` is going to read, in threads."""
-        for box, _ in self._boxes_at(self._tensors[key], index):
-            self._box(key, box).begin()
+    def records(self, key: str, index: tuple[int, ...] = ()) -> list[Record]:
+        """Return the records to compare before the values of `read` are used."""
+        boxes = self._boxes_at(self._tensors[key], index)
+        return [record for box, _ in boxes for record in self._box(key, box).records()]
 
     def _boxes_at(
         self, entry: dcp.TensorStorageMetadata, index: tuple[int, ...]
     ) -> Iterator[tuple[dcp.ChunkStorageMetadata, tuple[int, ...]]]:
-        """The boxes that have elements at ``index``, and that index within each."""
+        """Yield the boxes with elements at ``index``, and the index within each box."""
         for box in entry.chunks:
             local = tuple(i - start for i, start in zip(index, box.offsets, strict=False))
             if all(0 <= i < size for i, size in zip(local, box.sizes, strict=False)):
                 yield box, local
 
     def _box(self, key: str, box: dcp.ChunkStorageMetadata) -> StoredTensor:
-        place = key, tuple(box.offsets)
-        if place in self._boxes:
-            return self._boxes[place]
-        info = self._storage.get(place)
+        identity = key, tuple(box.offsets)
+        if identity in self._boxes:
+            return self._boxes[identity]
+        info = self._storage.get(identity)
         if info is None:
-            raise CheckpointError(f".metadata has no place for box {place[1]} of {key}")
+            raise CheckpointError(f".metadata states no file for box {identity[1]} of {key}")
+        # Open the part of the file as a file of `torch.save`.
         name = f"{self._folder}/{pathlib.PurePosixPath(info.relative_path).name}"
         content = self._archive.view(name)[info.offset : info.offset + info.length]
         if len(content) != info.length:
             raise CheckpointError(
                 f"{name!r} of {str(self._archive.path)!r} ends before byte "
-                f"{info.offset + info.length}; copy it anew"
+                f"{info.offset + info.length}. Copy it anew"
             )
         tensor = load_tensors(content, f"{name} ({key})")
         if not isinstance(tensor, StoredTensor) or tensor.view.shape != box.sizes:
             raise CheckpointError(
-                f"box {place[1]} of {key} in {name} is not a tensor of shape {tuple(box.sizes)}"
+                f"box {identity[1]} of {key} in {name} is not a tensor of shape {tuple(box.sizes)}"
             )
-        self._boxes[place] = tensor
+        self._boxes[identity] = tensor
         return tensor
 
 
@@ -175,10 +178,10 @@ def write_torch_dist(
     folder: str,
     boxes: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]],
 ) -> None:
-    """Write a torch_dist checkpoint into an archive, one box at a time.
+    """Write a torch_dist checkpoint into an archive. Only the current box is in memory.
 
-    ``boxes`` yields ``(key, global shape, offset of the box, tensor of the box)``, tensors of any
-    shape and dtype; boxes of one key must tile it. Nothing but the current box is held in memory.
+    ``boxes`` yields ``(key, global shape, offset of the box, tensor of the box)``. Tensors have any
+    shape and dtype. The boxes of a key must tile its tensor.
     """
     archive.add_directory(folder)
     tensors: dict[str, dcp.TensorStorageMetadata] = {}
@@ -198,6 +201,7 @@ def write_torch_dist(
                 ),
             )
             entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offset), tensor.shape))
+    # Write the files that describe the boxes.
     metadata = dcp.Metadata(state_dict_metadata=dict(tensors), storage_data=storage)
     metadata.mcore_data = {key: {} for key in tensors}
     archive.add(f"{folder}/.metadata", pickle.dumps(metadata, protocol=4))
@@ -206,7 +210,7 @@ def write_torch_dist(
 
 
 def saved_bytes(value: Any) -> bytes:
-    """`torch.save` to bytes; a view is saved without the rest of its storage."""
+    """Return the bytes of `torch.save`. A view is saved without the rest of its storage."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         if value.untyped_storage().nbytes() != value.numel() * value.element_size():

@@ -1,9 +1,9 @@
-"""All weight layouts found in `.nemo` files, read lazily into canonical form."""
+"""Lazy reading of all weight layouts of `.nemo` files into canonical form."""
 
 import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from aligner.checkpoint.canonical import (
     split_axis,
 )
 from aligner.checkpoint.nemo.archive import ArchiveReader
-from aligner.checkpoint.nemo.tensor_file import StoredTensor, load_tensors
+from aligner.checkpoint.nemo.tensor_file import Record, StoredTensor, load_tensors
 from aligner.checkpoint.nemo.torch_dist import TorchDistSource
 from aligner.checkpoint.nemo.zarr_v2 import ZarrSource
 from aligner.errors import CheckpointError
@@ -38,6 +38,8 @@ _RANK_FILE = re.compile(
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 _STACKED = re.compile(r"^decoder\.layers\.(?!\d)(.*)$")
 _STACKED_EXPERTS = ".experts.experts."
+_THREADS = 1  # more threads would compete with the copying thread
+_TENSORS_AHEAD = 8  # about a layer
 _LEGACY_UP = re.compile(r"(.*\.mlp\.)dense_h_to_4h_2\.(weight|bias)$")
 
 
@@ -54,12 +56,12 @@ class StackedPart:
         """Shape without the axes of layers and experts."""
         return self.source.shapes[self.key][len(self.index) :]
 
-    def begin(self) -> None:
-        """Check its bytes in threads, if they are checked at all, before they are read."""
-        self.source.begin(self.key, self.index)
+    def records(self) -> list[Record]:
+        """Return the records to compare before the values of `tensor` are used."""
+        return self.source.records(self.key, self.index)
 
-    def read(self) -> Tensor:
-        """The tensor, its bytes checked."""
+    def tensor(self) -> Tensor:
+        """Return the tensor without comparing its records."""
         return self.source.read(self.key, self.index)
 
 
@@ -67,13 +69,13 @@ Part = StoredTensor | StackedPart
 
 
 class LazyWeights(LazyTensors):
-    """Canonical weights that are read when indexed; names and shapes are checked.
+    """Canonical weights that are read when indexed. Names and shapes are checked.
 
-    While the caller copies a tensor, a thread checks the bytes of the next one.
+    Threads compare the CRC-32 of records while the caller copies tensors.
 
     Args:
         parts: canonical name → parts of the tensor in the order of the tensor-parallel ranks that
-            wrote them, as `merge` joins them. The order of the names is that of the threads.
+            wrote the parts, as `merge` joins them. A caller reads the names in this order.
         architecture: shape of the model.
         source: name of the file, for errors.
     """
@@ -84,71 +86,92 @@ class LazyWeights(LazyTensors):
         check_names(parts, architecture, source)
         self._architecture = architecture
         self._shapes = expected_shapes(architecture)
-        # A copy of the tied embedding on the last pipeline stage is not a weight of its own.
+        # The last pipeline stage's copy of a tied embedding is not a separate weight.
         tied_copy = OUTPUT_LAYER if architecture.tie_embeddings else None
-        self._parts = {name: each for name, each in parts.items() if name != tied_copy}
-        self._next = dict(itertools.pairwise(self._parts))
+        self._parts = {name: parts[name] for name in parts if name != tied_copy}
+        self._order = list(self._parts)
+        self._positions = {name: position for position, name in enumerate(self._order)}
+        self._threads = ThreadPoolExecutor(_THREADS, "aligner-crc32")
+        self._unchecked: list[Record] = []
         super().__init__(self._parts)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._whole(name)
-        self._begin_next(name)
+        # A thread compares the records of the next tensors while the caller copies this tensor.
+        start = self._positions[name]
+        for upcoming in self._order[start : start + _TENSORS_AHEAD]:
+            for part in self._parts[upcoming]:
+                self._begin(part)
+        tensor = self._joined(name)
+        self.check()
         return tensor
 
     def share(self, name: str, tp_rank: int, tp_size: int) -> Tensor:
-        """`split` of a tensor; of several parts only those that it needs are read.
+        """Return `split` of a tensor. Of several parts only the required parts are read.
 
-        Returns a view of one part if the rows were together.
+        The result is a view of one part if the rows were together. Its records are compared in
+        the background: call `check` after the last tensor, before any value is used.
         """
-        parts = self._parts[name]
-        if isinstance(parts[0], StackedPart):
-            return split(name, self[name], self._architecture, tp_rank, tp_size)
-        axis, shape = split_axis(name), parts[0].shape
-        if axis is None or len(shape) <= axis or any(part.shape != shape for part in parts):
-            share = split(name, self._whole(name), self._architecture, tp_rank, tp_size)
-        else:
-            share = self._resplit(name, axis, parts[0].view, tp_rank, tp_size)
-        self._begin_next(name, tp_rank, tp_size)
-        return share
+        parts, axis = self._parts[name], split_axis(name)
+        first, shapes = parts[0], {tuple(part.shape) for part in parts}
+        is_split = axis is not None and axis < len(first.shape) and len(shapes) == 1
+        if isinstance(first, StoredTensor) and axis is not None and is_split:
+            return self._resplit(name, axis, first.view, tp_rank, tp_size)
+        return split(name, self._joined(name), self._architecture, tp_rank, tp_size)
 
-    def _whole(self, name: str) -> Tensor:
+    def check(self) -> None:
+        """Wait for the comparisons of all records read so far.
+
+        Raises:
+            CheckpointError: a record is damaged. The message names the record.
+        """
+        for record in self._unchecked:
+            record.check()
+        self._unchecked.clear()
+
+    def _begin(self, part: Part) -> list[Record]:
+        records = part.records()
+        for record in records:
+            record.begin(self._threads)
+        return records
+
+    def _read(self, part: Part) -> Tensor:
+        self._unchecked += self._begin(part)
+        return part.tensor()
+
+    def _joined(self, name: str) -> Tensor:
         self._check_shape(name)
-        return merge(name, [part.read() for part in self._parts[name]], self._architecture)
+        return merge(name, [self._read(part) for part in self._parts[name]], self._architecture)
 
     def _resplit(self, name: str, axis: int, like: Tensor, tp_rank: int, tp_size: int) -> Tensor:
-        """Rows (or columns) of a share out of parts that are of the shape and dtype of ``like``."""
+        """Collect a share from rows (or columns) of parts with the shape and dtype of ``like``."""
         self._check_shape(name)
         parts, shape = self._parts[name], like.shape
         ranks = {"tp_rank": tp_rank, "tp_size": tp_size}
         origin = origin_of_rows(name, shape, len(parts), self._architecture, **ranks)
         runs = list(runs_of_rows(origin, shape[axis]))
-        rows = [parts[part].read().narrow(axis, start, length) for _, part, start, length in runs]
+        # Read only the parts with rows of the share.
+        rows = [
+            self._read(parts[part]).narrow(axis, start, length) for _, part, start, length in runs
+        ]
         if len(rows) == 1 and runs[0][3] == len(origin):
             return rows[0]
-        wanted = [len(origin) if dim == axis else size for dim, size in enumerate(shape)]
-        result = like.new_zeros(wanted)
+        # Several runs are copied into one tensor. Padding rows are zero.
+        sizes = [len(origin) if dim == axis else size for dim, size in enumerate(shape)]
+        result = like.new_zeros(sizes)
         for (first, _, _, length), part in zip(runs, rows, strict=True):
             result.narrow(axis, first, length).copy_(part)
         return result
 
     def _check_shape(self, name: str) -> None:
-        """Check the shape of the whole tensor, of which nothing is read."""
-        if name not in REWARD_HEAD:  # for a head that does not fit, the role's error is clearer
+        """Check the shape of the whole tensor without reading any of it."""
+        if name not in REWARD_HEAD:  # the role checks the shape of a head with a clearer error
             forms = [torch.empty(part.shape, device="meta") for part in self._parts[name]]
-            whole = merge(name, forms, self._architecture)
-            check_shape(name, whole.shape, self._shapes[name])
-
-    def _begin_next(self, name: str, tp_rank: int = 0, tp_size: int = 1) -> None:
-        """Check the bytes of the next tensor that a tensor-parallel rank is going to read."""
-        if name in self._next:
-            parts = self._parts[self._next[name]]
-            first, end = (rank * len(parts) / tp_size for rank in (tp_rank, tp_rank + 1))
-            for part in parts[math.floor(first) : math.ceil(end)]:
-                part.begin()
+            merged = merge(name, forms, self._architecture)
+            check_shape(name, merged.shape, self._shapes[name])
 
 
 def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyWeights:
-    """Find out how the archive lays out its weights and open them."""
+    """Detect the layout of the archive's weights and open them."""
     names = archive.names
     if f"{WEIGHTS_FOLDER}/metadata.json" in names:
         parts = _stacked_parts(_distributed_source(archive), architecture)
@@ -158,7 +181,7 @@ def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyW
         parts = _rank_parts(_load_ranks(archive))
     else:
         raise CheckpointError(
-            f"{str(archive.path)!r} holds no weights: expected {WEIGHTS_FILE}, "
+            f"{str(archive.path)!r} contains no weights: expected {WEIGHTS_FILE}, "
             f"{WEIGHTS_FOLDER}/metadata.json, mp_rank_XX/ or tp_rank_XX_pp_rank_XXX/"
         )
     return LazyWeights(parts, architecture, repr(str(archive.path)))
@@ -172,8 +195,8 @@ def _distributed_source(archive: ArchiveReader) -> TorchDistSource | ZarrSource:
     }
     if not isinstance(backend, str) or backend not in sources:
         raise CheckpointError(
-            f"{WEIGHTS_FOLDER}/metadata.json names sharded_backend={backend!r}; "
-            f"known: {', '.join(sources)}"
+            f"{WEIGHTS_FOLDER}/metadata.json names sharded_backend={backend!r}. "
+            f"Supported: {', '.join(sources)}"
         )
     return sources[backend](archive, WEIGHTS_FOLDER)
 
@@ -181,9 +204,10 @@ def _distributed_source(archive: ArchiveReader) -> TorchDistSource | ZarrSource:
 def _stacked_parts(
     source: TorchDistSource | ZarrSource, architecture: GPTArchitecture
 ) -> dict[str, Sequence[Part]]:
-    """Undo the stacking: one part for each layer (and expert) of each stacked tensor.
+    """Undo the stacking: return one part for each layer (and expert) of each stacked tensor.
 
-    Of more layers than the model has only the first surplus one is named, which is refused.
+    If the file has more layers than the model, only the first surplus layer is listed. It is
+    refused later.
     """
     most = (architecture.num_layers + 1, (architecture.num_moe_experts or 0) + 1)
     parts: dict[str, Sequence[Part]] = {}
@@ -191,11 +215,12 @@ def _stacked_parts(
         name = canonical_name(key)
         if name is None:
             continue
+        # Leading axes are layers and, for experts, experts.
         stacked = _STACKED.match(name)
         has_experts = stacked is not None and _STACKED_EXPERTS in f".{stacked[1]}"
         axes = 0 if stacked is None else 1 + has_experts
         if len(shape) < axes:
-            raise CheckpointError(f"{key} is no stack of layers: its shape is {list(shape)}")
+            raise CheckpointError(f"{key} has shape {list(shape)}, expected a stack of layers")
         sizes = zip(shape[:axes], most, strict=False)
         for index in itertools.product(*(range(min(size, limit)) for size, limit in sizes)):
             unique = name if stacked is None else f"decoder.layers.{index[0]}.{stacked[1]}"
@@ -210,14 +235,14 @@ RankState = dict[str, StoredTensor]
 
 
 def _load_rank(archive: ArchiveReader, name: str) -> RankState:
-    """Canonical names (layer numbers local to the stage) and tensors of one rank file."""
+    """Return canonical names (layer indices local to the stage) and tensors of one rank file."""
     state = load_tensors(archive.view(name), f"{name} of {str(archive.path)!r}")
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"{name} holds a {type(state).__name__}, not a state dict")
+        raise CheckpointError(f"{name} contains a {type(state).__name__}, expected a state dict")
     result: RankState = {}
     for key, value in state.items():
         if not isinstance(key, str):
-            raise CheckpointError(f"{name} of {str(archive.path)!r} has the key {key!r}, no name")
+            raise CheckpointError(f"{name} of {str(archive.path)!r} has the non-text key {key!r}")
         canonical = canonical_name(key)
         if canonical is not None and isinstance(value, StoredTensor):
             result[canonical] = value
@@ -226,18 +251,21 @@ def _load_rank(archive: ArchiveReader, name: str) -> RankState:
 
 
 def _join_legacy_gates(state: RankState) -> None:
-    """Old unfused SwiGLU keeps gate and up apart: stack them into ``[gate; up]``."""
+    """Stack the separate gate and up of old unfused SwiGLU into ``[gate; up]``."""
     for name in list(state):
         match = _LEGACY_UP.match(name)
         if match is not None:
             gate = f"{match[1]}linear_fc1.{match[2]}"
             if gate not in state:
-                raise CheckpointError(f"{name} stands without its gate {gate}")
-            state[gate] = StoredTensor(torch.cat([state[gate].read(), state.pop(name).read()]))
+                raise CheckpointError(f"{name} is present without its gate {gate}")
+            halves = state[gate], state.pop(name)
+            for record in halves[0].records() + halves[1].records():
+                record.check()
+            state[gate] = StoredTensor(torch.cat([half.tensor() for half in halves]))
 
 
 def _load_ranks(archive: ArchiveReader) -> list[list[RankState]]:
-    """Rank files as ``[pipeline stage][tensor rank]``."""
+    """Load rank files as ``[pipeline stage][tensor rank]``."""
     files: dict[tuple[int, int], str] = {}
     for name in archive.names:
         match = _RANK_FILE.match(name)
@@ -253,7 +281,7 @@ def _load_ranks(archive: ArchiveReader) -> list[list[RankState]]:
 
 
 def _rank_parts(stages: list[list[RankState]]) -> dict[str, Sequence[Part]]:
-    """Tensor-parallel parts of each tensor; layers renumbered globally."""
+    """Return the tensor-parallel parts of each tensor, with global layer indices."""
     parts: dict[str, Sequence[Part]] = {}
     first_layer = 0
     for stage, ranks in enumerate(stages):

@@ -1,7 +1,7 @@
-"""The subset of zarr version 2 that older NeMo files use: uncompressed, C order.
+"""Reading of the subset of zarr version 2 in older NeMo files: uncompressed, C order.
 
-Written out here because NumPy does not know the dtype string ``bfloat16`` that NeMo stores.
-Extra state lies beside the tensors as ``shard_l_L.pt`` without ``.zarray`` and is not looked at.
+The zarr library is not used, because NumPy lacks the dtype ``bfloat16`` that NeMo stores. Extra
+state in the same folder (``shard_l_L.pt`` without ``.zarray``) is ignored.
 """
 
 import itertools
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aligner.checkpoint.nemo.archive import ArchiveReader
+from aligner.checkpoint.nemo.tensor_file import Record
 from aligner.errors import CheckpointError, raised_as
 
 _DTYPES = {
@@ -29,7 +30,7 @@ _HEADER = "/.zarray"
 
 
 class ZarrSource:
-    """Tensors of a zarr directory inside an archive, read chunk by chunk on demand."""
+    """Tensors of a zarr directory inside an archive. Chunks are read on demand."""
 
     def __init__(self, archive: ArchiveReader, folder: str) -> None:
         self._archive = archive
@@ -43,7 +44,7 @@ class ZarrSource:
         self.shapes = {key: tuple(header["shape"]) for key, header in self._headers.items()}
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Tensor ``key`` with its leading axes fixed at ``index``."""
+        """Return tensor ``key`` with its leading axes fixed at ``index``."""
         header, shape = self._headers[key], self.shapes[key]
         chunk = tuple(header["chunks"])
         dtype = _DTYPES[header["dtype"]]
@@ -57,7 +58,7 @@ class ZarrSource:
                 continue
             data = data[tuple(i % n for i, n in zip(index, chunk, strict=False))]
             starts = [p * n for p, n in zip(position[lead:], chunk[lead:], strict=True)]
-            # Chunks at the far edge are stored whole and reach beyond the tensor.
+            # Chunks at the far edge are stored completely and extend beyond the tensor.
             spans = [
                 (start, min(start + n, size))
                 for start, n, size in zip(starts, chunk[lead:], shape[lead:], strict=True)
@@ -66,8 +67,10 @@ class ZarrSource:
             result[tuple(slice(start, stop) for start, stop in spans)] = data[inside]
         return result
 
-    def begin(self, key: str, index: tuple[int, ...] = ()) -> None:
-        """No effect: the format has no checksums."""
+    def records(self, key: str, index: tuple[int, ...] = ()) -> list[Record]:
+        """Return no records: the format has no checksums."""
+        del key, index
+        return []
 
     def _read_chunk(
         self, key: str, position: tuple[int, ...], chunk: tuple[int, ...], dtype: torch.dtype
@@ -75,10 +78,10 @@ class ZarrSource:
         separator = self._headers[key].get("dimension_separator", ".")
         name = f"{self._folder}/{key}/{separator.join(map(str, position)) or '0'}"
         if name not in self._archive.names:
-            return None  # by the format: all fill_value
+            return None  # in this format: all elements are fill_value
         data = self._archive.read(name)
         if len(data) != math.prod(chunk) * dtype.itemsize:
-            raise CheckpointError(f"{name} has {len(data)} bytes, not those of a {chunk} chunk")
+            raise CheckpointError(f"{name} has {len(data)} bytes, unlike a chunk of shape {chunk}")
         return torch.frombuffer(bytearray(data), dtype=dtype).view(chunk)
 
 
@@ -87,12 +90,12 @@ def _header(archive: ArchiveReader, name: str) -> dict[str, Any]:
     text = f"{name} is not a zarr version 2 header"
     with raised_as(CheckpointError, text, KeyError, TypeError):
         shape, chunks = header["shape"], header["chunks"]
-        known = len(shape) == len(chunks) and header["dtype"] in _DTYPES
-        plain = header.get("compressor") is None and not header.get("filters")
-        supported = known and plain and header.get("order", "C") == "C"
-    if not supported:
+        is_supported = len(shape) == len(chunks) and header["dtype"] in _DTYPES
+        is_uncompressed = header.get("compressor") is None and not header.get("filters")
+        is_supported &= is_uncompressed and header.get("order", "C") == "C"
+    if not is_supported:
         raise CheckpointError(
-            f"{name}: only uncompressed zarr version 2 of dtype {', '.join(_DTYPES)} is read; got "
-            f"dtype {header['dtype']!r}, compressor {header.get('compressor')!r}"
+            f"{name}: dtype {header['dtype']!r} and compressor {header.get('compressor')!r} are "
+            f"not supported. Supported: uncompressed zarr version 2 of dtype {', '.join(_DTYPES)}"
         )
     return header

@@ -1,8 +1,8 @@
-"""The directories of a run state: manifest, checksums, replacing, removing, recovering.
+"""Directories of a run state: manifest, checksums, replacement, removal, recovery.
 
 Checksums are CRC-32, computed while the bytes are written. They protect against accidents (a
-flipped bit, a block of zeros after a power cut), not against people. Those of a role's files are in
-`CHECKSUMS` in the role's folder, all others in the manifest.
+flipped bit, a block of zeros after a power cut), not against people. The checksums of a role's
+files are in `CHECKSUMS` in the role's folder, all others in the manifest.
 """
 
 import contextlib
@@ -20,31 +20,31 @@ from aligner.checkpoint.durable import sync_path, sync_tree, write_json
 from aligner.errors import CheckpointError, DamagedStateError, StorageError, raised_as
 
 FORMAT = 3
-CHECKSUMS = "checksums.json"  # in a folder: the checksum of each of its files by name
+CHECKSUMS = "checksums.json"  # file name → checksum, for the files of the same folder
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _BLOCK = 1 << 22
 
-# All-gathers one small object over the ranks: `exchange(mine)[r]` is what rank r gave.
+# All-gathers one small object over the ranks: `exchange(value)[r]` is the value of rank r.
 Exchange = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """A complete state on the disk, by its manifest."""
+    """A complete state on the disk, as described by its manifest."""
 
     path: Path
     step: int
     monitor: str | None
-    metric: float | None  # value of ``monitor`` at that step; None: not measured
-    checksums: Mapping[str, str]  # of files by name; empty in states of earlier versions
+    metric: float | None  # value of ``monitor`` at this step, None if not measured
+    checksums: Mapping[str, str]  # by file name, empty in states of earlier versions
 
 
 @contextlib.contextmanager
 def raised_on_all(exchange: Exchange, prefix: str = "") -> Iterator[None]:
-    """Run the block on every rank; if it fails on any, raise on all.
+    """Run the block on every rank. If it fails on any rank, raise on all.
 
-    A rank that did not fail raises a `StorageError`, or a `DamagedStateError` if all failures are
-    of that kind. ``prefix`` begins its message.
+    A rank without a failure raises a `StorageError`, or a `DamagedStateError` if all failures are
+    `DamagedStateError`. ``prefix`` is the start of its message.
     """
     error: Exception | None = None
     try:
@@ -57,17 +57,17 @@ def raised_on_all(exchange: Exchange, prefix: str = "") -> Iterator[None]:
         raise error
     failed = [f"rank {rank}: {report[0]}" for rank, report in enumerate(reports) if report]
     if failed:
-        kind = DamagedStateError if all(each[1] for each in reports if each) else StorageError
+        kind = DamagedStateError if all(r[1] for r in reports if r) else StorageError
         raise kind(prefix + "; ".join(failed))
 
 
 def checksum_text(checksum: int) -> str:
-    """The checksum as written in JSON: eight hexadecimal digits."""
+    """Format the checksum for JSON as eight hexadecimal digits."""
     return f"{checksum:08x}"
 
 
 def file_checksum(path: Path) -> str:
-    """CRC-32 of a file's bytes."""
+    """Compute the CRC-32 of a file's bytes."""
     checksum = 0
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
@@ -78,12 +78,12 @@ def file_checksum(path: Path) -> str:
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, int]) -> None:
-    """Write the checksums of files of ``folder`` beside them."""
+    """Write the checksums of the files of ``folder`` into the same folder."""
     write_json(folder / CHECKSUMS, {name: checksum_text(c) for name, c in checksums.items()})
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Read the checksums that `write_checksums` wrote; empty if the folder has none."""
+    """Read the checksums that `write_checksums` wrote. Empty if the folder has none."""
     path = folder / CHECKSUMS
     if not path.exists():
         return {}
@@ -93,35 +93,35 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def check_files(folder: Path, checksums: Mapping[str, str]) -> None:
-    """Refuse files of ``folder``, with their checksums by name, that are not what was written.
+    """Compare the files of ``folder`` with ``checksums`` (file name → checksum).
 
     Raises:
-        DamagedStateError: describes the first such file.
+        DamagedStateError: a file is damaged. The message describes the first one.
     """
-    for name, written in checksums.items():
+    for name, expected in checksums.items():
         path = folder / name
         try:
-            present = file_checksum(path)
+            actual = file_checksum(path)
         except OSError as error:
             raise DamagedStateError(f"{path} cannot be read: {error.strerror or error}") from error
-        if present != written:
+        if actual != expected:
             raise DamagedStateError(
-                f"{path} is damaged: its checksum is {present} and was {written} when it was saved"
+                f"{path} is damaged: its checksum is {actual} and was {expected} when it was saved"
             )
 
 
 def is_step(path: Path) -> bool:
-    """Return whether this is a directory with the name of a finished state."""
+    """Return whether ``path`` is a directory with the name of a finished state."""
     return _STEP_NAME.fullmatch(path.name) is not None and path.is_dir()
 
 
 def read_manifest(path: Path) -> SavedState:
-    """Contents of the manifest.
+    """Read the manifest of a state.
 
     Raises:
-        DamagedStateError: the directory's files do not match it.
-        CheckpointError: a complete state of another version of this format, which is refused, never
-            passed over.
+        DamagedStateError: the directory's files do not match the manifest.
+        CheckpointError: the complete state has another version of this format. Callers must not
+            skip such a state.
     """
     text = f"the run state {path} is damaged or incomplete"
     damage = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -129,27 +129,29 @@ def read_manifest(path: Path) -> SavedState:
         manifest = json.loads((path / "manifest.json").read_bytes())
         if isinstance(manifest["format"], int) and manifest["format"] != FORMAT:
             raise CheckpointError(
-                f"the run state {path} has format {manifest['format']} and this version reads "
-                f"{FORMAT}; continue with the version that wrote it, or set "
+                f"the run state {path} has format {manifest['format']}, but this version reads "
+                f"{FORMAT}. Continue with the version that wrote it, or set "
                 "exp_manager.explicit_log_dir to another directory"
             )
+        # Compare sizes. Checksums are compared when a state is loaded.
         for name, size in manifest["files"].items():
             if (path / name).stat().st_size != size:
                 raise ValueError(f"{name} does not have {size} bytes")
         checksums = {str(n): str(c) for n, c in manifest.get("checksums", {}).items()}
+        # The step must agree with the name of the directory.
         step, metric = manifest["step"], manifest["metric"]
-        named = _STEP_NAME.fullmatch(path.name)
-        if type(step) is not int or (named is not None and step != int(named[1])):
-            raise ValueError(f"manifest.json is of step {step!r}")
+        match = _STEP_NAME.fullmatch(path.name)
+        if type(step) is not int or (match is not None and step != int(match[1])):
+            raise ValueError(f"manifest.json has the step {step!r}")
         if metric is not None and not isinstance(metric, (int, float)):
             raise ValueError(f"manifest.json has the metric {metric!r}")
         return SavedState(path, step, manifest["monitor"], metric, checksums)
 
 
 def replace_folder(partial: Path, final: Path) -> None:
-    """Flush ``partial`` and give it the name ``final``.
+    """Flush ``partial`` and rename it to ``final``.
 
-    An earlier directory of that name is kept as ``.old-<name>`` until then.
+    An earlier directory ``final`` is kept as ``.old-<name>`` until then.
     """
     sync_tree(partial)
     old = final.with_name(f".old-{final.name}")
@@ -162,13 +164,13 @@ def replace_folder(partial: Path, final: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a directory so that no half of it can ever be taken for a state."""
+    """Rename and remove a directory, so that its remains are never read as a state."""
     if not path.exists():
         return
-    doomed = path.with_name(f".del-{path.name.lstrip('.')}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    renamed = path.with_name(f".del-{path.name.lstrip('.')}")
+    shutil.rmtree(renamed, ignore_errors=True)
+    os.rename(path, renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def recover(root: Path) -> None:
@@ -177,7 +179,7 @@ def recover(root: Path) -> None:
         final = root / old.name.removeprefix(".old-")
         if final.exists():
             discard(old)
-        else:  # died between the two renames
+        else:  # the process died between the two renames
             os.rename(old, final)
     for pattern in (".tmp-step_*", ".del-*"):
         for leftover in root.glob(pattern):

@@ -9,10 +9,10 @@ import torch
 
 
 def capture_rng(device_state: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-    """States of Python's, NumPy's (global), torch's CPU and, by callable, the device's generators.
+    """Return the states of Python's, NumPy's (global), torch's CPU and the device's generators.
 
-    ``device_state`` returns a tree, such as the accelerator's generator state or the named states
-    of a model-parallel tracker.
+    ``device_state`` returns a tree, for example the accelerator's generator state or the named
+    states of a model-parallel tracker.
     """
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
@@ -37,7 +37,7 @@ def capture_rng(device_state: Callable[[], Any] = lambda: None) -> dict[str, Any
 def restore_rng(
     state: Mapping[str, Any], set_device_state: Callable[[Any], None] = lambda _: None
 ) -> None:
-    """Inverse of `capture_rng`; ``set_device_state`` gets what ``device_state`` returned."""
+    """Restore the states of `capture_rng`. ``set_device_state`` receives the device's state."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)

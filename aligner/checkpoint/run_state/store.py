@@ -1,24 +1,24 @@
-"""Run state: one directory per step, complete or not there at all.
+"""Run states: one directory per step, complete or absent.
 
 ::
 
     <root>/step_000012/manifest.json   step, metric, size and checksum of every file
                        state.json      entries without tensors: counters, scheduler, config, …
                        rng.pt          one file per entry with tensors, written by rank 0
-                       policy/         what the workers of a role write (`worker_state`), whose
-                                       checksums stand in a file there
+                       policy/         shares of a role's workers (`worker_state`) and a file of
+                                       their checksums
 
-A state is written into ``.tmp-step_000012``, every file and directory is flushed to the disk, and
-only then it gets its name. A process that dies at any moment leaves the earlier states as they
-were; `RunStateStore.latest` removes what it left behind. A state with damaged files is not used.
-Nothing is read from a file name but the step, and nothing is unpickled.
+A state is written into ``.tmp-step_000012``. After every file and directory is flushed to the disk,
+the directory is renamed. A process that dies at any moment does not change earlier states.
+`RunStateStore.latest` removes the incomplete directory. A state with damaged files is not used.
+Of a file name only the step is read, and nothing is unpickled.
 
-While training goes on, a state is written by threads::
+Threads write a state while training continues::
 
-    in the step    every rank: wait for the state before, agree on the directory, copy
-    beside it      every worker: its share, flushed, then its mark
-                   rank 0: its entries; once all marks are there, manifest and name
-    every step     all ranks: agree on whether anything has failed, and raise that
+    in the step        every rank: wait for the previous state, agree on the directory, copy
+    in the background  every worker: its share, flushed, then its mark
+                       rank 0: its entries, and after all marks the manifest and the rename
+    every step         all ranks: agree on whether a write has failed, and raise its error
 """
 
 import contextlib
@@ -78,63 +78,59 @@ logger = logging.getLogger(__name__)
 
 _ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _RESERVED = ("state", "manifest")
-_OTHERS_S = 30.0  # after an error, for shares of other processes that may not come any more
+_OTHERS_S = 30.0  # after an error, time limit for the shares of other processes
 
 
 @dataclass(frozen=True)
 class LoadedState(SavedState):
-    """A state in memory. Tensors are on the CPU, backed by the file and copied when changed."""
+    """A state in memory. Tensors are on the CPU, backed by the file and copied on write."""
 
-    state: Mapping[str, Any]  # every entry given to ``save`` under its name
+    state: Mapping[str, Any]  # every entry passed to ``save``, by name
 
 
 class SavedRole(Protocol):
-    """Workers that write the shares of a role, as its handle has them."""
+    """Handle of the workers that write the shares of a role."""
 
     @property
     def num_shares(self) -> int:
         """Number of shares."""
-        ...
 
     def prepare_saving(self) -> None:
         """Let each worker allocate the memory of a copy of its share beforehand."""
-        ...
 
     def begin_saving(self, folder: Path, in_background: bool) -> None:
-        """Let each worker write its share as it is now, or take a copy and write that."""
-        ...
+        """Let each worker write its current share, or a copy of it in the background."""
 
     def check_saving(self, wait: bool) -> None:
-        """Raise the error of writing; ``wait``: until it is over."""
-        ...
+        """Raise the error of writing. ``wait``: first wait for the end of writing."""
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A state that is being written while training goes on."""
+    """A state that is being written while training continues."""
 
-    path: Path  # of its directory until it gets its name
-    needed: int  # bytes, of this rank
+    path: Path  # of its directory before the rename
+    size: int  # bytes of this rank
     roles: Mapping[str, SavedRole]
-    task: BackgroundTask | None  # rank 0's, which ends with the state's name
+    task: BackgroundTask | None  # on rank 0, ends with the rename
 
 
 class RunStateStore:
-    """Saves, finds, loads and thins out the run states below ``root``.
-
-    Args:
-        root: directory of the states; with several ranks, one that all of them see.
-        save_top_k: number of the best kept by ``metric`` besides the newest (0: newest only).
-            Without ``monitor`` the newest are the best.
-        monitor: name of the metric given to `save`; None: none is given.
-        mode: whether more (``max``) or less of the metric is better.
-        save_last_k: number of the newest kept: where the newest turns out to be damaged, a run goes
-            on from the one before.
-        rank: this process's; rank 0 writes what the ranks share.
-        exchange: gathers one object of every rank; the default is that of one process.
+    """Storage of the run states below ``root``: saving, search, loading and removal.
 
     `save`, `check`, `finish`, `load` and `latest` are collective: every rank calls them, and an
     error on one rank is raised on all.
+
+    Args:
+        root: directory of the states, visible to all ranks.
+        save_top_k: number of best states to keep by ``metric`` in addition to the newest.
+            Without ``monitor`` the newest states are the best.
+        monitor: name of the metric passed to `save`, or None without a metric.
+        mode: whether a higher (``max``) or lower (``min``) metric is better.
+        save_last_k: number of newest states to keep. If the newest state is damaged, a run
+            continues from the previous one.
+        rank: rank of this process. Rank 0 writes the entries that all ranks share.
+        exchange: gathers one object of every rank. The default is for one process.
     """
 
     def __init__(
@@ -169,22 +165,26 @@ class RunStateStore:
     ) -> Path:
         """Write the state of ``step`` and return its directory.
 
-        The state before it is waited for. With ``in_background`` this returns once everything that
-        may change is copied, and the directory is complete later; see `check` and `finish`.
+        The call first waits for the previous state. With ``in_background`` it returns once all
+        data is copied, and the directory is complete later. See `check` and `finish`.
 
-        ``state``: named trees (`run_state.tree`) that are the same on every rank; rank 0 writes
-        them. ``roles``: by the name of their folders, the workers of which write the rest.
-        ``write``: called on every rank with the directory, to write whatever else belongs to the
-        state into folders of it. ``metric``: value of ``monitor`` at this step, None where it was
-        not measured. ``on_saved``: called on rank 0 when the state is complete.
+        Args:
+            step: step of the state.
+            state: named trees (`run_state.tree`), equal on every rank. Rank 0 writes them.
+            metric: value of ``monitor`` at this step, or None if it was not measured.
+            roles: folder name → role whose workers write into this folder.
+            write: called on every rank with the directory, to write additional folders.
+            in_background: whether threads write the state.
+            on_saved: called on rank 0 when the state is complete.
         """
         if metric is not None and self.monitor is None:
             raise ConfigError(f"metric {metric} was given to a store without a monitor")
         self.finish()
         roles = roles or {}
-        with self._together():
+        # Copy the entries of rank 0, because training changes them.
+        with self._raised_on_all():
             entries = _entries(state, in_background) if self.rank == 0 else {}
-        needed = sum(estimate_bytes(tree) for tree in entries.values())
+        size = sum(estimate_bytes(tree) for tree in entries.values())
         temporary = self.root / f".tmp-{self.path(step).name}"
 
         def commit(stop: Event | None = None) -> None:
@@ -198,63 +198,65 @@ class RunStateStore:
             on_saved()
 
         try:
-            with self._together(), _as_storage_error(temporary, needed):
+            # Create the directory, start the workers, then write the entries and rename.
+            with self._raised_on_all(), _as_storage_error(temporary, size):
                 if self.rank == 0:
                     self.root.mkdir(parents=True, exist_ok=True)
                     shutil.rmtree(temporary, ignore_errors=True)
-                    require_free_space(self.root, needed)
+                    require_free_space(self.root, size)
                     temporary.mkdir()
-            with self._together(), _as_storage_error(temporary, needed):
+            with self._raised_on_all(), _as_storage_error(temporary, size):
                 write(temporary)
                 for name, role in roles.items():
                     role.begin_saving(temporary / name, in_background)
             if in_background:
                 task = BackgroundTask(commit, "run state") if self.rank == 0 else None
-                self._pending = _Pending(temporary, needed, roles, task)
+                self._pending = _Pending(temporary, size, roles, task)
             else:
-                with self._together(), _as_storage_error(temporary, needed):
+                with self._raised_on_all(), _as_storage_error(temporary, size):
                     if self.rank == 0:
                         commit()
         except Exception:
-            self._give_up(_Pending(temporary, needed, roles, None))
+            self._abandon(_Pending(temporary, size, roles, None))
             raise
         return self.path(step)
 
     @property
     def is_saving(self) -> bool:
-        """True if a state is being written in the background, as far as all ranks know."""
+        """True if a state is being written in the background on any rank."""
         return self._pending is not None
 
     def check(self, wait: bool = False) -> None:
         """Raise the error of writing in the background, and remove the incomplete state.
 
-        ``wait``: until the state is complete.
+        ``wait``: wait until the state is complete.
         """
         pending = self._pending
         if pending is None:
             return
-        task, is_over = pending.task, True
+        task, is_finished = pending.task, True
         try:
-            with self._together(), _as_storage_error(pending.path, pending.needed):
+            # Errors of the workers, then of rank 0.
+            with self._raised_on_all(), _as_storage_error(pending.path, pending.size):
                 for role in pending.roles.values():
                     role.check_saving(wait)
-            with self._together(), _as_storage_error(pending.path, pending.needed):
+            with self._raised_on_all(), _as_storage_error(pending.path, pending.size):
                 if task is not None:
-                    is_over = task.wait() if wait else task.done
+                    is_finished = task.wait() if wait else task.is_finished
                     if task.error is not None:
                         raise task.error
         except Exception:
-            self._give_up(pending)
+            self._abandon(pending)
             raise
-        if all(self._exchange(is_over)):
+        if all(self._exchange(is_finished)):
             self._pending = None
 
     def finish(self) -> None:
-        """Wait until the last state is complete; raises as `check` does."""
+        """Wait until the last state is complete, and raise its error like `check`."""
         self.check(wait=True)
 
     def drain(self) -> None:
-        """After an error on only this rank: have the last state written, if all others do so."""
+        """Wait for the last state after an error on this rank only, if all other ranks write."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -264,8 +266,8 @@ class RunStateStore:
         if pending.task is not None and not pending.task.wait(_OTHERS_S):
             pending.task.stop()
 
-    def _give_up(self, pending: _Pending) -> None:
-        """Remove a state that cannot become complete, once no rank writes it any more."""
+    def _abandon(self, pending: _Pending) -> None:
+        """Remove a state that cannot become complete, after all ranks stopped writing it."""
         self._pending = None
         if pending.task is not None:
             pending.task.stop()
@@ -277,7 +279,7 @@ class RunStateStore:
             shutil.rmtree(pending.path, ignore_errors=True)
 
     def path(self, step: int) -> Path:
-        """Path of the state of ``step``, present or not."""
+        """Return the path of the state of ``step``, which may not exist."""
         return self.root / f"step_{step:06d}"
 
     def _commit(self, temporary: Path, step: int, metric: float | None) -> None:
@@ -286,9 +288,9 @@ class RunStateStore:
             for path in sorted(temporary.rglob("*"))
             if path.is_file()
         }
-        # Those of a role's files are beside them.
+        # The checksums of a role's files are in the role's folder.
         roles = {Path(name).parent for name in files if name.endswith(f"/{CHECKSUMS}")}
-        known = {str(role / name) for role in roles for name in read_checksums(temporary / role)}
+        of_roles = {str(role / name) for role in roles for name in read_checksums(temporary / role)}
         manifest = {
             "format": FORMAT,
             "step": step,
@@ -296,7 +298,7 @@ class RunStateStore:
             "metric": metric if metric is not None and isfinite(metric) else None,
             "files": files,
             "checksums": {
-                name: file_checksum(temporary / name) for name in files if name not in known
+                name: file_checksum(temporary / name) for name in files if name not in of_roles
             },
         }
         write_json(temporary / "manifest.json", manifest)
@@ -304,20 +306,19 @@ class RunStateStore:
         self._thin_out()
 
     def _thin_out(self) -> None:
-        """Remove all states but the newest ``save_last_k`` and the best ``save_top_k``."""
+        """Remove all states except the newest ``save_last_k`` and the best ``save_top_k``."""
         states = self.states()
         ranked = sorted(
             (state for state in states if self._score(state) is not None),
             key=lambda state: (self._score(state), state.step),
             reverse=True,
         )
-        kept = {state.path for state in [*ranked[: self.save_top_k], *states[-self.save_last_k :]]}
-        for state in states:
-            if state.path not in kept:
-                discard(state.path)
+        retained = [*ranked[: self.save_top_k], *states[-self.save_last_k :]]
+        for path in {state.path for state in states} - {state.path for state in retained}:
+            discard(path)
 
     def _score(self, state: SavedState) -> float | None:
-        """More is better; None: cannot be ranked (not measured, or measured something else)."""
+        """Return a value to rank by, higher is better, or None without a value of ``monitor``."""
         if self.monitor is None:
             return state.step
         if state.metric is None or state.monitor != self.monitor:
@@ -327,9 +328,9 @@ class RunStateStore:
     # Reading
 
     def survey(self) -> tuple[list[SavedState], list[str]]:
-        """The complete states, oldest step first, and what is wrong with each of the others.
+        """Return the complete states, oldest step first, and the errors of all other states.
 
-        Sizes of files are looked at, their checksums where they are loaded. Changes nothing.
+        Only file sizes are compared. `load` compares the checksums. Changes nothing.
         """
         states, damaged = [], []
         folders = sorted(filter(is_step, self.root.iterdir())) if self.root.is_dir() else []
@@ -341,32 +342,32 @@ class RunStateStore:
         return sorted(states, key=lambda state: state.step), damaged
 
     def states(self) -> list[SavedState]:
-        """The complete states, oldest step first. Changes nothing."""
+        """Return the complete states, oldest step first. Changes nothing."""
         return self.survey()[0]
 
     def recover(self) -> None:
-        """Remove what an interrupted save left behind."""
-        with self._together():
+        """Remove the remains of an interrupted save."""
+        with self._raised_on_all():
             if self.rank == 0 and self.root.is_dir():
                 recover(self.root)
 
     def latest(self) -> Path | None:
-        """The newest complete state, after removing what an interrupted save left behind."""
+        """Remove the remains of an interrupted save, and return the newest complete state."""
         self.recover()
         states, damaged = self.survey()
         for reason in damaged:
-            logger.warning("passed over: %s", reason)
+            logger.warning("skipped a damaged run state: %s", reason)
         return states[-1].path if states else None
 
     def load(self, path: Path) -> LoadedState:
-        """Read what rank 0 wrote; equal on every rank.
+        """Read the entries that rank 0 wrote, equal on every rank.
 
         Raises:
-            DamagedStateError: a file is not what was written; on every rank where it is on one.
+            DamagedStateError: a file is damaged. Raised on every rank.
         """
-        with self._together():
+        with self._raised_on_all():
             if not path.is_dir():
-                raise CheckpointNotFoundError(f"there is no run state at {path}")
+                raise CheckpointNotFoundError(f"run state {path} does not exist")
             saved = read_manifest(path)
             check_files(path, saved.checksums)
             plain = path / "state.json"
@@ -376,31 +377,31 @@ class RunStateStore:
             trees = {file.stem: read_tree(file) for file in path.glob("*.pt")}
         return LoadedState(**vars(saved), state={**state, **trees})
 
-    def _together(self) -> contextlib.AbstractContextManager[None]:
+    def _raised_on_all(self) -> contextlib.AbstractContextManager[None]:
         return raised_on_all(self._exchange)
 
 
-def _entries(state: Mapping[str, Any], is_to_change: bool) -> dict[str, Any]:
-    """Trees to write; copies if what they are made of changes meanwhile."""
+def _entries(state: Mapping[str, Any], copies: bool) -> dict[str, Any]:
+    """Return the trees to write. ``copies``: with copies of their tensors."""
     for name in state:
         if not _ENTRY_NAME.fullmatch(name) or name in _RESERVED:
             raise CheckpointError(
-                f"{name!r} cannot name an entry of a run state; use lower-case letters, digits "
-                f"and underscores, and none of {', '.join(_RESERVED)}"
+                f"{name!r} cannot be the name of a run state's entry. Use lower-case letters, "
+                f"digits and underscores, and none of {', '.join(_RESERVED)}"
             )
     trees = {name: normalise(tree, name) for name, tree in state.items()}
-    return map_tensors(trees, Tensor.clone) if is_to_change else trees
+    return map_tensors(trees, Tensor.clone) if copies else trees
 
 
 @contextlib.contextmanager
-def _as_storage_error(path: Path, needed: int) -> Iterator[None]:
-    """Turn a failed write below ``path`` into a `StorageError` that also names what is left."""
+def _as_storage_error(path: Path, size: int) -> Iterator[None]:
+    """Turn a failed write below ``path`` into a `StorageError` that mentions earlier states."""
     try:
         yield
     except OSError as error:
-        refined = error if isinstance(error, StorageError) else storage_error(path, error, needed)
+        refined = error if isinstance(error, StorageError) else storage_error(path, error, size)
         explained = StorageError(
-            f"{refined}. The run state was not saved; earlier ones in {path.parent} are intact"
+            f"{refined}. The run state was not saved. Earlier states in {path.parent} are intact"
         )
         explained.errno = refined.errno
         raise explained from error

@@ -1,19 +1,24 @@
-"""Contribution of one role's workers to a run state: a folder of the role, one file per worker.
+"""Shares of one role's workers in a run state: a folder per role, one file per worker.
 
-Every worker writes and reads its own file, so that nothing of the size of a model passes through
+Every worker writes and reads its own file, so that no data of the size of a model passes through
 the process that runs the loop::
 
     rank_00000.pt    a worker's share
-    rank_00000.done  its size and checksum, written once the share is on the disk
-    checksums.json   of all shares, once every worker is done; the ``.done`` files are then gone
+    rank_00000.done  size and checksum of the share, written once the share is on the disk
+    checksums.json   checksums of all shares, written after all marks and replacing them
 
-A worker writes in the step, or in a thread of its own from a copy that it takes in the step. Only
-files show that a share is written: no collective is needed, and none runs during training.
+A worker writes in the step, or in a thread from a copy that was made in the step::
 
-Reading is memory-mapped and begins with a worker's own file: on the layout that was saved that is
-all it opens, and else it touches of the others' what its own share needs.
-Before any is used, the workers check them, each its share, and agree on the result.
-The optimizer state that `save_checkpoint` writes beside a role's weights is such a folder, too.
+    step      begin: copy the share ── training continues ── failure: raise the thread's error
+    thread         └ write rank_N.pt ── flush ── rename rank_N.done
+    rank 0                                          └ seal: wait for all marks, write checksums
+
+The files alone show that a share is complete, so no collective runs during training.
+
+Reading is memory-mapped and starts with a worker's own file. On the saved layout a worker opens no
+other file. On another layout it reads the parts of other files that its share requires. Before the
+shares are used, each worker checks a part of the files, and the workers agree on the result. The
+optimizer state that `save_checkpoint` writes with a role's weights is also such a folder.
 """
 
 import json
@@ -58,7 +63,7 @@ from aligner.errors import (
 from aligner.parallel.collectives import gather_objects, on_rank_zero
 from aligner.parallel.groups import ParallelState
 
-_LOOK_S = 0.02  # between two looks for another worker's mark
+_POLL_S = 0.02  # interval of polling for another worker's mark
 _log = logging.getLogger(__name__)
 
 
@@ -68,19 +73,16 @@ class StatefulWorker(Protocol):
     parallel: ParallelState
 
     def state_dict(self) -> Mapping[str, Any]:
-        """This process's share."""
-        ...
+        """Return this process's share."""
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Inverse of `state_dict`, from what every worker of the saved run gave, in rank order."""
-        ...
+        """Restore from the `state_dict` of every worker of the saved run, in rank order."""
 
 
 class ShareWriter:
-    """Writes one worker's shares, one after the other, in the step or in the background.
+    """Writer of one worker's shares, in the step or in the background, one at a time.
 
-    Args:
-        worker: whose; nothing here waits for the others.
+    It never waits for other workers.
     """
 
     def __init__(self, worker: StatefulWorker) -> None:
@@ -90,36 +92,37 @@ class ShareWriter:
         self._has_warned = False
 
     def prepare(self) -> None:
-        """Take the memory of a copy of the share in the background.
+        """Allocate the memory for a copy of the share in the background.
 
-        The first copy then does not wait for the system to find that much memory, which can take
-        ten times as long as copying. A share that has grown since takes it again.
+        The first copy then does not wait for the allocation, which can take ten times as long as
+        copying. If the share has grown later, the memory is allocated again.
         """
-        needed = bytes_to_copy(_share_of(self._worker))
-        if self._task is not None or not self._has_memory(needed):
+        size = bytes_to_copy(_share_of(self._worker))
+        if self._task is not None or not self._has_memory(size):
             return
 
-        def take(stop: threading.Event) -> None:
-            self._memory.clear(needed)
+        def allocate(stop: threading.Event) -> None:
+            self._memory.clear(size)
             self._memory.touch(stop)
 
-        self._task = BackgroundTask(take, f"memory for the run state of rank {self._rank}")
+        self._task = BackgroundTask(allocate, f"memory for the run state of rank {self._rank}")
 
     def begin(self, folder: str, in_background: bool) -> None:
-        """Write the share as it is now to ``folder``, which all workers have.
+        """Write the current share to ``folder``, which all workers see.
 
-        In the background that takes a copy of it; where the host has no memory for one, and
-        without ``in_background``, the share is on the disk when this returns. Raises what the share
-        before it failed with.
+        With ``in_background`` and enough host memory, the share is copied and written later.
+        Otherwise the share is on the disk when this returns. Raises the error of the previous
+        share.
         """
         if (failure := self.failure(wait=True)) is not None:
             raise StorageError(failure)
+        # Copy the share if there is memory, else write it in place.
         target, rank = Path(folder), self._rank
         tree = map_tensors(_share_of(self._worker), lambda tensor: tensor, "worker")
         target.mkdir(exist_ok=True)
-        is_copied = in_background and self._has_memory(needed := bytes_to_copy(tree))
+        is_copied = in_background and self._has_memory(size := bytes_to_copy(tree))
         if is_copied:
-            self._memory.clear(needed)
+            self._memory.clear(size)
             tree = copied(tree, self._memory)
         else:
             tree = normalise(tree, "worker")
@@ -131,12 +134,12 @@ class ShareWriter:
             write()
 
     def failure(self, wait: bool) -> str | None:
-        """Error of writing the last share, in words; None: none so far.
+        """Return the error message of writing the last share, or None so far.
 
-        ``wait``: until it is written.
+        ``wait``: first wait until the share is written.
         """
         task = self._task
-        if task is None or not (task.wait() if wait else task.done):
+        if task is None or not (task.wait() if wait else task.is_finished):
             return None
         self._task = None
         if task.error is None or isinstance(task.error, StorageError):
@@ -147,18 +150,18 @@ class ShareWriter:
     def _rank(self) -> int:
         return self._worker.parallel.rank
 
-    def _has_memory(self, needed: int) -> bool:
-        """Room for a copy; a lack of it is logged once."""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self._worker.parallel.world_size))
-        free = available_bytes() // max(1, here)
-        if needed <= free + self._memory.size:
+    def _has_memory(self, size: int) -> bool:
+        """Return whether the host has memory for a copy. Log a lack of memory once."""
+        local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", self._worker.parallel.world_size))
+        free = available_bytes() // max(1, local_workers)
+        if size <= free + self._memory.size:
             return True
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "a copy of the run state takes %s of host memory for this process and %s are "
+                "a copy of the run state needs %s of host memory for this process, but %s are "
                 "free: it is written in place, and training waits for the disk",
-                *map(readable_bytes, (needed, free)),
+                *map(readable_bytes, (size, free)),
             )
         return False
 
@@ -176,8 +179,8 @@ def _share_of(worker: StatefulWorker) -> dict[str, Any]:
 def _write_share(target: Path, rank: int, tree: Any, stop: threading.Event | None = None) -> None:
     """Write a worker's file and, once the file is on the disk, its mark.
 
-    The rename of the mark is the last access to ``target``: `seal` may return, and the folder get
-    another name, at once.
+    The rename of the mark is the last access to ``target``, because `seal` may return immediately
+    afterwards and the folder may be renamed.
     """
     share = target / _name(rank)
     checksum = write_tree(share, tree, stop)
@@ -189,24 +192,25 @@ def _write_share(target: Path, rank: int, tree: Any, stop: threading.Event | Non
 
 
 def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> None:
-    """Wait until all workers have written their shares; put the checksums of all in one file.
+    """Wait until all workers have written their shares, and collect the checksums in one file.
 
     Raises:
-        AbandonedError: ``stop`` was set before.
-        DamagedStateError: a share does not have the size that its worker wrote.
+        AbandonedError: ``stop`` was set.
+        DamagedStateError: the size of a share differs from the size that its worker wrote.
     """
     checksums = {}
     for rank in range(num_shares):
-        share, marked = folder / _name(rank), folder / _mark(rank)
-        while not marked.exists():
+        share, mark_path = folder / _name(rank), folder / _mark(rank)
+        # Poll for the mark, which any machine may write.
+        while not mark_path.exists():
             if stop is None:
-                time.sleep(_LOOK_S)
-            elif stop.wait(_LOOK_S):
-                raise AbandonedError(f"{marked} was not written")
-        mark = json.loads(marked.read_bytes())
+                time.sleep(_POLL_S)
+            elif stop.wait(_POLL_S):
+                raise AbandonedError(f"{mark_path} was not written")
+        mark = json.loads(mark_path.read_bytes())
         if share.stat().st_size != mark["size"]:
             raise DamagedStateError(
-                f"{share} has {share.stat().st_size} bytes, and {mark['size']} were written; is "
+                f"{share} has {share.stat().st_size} bytes, but {mark['size']} were written. Is "
                 "this directory the same on all machines?"
             )
         checksums[share.name] = mark["checksum"]
@@ -216,9 +220,9 @@ def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> 
 
 
 def save_worker_state(worker: StatefulWorker, folder: str, prefix: str = "") -> None:
-    """Write this worker's share and its random states to ``folder``, which all workers share.
+    """Write this worker's share and its random states to ``folder``, which all workers see.
 
-    Collective over the role's workers; an error on one is raised on all. ``prefix``: see
+    Collective over the role's workers. An error on one is raised on all. ``prefix``: see
     `raised_on_all`.
     """
     with raised_on_all(gather_objects, prefix):
@@ -228,11 +232,11 @@ def save_worker_state(worker: StatefulWorker, folder: str, prefix: str = "") -> 
 
 
 def load_worker_state(worker: StatefulWorker, folder: str) -> None:
-    """Inverse of `save_worker_state`, whatever layout the saved run had.
+    """Restore the result of `save_worker_state` on any layout.
 
-    Random states belong to a process: on another layout the generators stay as the seed left them.
-    Collective over the role's workers; ``DamagedStateError`` on all of them where a file is not
-    what was written, and then nothing was restored.
+    Random states belong to a process. On another layout the generators keep their seeded states.
+    Collective over the role's workers. If a file is damaged, all workers raise `DamagedStateError`
+    before anything is restored.
     """
     parallel = worker.parallel
     check_worker_states(parallel, Path(folder))
@@ -243,19 +247,19 @@ def load_worker_state(worker: StatefulWorker, folder: str) -> None:
 
 
 def check_worker_states(parallel: ParallelState, folder: Path) -> None:
-    """Refuse ``folder`` if a file is not what was written; every worker reads its share.
+    """Raise `DamagedStateError` if a file is damaged. Every worker checks a part of the files.
 
-    A folder of a version that wrote no checksums is not looked at.
+    A folder of a version without checksums is not checked.
     """
     with raised_on_all(gather_objects):
-        written = sorted(read_checksums(folder).items())
-        check_files(folder, dict(written[parallel.rank :: parallel.world_size]))
+        checksums = sorted(read_checksums(folder).items())
+        check_files(folder, dict(checksums[parallel.rank :: parallel.world_size]))
 
 
 def save_optimizer_state(worker: StatefulWorker, folder: str) -> None:
-    """Write ``folder``, complete or not at all; every worker calls it, and all share the disk.
+    """Write ``folder`` completely or not at all. Collective over workers that share the disk.
 
-    It holds what a role's folder of a run state holds, and any parallel layout reads it.
+    The contents are those of a role's folder in a run state. Any parallel layout can read it.
     """
     target = Path(folder)
     partial = target.with_name(f".{target.name}.partial")
@@ -270,18 +274,18 @@ def save_optimizer_state(worker: StatefulWorker, folder: str) -> None:
 
 
 def load_optimizer_state(worker: StatefulWorker, folder: str) -> None:
-    """Restore weights, moments and step from what `save_optimizer_state` wrote."""
+    """Restore weights, moments and step from the folder of `save_optimizer_state`."""
     if not Path(folder).is_dir():
         raise CheckpointNotFoundError(
-            f"optimizer_path={folder} does not exist; give a directory that save_checkpoint wrote, "
-            "or none to begin with fresh optimizer state"
+            f"optimizer_path={folder} does not exist. Give a directory that save_checkpoint wrote, "
+            "or none to start with fresh optimizer state"
         )
     check_worker_states(worker.parallel, Path(folder))
     worker.load_state_dict(SavedShares(Path(folder), worker.parallel.rank))
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
-    """Write the tokenizer's files into ``folder``; rank 0 does, and if it cannot, all raise."""
+    """Write the tokenizer's files into ``folder`` on rank 0. An error is raised on all ranks."""
 
     def write() -> None:
         for name, content in tokenizer.files().items():
@@ -292,29 +296,29 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
 
 
 class SavedShares(Sequence[Mapping[str, Any]]):
-    """Return values of `StatefulWorker.state_dict` on every worker that was saved, in rank order.
+    """Results of `StatefulWorker.state_dict` of every saved worker, in rank order.
 
-    Memory-mapped, and opened when indexed: files that are not indexed are not read.
+    A file is opened and memory-mapped when it is indexed. Other files are not read.
 
     Args:
-        folder: that the shares were written to.
-        rank: the rank whose file is read first; any other's describes the saved run as well.
+        folder: folder of the shares.
+        rank: rank whose file is read first for the description of the saved run, if it exists.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
         self._shares: dict[int, Mapping[str, Any]] = {}
-        known = rank if (folder / _name(rank)).exists() else 0
-        if not (folder / _name(known)).exists():
+        first = rank if (folder / _name(rank)).exists() else 0
+        if not (folder / _name(first)).exists():
             raise CheckpointError(
-                f"the run state lacks {folder / _name(0)}; resume from an earlier state or set "
+                f"the run state lacks {folder / _name(0)}. Resume from an earlier state or set "
                 "another exp_manager.explicit_log_dir"
             )
-        self._size = int(self.share(known)["world_size"])
-        self.layout = str(self.share(known)["layout"])  # in words
+        self._size = int(self.share(first)["world_size"])
+        self.layout = str(self.share(first)["layout"])  # text
 
     def share(self, rank: int) -> Mapping[str, Any]:
-        """All that one worker wrote."""
+        """Return everything that one worker wrote."""
         if rank not in self._shares:
             self._shares[rank] = read_tree(self._folder / _name(rank))
         return self._shares[rank]

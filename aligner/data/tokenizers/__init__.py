@@ -1,1 +1,1 @@
-"""Tokenizers behind one interface, and from tokens back to text."""
+"""Tokenizers with one interface, and decoding of tokens to text."""

@@ -1,4 +1,4 @@
-"""A tokenizer without training data: one token per byte, built in code, the same every time."""
+"""A tokenizer without training data: one token per byte, deterministic."""
 
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
@@ -15,10 +15,10 @@ _CHAT_TEMPLATE = (
 
 
 def byte_level_tokenizer() -> HuggingFaceTokenizer:
-    """Token id = byte value; then ``<|endoftext|>`` 256, ``<|im_start|>`` 257, ``<|im_end|>`` 258.
+    """Build a tokenizer whose token ids are byte values, with ChatML as chat template.
 
-    ``<|im_end|>`` ends a response and is the padding token too (masks come from lengths). The chat
-    template is ChatML.
+    The special tokens are ``<|endoftext|>`` 256, ``<|im_start|>`` 257 and ``<|im_end|>`` 258.
+    ``<|im_end|>`` is both end and padding token, because masks are derived from lengths.
     """
     vocab = {character: byte for byte, character in enumerate(_byte_characters())}
     backend = RustTokenizer(BPE(vocab=vocab, merges=[]))
@@ -27,6 +27,7 @@ def byte_level_tokenizer() -> HuggingFaceTokenizer:
     backend.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
     )
+    # Settings in the form of Hugging Face.
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|im_start|>",
@@ -40,7 +41,7 @@ def byte_level_tokenizer() -> HuggingFaceTokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """GPT-2's printable stand-in for each of the 256 bytes: itself, or U+0100 onwards."""
+    """Return GPT-2's printable character for each byte: the byte itself, or from U+0100 on."""
     characters: list[str] = []
     replaced = 0
     for byte in range(256):

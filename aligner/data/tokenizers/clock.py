@@ -1,6 +1,6 @@
-"""Time that chat templates read: a run's is fixed when it begins, so that a resume repeats it.
+"""Time for chat templates, fixed at the start of a run, so that a resumed run repeats it.
 
-An environment variable holds it, which every process of the run inherits.
+Every process of the run inherits the time in an environment variable.
 """
 
 import os
@@ -13,18 +13,18 @@ TEMPLATE_TIME = "ALIGNER_TEMPLATE_TIME"
 
 
 class RunClock(datetime):
-    """A clock that stands at the run's fixed time; without one it tells the present."""
+    """A clock with the run's fixed time, or with the current time if none is fixed."""
 
     @classmethod
     def now(cls, tz: tzinfo | None = None) -> Self:
-        """The fixed local time, else the present."""
+        """Return the fixed local time, or the current time if none is fixed."""
         fixed = os.environ.get(TEMPLATE_TIME)
         return cls.fromisoformat(fixed) if fixed else super().now(tz)
 
 
 @contextmanager
 def fixed_time(moment: str) -> Iterator[None]:
-    """Let templates read ``moment``, local time in ISO format, in the block."""
+    """Fix the time of templates in the block to ``moment``, a local time in ISO format."""
     os.environ[TEMPLATE_TIME] = moment
     try:
         yield

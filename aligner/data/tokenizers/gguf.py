@@ -1,4 +1,4 @@
-"""Tokenizers out of GGUF files: built by transformers, with the splitting rule the file names."""
+"""Tokenizers of GGUF files, built by transformers with the splitting rule that the file names."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,8 @@ from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, is_tokenizer_fi
 from aligner.errors import CheckpointError, raised_as
 from aligner.packages import require_extra
 
-_ARRAYS = ("tokens", "scores", "token_type", "merges")  # of the tokenizer; long
-# Keys of tokenizer.ggml. that transformers reads, or that say nothing about tokens of a text.
+_ARRAYS = ("tokens", "scores", "token_type", "merges")  # long arrays of the tokenizer
+# Keys of tokenizer.ggml. that transformers reads, or that do not affect tokenization.
 _KNOWN = {
     *("model", "pre", *_ARRAYS, "add_bos_token", "add_eos_token", "add_sep_token"),
     *("add_space_prefix", "token_type_count", "bos_token_id", "eos_token_id", "unknown_token_id"),
@@ -34,9 +34,9 @@ _TEKKEN = (
 )
 _DIGIT = r"\p{N}"
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", _DIGIT)
-_GPT2 = None  # ByteLevel's own expression
+_GPT2 = None  # ByteLevel's built-in expression
 _DIGITS_THEN_GPT2 = (_DIGIT, _GPT2)
-# tokenizer.ggml.pre → expressions that split a text before byte-pair merging, one after another.
+# tokenizer.ggml.pre → expressions that split a text before byte-pair merging, in order.
 _RULES: dict[str, tuple[str | None, ...]] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), (_QWEN2,)),
@@ -46,35 +46,37 @@ _RULES: dict[str, tuple[str | None, ...]] = {
     "tekken": (_TEKKEN,),
     "deepseek-coder": _DEEPSEEK_CODER,
 }
-# Those whose whole words are tokens whatever the merges say.
+# Rules under which a word in the vocabulary is a token regardless of the merges.
 _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"}
 
 
 def gguf_values(path: Path) -> tuple[Any, dict[str, Any]]:
-    """An open GGUF file (``gguf.GGUFReader``) and its keys; the tokenizer's arrays are left out.
+    """Open a GGUF file (``gguf.GGUFReader``) and return it with its keys.
+
+    The tokenizer's arrays have the value None.
 
     Raises:
-        CheckpointError: it is damaged, or no GGUF file.
+        CheckpointError: the file is damaged or not a GGUF file.
         MissingPackageError: the package gguf is not installed.
     """
     require_extra("gguf", str(path))
     from gguf import GGUFReader
 
-    long = {f"tokenizer.ggml.{name}" for name in _ARRAYS}
-    # gguf and numpy raise many kinds on a bad file.
+    arrays = {f"tokenizer.ggml.{name}" for name in _ARRAYS}
+    # gguf and numpy raise many types of errors for a damaged file.
     with raised_as(CheckpointError, f"{str(path)!r} cannot be read as a GGUF model"):
         reader = GGUFReader(path)
         values = {
-            key: None if key in long else field.contents() for key, field in reader.fields.items()
+            key: None if key in arrays else field.contents() for key, field in reader.fields.items()
         }
     return reader, values
 
 
 def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Tokenizer files of a GGUF model.
+    """Return the tokenizer files of a GGUF model.
 
     Raises:
-        CheckpointError: it has none, or one with a rule that is not known.
+        CheckpointError: the file has no tokenizer, or an unknown splitting rule.
     """
     from transformers import AutoTokenizer
 
@@ -82,8 +84,8 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
     prefix = "tokenizer.ggml."
     keys = {key.removeprefix(prefix): v for key, v in values.items() if key.startswith(prefix)}
     _check(path, keys)
-    # transformers raises many kinds on what it does not know.
-    with raised_as(CheckpointError, f"{str(path)!r}: transformers builds no tokenizer"):
+    # transformers raises many types of errors for unknown settings.
+    with raised_as(CheckpointError, f"{str(path)!r}: transformers cannot build a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             str(path.parent), gguf_file=path.name, local_files_only=True
         )
@@ -94,18 +96,20 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
                 for file in Path(folder).iterdir()
                 if is_tokenizer_file(file.name)
             }
+    # Remove GPT-2's end token, which transformers adds.
     content = json.loads(files["tokenizer.json"])
     size = len(reader.fields["tokenizer.ggml.tokens"].data)
-    known = [token for token in content["added_tokens"] if token["id"] < size]
-    if known != content["added_tokens"]:  # GPT-2's end token, which transformers adds
-        files["tokenizer.json"] = json.dumps({**content, "added_tokens": known}).encode()
+    added = [token for token in content["added_tokens"] if token["id"] < size]
+    if added != content["added_tokens"]:
+        files["tokenizer.json"] = json.dumps({**content, "added_tokens": added}).encode()
     if keys["model"] == "gpt2":
         files["tokenizer.json"] = _with_rule(files["tokenizer.json"], keys.get("pre") or "gpt-2")
     settings = json.loads(files["tokenizer_config.json"])
-    # Traces of how it was loaded, not of what it is.
+    # Remove traces of loading.
     for key in ("is_local", "local_files_only", "backend"):
         settings.pop(key, None)
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    # Several named chat templates become a list.
     named = {
         key.removeprefix("tokenizer.chat_template."): text
         for key, text in values.items()
@@ -126,32 +130,33 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def _check(path: Path, keys: dict[str, Any]) -> None:
-    """Refuse keys that would change tokens and are not followed."""
+    """Raise `CheckpointError` for unsupported keys that affect tokenization."""
     model, pre = keys.get("model"), keys.get("pre")
     problem = ""
     if model not in ("gpt2", "llama"):
-        problem = f"model={model!r} is not supported; supported are gpt2 and llama"
+        problem = f"model={model!r} is not supported. Supported: gpt2 and llama"
     elif "tokens" not in keys or (model == "gpt2" and "merges" not in keys):
-        problem = f"{'merges' if 'tokens' in keys else 'tokens'} is missing; convert the model anew"
+        problem = f"{'merges' if 'tokens' in keys else 'tokens'} is missing. Convert the model anew"
     elif model == "gpt2" and pre is not None and pre not in _RULES:
-        problem = f"pre={pre!r} is a rule that is not known; known: {', '.join(_RULES)}"
+        problem = f"pre={pre!r} is an unknown splitting rule. Known: {', '.join(_RULES)}"
     elif model == "llama" and keys.get("add_space_prefix") is False:
         problem = "add_space_prefix=false is not supported"
     elif model == "llama" and keys.pop("remove_extra_whitespaces", False):
         problem = "remove_extra_whitespaces=true is not supported"
+    # All remaining keys must be known.
     keys.pop("remove_extra_whitespaces", None)
-    further = sorted(set(keys) - _KNOWN)
-    if not problem and further:
-        problem = f"{further[0]} is not supported"
+    unknown = sorted(set(keys) - _KNOWN)
+    if not problem and unknown:
+        problem = f"{unknown[0]} is not supported"
     if problem:
         raise CheckpointError(
-            f"{str(path)!r}: tokenizer.ggml.{problem}; or convert from the model's Hugging Face "
-            "directory"
+            f"{str(path)!r}: tokenizer.ggml.{problem}. Otherwise convert from the model's Hugging "
+            "Face directory"
         )
 
 
 def _with_rule(tokenizer: bytes, name: str) -> bytes:
-    """The ``tokenizer.json`` with the splitting rule of this name."""
+    """Return the ``tokenizer.json`` with the splitting rule ``name``."""
     backend = RustTokenizer.from_buffer(tokenizer)
     splits = [
         pre_tokenizers.Digits(individual_digits=True)
@@ -160,6 +165,7 @@ def _with_rule(tokenizer: bytes, name: str) -> bytes:
         for expression in _RULES[name]
         if expression is not None
     ]
+    # The byte-level step is the last.
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=None in _RULES[name])
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, last]) if splits else last
     if name in ("qwen2", "deepseek-r1-qwen"):

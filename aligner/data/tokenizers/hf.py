@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers, straight on the ``tokenizers`` package."""
+"""Hugging Face tokenizers, based on the ``tokenizers`` package without transformers."""
 
 import copy
 import json
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 _SPECIAL_NAMES = (
     *("eos_token", "bos_token", "pad_token"),
-    *("unk_token", "sep_token", "cls_token", "mask_token"),  # templates may name them
+    *("unk_token", "sep_token", "cls_token", "mask_token"),  # variables of templates
 )
-_ANSWER = "an answer"  # what is looked for in a rendered chat
+_ANSWER = "an answer"  # text to find in a rendered chat
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json`` and the special tokens of ``tokenizer_config.json``."""
+    """Tokenizer of a ``tokenizer.json`` with the special tokens of ``tokenizer_config.json``."""
 
     def __init__(
         self,
@@ -44,14 +44,15 @@ class HuggingFaceTokenizer:
         """Wrap ``backend``.
 
         Args:
-            backend: the tokenizer itself.
-            config: ``eos_token`` (required), ``bos_token``, ``pad_token`` as text,
-                ``chat_template`` as Jinja text, or a list of named ones; other keys are carried
-                along to ``files()``.
-            generation_config: its ``eos_token_id`` names further tokens that end a response; the
-                rest is carried along to ``files()``.
-            origin: where it comes from, for error messages.
+            backend: tokenizer of the ``tokenizers`` package.
+            config: ``eos_token`` (required), ``bos_token``, ``pad_token`` as text, and
+                ``chat_template`` as Jinja text or a list of named templates. ``files()`` includes
+                all other keys.
+            generation_config: ``eos_token_id`` contains additional tokens that end a response.
+                ``files()`` includes all other keys.
+            origin: source of the tokenizer, for errors.
         """
+        # Truncation and padding of the file would change ids.
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -65,8 +66,8 @@ class HuggingFaceTokenizer:
         eos_id, self.bos_id, pad_id = map(self._special_id, ("eos_token", "bos_token", "pad_token"))
         if eos_id is None:
             raise TokenizerError(
-                f"{origin} names no end-of-sequence token; add eos_token to the "
-                "tokenizer_config.json beside it"
+                f"{origin} names no end-of-sequence token. Add eos_token to the "
+                "tokenizer_config.json in the same directory"
             )
         self.eos_id = eos_id
         self.pad_id = eos_id if pad_id is None else pad_id
@@ -75,100 +76,104 @@ class HuggingFaceTokenizer:
     def from_files(
         cls, files: Mapping[str, bytes], *, origin: str = "the tokenizer files"
     ) -> "HuggingFaceTokenizer":
-        """Build from ``tokenizer.json`` and its neighbours."""
+        """Build from ``tokenizer.json`` and its companion files."""
         config = _read_config(files, origin)
         with raised_as(TokenizerError, f"{origin} is not a readable tokenizer"):
             backend = RustTokenizer.from_buffer(files["tokenizer.json"].removeprefix(BOM_UTF8))
         _add_missing_tokens(backend, config)
-        generation_ends(files, origin)  # refuses what cannot be used
+        generation_ends(files, origin)  # raises for invalid ids
         generation = json_object(files, GENERATION_CONFIG, origin)
         return cls(backend, config, generation_config=generation, origin=origin)
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Every token that ends a response; see `aligner.data.tokenizers.tokenizer.Tokenizer`."""
+        """Tokens that end a response, see `aligner.data.tokenizers.tokenizer.Tokenizer`."""
         if self._ends is None:
-            named = generation_ends(self._generation_file(), self._origin)
-            self._ends = tuple(dict.fromkeys((self.eos_id, *named, self.turn_end_id)))
+            configured = generation_ends(self._generation_file(), self._origin)
+            self._ends = tuple(dict.fromkeys((self.eos_id, *configured, self.turn_end_id)))
         return self._ends
 
     @property
     def turn_end_id(self) -> int:
-        """The token that ends an assistant's message in the chat template; else EOS."""
+        """Token that ends an assistant's message in the chat template, default EOS."""
         if not self._config.get("chat_template"):
             return self.eos_id
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
         try:
             text = self.apply_chat_template(chat, add_generation_prompt=False)
-        except DataError:  # a template for other chats
+        except DataError:  # the template does not accept this chat
             return self.eos_id
-        behind = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
+        suffix = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
         added = self._backend.get_added_tokens_decoder()
-        fitting = [end for end, token in added.items() if behind.startswith(token.content)]
-        return max(fitting, key=lambda end: len(added[end].content), default=self.eos_id)
+        candidates = [end for end, token in added.items() if suffix.startswith(token.content)]
+        return max(candidates, key=lambda end: len(added[end].content), default=self.eos_id)
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Added tokens that structure a text and are no part of it."""
+        """Ids of added tokens that structure a text and are not part of it."""
         added = self._backend.get_added_tokens_decoder()
-        return frozenset(number for number, token in added.items() if token.special)
+        return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @property
     def added_tokens(self) -> dict[int, str]:
-        """Text of every added token, special or not; `encode` finds them in any text."""
+        """Text of every added token, special or not. `encode` recognises these in any text."""
         added = self._backend.get_added_tokens_decoder()
-        return {number: token.content for number, token in added.items()}
+        return {token_id: token.content for token_id, token in added.items()}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``; the post-processor adds nothing."""
+        """Return the token ids of ``text``, without additions of the post-processor."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``, special tokens spelt out."""
+        """Return the text of ``ids``, including special tokens."""
         text: str = self._backend.decode(known_ids(ids, self.vocab_size), skip_special_tokens=False)
         return text
 
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "HuggingFaceTokenizer":
-        """The same, for which ``tokens`` end a response as well; ``files()`` remembers them."""
+        """Return a tokenizer for which ``tokens`` also end a response, in its ``files()`` too."""
         ids = []
         for token in tokens:
-            found = token if isinstance(token, int) else self._backend.token_to_id(token)
-            if found is None or not 0 <= found < self.vocab_size:
+            token_id = token if isinstance(token, int) else self._backend.token_to_id(token)
+            if token_id is None or not 0 <= token_id < self.vocab_size:
                 raise TokenizerError(
-                    f"end_tokens: {token!r} is no token of {self._origin}; text of several tokens "
-                    "goes into end_strings"
+                    f"end_tokens: {token!r} is not a single token of {self._origin}. Use "
+                    "end_strings for longer text"
                 )
-            ids.append(found)
+            ids.append(token_id)
+        # The end tokens are stored like transformers' ``eos_token_id``.
         ends = tuple(dict.fromkeys((*self.end_ids, *ids)))
         if ends == self.end_ids:
             return self
-        other = copy.copy(self)
-        other._generation, other._ends = {**self._generation, "eos_token_id": list(ends)}, ends
-        return other
+        result = copy.copy(self)
+        result._generation, result._ends = {**self._generation, "eos_token_id": list(ends)}, ends
+        return result
 
     def with_template_kwargs(self, values: Mapping[str, Any]) -> "HuggingFaceTokenizer":
-        """The same, whose chat template has these variables.
+        """Return a tokenizer whose chat template has these variables.
 
         Raises:
-            DataError: no template reads one of them, or its name is taken.
+            DataError: no template reads a variable, or its name is reserved.
         """
         from transformers import PreTrainedTokenizerFast
 
-        others = set(signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
-        taken = ((others - {"documents"}) | {"messages", "conversations"}) & values.keys()
-        if taken:
-            raise DataError(f"chat_template_kwargs: {', '.join(taken)}: no variable of a template")
+        reserved = set(signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
+        reserved = ((reserved - {"documents"}) | {"messages", "conversations"}) & values.keys()
+        if reserved:
+            raise DataError(
+                f"chat_template_kwargs: {', '.join(reserved)}: reserved, not a template variable"
+            )
+        # A variable without effect is refused.
         text = str(self._config.get("chat_template"))
         unused = [name for name in values if not re.search(rf"\b{re.escape(name)}\b", text)]
         if unused:
             raise DataError(
-                f"chat_template_kwargs={dict(values)!r:.200}: the model's chat template reads no "
-                f"{', '.join(unused):.200}; leave it out"
+                f"chat_template_kwargs={dict(values)!r:.200}: the model's chat template does not "
+                f"read {', '.join(unused):.200}. Remove it"
             )
-        other = copy.copy(self)
-        other._template_kwargs, other._ends = {**self._template_kwargs, **values}, None
-        return other
+        result = copy.copy(self)
+        result._template_kwargs, result._ends = {**self._template_kwargs, **values}, None
+        return result
 
     def apply_chat_template(
         self,
@@ -177,15 +182,15 @@ class HuggingFaceTokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render ``messages`` and, by default, the opening of the assistant's answer."""
+        """Render ``messages`` and, by default, the generation prompt of the assistant's answer."""
         if not self._config.get("chat_template"):
             raise TokenizerError(
-                f"{self._origin} has no chat template, so chat messages cannot become a prompt; "
-                "use a tokenizer with a chat_template or plain-text prompts"
+                f"{self._origin} has no chat template, so chat messages cannot become a prompt. "
+                "Use a tokenizer with a chat_template or plain-text prompts"
             )
         if self._renderer is None:
             self._renderer = self._make_renderer()
-        # Jinja's errors, and what templates raise themselves.
+        # Errors of Jinja and errors that templates raise.
         with raised_as(DataError, "the chat template refuses the messages"):
             text = self._renderer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -194,12 +199,14 @@ class HuggingFaceTokenizer:
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 **self._template_kwargs,
             )
-            str(text).encode()  # half a character, which JSON text can hold, is no text
+            str(text).encode()  # fails for half a character, which JSON text can contain
         return str(text)
 
     def files(self) -> dict[str, bytes]:
-        """``tokenizer.json``, a ``tokenizer_config.json`` that includes the chat template and,
-        where there was one or ends were added, ``generation_config.json``.
+        """Return the contents of ``tokenizer.json`` and ``tokenizer_config.json``.
+
+        The latter includes the chat template. If a ``generation_config.json`` was present or end
+        tokens were added, it is also returned.
         """
         return {
             "tokenizer.json": self._backend.to_str().encode(),
@@ -228,16 +235,17 @@ class HuggingFaceTokenizer:
         from transformers import PreTrainedTokenizerFast
         from transformers.utils import chat_template_utils
 
-        chat_template_utils.datetime = RunClock  # which `strftime_now` of templates asks
-        special: dict[str, Any] = {  # templates may name them
+        chat_template_utils.datetime = RunClock  # for `strftime_now` of templates
+        special: dict[str, Any] = {  # variables of templates
             name: text
             for name, token in self._config.items()
             if name.endswith("_token")
             and isinstance(text := token.get("content") if isinstance(token, dict) else token, str)
         }
-        further = self._config.get("extra_special_tokens")
-        if isinstance(further, Mapping):
-            special["extra_special_tokens"] = dict(further)
+        extra = self._config.get("extra_special_tokens")
+        if isinstance(extra, Mapping):
+            special["extra_special_tokens"] = dict(extra)
+        # A list of named templates becomes a mapping.
         template = self._config["chat_template"]
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}
@@ -247,17 +255,19 @@ class HuggingFaceTokenizer:
 
 
 def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
-    """``tokenizer_config.json`` with plain-text special tokens and one chat template."""
+    """Return ``tokenizer_config.json`` with special tokens as text and with the chat template."""
+    # Merge both files, and replace serialized tokens by their text.
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         merged |= json_object(files, name, origin)
     for name in _SPECIAL_NAMES:
         token = merged.get(name)
-        text = token.get("content") if isinstance(token, dict) else token  # one spelt out
+        text = token.get("content") if isinstance(token, dict) else token
         if not isinstance(text, str | None) or (text is None and token is not None):
             raise TokenizerError(f"{origin}: {name}={token!r} is not a text")
         if token is not None:
             merged[name] = text
+    # Of several named templates, transformers selects one for each chat.
     if "chat_template.jinja" in files:
         merged["chat_template"] = files["chat_template.jinja"].decode("utf-8-sig")
     template = merged.get("chat_template")
@@ -265,31 +275,32 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
         isinstance(entry, Mapping)
         and all(isinstance(entry.get(key), str) for key in ("name", "template"))
         for entry in template
-    ):  # several named ones, of which transformers takes one each time
+    ):
         names = {entry["name"] for entry in template}
         if len(names) == 1 and "default" not in names:
             merged["chat_template"] = template[-1]["template"]
     elif not isinstance(template, str | None):
         raise TokenizerError(
-            f"{origin}: chat_template is neither a text nor a list of names and templates"
+            f"{origin}: chat_template is neither a text nor a list of named templates"
         )
     return merged
 
 
 def _add_missing_tokens(backend: RustTokenizer, config: Mapping[str, Any]) -> None:
-    """Add tokens that ``tokenizer_config.json`` declares and ``tokenizer.json`` forgot."""
+    """Add tokens that ``tokenizer_config.json`` declares and ``tokenizer.json`` lacks."""
     declared = config.get("added_tokens_decoder") or {}
-    text = "added_tokens_decoder of tokenizer_config.json is not numbers and tokens"
+    text = "added_tokens_decoder of tokenizer_config.json is not a mapping of ids to tokens"
     with raised_as(TokenizerError, text, AttributeError, KeyError, TypeError, ValueError):
         tokens = sorted(
-            (int(number), str(token["content"]), bool(token.get("special")))
-            for number, token in declared.items()
+            (int(token_id), str(token["content"]), bool(token.get("special")))
+            for token_id, token in declared.items()
         )
-    for number, content, special in tokens:
+    # Added tokens must receive their declared ids.
+    for token_id, content, special in tokens:
         if backend.token_to_id(content) is None:
             backend.add_tokens([AddedToken(content, special=special)])
-            if backend.token_to_id(content) != number:
+            if backend.token_to_id(content) != token_id:
                 raise TokenizerError(
-                    f"added token {content!r} should have id {number}, which tokenizer.json "
-                    "leaves no room for"
+                    f"added token {content!r} must have id {token_id}, which does not follow the "
+                    "ids of tokenizer.json"
                 )

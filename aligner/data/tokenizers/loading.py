@@ -1,9 +1,8 @@
-"""Tokenizers out of files: detection of the kind, and reading it.
+"""Loading of tokenizers from files of any supported kind.
 
-Hugging Face tokenizers are :class:`aligner.data.tokenizers.hf.HuggingFaceTokenizer`, SentencePiece
-models :class:`aligner.data.tokenizers.sentencepiece.SentencePieceTokenizer`. Neither imports
-transformers unless a chat template, a GGUF file or a directory without ``tokenizer.json`` needs
-it.
+Hugging Face tokenizers become :class:`aligner.data.tokenizers.hf.HuggingFaceTokenizer`,
+SentencePiece models :class:`aligner.data.tokenizers.sentencepiece.SentencePieceTokenizer`. Only
+chat templates, GGUF files and directories without ``tokenizer.json`` import transformers.
 """
 
 import json
@@ -27,7 +26,7 @@ from aligner.errors import (
 )
 from aligner.importing import check_call, load_function
 
-# Text that a tokenizer and the one its files make must encode alike.
+# Text that a tokenizer and the tokenizer of its files must encode equally.
 _PROBE = "What is 12 + 34?\n  Sixteen, or é.\t😀  漢字 ½ 's\r\n\n I'LL "
 
 
@@ -35,20 +34,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer from a directory or a file.
 
     Args:
-        path: a Hugging Face directory; a ``tokenizer.json`` (its neighbours are read too, as
-            ``generation_config.json``); a SentencePiece ``.model``; a directory with ``vocab.json``
-            and ``merges.txt`` (GPT-2); or a ``.gguf`` file.
+        path: a Hugging Face directory, a ``tokenizer.json`` (companion files such as
+            ``generation_config.json`` are read too), a SentencePiece ``.model``, a directory with
+            ``vocab.json`` and ``merges.txt`` (GPT-2), or a ``.gguf`` file.
 
     Raises:
         CheckpointNotFoundError: ``path`` does not exist.
-        TokenizerError: there is no tokenizer in it, or it is damaged.
+        TokenizerError: ``path`` contains no tokenizer, or the tokenizer is damaged.
     """
     path = Path(path).expanduser()
     if not path.exists():
         raise CheckpointNotFoundError(
-            f"tokenizer {path} does not exist; give a Hugging Face directory, a tokenizer.json "
+            f"tokenizer {path} does not exist. Give a Hugging Face directory, a tokenizer.json "
             "or a SentencePiece .model"
         )
+    # Formats of one file, then directories and files of Hugging Face.
     if path.suffix == ".gguf":
         from aligner.data.tokenizers.gguf import gguf_tokenizer_files
 
@@ -64,47 +64,51 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return _convert_with_transformers(directory)
     elif len(files) == 1 and (model := next(iter(files))).endswith(".model"):
         raise TokenizerError(
-            f"{path} has {model} alone, which SentencePiece and transformers split differently; "
-            f"give {path / model} for SentencePiece's tokens, or add a tokenizer_config.json with "
-            '{"tokenizer_class": "LlamaTokenizer"} for those of transformers'
+            f"{path} contains only {model}, which SentencePiece and transformers split "
+            f"differently. Give {path / model} for SentencePiece's tokens, or add a "
+            'tokenizer_config.json with {"tokenizer_class": "LlamaTokenizer"} for the tokens of '
+            "transformers"
         )
     return tokenizer_from_files(files, origin=str(path))
 
 
 def named_tokenizer(name: str, *, key: str) -> Tokenizer:
-    """The tokenizer at a path (`load_tokenizer`), or the one that a user's function builds.
+    """Load the tokenizer at a path (`load_tokenizer`), or build it with a user's function.
 
     Args:
         name: a path, or ``package.module:function`` or ``path/to/file.py:function``. The function
-            takes no argument and returns a tokenizer of transformers or a `Tokenizer`.
-        key: the configuration key that held it, for error messages.
+            has no arguments and returns a tokenizer of transformers or a `Tokenizer`.
+        key: configuration key of ``name``, for errors.
 
     Raises:
-        ConfigError: the function cannot be imported or called, raises, or returns no tokenizer
-            that its ``files`` rebuild, of which a trained model keeps only those.
+        ConfigError: the function cannot be imported or called, raises, or returns a tokenizer
+            that its ``files`` do not rebuild. A trained model contains only the files.
         CheckpointNotFoundError, TokenizerError: see `load_tokenizer`.
     """
     if ":" not in name or Path(name).expanduser().exists():
         return load_tokenizer(name)
+    # Call the user's function.
     function = load_function(name, key=key)
     check_call(function, (), f"{key}={name}", "It is called without arguments")
     try:
-        made = as_tokenizer(function())
+        tokenizer = as_tokenizer(function())
     except Exception as error:
         raise ConfigError(f"{key}={name}: raised {type(error).__name__}: {error}") from error
-    if not isinstance(made, Tokenizer):
+    if not isinstance(tokenizer, Tokenizer):
         raise ConfigError(
-            f"{key}={name}: returned a {type(made).__name__}; return a tokenizer of transformers, "
-            "or one of aligner.data.tokenizers.tokenizer"
+            f"{key}={name}: returned a {type(tokenizer).__name__}. Return a tokenizer of "
+            "transformers, or of aligner.data.tokenizers.tokenizer"
         )
+    # A trained model contains only the files, which must encode text equally.
     with raised_as(ConfigError, f"{key}={name}: its files make no tokenizer", TokenizerError):
-        rebuilt = tokenizer_from_files(made.files(), origin=f"{key}={name}")
-    if rebuilt.encode(_PROBE) != made.encode(_PROBE) or rebuilt.end_ids != made.end_ids:
+        rebuilt = tokenizer_from_files(tokenizer.files(), origin=f"{key}={name}")
+    if rebuilt.encode(_PROBE) != tokenizer.encode(_PROBE) or rebuilt.end_ids != tokenizer.end_ids:
         raise ConfigError(
-            f"{key}={name}: what its files() rebuild encodes text or ends responses otherwise, "
-            "and a trained model keeps the files; return a tokenizer of transformers"
+            f"{key}={name}: the tokenizer of its files() encodes text or ends responses "
+            "differently, and a trained model contains only the files. Return a tokenizer of "
+            "transformers"
         )
-    return rebuilt  # it travels to any process
+    return rebuilt  # picklable, unlike a user's object
 
 
 def tokenizer_from_files(
@@ -114,13 +118,13 @@ def tokenizer_from_files(
 
     Args:
         files: ``tokenizer.json`` (with ``tokenizer_config.json``, ``special_tokens_map.json``,
-            ``chat_template.jinja`` if there are any), or ``vocab.json`` and ``merges.txt``, or one
-            SentencePiece ``*.model``. With a ``tokenizer_config.json`` the latter is a Hugging Face
-            tokenizer, special tokens and chat template included, as transformers converts it.
-            ``generation_config.json`` names further tokens that end a response.
-        origin: where they come from, for error messages.
+            ``chat_template.jinja`` if present), or ``vocab.json`` and ``merges.txt``, or one
+            SentencePiece ``*.model``. With a ``tokenizer_config.json``, transformers converts the
+            latter to a Hugging Face tokenizer with special tokens and chat template.
+            ``generation_config.json`` contains additional tokens that end a response.
+        origin: source of the files, for errors.
     """
-    # Imported here: each needs a package that the other does without.
+    # Imported here, because each requires a package that the other does not.
     from aligner.data.tokenizers.hf import HuggingFaceTokenizer
     from aligner.data.tokenizers.sentencepiece import SentencePieceTokenizer
 
@@ -133,57 +137,59 @@ def tokenizer_from_files(
             for name, content in files.items():
                 (Path(folder) / Path(name).name).write_bytes(content)
             config = json_object(files, "tokenizer_config.json", origin)
-            if not config.get("tokenizer_class"):  # else ``config.json`` names it
+            if not config.get("tokenizer_class"):  # the model's ``config.json`` has named it
                 config["tokenizer_class"] = "GPT2Tokenizer" if is_pair else "LlamaTokenizer"
                 (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
             return _convert_with_transformers(Path(folder), origin=origin)
     if len(models) == 1:
         return SentencePieceTokenizer(
-            files[models[0]], further_ends=generation_ends(files, origin), origin=origin
+            files[models[0]], extra_ends=generation_ends(files, origin), origin=origin
         )
     raise TokenizerError(
-        f"{origin} holds no tokenizer; looked for tokenizer.json, one *.model, or vocab.json with "
-        f"merges.txt and found {sorted(files) or 'nothing'}"
+        f"{origin} contains no tokenizer: tokenizer.json, one *.model, or vocab.json with "
+        f"merges.txt is required, found {sorted(files) or 'no files'}"
     )
 
 
 def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> Tokenizer:
-    """The same tokenizer with the chat template of a Jinja file in place of its own, if any.
+    """Replace the tokenizer's chat template by a Jinja file.
 
     Raises:
-        ConfigError: the file cannot be read, the tokenizer can have no template, or it does not
-            render what a user and the assistant say; the message begins with ``key``.
+        ConfigError: the file cannot be read, the tokenizer cannot have a template, or the template
+            omits the messages of user or assistant. The error begins with ``key``.
     """
-    what = f"{key}={path}"
-    with raised_as(ConfigError, f"{what}: it cannot be read as text", OSError, UnicodeDecodeError):
+    setting = f"{key}={path}"
+    text = f"{setting}: cannot be read as text"
+    with raised_as(ConfigError, text, OSError, UnicodeDecodeError):
         template = Path(path).expanduser().read_text(encoding="utf-8-sig")
     files = tokenizer.files()
     if "tokenizer.json" not in files:
         raise ConfigError(
-            f"{what}: a SentencePiece model has no place for a chat template; give a Hugging Face "
+            f"{setting}: a SentencePiece model cannot have a chat template. Give a Hugging Face "
             "tokenizer in model.tokenizer"
         )
     files.pop("chat_template.jinja", None)
-    config = json_object(files, "tokenizer_config.json", what) | {"chat_template": template}
+    config = json_object(files, "tokenizer_config.json", setting) | {"chat_template": template}
     files["tokenizer_config.json"] = json.dumps(config).encode()
-    found = tokenizer_from_files(files, origin=what)
-    said = {"user": "a question", "assistant": "an answer"}
-    with raised_as(ConfigError, what, DataError, TokenizerError, remedy="mend the template"):
-        shown = found.apply_chat_template(
-            [{"role": role, "content": text} for role, text in said.items()],
+    result = tokenizer_from_files(files, origin=setting)
+    # Check that a rendered chat contains both messages.
+    messages = {"user": "a question", "assistant": "an answer"}
+    with raised_as(ConfigError, setting, DataError, TokenizerError, remedy="correct the template"):
+        chat = result.apply_chat_template(
+            [{"role": role, "content": content} for role, content in messages.items()],
             add_generation_prompt=False,
         )
-    lost = [role for role, text in said.items() if text not in shown]
-    if lost:
+    omitted = [role for role, content in messages.items() if content not in chat]
+    if omitted:
         raise ConfigError(
-            f"{what}: it shows nothing of what the {lost[0]} says, but {shown[:60]!r}; mend the "
-            "template"
+            f"{setting}: the template omits the message of the {omitted[0]}, it renders "
+            f"{chat[:60]!r}. Correct the template"
         )
-    return found
+    return result
 
 
 def with_template_kwargs(tokenizer: Tokenizer, values: Mapping[str, Any]) -> Tokenizer:
-    """The same with ``data.chat_template_kwargs``; `ConfigError`: no template reads one of them."""
+    """Apply ``data.chat_template_kwargs``. Raise `ConfigError` for an unused or reserved key."""
     try:
         return tokenizer.with_template_kwargs(values)
     except DataError as error:
@@ -191,7 +197,7 @@ def with_template_kwargs(tokenizer: Tokenizer, values: Mapping[str, Any]) -> Tok
 
 
 def as_tokenizer(tokenizer: Any) -> Any:
-    """A tokenizer of transformers as one of ours; what is ours, or None, is returned as it is."""
+    """Convert a tokenizer of transformers to a `Tokenizer`. Return other objects unchanged."""
     if not hasattr(tokenizer, "save_pretrained"):
         return tokenizer
     origin = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
@@ -212,9 +218,9 @@ def _read_known_files(directory: Path) -> dict[str, bytes]:
 
 
 def fold_named_templates(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """``files`` of the directory, with its ``additional_chat_templates/`` as a list in one of them.
+    """Add the directory's ``additional_chat_templates/`` to its ``files``.
 
-    The list is in ``tokenizer_config.json``, beside the default of ``chat_template.jinja``.
+    The result lists all templates in ``tokenizer_config.json``, ``chat_template.jinja`` as default.
     """
     paths = sorted((directory / "additional_chat_templates").glob("*.jinja"))
     if not paths:
@@ -230,14 +236,14 @@ def fold_named_templates(directory: Path, files: dict[str, bytes]) -> dict[str, 
 
 
 def _saved_files(tokenizer: Any) -> dict[str, bytes]:
-    """Files in which a tokenizer of transformers saves itself."""
+    """Return the files that a tokenizer of transformers saves."""
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return _read_known_files(Path(folder))
 
 
 def is_slow(directory: Path) -> bool:
-    """Return whether a directory has a vocabulary whose class decides how text is split."""
+    """Return whether a directory has a vocabulary without ``tokenizer.json``."""
     names = {path.name for path in directory.iterdir()}
     has_vocabulary = "vocab.json" in names or any(name.endswith(".model") for name in names)
     has_class = "tokenizer_config.json" in names or ("config.json" in names and has_vocabulary)
@@ -245,7 +251,7 @@ def is_slow(directory: Path) -> bool:
 
 
 def _convert_with_transformers(directory: Path, origin: str | None = None) -> Tokenizer:
-    """Let transformers turn a slow tokenizer into a ``tokenizer.json``."""
+    """Convert a slow tokenizer to a ``tokenizer.json`` with transformers."""
     from transformers import AutoTokenizer
 
     from aligner.data.tokenizers.hf import HuggingFaceTokenizer
@@ -261,10 +267,11 @@ def _convert_with_transformers(directory: Path, origin: str | None = None) -> To
         expected = converted.encode(_PROBE, add_special_tokens=False)
         if "tokenizer.json" not in files:
             raise TypeError(f"{type(converted).__name__} makes no tokenizer.json")
-    found = HuggingFaceTokenizer.from_files(files, origin=origin)
-    if found.encode(_PROBE) != expected:
+    # The conversion must encode text like the slow tokenizer.
+    tokenizer = HuggingFaceTokenizer.from_files(files, origin=origin)
+    if tokenizer.encode(_PROBE) != expected:
         raise TokenizerError(
-            f"{origin}: {type(converted).__name__} splits text otherwise than the tokenizer.json "
-            "that transformers makes of it; give a model with a tokenizer.json of its own"
+            f"{origin}: {type(converted).__name__} and its conversion to tokenizer.json split text "
+            "differently. Give a model with a tokenizer.json"
         )
-    return found
+    return tokenizer
