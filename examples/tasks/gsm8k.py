@@ -36,10 +36,11 @@ def gsm8k_prompts(path: Source, *, prefix: str = "", suffix: str = "") -> Iterat
             message names file and line.
     """
     for row in read_rows(path):
-        question, answer = (_text(row.columns, name, row.place) for name in ("question", "answer"))
+        names = ("question", "answer")
+        question, answer = (_text(row.columns, name, row.location) for name in names)
         yield {
             "prompt": f"{prefix}{question}{suffix}",
-            "ground_truth": final_number(answer, row.place),
+            "ground_truth": final_number(answer, row.location),
             "question": question,
             "answer": answer,
         }

@@ -45,7 +45,7 @@ def solution_pairs(
             f"and pairs_per_problem={pairs_per_problem} be at least 1"
         )
     for row in read_rows(path):
-        question, right, wrong = _solutions(row.columns, row.place)
+        question, right, wrong = _solutions(row.columns, row.location)
         # The question decides the split, so that its pairs are in one split.
         generator = random.Random(f"{seed}/{question}")
         if (generator.random() < validation_fraction) != (split == "validation"):
