@@ -168,7 +168,9 @@ class RayWorkerGroup:
         # Start the processes, then the workers in them.
         used = bundles[: sharding_annotations.size]
         try:
-            self._start_processes(used, env_vars or {}, python_executable)
+            self._start_processes(
+                used, {**_driver_environment(), **(env_vars or {})}, python_executable
+            )
             self._start_workers(used, worker_builder, parallel or worker_builder.layout, seed)
         except BaseException:
             self.is_healthy = False
@@ -342,18 +344,13 @@ class RayWorkerGroup:
     def _start_processes(
         self,
         bundles: Sequence[Bundle],
-        env_vars: Mapping[str, str],
+        environment: Mapping[str, str],
         python_executable: str | None,
     ) -> None:
         """Start one actor per bundle and wait for the seats of all actors."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
-        } | dict(env_vars)
         options: dict[str, Any] = dict(self.cluster.worker_resources)
         if python_executable is not None:
             path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
@@ -404,6 +401,14 @@ class RayWorkerGroup:
             }
             start = actor.start.remote(builder.worker_class, arguments, rank_variables, world)
             self._starting.append((start, seat))
+
+
+def _driver_environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
+    }
 
 
 def _check_shards(method_name: str, data: Any, sizes: Sequence[int]) -> None:

@@ -60,8 +60,8 @@ def test_calls_reach_whom_they_should(group, own_ray, monkeypatch):
     both = run("echo", nested, ["data_parallel", "tensor_parallel"], [], [])
     assert results(both) == [(0, [0, 10]), (1, [20, 30]), (2, [20, 30]), (3, [0, 10])]
 
-    echoes = group.run_all_workers_single_data("echo", plus=3)
-    assert [rank for rank, _ in echoes.get_results()] == [0, 1, 2, 3]
+    same = group.run_all_workers_single_data("echo", plus=3)
+    assert [rank for rank, _ in same.get_results()] == [0, 1, 2, 3]
     assert group.run_single_worker_single_data("echo", worker_idx=2).get_results() == [(2, None)]
     with training_step(7):
         assert group.run_single_worker_single_data("step").get_results() == [7]
@@ -72,16 +72,16 @@ def test_calls_reach_whom_they_should(group, own_ray, monkeypatch):
 
 
 def test_places_threads_and_folder(group):
-    states = group.run_all_workers_single_data("place").get_results()
-    assert [state["RANK"] for state in states] == ["0", "1", "2", "3"]
-    assert {state["LOCAL_WORLD_SIZE"] for state in states} == {"4"}
-    assert {state["folder"] for state in states} == {os.getcwd()}
-    assert {state["OMP_NUM_THREADS"] for state in states} == {os.environ["OMP_NUM_THREADS"]}
+    places = group.run_all_workers_single_data("place").get_results()
+    assert [place["RANK"] for place in places] == ["0", "1", "2", "3"]
+    assert {place["LOCAL_WORLD_SIZE"] for place in places} == {"4"}
+    assert {place["folder"] for place in places} == {os.getcwd()}
+    assert {place["OMP_NUM_THREADS"] for place in places} == {os.environ["OMP_NUM_THREADS"]}
     assert group.cluster.worker_resources["num_cpus"] == 0.5
-    assert {state["ALIGNER_SHARED_DEVICE"] for state in states} == {"1"}  # two groups on a bundle
+    assert {place["ALIGNER_SHARED_DEVICE"] for place in places} == {"1"}  # two groups on a bundle
     # What GPU libraries read goes everywhere, but for the choice of GPUs, which is Ray's.
-    assert {state["PYTORCH_ALLOC_CONF"] for state in states} == {"max_split_size_mb:512"}
-    assert "6,7" not in {state["CUDA_VISIBLE_DEVICES"] for state in states}
+    assert {place["PYTORCH_ALLOC_CONF"] for place in places} == {"max_split_size_mb:512"}
+    assert "6,7" not in {place["CUDA_VISIBLE_DEVICES"] for place in places}
 
 
 def test_after_a_failure_all_are_waited_for(group):
@@ -102,10 +102,10 @@ def test_an_error_comes_back_as_itself_or_with_its_trace(group):
         group.get_all_worker_results(future)
     assert "teller rank" in caught.value.__notes__[0]
     future = group.run_single_worker_single_data("need", extra="gguf")
-    message = 'x.gguf needs gguf, which is not installed. Run: pip install "aligner[gguf]"'
+    said = 'x.gguf needs gguf, which is not installed. Run: pip install "aligner[gguf]"'
     with pytest.raises(MissingPackageError) as caught:
         future.get_results()
-    assert str(caught.value) == message
+    assert str(caught.value) == said
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"teller rank 1 .* KeyError: 'nowhere'.*\.log") as caught:
         group.run_single_worker_single_data("stumble", worker_idx=1).get_results()

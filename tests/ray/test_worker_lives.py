@@ -31,8 +31,8 @@ def test_threads_are_the_cores_shared_out(cluster, monkeypatch):
     pair = NamedSharding([0, 1], ["data_parallel"])
     group = RayWorkerGroup(cluster, RayWorkerBuilder(TELLER), "pair", sharding_annotations=pair)
     cores = len(os.sched_getaffinity(0))
-    (environment, _) = group.run_all_workers_single_data("place").get_results()
-    assert environment["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+    (place, _) = group.run_all_workers_single_data("place").get_results()
+    assert place["OMP_NUM_THREADS"] == str(max(1, cores // 2))
     group.shutdown()
 
 
@@ -74,14 +74,14 @@ def test_an_interpreter_of_its_own(cluster, python_with_mark):
     group = cluster.start_workers(
         TELLER, "other", layout=layout, python_executable=python_with_mark, factor=2
     )
-    environments = group.run_all_workers_single_data("place").get_results()
-    assert [environment["ANOTHER_PYTHON"] for environment in environments] == ["1", "1"]
+    places = group.run_all_workers_single_data("place").get_results()
+    assert [place["ANOTHER_PYTHON"] for place in places] == ["1", "1"]
 
 
 def test_construction_errors_are_the_workers_own(cluster):
     builder = RayWorkerBuilder(TELLER, fail=True)
-    single = NamedSharding([0], ["data_parallel"])
-    group = RayWorkerGroup(cluster, builder, "failing", sharding_annotations=single)
+    one = NamedSharding([0], ["data_parallel"])
+    group = RayWorkerGroup(cluster, builder, "failing", sharding_annotations=one)
     with pytest.raises(DataError, match="column x is missing"):
         group.run_all_workers_single_data("place")
     group.shutdown()
