@@ -11,6 +11,7 @@ import runpy
 import shlex
 import tomllib
 from functools import cache
+from inspect import signature
 
 import pytest
 import yaml
@@ -22,6 +23,7 @@ from test_docs_commands import composed_of, hint_of, kind_of
 from test_gsm8k_recipes import composed, leaves
 from test_layering import PACKAGES, modules
 
+import aligner
 from aligner.checkpoint.hf.families import FAMILIES
 from aligner.config.cli import check_key, check_overrides
 from aligner.config.parse import build
@@ -242,6 +244,24 @@ def names(*columns):
     return check
 
 
+def api_functions(table):
+    problems = []
+    for function, script, _ in table.rows:
+        name, keywords = code(function)[0].removeprefix("aligner."), {"model", "data", "overrides"}
+        parameters = signature(getattr(aligner, name, dict)).parameters
+        if name not in aligner.__all__ or not keywords <= parameters.keys():
+            problems.append(f"{table.place}: no training function {name}")
+        if not (ROOT / "examples" / code(script)[0]).exists():
+            problems.append(f"{table.place}: no script {script}")
+    return problems
+
+
+def result_attributes(table):
+    names = [re.match(r"\w+", text)[0] for row in table.rows for text in code(row[0])]
+    missing = [name for name in names if not hasattr(aligner.Result, name)]
+    return [f"{table.place}: no attribute {name}" for name in missing]
+
+
 def stages(table):
     """The columns that a stage adds are those of aligner/types.py."""
     types = (ROOT / "aligner" / "types.py").read_text()
@@ -301,6 +321,8 @@ def settings_of_the_recipe(table):
 
 # First cells of a header: the check of the rows.
 TABLES = {
+    ("function", "script", "data"): api_functions,
+    ("attribute", "content"): result_attributes,
     ("key", "default", "meaning"): written,
     ("key", "meaning"): names(0, 1),
     ("layout", "key"): names(1),

@@ -1,10 +1,9 @@
-"""The device seam: the only file that knows whether there is a GPU.
+"""The device seam: the only file that knows whether a GPU is present.
 
-All other modules get the device, the collective backend, memory figures and RNG state from here.
-It also holds what megatron-core needs to run on a machine without a GPU: the few CUDA calls that
-its GPT path makes unconditionally are answered by the CPU (`prepare_megatron`), and literal
-``device="cuda"`` arguments in its optimizer are redirected while that optimizer runs
-(`cuda_literals`).
+All other modules get the device, the collective backend, memory sizes and RNG state from here. The
+seam also lets megatron-core run on a machine without a GPU. The CPU answers the few CUDA calls that
+its GPT code makes unconditionally (`prepare_megatron`). Literal ``device="cuda"`` arguments in its
+optimizer are redirected while the optimizer runs (`cuda_literals`).
 """
 
 import contextlib
@@ -30,36 +29,37 @@ from aligner.device.host_memory import (
     total_bytes,
 )
 
-_DETERMINISTIC = "ALIGNER_DETERMINISTIC"  # of the environment
-# Environment variable, 1 where other processes compute on this process's device, in turns.
+# Environment variables: 1 requests deterministic operations. 1 if other processes compute on this
+# process's device, in turns.
+_DETERMINISTIC = "ALIGNER_DETERMINISTIC"
 SHARED_DEVICE = "ALIGNER_SHARED_DEVICE"
-_IPC_DEVICE = 6  # place of the device's number among the arguments that rebuild a CUDA tensor
+_IPC_DEVICE = 6  # index of the device among the arguments that rebuild a CUDA tensor
 
-
-_left_to_others = False  # the GPUs of this machine; see `gpus_left_to_others`
+_gpus_hidden = False  # by `gpus_left_to_others`
 
 
 @functools.cache
 def has_gpu() -> bool:
-    """Return whether a CUDA device can be used; ``ALIGNER_FORCE_CPU=1`` hides it."""
-    if _left_to_others or os.environ.get("ALIGNER_FORCE_CPU") == "1":
+    """Return whether a CUDA device can be used. ``ALIGNER_FORCE_CPU=1`` hides it."""
+    if _gpus_hidden or os.environ.get("ALIGNER_FORCE_CPU") == "1":
         return False
     return torch.cuda.is_available()
 
 
 @contextlib.contextmanager
 def gpus_left_to_others() -> Iterator[None]:
-    """A block in which this process computes on the CPU, GPU or not.
+    """Compute on the CPU in the block, even if a GPU is present.
 
-    Any query of a GPU makes a context on it, half a GiB that the worker who owns it lacks.
+    Any query of a GPU creates a context on it. Its half GiB would be missing for the worker that
+    owns the GPU.
     """
-    global _left_to_others
-    _left_to_others = True
+    global _gpus_hidden
+    _gpus_hidden = True
     has_gpu.cache_clear()
     try:
         yield
     finally:
-        _left_to_others = False
+        _gpus_hidden = False
         has_gpu.cache_clear()
 
 
@@ -69,34 +69,34 @@ def has_fp8() -> bool:
 
 
 def device() -> torch.device:
-    """The device this process computes on."""
+    """Return the device of this process."""
     if has_gpu():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
 
 def backend() -> str:
-    """The torch.distributed backend for `device`."""
+    """Return the torch.distributed backend for `device`."""
     return "nccl" if has_gpu() else "gloo"
 
 
 def nccl_version() -> tuple[int, ...] | None:
-    """Version of the NCCL that torch brings; None on CPU, where nothing uses it."""
+    """Return the version of torch's NCCL, or None on a CPU, which does not use NCCL."""
     return torch.cuda.nccl.version()[:3] if has_gpu() else None
 
 
 def activate() -> None:
-    """Make `device` the current one of this process, and its operations repeatable if chosen."""
+    """Make `device` current, and its operations deterministic after `make_deterministic`."""
     if not has_gpu():
         return
     torch.cuda.set_device(device())
     if os.environ.get(_DETERMINISTIC) == "1":
-        # What cuBLAS, NCCL and Transformer Engine read when they start.
+        # cuBLAS, NCCL and Transformer Engine read these when they start.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads it
+        torch.utils.deterministic.fill_uninitialized_memory = False  # never read
 
 
 def synchronize() -> None:
@@ -112,28 +112,28 @@ def release_memory() -> None:
 
 
 def release_shared_memory() -> None:
-    """`release_memory` where other processes take turns on the device (`SHARED_DEVICE`).
+    """Call `release_memory` if other processes take turns on the device (`SHARED_DEVICE`).
 
-    A single process uses its cached blocks again, which is quicker than allocating them anew.
+    A single process reuses its cached blocks, which is faster than allocating new memory.
     """
     if os.environ.get(SHARED_DEVICE) == "1":
         release_memory()
 
 
 def free_memory_bytes() -> int:
-    """Device memory that can still be allocated; on CPU the machine's available memory."""
+    """Return the free memory of the device, on a CPU the available host memory."""
     if has_gpu():
         return torch.cuda.mem_get_info()[0]
     return available_bytes()
 
 
 def total_memory_bytes() -> int:
-    """Memory of the device; on CPU the machine's."""
+    """Return the memory of the device, on a CPU the host memory."""
     return torch.cuda.mem_get_info()[1] if has_gpu() else total_bytes()
 
 
 def description() -> str:
-    """The device in words."""
+    """Return the name of the device."""
     if has_gpu():
         return torch.cuda.get_device_name()
     return f"CPU, {torch.get_num_threads()} threads"
@@ -149,29 +149,29 @@ class DeviceInfo:
 
 
 def device_info() -> DeviceInfo:
-    """Description of this process's device, now."""
+    """Describe the device of this process."""
     return DeviceInfo(description(), has_gpu(), free_memory_bytes())
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of one process, in bytes: on its GPU by torch's count, else resident on its machine.
+    """Bytes of one process: on its GPU as torch counts them, without a GPU resident host memory.
 
-    ``process`` and ``device`` name both among those of all machines.
+    ``process`` and ``device`` are unique over all machines.
     """
 
     process: str
     device: str
     has_gpu: bool
-    allocated: int  # by tensors, at most since `reset_peak_memory`; without a GPU, resident
-    reserved: int  # from the driver, at most since then; without a GPU, resident
-    held: int  # now
+    allocated: int  # peak of tensors since `reset_peak_memory`. Without a GPU: resident
+    reserved: int  # peak of torch's memory since then. Without a GPU: resident
+    current: int  # reserved now
     free: int  # of the device, now
     total: int  # of the device
 
 
 def memory_use() -> MemoryUse:
-    """Memory use of this process: its peaks since `reset_peak_memory`, and its present memory."""
+    """Return the memory use of this process: peaks since `reset_peak_memory`, and current use."""
     host = os.uname().nodename
     process = f"{host} {os.getpid()}"
     if not has_gpu():
@@ -192,7 +192,7 @@ def memory_use() -> MemoryUse:
 
 
 def reset_peak_memory() -> None:
-    """Begin to look for peaks anew; on some machines without a GPU they remain those of before."""
+    """Reset the peaks. Some machines without a GPU do not allow it, and the peaks remain."""
     if has_gpu():
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -200,41 +200,41 @@ def reset_peak_memory() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or the text of one raised elsewhere, is a failed allocation."""
-    words = str(error).lower()
+    """Return whether an error is a failed allocation, here or in a remote traceback."""
+    message = str(error).lower()
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        text in words for text in ("out of memory", "can't allocate memory", "memoryerror")
+        text in message for text in ("out of memory", "can't allocate memory", "memoryerror")
     )
 
 
 def generator_state() -> Tensor | None:
-    """State of the device's random generator, uint8 [n]; None on CPU, which has torch's own."""
+    """Return the state of the GPU's random generator, uint8 [n]. None without a GPU."""
     return torch.cuda.get_rng_state() if has_gpu() else None
 
 
 def set_generator_state(state: Tensor | None) -> None:
-    """Restore ``state``, uint8 [n]; inverse of `generator_state`."""
+    """Restore ``state``, uint8 [n], a result of `generator_state`."""
     if has_gpu() and state is not None:
         torch.cuda.set_rng_state(state)
 
 
 def rng_state() -> dict[str, Any]:
-    """`generator_state` under ``generator``; states that megatron-core keeps under ``tracker``.
+    """Return `generator_state` as ``generator`` and the states of megatron-core as ``tracker``.
 
-    The latter, uint8 [n] each, are for dropout of tensors that tensor-parallel ranks have different
-    parts of.
+    The states of the tracker, uint8 [n] each, serve dropout of tensors that are split over
+    tensor-parallel ranks.
     """
     return {"generator": generator_state(), "tracker": dict(_rng_tracker().get_states())}
 
 
 def set_rng_state(state: Mapping[str, Any] | Tensor | None) -> None:
-    """Inverse of `rng_state`; earlier versions saved only the `generator_state`, uint8 [n]."""
+    """Restore a result of `rng_state`, or the `generator_state`, uint8 [n], of old run states."""
     if not isinstance(state, Mapping):
         set_generator_state(state)
         return
     set_generator_state(state["generator"])
     tracker = _rng_tracker()
-    saved = {name: each.clone() for name, each in state["tracker"].items()}
+    saved = {name: value.clone() for name, value in state["tracker"].items()}
     tracker.set_states({**tracker.get_states(), **saved})
 
 
@@ -245,28 +245,28 @@ def _rng_tracker() -> Any:
 
 
 def make_deterministic() -> None:
-    """Choose operations whose results repeat, for this process and those that it starts.
+    """Request deterministic operations for this process and its child processes.
 
-    `activate` reads the choice, before anything is computed.
+    `activate` applies the request, before anything is computed.
     """
     os.environ[_DETERMINISTIC] = "1"
 
 
 def is_deterministic() -> bool:
-    """Return whether operations whose results repeat were chosen; on CPU all are such."""
+    """Return whether operations are deterministic, as all operations on a CPU are."""
     return not has_gpu() or torch.are_deterministic_algorithms_enabled()
 
 
 def is_apart(tensor: Tensor) -> bool:
-    """Return whether a tensor of any shape and dtype is in memory that the host does not use."""
+    """Return whether a tensor of any shape and dtype is in device memory, not in host memory."""
     return tensor.is_cuda
 
 
 def copy_memory(size: int) -> memoryview:
-    """``size`` bytes of host memory for copies of device memory; locked beside a GPU.
+    """Allocate ``size`` bytes of host memory for copies of device memory, locked on a GPU machine.
 
-    Where the system refuses to lock them, copies are slower and right. They are unlocked before
-    they go back to the system, which happens when the last view is gone.
+    If the system refuses the lock, copies are slower but correct. The memory is unlocked and
+    returned to the system with its last view.
     """
     memory = private_memory(size)
     if has_gpu():
@@ -275,60 +275,62 @@ def copy_memory(size: int) -> memoryview:
         if int(runtime.cudaHostRegister(address, size, 0)) == 0:
             mapped: Any = memory.obj
             mapped.unlock = functools.partial(runtime.cudaHostUnregister, address)
-        else:  # the next kernel raises the error that this left behind, once
+        else:  # the failed call makes the next kernel raise an error, once
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=device())
     return memory
 
 
 def to_device(tensor: Tensor, where: torch.device | None = None) -> Tensor:
-    """Move a tensor of any shape and dtype to ``where``, by default `device`.
+    """Move a tensor of any shape and dtype to ``where``, by default `device`, without waiting.
 
-    One that is there already is returned as is. The host does not wait for the device.
+    A tensor that is already there is returned unchanged.
     """
     return tensor.to(where or device(), non_blocking=True)
 
 
 class HostCopy:
-    """Copies of tensors on their way to the host, as they are now; later changes do not count."""
+    """Asynchronous copies of tensors to the host. Later changes of the tensors have no effect."""
 
     def __init__(self, *tensors: Tensor) -> None:
         """``tensors``: of any shape and dtype."""
-        self._done: torch.cuda.Event | None = None
-        if any(each.is_cuda for each in tensors):
+        self._copied: torch.cuda.Event | None = None
+        if any(tensor.is_cuda for tensor in tensors):
             self._copies = [
-                torch.empty_like(each, device="cpu", pin_memory=True).copy_(each, non_blocking=True)
-                for each in tensors
+                torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
+                    tensor, non_blocking=True
+                )
+                for tensor in tensors
             ]
-            self._done = torch.cuda.Event()
-            self._done.record()
+            self._copied = torch.cuda.Event()
+            self._copied.record()
         else:
-            self._copies = [each.clone() for each in tensors]
+            self._copies = [tensor.clone() for tensor in tensors]
 
     def wait(self) -> list[Tensor]:
-        """The copies, once the device has made them; later work may still run."""
-        if self._done is not None:
-            self._done.synchronize()
+        """Wait for the copies, not for later work of the device, and return them."""
+        if self._copied is not None:
+            self._copied.synchronize()
         return self._copies
 
 
 def graph_memory() -> Any:
-    """A name for memory that graphs share; it is theirs until the last of them is gone."""
+    """Create a handle of memory that graphs share and that lives as long as the graphs."""
     return torch.cuda.graph_pool_handle() if has_gpu() else None
 
 
 def capture(function: Callable[[], None], memory: Any) -> Callable[[], None]:
-    """Capture the kernels that ``function`` launches, as one launch: a CUDA graph, for GPUs.
+    """Capture the kernels of ``function`` as a CUDA graph. Return the function that launches it.
 
-    It is not run yet. It must not read a value of the device, and what it changes must be tensors
-    from before; what it allocates lives as long as the graph. Graphs that share a `graph_memory`
-    must be launched one after the other, and leave nothing there for one another.
+    Capturing runs no kernel. ``function`` must not read a value of the device and may only change
+    tensors that exist already. Its allocations live as long as the graph. Graphs that share a
+    `graph_memory` must be launched one after the other and cannot pass each other values there.
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    # `torch.cuda.graph` would wait for the device and return all cached memory to the driver first.
+    # `torch.cuda.graph` would first wait for the device and return all cached memory to the driver.
     with torch.cuda.stream(stream):
-        # Other threads, such as those that watch over collectives, may go on calling the driver.
+        # Other threads, such as the watchdogs of collectives, may call the driver meanwhile.
         graph.capture_begin(memory, capture_error_mode="thread_local")
         try:
             function()
@@ -339,7 +341,7 @@ def capture(function: Callable[[], None], memory: Any) -> Callable[[], None]:
 
 
 def sharing_key() -> str:
-    """Name of the GPU, or of the machine, which processes must have in common to share memory."""
+    """Name the GPU, or without one the machine: processes with equal names can share memory."""
     if has_gpu():
         return f"GPU {torch.cuda.get_device_properties(device()).uuid}"
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -347,7 +349,7 @@ def sharing_key() -> str:
 
 
 def export_tensor(tensor: Tensor) -> Any:
-    """Picklable handle by which another process opens a GPU tensor of this one (CUDA IPC).
+    """Return a picklable handle with which another process opens a GPU tensor (CUDA IPC).
 
     ``tensor``: of any shape and dtype.
     """
@@ -357,7 +359,7 @@ def export_tensor(tensor: Tensor) -> Any:
 
 
 def import_tensor(exported: Any) -> Tensor:
-    """The tensor another process exported; its device may have another number here."""
+    """Open a tensor that another process exported, in which the device may have another index."""
     rebuild, arguments = exported
     values = list(arguments)
     values[_IPC_DEVICE] = device().index
@@ -365,7 +367,7 @@ def import_tensor(exported: Any) -> Tensor:
 
 
 def gpu_profiler(action: str) -> None:
-    """Start or stop the CUDA profiler's capture range; nothing without a GPU."""
+    """Start or stop the capture range of the CUDA profiler, if a GPU is present."""
     if has_gpu():
         {"start": torch.cuda.profiler.start, "stop": torch.cuda.profiler.stop}[action]()
 
@@ -389,17 +391,17 @@ class _CudaLiterals(TorchFunctionMode):
 
 
 def cuda_literals() -> contextlib.AbstractContextManager[Any]:
-    """Context in which megatron-core's optimizer code, which names "cuda", works on this device."""
+    """Let megatron-core's optimizer code, which names "cuda", work on this device in the block."""
     return contextlib.nullcontext() if has_gpu() else _CudaLiterals()
 
 
 @functools.cache
 def prepare_megatron() -> None:
-    """Let megatron-core run on this machine, GPU or not; call before its first use. Idempotent.
+    """Let megatron-core run on this machine, with or without a GPU. Idempotent.
 
-    megatron-core queries the current CUDA device, synchronises and keeps CUDA random states even
-    where tensors live on the CPU. Their CPU counterparts stand in for these calls. Its router
-    reads a name that only exists beside Transformer Engine, on a GPU too.
+    Call it before the first use of megatron-core. For tensors on a CPU, megatron-core also queries
+    the current CUDA device, synchronises and stores CUDA random states. CPU counterparts replace
+    these calls. Its router reads a name that only Transformer Engine defines, on a GPU too.
     """
     megatron_substitutes.define_router_gemm()
     megatron_substitutes.clip_in_place()
@@ -411,7 +413,7 @@ def prepare_megatron() -> None:
     cpu = torch.device("cpu")
 
     def set_cpu_rng_state(new_state: Tensor, device: int = -1, graph_safe: bool = False) -> None:
-        del device, graph_safe  # there is one CPU generator and no CUDA graph
+        del device, graph_safe  # a CPU has one generator and no CUDA graphs
         torch.set_rng_state(new_state)
 
     torch.cuda.current_device = lambda: cpu
@@ -429,7 +431,7 @@ def prepare_megatron() -> None:
 
 @contextlib.contextmanager
 def deterministic_seed(seed: int) -> Iterator[None]:
-    """Run a block under its own seed and leave the process's random state as it was."""
+    """Run a block with a separate seed, then restore the random state of the process."""
     cpu_state, device_state = torch.get_rng_state(), generator_state()
     torch.manual_seed(seed)
     try:

@@ -1,8 +1,8 @@
-"""Host memory: how much is left, how to take much of it, and how the C library keeps it.
+"""Host memory: available bytes, large allocations, and settings of the C library.
 
-glibc maps every large allocation afresh and returns it when it is freed, so a tensor of some MB
-costs a page fault for each of its pages, every time one is made. Kept on its heap, aligned blocks
-do not serve twice. So large tensors have an allocator of their own, where it can be compiled.
+glibc maps every large allocation anew and returns it when it is freed. A tensor of some MB then
+causes a page fault for each of its pages, every time one is created. On glibc's heap, freed aligned
+blocks are not reused. Large tensors therefore use an allocator of this library, if it compiles.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 def keep_freed_memory() -> bool:
     """Serve allocations below 1 GiB from the heap and never shrink it. Idempotent.
 
-    Returns whether that was done: another C library than glibc has no such setting.
+    Returns whether the setting was made: only glibc supports it.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -42,9 +42,10 @@ def keep_freed_memory() -> bool:
 
 @functools.cache
 def reuse_pages() -> str | None:
-    """Serve tensors of 1 MiB and more from pages that freed ones left (`pages.cpp`). Idempotent.
+    """Serve tensors of 1 MiB and more from pages of freed tensors (`pages.cpp`). Idempotent.
 
-    PyTorch must be imported. Returns why that was not done: no compiler, another system; else None.
+    PyTorch must be imported. Returns None, or the reason for a failure: no compiler, another
+    system.
     """
     if platform.system() != "Linux":
         return f"not on {platform.system()}"
@@ -57,7 +58,7 @@ def reuse_pages() -> str | None:
 
 
 class _Mapped(mmap.mmap):
-    """Memory of the system; ``unlock`` is called before it goes back."""
+    """Memory of the system. ``unlock`` is called before the memory is returned."""
 
     unlock: Callable[[], object] | None = None
 
@@ -66,23 +67,26 @@ class _Mapped(mmap.mmap):
             self.unlock()
 
 
-def private_memory(size: int, further_flags: int = 0) -> memoryview:
-    """``size`` bytes of zeros from the system itself; they go back when their last view is gone.
+def private_memory(size: int, extra_flags: int = 0) -> memoryview:
+    """Map ``size`` bytes of zeros, which are returned to the system with their last view.
 
-    Large pages are not requested: where memory is fragmented, waiting for them takes longer.
-    ``further_flags``: of ``mmap``.
+    Large pages are not requested: if memory is fragmented, waiting for them takes longer.
+    ``extra_flags``: flags of ``mmap``.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | further_flags
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | extra_flags
     return memoryview(_Mapped(-1, max(1, size), flags=flags))
 
 
 def resident_bytes() -> int:
-    """Host memory that this process holds now."""
+    """Return the resident host memory of this process."""
     return psutil.Process().memory_info().rss
 
 
 def peak_resident_bytes() -> int:
-    """The most that it held since `reset_peak_resident`, or where that failed, since it began."""
+    """Return the peak resident memory since `reset_peak_resident`.
+
+    If the reset failed, it is the peak since the process began.
+    """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -91,7 +95,7 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak_resident() -> bool:
-    """Begin anew with what is held now; False where the system does not allow it."""
+    """Reset the peak to the present memory. Return False if the system does not allow it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -100,40 +104,38 @@ def reset_peak_resident() -> bool:
 
 
 def total_bytes() -> int:
-    """Host memory that this process could ever have: of the machine, and of its control group."""
+    """Return the host memory of the machine, or the smaller limit of a control group."""
     limits = []
     for group in _groups():
         with contextlib.suppress(OSError, ValueError):
-            limits.append(int((group / "memory.max").read_text()))  # "max": there is none
+            limits.append(int((group / "memory.max").read_text()))  # "max": no limit
     return min([psutil.virtual_memory().total, *limits])
 
 
 def available_bytes() -> int:
-    """Host memory that this process can still take: of the machine, and of its control group."""
-    return max(0, min([psutil.virtual_memory().available, *_left_in_groups()]))
+    """Return the host memory that this process can still allocate.
 
-
-def _left_in_groups() -> Iterator[int]:
-    """Memory that the control groups above this process still allow.
-
-    Pages of files that can be dropped do not count as taken.
+    It is limited by the machine and by its control groups, in which pages of files that can be
+    dropped do not count as used.
     """
+    available = [psutil.virtual_memory().available]
     for group in _groups():
         with contextlib.suppress(OSError, ValueError, KeyError):
-            limit = int((group / "memory.max").read_text())  # "max": there is none
-            taken = int((group / "memory.current").read_text())
+            limit = int((group / "memory.max").read_text())  # "max": no limit
+            used = int((group / "memory.current").read_text())
             statistics = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
-            yield limit - taken + int(statistics["inactive_file"])
+            available.append(limit - used + int(statistics["inactive_file"]))
+    return max(0, min(available))
 
 
 def _groups() -> Iterator[Path]:
-    """Folders of the control groups (version 2) above this process, a container's included."""
+    """Yield the folders of the control groups (version 2) of this process and its container."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
-        own = next(line[3:] for line in lines if line.startswith("0::"))
+        name = next(line[3:] for line in lines if line.startswith("0::"))
     except (OSError, StopIteration):
         return
-    folder = _CGROUPS / own.lstrip("/")
+    folder = _CGROUPS / name.lstrip("/")
     for group in (folder, *folder.parents):
         if group == _CGROUPS.parent:
             return

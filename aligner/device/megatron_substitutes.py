@@ -1,6 +1,6 @@
 """Substitutes for parts of megatron-core that need Transformer Engine, Apex or a CUDA stream.
 
-`aligner.device.accelerator.prepare_megatron` applies them where what they stand for is absent.
+`aligner.device.accelerator.prepare_megatron` applies them if the originals are absent.
 """
 
 from typing import Any
@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 def define_router_gemm() -> None:
-    """Define the name that the router of experts reads and only Transformer Engine brings."""
+    """Define the name that the router of experts reads and only Transformer Engine provides."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # what the router takes for "not there"
+        moe_utils.te_general_gemm = None  # the router's value for an absent kernel
 
 
 def fuse_gradient_norm() -> None:
-    """Compute the gradient norm in a few kernels where Transformer Engine and Apex are absent.
+    """Compute the gradient norm in a few kernels without Transformer Engine and Apex.
 
-    megatron-core's own substitute reads one number per parameter on the host.
+    megatron-core's own substitute reads one scalar per parameter on the host.
     """
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_l2_norm
@@ -28,7 +28,7 @@ def fuse_gradient_norm() -> None:
     def norm_on_device(
         chunk_size: int, overflow: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool
     ) -> tuple[Tensor, None]:
-        del chunk_size, overflow, per_tensor  # of the fused kernel that this stands for
+        del chunk_size, overflow, per_tensor  # arguments of the fused kernel
         return torch.nn.utils.get_total_norm(tensor_lists[0], foreach=True).float().view(1), None
 
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
@@ -36,7 +36,7 @@ def fuse_gradient_norm() -> None:
 
 
 def clip_in_place() -> None:
-    """Scale gradients where they are if Transformer Engine and Apex are absent.
+    """Scale gradients in place without Transformer Engine and Apex.
 
     megatron-core's own substitute makes a copy of each tensor and copies it back.
     """
@@ -44,8 +44,8 @@ def clip_in_place() -> None:
     from megatron.core.utils import local_multi_tensor_scale
 
     def scale(_: int, overflow: Tensor, tensors: list[list[Tensor]], factor: float) -> None:
-        del overflow  # of the fused kernel that this stands for
-        if tensors[0]:  # the second list has the same tensors: where results go
+        del overflow  # argument of the fused kernel
+        if tensors[0]:  # the second list, for the results, contains the same tensors
             torch._foreach_mul_(tensors[0], factor)
 
     if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
@@ -55,12 +55,12 @@ def clip_in_place() -> None:
 def free_dispatcher_of_stream() -> None:
     """Let the all-to-all dispatcher of experts work without its CUDA stream.
 
-    It copies token counts to the host on that stream; on CPU they are there already, and only
-    become the lists that a collective takes.
+    On a GPU it copies token counts to the host on that stream. On a CPU the counts are already on
+    the host and only need to become the lists that a collective accepts.
     """
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    def counts_are_here(
+    def list_counts(
         self: Any, point: str, tokens_per_expert: Tensor | None = None
     ) -> Tensor | None:
         if point == "before_ep_alltoall" and self.input_splits is not None:
@@ -68,5 +68,5 @@ def free_dispatcher_of_stream() -> None:
             self.output_splits = self.output_splits.tolist()
         return tokens_per_expert
 
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # anything: it is never used
-    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts_are_here
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # never used
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = list_counts

@@ -1,6 +1,6 @@
-"""C++ files of the library, compiled over PyTorch's headers where they are needed, once a version.
+"""C++ files of the library, compiled against PyTorch's headers on first use, once per version.
 
-Imports nothing of PyTorch: the dry device's guard must be known before PyTorch looks for one.
+Imports nothing of PyTorch: the dry device's guard must be loaded before PyTorch looks for one.
 """
 
 import hashlib
@@ -16,18 +16,18 @@ from aligner.errors import NativeCodeError
 
 
 def torch_home() -> Path:
-    """The folder of the installed PyTorch; `NativeCodeError` where there is none."""
+    """Return the folder of the installed PyTorch, or raise `NativeCodeError`."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise NativeCodeError("torch is not installed; `make setup` installs it")
+        raise NativeCodeError("torch is not installed. `make setup` installs it")
     return Path(spec.origin).parent
 
 
 def compiled(source: Path) -> Path:
-    """A shared library of one C++ file, from the cache where it is there already.
+    """Return the shared library of one C++ file, compiled unless the cache already contains it.
 
     The cache is ``aligner`` below ``XDG_CACHE_HOME``, default ``~/.cache``. Raises
-    `NativeCodeError` where the library cannot be made.
+    `NativeCodeError` if the library cannot be compiled or stored.
     """
     home = torch_home()
     version = importlib.metadata.version("torch")
@@ -38,20 +38,20 @@ def compiled(source: Path) -> Path:
         return target
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None:
-        raise NativeCodeError("there is no C++ compiler; install g++, or set CXX")
+        raise NativeCodeError("no C++ compiler was found. Install g++, or set CXX")
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            made = Path(folder) / target.name
-            _compile(compiler, source, home, made)
-            os.replace(made, target)  # another process may have been as quick
+            library = Path(folder) / target.name
+            _compile(compiler, source, home, library)
+            os.replace(library, target)  # another process may have compiled it meanwhile
     except OSError as error:
-        raise NativeCodeError(f"{cache} cannot be written ({error}); set XDG_CACHE_HOME") from error
+        raise NativeCodeError(f"{cache} cannot be written ({error}). Set XDG_CACHE_HOME") from error
     return target
 
 
 def _compile(compiler: str, source: Path, home: Path, target: Path) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [
             compiler,
             *("-std=c++20", "-O1", "-fPIC", "-shared"),
@@ -63,5 +63,7 @@ def _compile(compiler: str, source: Path, home: Path, target: Path) -> None:
         timeout=300,
         check=False,
     )
-    if done.returncode:
-        raise NativeCodeError(f"{compiler} could not compile {source.name}:\n{done.stderr[-2000:]}")
+    if result.returncode:
+        raise NativeCodeError(
+            f"{compiler} could not compile {source.name}:\n{result.stderr[-2000:]}"
+        )

@@ -1,10 +1,10 @@
-"""Products and hashes for which a CPU or a GPU has a better way.
+"""Matrix products and hashes that are faster or more exact than PyTorch's.
 
-`linear_product`'s oneDNN products and packed weights serve CPUs only. With them and
+The oneDNN products and packed weights of `linear_product` serve CPUs only. With them and
 `layers.short_attention` a PPO step of a small model takes 0.48 of TRL's time (before 0.61), and
 generation is 2.0 to 2.5 times as fast as transformers' (`benchmarks/LOG.md`, 2026-11-22).
 """
 
 from aligner.importing import import_without
 
-import_without("megatron.core", "wandb")  # for its inference engine, which is not used
+import_without("megatron.core", "wandb")  # needed only by its inference engine, which is unused

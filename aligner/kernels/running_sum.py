@@ -1,18 +1,18 @@
-"""Running sums whose last bits repeat, on a GPU too."""
+"""Running sums that are deterministic, also on a GPU."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_WIDEST = 2048  # columns that one product takes; wider rows are cut into blocks
+_WIDEST = 2048  # columns of one product. Wider rows are cut into blocks
 _BLOCK = 512
 
 
 def running_sum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Sums of float [n, m] up to and including each column, in ``dtype``, by default its own.
+    """Sum float [n, m] up to and including each column, in ``dtype``, by default the input's.
 
-    `torch.cumsum`, except on a GPU where operations that repeat were chosen: there PyTorch refuses
-    it, and products with triangles of ones take its place.
+    The result of `torch.cumsum`. PyTorch has no deterministic kernel for it on GPUs: if
+    deterministic operations were requested there, products with triangles of ones replace it.
     """
     if values.is_cuda and torch.are_deterministic_algorithms_enabled():
         return sum_by_products(values).to(dtype or values.dtype)
@@ -20,10 +20,10 @@ def running_sum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def sum_by_products(values: Tensor) -> Tensor:
-    """`running_sum` as matrix products, float64 [n, m].
+    """Compute `running_sum` as matrix products, float64 [n, m].
 
-    A row of at most 2,048 columns is one product: its sums never fall, and stay equal where a zero
-    is added.
+    The sums of a row of at most 2,048 columns never fall, and adding a zero does not change them,
+    because such a row is one product.
     """
     rows, columns = values.shape
     width = columns if columns <= _WIDEST else _BLOCK
@@ -31,6 +31,7 @@ def sum_by_products(values: Tensor) -> Tensor:
     ones = torch.ones(width, width, dtype=blocks.dtype, device=blocks.device)
     sums = blocks @ ones.triu()
     if blocks.shape[1] > 1:
+        # Add the total of all earlier blocks.
         count = blocks.shape[1]
         sums = sums + (sums[:, :, -1] @ ones.new_ones(count, count).triu(1))[:, :, None]
     return sums.flatten(1)[:, :columns]

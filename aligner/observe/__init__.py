@@ -1,1 +1,1 @@
-"""Outputs of a run: metrics, samples, progress, start-up report, report."""
+"""Outputs of a run: metrics, samples, progress, start-up report, HTML report."""

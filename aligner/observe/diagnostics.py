@@ -1,7 +1,7 @@
-"""Diagnostics of a run's health. Pure functions; every denominator is stated.
+"""Diagnostics of a run's health, as pure functions.
 
-Shapes: ``B`` samples, ``S`` padded length. Masks are 1 where an entry counts and come from
-lengths. Scalars are 0-dimensional tensors, NaN where a quantity is undefined.
+Shapes: ``B`` samples, ``S`` padded length. Masks are 1 for entries that count and are derived from
+lengths. Scalars are 0-dimensional tensors. An undefined quantity is NaN.
 """
 
 import math
@@ -18,10 +18,10 @@ _NAN = float("nan")
 
 
 class RoundingGap(NamedTuple):
-    """Rounding of one precision, by its ``name``.
+    """Gap between the log-probs of sampler and trainer that rounding alone can explain.
 
-    ``limit``: most that it makes of the mean absolute gap between the log-probs of sampler and
-    trainer, in nats, where both have the same weights and sample from the same distribution.
+    ``limit``: largest mean absolute gap in nats, if both use the same weights and the same
+    distribution. ``name``: name of the precision.
     """
 
     name: str
@@ -33,17 +33,17 @@ ROUNDING_GAPS = {"32": RoundingGap("float32", 1e-4), "bf16": RoundingGap("bf16",
 
 
 class GapVerdict(NamedTuple):
-    """Verdict on a gap; ``text``: words that follow "it is"."""
+    """Verdict on a gap. ``text`` completes a sentence that begins with "it is"."""
 
     is_rounding: bool
     text: str
 
 
 def gap_verdict(gap: float, precision: str) -> GapVerdict | None:
-    """Compare a mean ``gap`` of sampler and trainer, in nats, with what rounding gives.
+    """Compare the mean ``gap`` between sampler and trainer, in nats, with the limit of rounding.
 
-    Meant for a gap of the weights that sampled. ``precision``: `trainer.precision`. None: the
-    precision is not known, or the gap is not finite.
+    The gap must belong to the weights that sampled. ``precision``: `trainer.precision`. Return None
+    if the precision is unknown or the gap is not finite.
     """
     rounding = ROUNDING_GAPS.get(precision)
     if rounding is None or not math.isfinite(gap):
@@ -52,15 +52,16 @@ def gap_verdict(gap: float, precision: str) -> GapVerdict | None:
         return GapVerdict(True, f"what rounding in {rounding.name} gives.")
     return GapVerdict(
         False,
-        f"more than rounding in {rounding.name} gives: the engines disagree. docs/logprobs.md says "
-        "where to look, docs/corrections.md what corrects.",
+        f"more than rounding in {rounding.name} gives: the engines disagree. docs/logprobs.md "
+        "explains how to find the cause, docs/corrections.md how to correct it.",
     )
 
 
 def gap_warnings(metrics: Mapping[str, float], precision: str) -> tuple[str, ...]:
-    """Words for the console where the gap of a step is above rounding; none elsewhere.
+    """Return a warning if the gap of a step is larger than rounding explains, else nothing.
 
-    ``metrics``: of a step that the weights before its first update sampled, under full names.
+    ``metrics``: metrics by full name of a step that was sampled by the weights before its first
+    update.
     """
     gap = metrics.get("sampler/logprob_gap_mean", _NAN)
     verdict = gap_verdict(gap, precision)
@@ -70,30 +71,30 @@ def gap_warnings(metrics: Mapping[str, float], precision: str) -> tuple[str, ...
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """``1 - Var(returns - values) / Var(returns)`` over the tokens where ``mask`` is 1.
+    """Compute ``1 - Var(returns - values) / Var(returns)`` over the tokens with ``mask`` 1.
 
-    ``values``, ``returns``: float [B, S]; ``mask``: [B, S]. Both variances have the same
-    denominator (counted tokens), which cancels. NaN where the returns are constant up to rounding:
-    those of GAE are sums in float32 that differ by some 1e-7 of their size.
+    ``values``, ``returns``: float [B, S]. ``mask``: [B, S]. The denominator of both variances, the
+    number of counted tokens, cancels. NaN if the returns are constant up to rounding: returns of
+    GAE are float32 sums with relative errors of about 1e-7.
     """
-    kept = mask.bool()
-    target = returns[kept].double()
-    error = target - values[kept].double()
-    total = _squares(target)
+    counted = mask.bool()
+    target = returns[counted].double()
+    error = target - values[counted].double()
+    total = _squared_deviations(target)
     is_spread = total > 1e-12 * target.square().sum()
-    return torch.where(is_spread, 1 - _squares(error) / total, _NAN).float()
+    return torch.where(is_spread, 1 - _squared_deviations(error) / total, _NAN).float()
 
 
 def reward_length_correlation(
     rewards: Tensor, lengths: Tensor, sample_mask: Tensor | None = None
 ) -> Tensor:
-    """Pearson correlation of reward and response length over the samples that count.
+    """Compute the Pearson correlation of reward and response length over counted samples.
 
-    ``rewards``: float [B]; ``lengths``: int [B], generated tokens; ``sample_mask``: [B], None: all
-    count. NaN where either is constant.
+    ``rewards``: float [B]. ``lengths``: int [B], generated tokens. ``sample_mask``: [B], None
+    counts all. NaN if either is constant.
     """
-    kept = _all_or(sample_mask, rewards)
-    x, y = rewards[kept].double(), lengths[kept].double()
+    counted = _bool_mask(sample_mask, rewards)
+    x, y = rewards[counted].double(), lengths[counted].double()
     x, y = x - x.mean(), y - y.mean()
     scale = torch.sqrt(x.square().sum() * y.square().sum())
     return torch.where(scale > 0, (x * y).sum() / scale, _NAN).float()
@@ -106,145 +107,152 @@ def repeated_ngram_fraction(
     n: int = 3,
     token_mask: Tensor | None = None,
 ) -> Tensor:
-    """Share of a response's n-grams that occurred earlier in the same response.
+    """Compute the share of a response's n-grams that occur earlier in the same response.
 
-    ``input_ids``: int64 [B, S], prompt then response; ``prompt_lengths``, ``input_lengths``
-    (prompt + response): int64 [B]. ``token_mask``: float [B, S], of conversations: n-grams of what
-    was generated, token behind token, count. Per response ``1 - distinct / all`` n-grams, then
-    the mean over the responses with at least ``n`` tokens; NaN where there is none.
+    The share of a response is ``1 - distinct / all`` n-grams. The result is the mean over the
+    responses with at least ``n`` tokens, NaN if all responses are shorter.
+
+    ``input_ids``: int64 [B, S], prompt then response. ``prompt_lengths``, ``input_lengths``
+    (prompt + response): int64 [B]. ``token_mask``: float [B, S] of conversations. Only n-grams of
+    adjacent generated tokens count.
     """
     rows, length = input_ids.shape
     if length < n:
         return torch.tensor(_NAN)
-    # Number the distinct n-grams of the batch, growing them by one token at a time: exact, and
-    # a number stays below B * S, so the product with the vocabulary fits int64.
+    # Number the distinct n-grams of the batch by growing them one token at a time. This is exact,
+    # and an index stays below B * S, so its product with the vocabulary fits int64.
     vocabulary = int(input_ids.max()) + 1
-    gram = input_ids.long()
+    ngram_ids = input_ids.long()
     for offset in range(1, n):
-        grown = gram[:, :-1] * vocabulary + input_ids[:, offset:]
-        _, gram = torch.unique(grown, return_inverse=True)
-    starts = torch.arange(gram.shape[1], device=gram.device)
+        grown_ids = ngram_ids[:, :-1] * vocabulary + input_ids[:, offset:]
+        _, ngram_ids = torch.unique(grown_ids, return_inverse=True)
+    # Count the n-grams that lie inside a response.
+    starts = torch.arange(ngram_ids.shape[1], device=ngram_ids.device)
     inside = (starts >= prompt_lengths[:, None]) & (starts + n <= input_lengths[:, None])
     if token_mask is not None:
         inside &= (token_mask.unfold(1, n, 1) > 0).all(-1)
-    # One number for (response, n-gram): sorting numbers is much faster than sorting pairs.
-    numbers = int(gram.max()) + 1
-    keys = torch.arange(rows, device=gram.device)[:, None] * numbers + gram
-    distinct = torch.unique(keys[inside])
-    every = inside.sum(1)
-    unique = torch.bincount(distinct // numbers, minlength=rows)
-    counted = every > 0
-    return (1 - unique[counted] / every[counted]).mean()
+    totals = inside.sum(1)
+    # One integer for (response, n-gram): sorting integers is much faster than sorting pairs.
+    id_count = int(ngram_ids.max()) + 1
+    keys = torch.arange(rows, device=ngram_ids.device)[:, None] * id_count + ngram_ids
+    distinct = torch.bincount(torch.unique(keys[inside]) // id_count, minlength=rows)
+    counted = totals > 0
+    return (1 - distinct[counted] / totals[counted]).mean()
 
 
 def fraction_terminated(is_end: Tensor, sample_mask: Tensor | None = None) -> Tensor:
-    """Share of the samples that count whose response terminated; ``is_end``: bool [B]."""
-    return is_end[_all_or(sample_mask, is_end)].float().mean()
+    """Compute the share of the counted samples that terminated. ``is_end``: bool [B]."""
+    return is_end[_bool_mask(sample_mask, is_end)].float().mean()
 
 
 def statistics(values: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """``mean``, ``std`` (unbiased; 0 for one entry), ``min``, ``max`` over the entries that count.
+    """Compute ``mean``, ``std``, ``min`` and ``max`` of the entries that count.
 
-    ``values``: [...], of any number type; ``mask``: [...], of the same shape, None: all count.
-    Returns float32 scalars, NaN where nothing counts.
+    ``std`` is unbiased, and 0 for one entry.
+
+    ``values``: [...] of any number type. ``mask``: [...] of the same shape, None counts all.
+    Returns float32 scalars, NaN if no entry counts.
     """
-    kept = values[_all_or(mask, values)].double()
-    if kept.numel() == 0:
+    counted = values[_bool_mask(mask, values)].double()
+    if counted.numel() == 0:
         return {name: torch.tensor(_NAN) for name in ("mean", "std", "min", "max")}
-    std = kept.std() if kept.numel() > 1 else torch.zeros(())
-    found = {"mean": kept.mean(), "std": std, "min": kept.min(), "max": kept.max()}
-    return {name: value.float() for name, value in found.items()}
+    std = counted.std() if counted.numel() > 1 else torch.zeros(())
+    results = {"mean": counted.mean(), "std": std, "min": counted.min(), "max": counted.max()}
+    return {name: value.float() for name, value in results.items()}
 
 
 def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
-    """Metrics of ``train_rollouts/`` and ``val_rollouts/`` that need no model, without the prefix.
+    """Compute the ``train_rollouts/`` and ``val_rollouts/`` metrics that need no model.
+
+    The names of the result have no prefix. Every row is a generated sample and counts, because the
+    metrics describe the policy. Of conversations only the rewards of rows that count are used.
 
     ``batch``: of a rollout (`aligner.types`) ``input_ids`` int64 [B, S], ``input_lengths`` and
-    ``prompt_lengths`` int64 [B], ``is_end`` bool [B], ``rewards`` float32 [B]. Every row is a
-    generated sample and counts: the metrics describe the policy. Of conversations also
-    ``token_mask`` and ``sample_mask`` float32 [B]: rewards are those of the rows that count.
+    ``prompt_lengths`` int64 [B], ``is_end`` bool [B], ``rewards`` float32 [B]. Of conversations
+    also ``token_mask`` [B, S] and ``sample_mask`` float32 [B].
     """
-    rewards, prompts = batch["rewards"], batch["prompt_lengths"]
-    lengths, counts = batch["input_lengths"] - prompts, None
+    rewards, prompt_lengths = batch["rewards"], batch["prompt_lengths"]
+    response_lengths, reward_mask, token_mask = batch["input_lengths"] - prompt_lengths, None, None
     if "turn_ids" in batch:
-        lengths, counts = batch["token_mask"].sum(1).long(), batch["sample_mask"]
-    reward, length = statistics(rewards, counts), statistics(lengths)
-    numbers = {
+        token_mask, reward_mask = batch["token_mask"], batch["sample_mask"]
+        response_lengths = token_mask.sum(1).long()
+    reward, length = statistics(rewards, reward_mask), statistics(response_lengths)
+    scalars = {
         "rewards": reward.pop("mean"),
         **{f"rewards_{name}": value for name, value in reward.items()},
         "generation_length": length.pop("mean"),
         **{f"generation_length_{name}": value for name, value in length.items()},
-        "prompt_length": prompts.float().mean(),
+        "prompt_length": prompt_lengths.float().mean(),
         "fraction_of_samples_properly_ended": fraction_terminated(batch["is_end"]),
-        "reward_length_correlation": reward_length_correlation(rewards, lengths, counts),
+        "reward_length_correlation": reward_length_correlation(
+            rewards, response_lengths, reward_mask
+        ),
         "repeated_ngram_fraction": repeated_ngram_fraction(
-            batch["input_ids"],
-            prompts,
-            batch["input_lengths"],
-            token_mask=batch["token_mask"] if "turn_ids" in batch else None,
+            batch["input_ids"], prompt_lengths, batch["input_lengths"], token_mask=token_mask
         ),
     }
-    counts = {"num_samples": len(rewards), "generated_tokens": int(lengths.sum())}
-    return {name: value.item() for name, value in numbers.items()} | counts
+    counts = {"num_samples": len(rewards), "generated_tokens": int(response_lengths.sum())}
+    return {name: value.item() for name, value in scalars.items()} | counts
 
 
 def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics over all updates of a step: the mean, or for ``*_max`` and ``*_min`` the extreme.
+    """Combine the metrics of all updates of a step: mean, or extreme for ``*_max`` and ``*_min``.
 
-    ``results``: one per pass over the rollout, in order. ``lr`` is that of the last update,
-    ``skipped_updates`` and ``empty_updates`` are counts; an update that was skipped because it was
-    not finite, and a mini-batch of which nothing counted, take no part in means.
-    ``effective_sample_size`` is that of each update's weights.
+    ``lr`` is the value of the last update. ``skipped_updates`` and ``empty_updates`` are counts.
+    Means leave out updates that were skipped as not finite, and mini-batches without a counted
+    entry. ``effective_sample_size`` is computed from the weights of each update.
+
+    ``results``: one per pass over the rollout, in order.
     """
     series: dict[str, list[float]] = {}
-    empty = 0.0
+    empty_updates = 0.0
     for result in results:
-        found = dict(result["all_mb_metrics"])
-        flags = found.pop("empty", [])
-        empty += sum(flags)
-        for name, values in found.items():
-            kept = [value for value, flag in zip_longest(values, flags) if not flag]
-            series.setdefault(name, []).extend(values if name == "lr" else kept)
+        metrics = dict(result["all_mb_metrics"])
+        empty_flags = metrics.pop("empty", [])
+        empty_updates += sum(empty_flags)
+        for name, values in metrics.items():
+            counted = [value for value, empty in zip_longest(values, empty_flags) if not empty]
+            series.setdefault(name, []).extend(values if name == "lr" else counted)
     skipped = series.pop("skipped", [])
     rates = series.pop("lr", [])
-    norms = series.pop("grad_norm", [])
     squares = series.pop("importance_weight_square", None)
     if squares is not None:
         pairs = zip(series["importance_weight"], squares, strict=True)
         series["effective_sample_size"] = [effective_sample_size(*pair) for pair in pairs]
-    metrics = {name: _combine(name, values) for name, values in series.items()}
+    series.setdefault("grad_norm", [])
     return {
-        **metrics,
-        "grad_norm": _combine("grad_norm", norms),
+        **{name: _combine(name, values) for name, values in series.items()},
         "lr": rates[-1] if rates else 0.0,
         "skipped_updates": sum(skipped),
-        "empty_updates": empty,
+        "empty_updates": empty_updates,
     }
 
 
 def idle_roles(**passes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The roles that were to be updated and whose every update was skipped as not finite.
+    """Return the roles whose every update of a step was skipped as not finite.
 
-    ``passes``: for each role the results of a step.
+    ``passes``: results of the step by role. A role without an update is not returned.
     """
     skipped = {
-        role: [one for result in results for one in result["all_mb_metrics"].get("skipped", [])]
+        role: [flag for result in results for flag in result["all_mb_metrics"].get("skipped", [])]
         for role, results in passes.items()
     }
-    return tuple(role for role, each in skipped.items() if each and all(each))
+    return tuple(role for role, flags in skipped.items() if flags and all(flags))
 
 
 def count_updates(results: Sequence[Mapping[str, Any]]) -> int:
-    """Optimizer updates that ``results`` stand for, skipped ones included, empty ones not."""
+    """Count the optimizer updates in ``results``, including skipped and excluding empty updates."""
     passes = [result["all_mb_metrics"] for result in results]
-    return sum(len(found.get("loss", [])) - int(sum(found.get("empty", []))) for found in passes)
+    return sum(
+        len(metrics.get("loss", [])) - int(sum(metrics.get("empty", []))) for metrics in passes
+    )
 
 
-def _squares(x: Tensor) -> Tensor:
+def _squared_deviations(x: Tensor) -> Tensor:
     return (x - x.mean()).square().sum()
 
 
-def _all_or(mask: Tensor | None, like: Tensor) -> Tensor:
+def _bool_mask(mask: Tensor | None, like: Tensor) -> Tensor:
     return torch.ones_like(like, dtype=torch.bool) if mask is None else mask.bool()
 
 

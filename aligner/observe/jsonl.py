@@ -1,4 +1,4 @@
-"""An append-only file of JSON lines that survives being killed and can go back to a step."""
+"""An append-only file of JSON lines that survives a killed process and can go back to a step."""
 
 import json
 import logging
@@ -16,18 +16,18 @@ logger = logging.getLogger(__name__)
 
 
 class JsonLines:
-    """Lines that each hold an object with an integer ``step``, in ascending order of steps.
+    """Lines with one JSON object each, whose integers ``step`` ascend.
 
     Every `append` is on the disk when it returns. A line that was being written when the process
-    died ends without a newline; it is ignored by readers and removed by `truncate_after`. Any other
-    line that cannot be read costs only itself: readers pass over it, and the file as it was is
-    kept beside the one that goes on without it.
+    died ends without a newline. Readers ignore it and `truncate_after` removes it. Readers also
+    skip any other damaged line. If such a line must be removed from the middle of the file, a copy
+    of the damaged file is kept in the same folder.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._open()
-        lines = _lines(path)
+        lines = [line for _, line in _records(path)]
         steps = [line.step for line in lines if line.step is not None]
         self._end = lines[-1].end if lines else 0
         self.last_step = steps[-1] if steps else None
@@ -35,13 +35,13 @@ class JsonLines:
     def _open(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # No O_APPEND: a failed write is taken back by truncating, and the next one goes there.
+            # No O_APPEND: a failed write is undone by truncating, and the next write starts there.
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise storage_error(self.path, error) from error
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write records; all of them or, if the disk refuses, none (``StorageError``)."""
+        """Write all records, or none and raise ``StorageError`` if the disk refuses."""
         records = list(records)
         if not records:
             return
@@ -49,94 +49,90 @@ class JsonLines:
         last = steps[0] if self.last_step is None else self.last_step
         if [last, *steps] != sorted([last, *steps]):
             raise ValueError(
-                f"{self.path} ends at step {last}, and lines of steps {steps} were given; steps "
+                f"{self.path} ends at step {last}, and lines of steps {steps} were appended. Steps "
                 f"must not go back: call truncate_after({min(steps) - 1}) first"
             )
-        text = "".join(dump_line(record) + "\n" for record in records).encode()
+        content = "".join(dump_line(record) + "\n" for record in records).encode()
         try:
             os.ftruncate(self._file, self._end)  # removes a torn line
             written = 0
-            while written < len(text):
-                written += os.pwrite(self._file, text[written:], self._end + written)
+            while written < len(content):
+                written += os.pwrite(self._file, content[written:], self._end + written)
             os.fsync(self._file)
         except OSError as error:
             os.ftruncate(self._file, self._end)
-            raise storage_error(self.path, error, len(text)) from error
-        self._end, self.last_step = self._end + len(text), steps[-1]
+            raise storage_error(self.path, error, len(content)) from error
+        self._end, self.last_step = self._end + len(content), steps[-1]
 
     def truncate_after(self, step: int) -> int | None:
-        """Remove every line of a later step and a torn last line; return the last step left."""
-        lines = _lines(self.path)
-        kept = [line for line in lines if line.step is not None and line.step <= step]
-        if kept == lines[: len(kept)]:
-            self._end = kept[-1].end if kept else 0
+        """Remove lines of later steps and a torn last line. Return the last remaining step."""
+        lines = [line for _, line in _records(self.path)]
+        remaining = [line for line in lines if line.step is not None and line.step <= step]
+        if remaining == lines[: len(remaining)]:
+            self._end = remaining[-1].end if remaining else 0
             os.ftruncate(self._file, self._end)
             os.fsync(self._file)
         else:
-            self._rewrite(kept)
-        self.last_step = kept[-1].step if kept else None
+            self._rewrite(remaining)
+        self.last_step = remaining[-1].step if remaining else None
         return self.last_step
 
-    def _rewrite(self, kept: Sequence["_Line"]) -> None:
-        """Go on with ``kept``, which are not the beginning of the file, and keep the file aside."""
-        aside = unused_path(self.path.with_name(f"{self.path.stem}.damaged{self.path.suffix}"))
+    def _rewrite(self, remaining: Sequence["_Line"]) -> None:
+        """Copy the damaged file, then replace it by the ``remaining`` lines."""
+        copy = unused_path(self.path.with_name(f"{self.path.stem}.damaged{self.path.suffix}"))
         logger.warning(
-            "%s holds lines that cannot be read or stand out of order; the others are kept, and "
-            "the file as it was is %s",
+            "%s contains lines that are unreadable or out of order. The other lines are kept. The "
+            "unchanged file is %s",
             self.path,
-            aside,
+            copy,
         )
         content = self.path.read_bytes()
         try:
-            shutil.copy2(self.path, aside)
+            shutil.copy2(self.path, copy)
             with atomic_file(self.path) as file:
-                for line in kept:
+                for line in remaining:
                     file.write(content[line.start : line.end])
         except OSError as error:
-            raise storage_error(aside, error) from error
+            raise storage_error(copy, error) from error
         os.close(self._file)
         self._open()
-        self._end = sum(line.end - line.start for line in kept)
+        self._end = sum(line.end - line.start for line in remaining)
 
     def close(self) -> None:
-        """Release the file."""
+        """Close the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 def dump_line(record: Mapping[str, Any]) -> str:
-    """One line of standard JSON; a float has the shortest text that reads back as the same bits.
+    """Return one line of standard JSON, in which floats have the shortest exact text.
 
-    JSON has no NaN and infinities: they become the strings that Python and pandas parse as such,
-    and other values what `aligner.plain` makes of them, at every depth.
+    JSON has no NaN and infinities: these become the strings that Python and pandas parse. Other
+    values are converted by `aligner.plain` at every depth.
     """
     return json.dumps(plain(record), allow_nan=False)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file as they stand; none where it is missing.
+    """Read the records of a file, without a torn last line and unreadable lines.
 
-    A torn last line and lines that cannot be read are left out.
+    A missing file has no records.
     """
     if path.exists():
         yield from (record for record, _ in _records(path) if record is not None)
 
 
 class _Line(NamedTuple):
-    """Position of a complete line, and its step; None where the step cannot be read."""
+    """Byte range of a complete line, and its step or None if the step is unreadable."""
 
     start: int
     end: int
     step: int | None
 
 
-def _lines(path: Path) -> list[_Line]:
-    return [line for _, line in _records(path)]
-
-
 def _records(path: Path) -> Iterator[tuple[dict[str, Any] | None, _Line]]:
-    """Every line that ends with a newline: its record, if it can be read, and its place."""
+    """Yield every line that ends with a newline: its record, or None if unreadable, and range."""
     end = 0
     with path.open("rb") as file:
         for line in file:

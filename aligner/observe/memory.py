@@ -1,4 +1,4 @@
-"""Memory that a run will need, before anything is allocated. Estimates, not measurements."""
+"""Estimates of the memory that a run will need, before anything is allocated."""
 
 from dataclasses import dataclass
 
@@ -14,17 +14,17 @@ class RoleMemory:
     optimizer_shards: int = 1  # processes that share the optimizer state of one such part
     weight_bytes: int = 4  # per parameter: 4 float32, 2 bf16
     gradient_bytes: int = 4  # per parameter, while training
-    optimizer_bytes: int = 8  # per parameter: Adam's two moments 8, and 4 more for a master copy
-    adapter_parameters: int = 0  # beside those; where there are any, only they are trained
+    optimizer_bytes: int = 8  # per parameter: 8 for Adam's two moments, 4 more for a master copy
+    adapter_parameters: int = 0  # in addition to ``parameters``. If positive, only these train
 
     @property
     def local_parameters(self) -> int:
-        """Parameters held by this process."""
+        """Number of parameters on this process."""
         return -(-(self.parameters + self.adapter_parameters) // self.model_parallel_size)
 
     @property
     def learning_parameters(self) -> int:
-        """Number of parameters that are trained."""
+        """Number of parameters on this process that are trained."""
         if not self.trainable:
             return 0
         adapters = -(-self.adapter_parameters // self.model_parallel_size)
@@ -37,17 +37,17 @@ class RoleMemory:
 
     @property
     def gradients(self) -> int:
-        """Bytes of the gradients; 0 for a frozen model."""
+        """Bytes of the gradients. 0 for a frozen model."""
         return self.learning_parameters * self.gradient_bytes
 
     @property
     def optimizer(self) -> int:
-        """Bytes of the optimizer state; 0 for a frozen model."""
+        """Bytes of the optimizer state. 0 for a frozen model."""
         return -(-self.learning_parameters // self.optimizer_shards) * self.optimizer_bytes
 
     @property
     def run_state(self) -> int:
-        """Bytes of this process's share of a run state: float32 weights, and Adam's moments."""
+        """Bytes of this process's share of a run state: float32 weights and Adam's moments."""
         return -(-self.learning_parameters // self.optimizer_shards) * 12
 
     @property

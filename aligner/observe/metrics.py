@@ -1,4 +1,4 @@
-"""The run's numbers: one JSON line per step, mirrored to TensorBoard and W&B by Lightning.
+"""Metrics of a run: one JSON line per step, mirrored to TensorBoard and W&B by Lightning.
 
 `PhaseTimers` counts the seconds of each phase of a step.
 """
@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from aligner.config.experiment import ExpManagerConfig
 from aligner.errors import MissingPackageError
@@ -27,12 +25,12 @@ _log = logging.getLogger(__name__)
 
 
 class PhaseTimers:
-    """Adds up the time of named phases; phases may repeat and may be nested.
+    """Timers that add up the seconds of named phases, which may repeat and may be nested.
 
     Args:
-        synchronize: called before the clock is read at either end, so that queued device work is
-            counted where it was ordered.
-        on_enter: called with the name of a phase as it begins (the progress bar shows it).
+        synchronize: called before the clock is read at either end, so that queued device work
+            counts for the phase that queued it.
+        on_enter: called with the name of a phase when it begins (the progress bar shows the name).
         clock: a monotonic clock in seconds.
     """
 
@@ -49,7 +47,7 @@ class PhaseTimers:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Count the block as part of ``phase``, also when it raises."""
+        """Count the block as part of ``phase``, also if it raises."""
         self._on_enter(phase)
         self._synchronize()
         start = self._clock()
@@ -60,7 +58,7 @@ class PhaseTimers:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - start
 
     def flush(self) -> dict[str, float]:
-        """``timers/<phase>`` and ``timers/total`` (all time since the last flush); starts anew."""
+        """Return ``timers/<phase>`` and ``timers/total`` since the last flush, and start anew."""
         now = self._clock()
         metrics = {f"timers/{phase}": seconds for phase, seconds in self._seconds.items()}
         metrics["timers/total"] = now - self._start
@@ -69,16 +67,16 @@ class PhaseTimers:
 
 
 class MetricsWriter:
-    """Writes ``metrics.jsonl`` in ``folder``, as the only process that does (`RunLock`).
+    """The only writer of ``metrics.jsonl`` in ``folder`` (`RunLock`).
 
-    A line holds ``step`` and the step's metrics under their flat names (`metric_names`), sorted, so
-    that two runs that computed the same numbers wrote the same bytes once ``timers/*`` is left out.
-    Write a step's line before saving its run state: a restored step then always has its line.
+    A line contains ``step`` and the metrics of the step by full name (`metric_names`), sorted. Two
+    runs that computed the same metrics therefore wrote the same bytes, except for ``timers/*``.
+    Write the line of a step before its run state is saved, so that a restored step has its line.
 
     Args:
         folder: directory of the run.
-        rank: only rank 0 writes; on others every method returns at once.
-        loggers: makes the mirrors, at the first line, because importing them takes seconds.
+        rank: only rank 0 writes. On other ranks every method returns at once.
+        loggers: creates the mirrors at the first line, because importing them takes seconds.
     """
 
     def __init__(
@@ -90,9 +88,9 @@ class MetricsWriter:
         self._loggers: Sequence[Logger] | None = None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append the line of ``step``, which must be later than the last one.
+        """Append the line of ``step``, which must be later than the last step.
 
-        Values: numbers or tensors with one element.
+        ``metrics``: Python numbers, NumPy scalars, or tensors with one element.
         """
         if self._lines is None:
             return
@@ -100,18 +98,18 @@ class MetricsWriter:
         last = self._lines.last_step
         if last is not None and step <= last:
             raise ValueError(
-                f"{self._lines.path} already holds step {last}, and step {step} was given; one "
-                "step has one line"
+                f"{self._lines.path} already contains step {last}, so step {step} cannot be "
+                "appended. Steps must increase, with one line per step"
             )
-        numbers = {name: _number(name, metrics[name]) for name in sorted(metrics)}
-        self._lines.append([{"step": step, **numbers}])
+        scalars = {name: _scalar(name, metrics[name]) for name in sorted(metrics)}
+        self._lines.append([{"step": step, **scalars}])
         if self._loggers is None:
             self._loggers = self._make_loggers()
         for logger in self._loggers:
-            logger.log_metrics({name: float(value) for name, value in numbers.items()}, step)
+            logger.log_metrics({name: float(value) for name, value in scalars.items()}, step)
 
     def truncate_after(self, step: int) -> int | None:
-        """Go back to ``step`` (-1: to the beginning); return the last step that has a line."""
+        """Go back to ``step`` (-1: to the beginning). Return the last step that has a line."""
         return None if self._lines is None else self._lines.truncate_after(step)
 
     def close(self) -> None:
@@ -125,20 +123,18 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a ``metrics.jsonl``, oldest first; NaN and infinities as floats."""
+    """Read the complete lines of a ``metrics.jsonl``, oldest first, with NaN and infinities."""
     return [
         {name: float(value) if isinstance(value, str) else value for name, value in line.items()}
         for line in read_lines(path)
     ]
 
 
-def _number(name: str, value: Any) -> float | int:
-    if isinstance(value, Tensor):
-        value = value.item()
-    if hasattr(value, "dtype"):  # a NumPy scalar
+def _scalar(name: str, value: Any) -> float | int:
+    if hasattr(value, "dtype"):  # a tensor or a NumPy scalar
         value = value.item()
     if not isinstance(value, (int, float)):
-        raise TypeError(f"metric {name!r} is {value!r}; metrics are numbers")
+        raise TypeError(f"metric {name!r} is {value!r}, but a metric must be a number")
     return int(value) if isinstance(value, bool) else value
 
 
@@ -149,13 +145,13 @@ def make_loggers(
     restored_step: int | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> "list[Logger]":
-    """The configured loggers, as far as they are installed. Imports them now.
+    """Import and create the configured loggers whose packages are installed.
 
     Args:
-        folder: directory of the run; events go to ``tensorboard/`` and ``wandb/`` below it.
+        folder: directory of the run. The loggers write to its ``tensorboard/`` and ``wandb/``.
         exp: the section ``exp_manager``.
         restored_step: TensorBoard hides what an interrupted run wrote after this step.
-        config: shown by W&B beside the curves.
+        config: configuration that W&B shows next to the curves.
     """
     loggers: list[Logger] = []
     if exp.create_tensorboard_logger:
@@ -172,12 +168,16 @@ def make_loggers(
     if exp.create_wandb_logger:
         from lightning.pytorch.loggers import WandbLogger
 
-        identifier = folder / "wandb_id"  # kept, so that a resumed run is the same one
+        # A resumed run reads the id, so that W&B continues the same curves.
+        identifier = folder / "wandb_id"
         if not identifier.exists():
             identifier.write_text(secrets.token_hex(4))
-        options = {"save_dir": folder, "id": identifier.read_text().strip(), "resume": "allow"}
-        names = {"project": exp.wandb.project, "name": exp.wandb.name}
-        mirror = WandbLogger(**{**options, **names, **exp.wandb.kwargs})
+        options = {
+            **{"save_dir": folder, "id": identifier.read_text().strip(), "resume": "allow"},
+            **{"project": exp.wandb.project, "name": exp.wandb.name},
+            **exp.wandb.kwargs,
+        }
+        mirror = WandbLogger(**options)
         if config is not None:
             mirror.log_hyperparams(dict(config))
         loggers.append(mirror)

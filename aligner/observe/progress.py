@@ -1,4 +1,4 @@
-"""The progress of a run on the console: a live bar, or plain lines where there is no terminal."""
+"""Progress of a run on the console: a live bar, or plain lines without a terminal."""
 
 import time
 from collections import deque
@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
-_RECENT = 8  # steps that the estimate of the remaining time is based on
-_SHOWN = (  # metric, label, format (z: a number that rounds to 0 has no sign)
+_RECENT = 8  # steps from which the remaining time is estimated
+_SHOWN = (  # metric, label, format (z: a value that rounds to 0 has no sign)
     ("train_rollouts/rewards", "reward", "{:z.3f}"),
     ("train_optim/loss", "loss", "{:z.4g}"),
     ("train_optim/accuracy", "accuracy", "{:z.3f}"),
@@ -20,8 +20,8 @@ _SHOWN = (  # metric, label, format (z: a number that rounds to 0 has no sign)
     ("train_rollouts/init_policy_kl", "KL", "{:z.4f}"),
     ("train_rollouts/generation_length", "length", "{:z.1f}"),
 )
-# The loss of an algorithm that learns from rewards is no measure of its progress.
-_NOT_BESIDE_REWARDS = ("train_optim/loss", "train_optim/accuracy")
+# The loss of an algorithm that learns from rewards does not measure its progress.
+_HIDDEN_WITH_REWARDS = ("train_optim/loss", "train_optim/accuracy")
 
 
 class Progress:
@@ -29,9 +29,9 @@ class Progress:
 
     Args:
         total_steps: steps of the whole run.
-        done_steps: steps already behind (a resumed run).
-        console: where to; a terminal gets a live bar, anything else one line per step. Print
-            other things through the same console while the bar is shown.
+        done_steps: steps that a resumed run has already made.
+        console: a terminal shows a live bar, any other console one line per step. While the bar is
+            shown, print other output through the same console.
         enabled: False on ranks that print nothing.
         clock: a monotonic clock in seconds.
     """
@@ -49,7 +49,7 @@ class Progress:
         self._enabled = enabled
         self._seconds: deque[float] = deque(maxlen=_RECENT)
         self._start = clock()
-        self._latest: dict[str, tuple[int, float]] = {}  # newest value, and the step it is of
+        self._latest: dict[str, tuple[int, float]] = {}  # metric → step and value, the newest
         self._bar: RichProgress | None = None
         if enabled and console.is_terminal:
             self._bar = RichProgress(
@@ -74,14 +74,14 @@ class Progress:
             self._bar.stop()
 
     def phase(self, name: str) -> None:
-        """Show what is being done; without a terminal, nothing is printed for it."""
+        """Show the name of the current phase in the bar. Without a terminal print nothing."""
         if self._bar is not None:
             self._bar.update(self._task, description=name.replace("_", " "))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that ``step`` (counted from 1) is done, with its metrics under their full names.
+        """Show that ``step`` (counted from 1) is complete, with its metrics by full name.
 
-        Step 0, the validation before training, moves no bar and starts the clock anew.
+        Step 0, the validation before training, moves no bar and restarts the clock.
         """
         now = self._clock()
         if step > self.done:
@@ -96,33 +96,34 @@ class Progress:
             )
         elif self._enabled:
             parts = [f"step {step}/{self.total}", self.numbers(), self.remaining()]
-            self.console.print("  ".join(p for p in parts if p), highlight=False, soft_wrap=True)
+            self.console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
 
     def numbers(self) -> str:
-        """``reward 0.412  KL 0.0031 …``.
+        """Return ``reward 0.412  KL 0.0031 …``.
 
-        A line has what its step measured. The bar, which stays, has the newest value of each; where
-        it is of an earlier step (a validation), that step is named.
+        A line shows the metrics of its step. The bar shows the newest value of each metric, with
+        the step of the value if it belongs to an earlier step (such as a validation).
         """
         shown = []
+        has_rewards = "train_rollouts/rewards" in self._latest
         for name, label, form in _SHOWN:
-            step, value = self._latest.get(name, (None, 0.0))
-            is_old = step != self.done
-            beside = name in _NOT_BESIDE_REWARDS and "train_rollouts/rewards" in self._latest
-            if step is None or beside or (is_old and self._bar is None):
+            if name not in self._latest or (has_rewards and name in _HIDDEN_WITH_REWARDS):
                 continue
-            shown.append(f"{label} {form.format(value)}" + f" (step {step})" * is_old)
+            step, value = self._latest[name]
+            is_old = step != self.done
+            if not is_old or self._bar is not None:
+                shown.append(f"{label} {form.format(value)}" + f" (step {step})" * is_old)
         return "  ".join(shown)
 
     def remaining(self) -> str:
-        """``12.3 s/step  ETA 0:04:06``; empty before the first step."""
+        """Return ``12.3 s/step  ETA 0:04:06``, or nothing before the first step."""
         if not self._seconds:
             return ""
-        each = sum(self._seconds) / len(self._seconds)
-        return f"{each:.1f} s/step  ETA {clock_time(each * max(self.total - self.done, 0))}"
+        step_s = sum(self._seconds) / len(self._seconds)
+        return f"{step_s:.1f} s/step  ETA {clock_time(step_s * max(self.total - self.done, 0))}"
 
 
 def clock_time(seconds: float) -> str:
-    """Seconds as ``H:MM:SS``."""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    """Format seconds as ``H:MM:SS``."""
+    rounded = round(seconds)
+    return f"{rounded // 3600}:{rounded // 60 % 60:02d}:{rounded % 60:02d}"

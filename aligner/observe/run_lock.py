@@ -13,14 +13,14 @@ _BUSY = (errno.EACCES, errno.EAGAIN)
 
 
 class RunLock:
-    """Holds ``<folder>/.lock`` until it is released or the process ends, however it ends.
+    """Lock on ``<folder>/.lock`` until it is released or the process ends in any way.
 
-    A record lock: children made by fork do not inherit it, so a worker that outlives a killed run
-    does not keep the next one out. Where the file system has no locks, there is none.
+    It is a record lock, which forked children do not inherit: a worker that outlives a killed run
+    does not block the next run. On a file system without locks it has no effect.
 
     Args:
         folder: directory of the run.
-        patience: seconds to wait for a process that is just ending.
+        patience: seconds to wait for a process that is about to end.
     """
 
     def __init__(self, folder: Path, *, patience: float = 5.0) -> None:
@@ -33,18 +33,19 @@ class RunLock:
         deadline = time.monotonic() + patience
         while not self._acquired():
             if time.monotonic() >= deadline:
-                holder = os.pread(self._file, 20, 0).decode(errors="replace").strip()
+                owner = os.pread(self._file, 20, 0).decode(errors="replace").strip()
                 self.release()
                 raise StorageError(
-                    f"{folder} is being written by another process (pid {holder or 'unknown'}); "
-                    "wait until that run ends, or set exp_manager.explicit_log_dir to another"
+                    f"{folder} is being written by another process (pid {owner or 'unknown'}). "
+                    "Wait until that run ends, or set exp_manager.explicit_log_dir to another "
+                    "folder"
                 )
             time.sleep(0.05)
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let others in."""
+        """Release the lock."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

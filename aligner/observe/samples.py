@@ -15,7 +15,7 @@ from aligner.observe.jsonl import JsonLines, read_lines
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt and the response to it, or the conversation. Lengths are in tokens."""
+    """One prompt with its response or conversation. Lengths are in tokens."""
 
     step: int
     split: Literal["train", "val"]
@@ -24,20 +24,20 @@ class Sample:
     reward: float
     prompt_length: int
     response_length: int
-    is_end: bool  # ended by itself, not by the length limit
+    is_end: bool  # the model ended the response, not the length limit
     ground_truth: str | None = None
     sample_id: int | None = None
     turns: list[dict[str, Any]] | None = None  # of a conversation, each with its reward
 
 
 class SampleWriter:
-    """Writes ``samples.jsonl`` in ``folder``, one line per sample; only on rank 0."""
+    """Writer of ``samples.jsonl`` in ``folder``, one line per sample. Only on rank 0."""
 
     def __init__(self, folder: Path, *, rank: int = 0) -> None:
         self._lines = JsonLines(folder / "samples.jsonl") if rank == 0 else None
 
     def write(self, samples: Sequence[Sample]) -> None:
-        """Append samples, which must not be of an earlier step than the last ones."""
+        """Append samples, whose steps must not be earlier than the last step in the file."""
         if self._lines is not None:
             self._lines.append(asdict(sample) for sample in samples)
 
@@ -47,13 +47,13 @@ class SampleWriter:
             self._lines.truncate_after(step)
 
     def close(self) -> None:
-        """Release the file."""
+        """Close the file."""
         if self._lines is not None:
             self._lines.close()
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """All complete lines of a ``samples.jsonl``, oldest first; what is no sample is left out."""
+    """Read all complete lines of a ``samples.jsonl``, oldest first. Other records are left out."""
     samples = []
     for record in read_lines(path):
         with suppress(KeyError, TypeError, ValueError):
@@ -62,7 +62,7 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def sample_table(samples: Sequence[Sample], *, tail: int = 160) -> Table:
-    """A table for the console: the last ``tail`` characters of the prompt, the whole response."""
+    """Build a console table of the last ``tail`` characters of each prompt and of each response."""
     title = f"samples of step {samples[0].step}" if samples else "samples"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", show_lines=True)
     for column, style in (("prompt", "dim"), ("response", ""), ("truth", "dim"), ("reward", "")):
@@ -70,7 +70,7 @@ def sample_table(samples: Sequence[Sample], *, tail: int = 160) -> Table:
     table.add_column("tokens", justify="right")
     for sample in samples:
         prompt = sample.prompt if len(sample.prompt) <= tail else "…" + sample.prompt[-tail:]
-        # Line ends are shown, since it matters where a response ends; control codes are not.
+        # Show line ends, because it matters where a response ends, but no control codes.
         response = "".join(
             char if char.isprintable() or char == "\n" else "\ufffd"
             for char in sample.response.replace("\n", "⏎\n")

@@ -1,4 +1,4 @@
-"""The start-up report: a summary of the run, in words and numbers, before it begins."""
+"""The start-up report: a summary of the run, printed before it begins."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from aligner.packages import PackageStatus
 
 @dataclass(frozen=True)
 class TrainedRole:
-    """Training of one role on a rollout."""
+    """Batch sizes of one role that is trained on a rollout."""
 
     name: str  # policy, critic
     global_batch_size: int  # samples per optimizer update, over all ranks
-    micro_batch_size: int  # samples per forward-backward, per data-parallel rank
+    micro_batch_size: int  # samples per forward-backward pass, per data-parallel rank
     data_parallel_size: int | None = None  # None: the policy's
     model_parallel_size: int | None = None  # None: the policy's
 
@@ -33,18 +33,18 @@ class StartupSummary:
 
     processes: int
     device: DeviceInfo  # of the workers
-    algorithm: str  # its name
-    model: str  # where the policy comes from
+    algorithm: str
+    model: str  # path of the policy
     log_dir: str
-    batches: Sequence[str]  # how many of what makes a step, one sentence each
+    batches: Sequence[str]  # sentences on the batches of a step
     roles: Sequence[RoleMemory]
-    working_bytes: dict[str, int]  # further memory per process: KV cache, activations, …
-    run_states: str  # how they are written, a sentence
+    working_bytes: dict[str, int]  # other memory per process: KV cache, activations, …
+    run_states: str  # sentence on how run states are written
     packages: Sequence[PackageStatus]
-    restores: Sequence[str] = ()  # what a run state brings back: policy, optimizer, …
-    restored: tuple[int, str] | None = None  # step and path of the run state; None: a new run
-    dropout: str = ""  # of the models that are trained, in words
-    repetition: str = ""  # what may differ when the run is repeated, in words
+    restores: Sequence[str] = ()  # parts that a run state restores: policy, optimizer, …
+    restored: tuple[int, str] | None = None  # step and path of the run state. None: a new run
+    dropout: str = ""  # sentence on the dropout of the trained models
+    repetition: str = ""  # sentence on what may differ when the run is repeated
     notes: Sequence[str] = ()  # e.g. prompts that were dropped
     is_dry: bool = False  # nothing is saved
 
@@ -58,10 +58,10 @@ def batch_arithmetic(
     data_parallel_size: int,
     passes: int = 1,
 ) -> list[str]:
-    """Arithmetic of the batches of a step, one sentence each.
+    """Describe the batches of a step in sentences. A sample is a prompt with one response.
 
-    A sample is a prompt with one response. ``roles`` go ``passes`` times over every rollout;
-    ``train_prompts`` is None for a generator without a known end.
+    ``passes``: passes of ``roles`` over every rollout. ``train_prompts``: None for a generator
+    without a known end.
     """
     samples, per_prompt = rollout.num_rollout_samples, rollout.num_rollouts_per_prompt
     prompts, per_rank = samples // per_prompt, samples // data_parallel_size
@@ -73,6 +73,7 @@ def batch_arithmetic(
         f"{_count(data_parallel_size, 'data-parallel rank')}, at most {in_flight:,} of them "
         "in flight together."
     ]
+    # How each role learns from the samples.
     times = {1: "once", 2: "twice"}.get(passes, f"{passes} times")
     for role in roles:
         updates = passes * samples // role.global_batch_size
@@ -85,38 +86,41 @@ def batch_arithmetic(
             f"{_count(micro_batches, 'micro-batch', 'micro-batches')} of "
             f"{role.micro_batch_size:,} on every rank."
         )
+    # The whole run.
     total = f"{_count(steps, 'step')}: {_count(steps * samples, 'sample')}"
     if train_prompts is not None:
-        epoch, rest = divmod(train_prompts, prompts)
-        left = f" and {_count(rest, 'prompt')} left over" if rest else ""
+        epoch, remainder = divmod(train_prompts, prompts)
+        surplus = f" and {_count(remainder, 'prompt')} left over" if remainder else ""
         total += f"; {_count(train_prompts, 'training prompt')} make an epoch of "
-        total += f"{_count(epoch, 'step')}{left}"
+        total += f"{_count(epoch, 'step')}{surplus}"
     return [*sentences, total + "."]
 
 
 def saving_sentence(
     roles: Sequence[RoleMemory], *, in_background: bool, processes_here: int, free_bytes: int
 ) -> str:
-    """Sentence on how run states are written, and on the memory of a copy of one.
+    """Describe how run states are written, and the host memory that a copy of one needs.
 
-    ``processes_here``: of the run on this machine; ``free_bytes``: of its memory.
+    ``processes_here``: processes of the run on this machine. ``free_bytes``: free memory of this
+    machine.
     """
     if not in_background:
         return "Run states are written in place (exp_manager.async_save=false)."
     size = sum(role.run_state for role in roles)
-    taken = f"a copy takes {readable_bytes(size)} of host memory"
+    memory = f"a copy takes {readable_bytes(size)} of host memory"
     if processes_here > 1:
-        taken += f" on each of {processes_here} processes"
-    taken += f", {readable_bytes(free_bytes)} are free"
+        memory += f" on each of {processes_here} processes"
+    memory += f", {readable_bytes(free_bytes)} are free"
+    way = "while training goes on"
     if size * processes_here > free_bytes:
-        return f"Run states are written in place, and steps with a save wait for the disk: {taken}."
-    return f"Run states are written while training goes on: {taken}."
+        way = "in place, and steps with a save wait for the disk"
+    return f"Run states are written {way}: {memory}."
 
 
 def supervised_arithmetic(
     examples: int, updates: int, batch_size: int, micro_batch_size: int, data_parallel_size: int
 ) -> list[str]:
-    """The same of a supervised run: ``updates`` of ``batch_size`` out of ``examples``."""
+    """Describe the batches of a supervised run: ``updates`` of ``batch_size`` from ``examples``."""
     per_rank = batch_size // data_parallel_size
     epochs = updates * batch_size / examples
     return [
@@ -129,7 +133,10 @@ def supervised_arithmetic(
 
 
 def memory_estimate(summary: StartupSummary) -> dict[str, int]:
-    """Bytes per process: ``<role> weights``, ``… gradients``, ``… optimizer``, working memory."""
+    """Return bytes per process of each role's weights, gradients and optimizer, and other memory.
+
+    Keys are ``<role> weights`` and so on. Parts of 0 bytes are left out.
+    """
     parts = {
         f"{role.name} {part}": getattr(role, part)
         for role in summary.roles
@@ -139,21 +146,23 @@ def memory_estimate(summary: StartupSummary) -> dict[str, int]:
 
 
 def startup_report(summary: StartupSummary) -> Group:
-    """The report for the console; ``console.print`` it."""
+    """Build the report for ``console.print``."""
     processes = _count(summary.processes, "process", "processes")
+    batches = [Text(sentence) for sentence in summary.batches]
+    memory = [_memory_line(summary), *([] if summary.is_dry else [Text(summary.run_states)])]
+    packages = [_package_line(status, summary.device.has_gpu) for status in summary.packages]
     return Group(
         Text(f"{summary.algorithm} on {processes}: {summary.device.description}", "bold"),
         Text(f"model from {summary.model}\n{_beginning(summary)}"),
         *(Text(line) for line in (summary.dropout, summary.repetition) if line),
         *(Text(note, "yellow") for note in summary.notes),
         Text("\nBatches", "bold"),
-        *(_indented(Text(sentence)) for sentence in summary.batches),
+        *map(_indented, batches),
         Text("\nModels, per process", "bold"),
         _role_table(summary.roles),
-        _indented(_memory_line(summary)),
-        *(() if summary.is_dry else (_indented(Text(summary.run_states)),)),
+        *map(_indented, memory),
         Text("\nOptional packages", "bold"),
-        *(_indented(_package_line(status, summary.device.has_gpu)) for status in summary.packages),
+        *map(_indented, packages),
         Text(),
     )
 
@@ -179,27 +188,26 @@ def _role_table(roles: Sequence[RoleMemory]) -> Table:
         table.add_column(column, justify="right")
     for role in roles:
         sizes = (role.weights, role.gradients, role.optimizer, role.total)
-        shown = ("–" if size == 0 else readable_bytes(size) for size in sizes)
+        cells = ("–" if size == 0 else readable_bytes(size) for size in sizes)
         name = role.name if role.trainable else f"{role.name} (frozen)"
         if role.trainable and role.adapter_parameters:
             name += f" (frozen, adapters of {role.adapter_parameters:,})"
-        table.add_row(name, f"{role.parameters:,}", *shown)
+        table.add_row(name, f"{role.parameters:,}", *cells)
     return table
 
 
 def _memory_line(summary: StartupSummary) -> Text:
-    total = sum(memory_estimate(summary).values())
+    total, free = sum(memory_estimate(summary).values()), summary.device.free_bytes
     working = "".join(
         f" + {name} {readable_bytes(size)}" for name, size in summary.working_bytes.items()
     )
     models = readable_bytes(sum(role.total for role in summary.roles))
     text = (
-        f"models {models}{working} = about {readable_bytes(total)} of "
-        f"{readable_bytes(summary.device.free_bytes)} free"
+        f"models {models}{working} = about {readable_bytes(total)} of {readable_bytes(free)} free"
     )
     if summary.device.has_gpu:
         text += ", without the device's context, buffers of NCCL and fragmentation"
-    if total <= summary.device.free_bytes:
+    if total <= free:
         return Text(text)
     advice = (
         ": this may not fit. Lower micro_batch_size or rollout_micro_batch_size, set "
@@ -210,12 +218,12 @@ def _memory_line(summary: StartupSummary) -> Text:
 
 def _package_line(status: PackageStatus, has_gpu: bool) -> Text:
     package = status.package
-    if status.found:
+    if status.is_installed:
         return Text(f"{package.name} {status.version or 'found'}", "green")
     if package.gpu_only and not has_gpu:
         return Text(f"{package.name} not installed (used on GPUs only)", "dim")
     return Text(f"{package.name} not installed: {package.without}. Get it: {package.install}")
 
 
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+def _count(number: int, singular: str, plural: str | None = None) -> str:
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"

@@ -1,1 +1,1 @@
-"""Processes that compute together: their start, groups, collectives, and deaths noticed."""
+"""Processes that compute together: start, groups, collectives, and detection of dead ranks."""

@@ -1,6 +1,7 @@
-"""Collectives: of tensors and metrics, of small Python objects, and ones that have gradients.
+"""Collectives of tensors, metrics and small Python objects, and differentiable collectives.
 
-The last gather and scatter along the first dimension; their gradients are the exact adjoints.
+Differentiable ones gather and scatter along the first dimension. Their gradients are the exact
+adjoints.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,11 +14,13 @@ from torch.autograd.function import once_differentiable
 
 from aligner.device import accelerator
 
+T = TypeVar("T")
+
 
 def combine_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Combine micro-batches: ``_max`` and ``_min`` keys by extremum, everything else by sum.
+    """Combine micro-batches: ``_max`` and ``_min`` keys by extremum, all other keys by sum.
 
-    Metrics are scalars of any number type, and so are those returned.
+    Metrics and results are scalars of any number type.
     """
     total: dict[str, Tensor] = {}
     for part in parts:
@@ -34,16 +37,16 @@ def combine_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, float]:
-    """Combine ranks as `combine_metrics` combines micro-batches, in float64.
+    """Combine ranks in float64, as `combine_metrics` combines micro-batches.
 
-    ``metrics``: scalars; every rank of ``group`` must hold the same keys.
+    ``metrics``: scalars, with the same keys on every rank of ``group``.
     """
     reduced: dict[str, float] = {}
     rules = ((dist.ReduceOp.MAX, "_max"), (dist.ReduceOp.MIN, "_min"), (dist.ReduceOp.SUM, ""))
-    left = set(metrics)
+    remaining = set(metrics)
     for operation, suffix in rules:
-        keys = sorted(key for key in left if key.endswith(suffix))
-        left -= set(keys)
+        keys = sorted(key for key in remaining if key.endswith(suffix))
+        remaining -= set(keys)
         if not keys:
             continue
         stacked = torch.stack([metrics[key].detach().double() for key in keys])
@@ -55,31 +58,26 @@ def reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup) -> d
 def broadcast_floats(
     values: Mapping[str, float] | None, source: int, group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Send a small dictionary from global rank ``source`` to all of ``group``."""
-    if dist.get_world_size(group) == 1:
-        assert values is not None
-        return dict(values)
+    """Send a small dictionary from global rank ``source`` to all ranks of ``group``."""
     box: list[Mapping[str, float] | None] = [values]
-    dist.broadcast_object_list(box, src=source, group=group, device=accelerator.device())
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(box, src=source, group=group, device=accelerator.device())
     assert box[0] is not None
     return dict(box[0])
 
 
-T = TypeVar("T")
-
-
 def this_rank() -> int:
-    """This process's rank; 0 where there is one process."""
+    """Return the rank of this process, 0 for a single process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process is the one that writes files and prints."""
+    """Return whether this process writes files and prints."""
     return this_rank() == 0
 
 
 def from_rank_zero(value: T) -> T:
-    """Rank 0's ``value`` on every rank; a small picklable object."""
+    """Return rank 0's ``value``, a small picklable object, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     box = [value]
@@ -93,60 +91,60 @@ def any_rank(flag: bool) -> bool:
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """Return on every rank the result of ``action`` on rank 0; its error is raised everywhere.
+    """Run ``action`` on rank 0 and return its result, or raise its error, on every rank.
 
-    For work with side effects, or that must not be done twice. The result must be picklable.
+    For work with side effects, or work that must not be repeated. The result must be picklable.
     """
-    own: tuple[T | None, Exception | None] = (None, None)
+    outcome: tuple[T | None, Exception | None] = (None, None)
     if is_rank_zero():
         try:
-            own = (action(), None)
+            outcome = (action(), None)
         except Exception as error:
-            own = (None, error)
-    result, failure = from_rank_zero(own)
+            outcome = (None, error)
+    result, failure = from_rank_zero(outcome)
     if failure is not None:
         raise failure
     return result  # type: ignore[return-value]
 
 
-def gather_objects(mine: T) -> list[T]:
-    """``mine`` of every rank, in order of ranks; small picklable objects."""
+def gather_objects(value: T) -> list[T]:
+    """Return the ``value`` of every rank, a small picklable object, in order of ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    found: list[T] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+        return [value]
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def gather_first(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Float [n, ...] of every rank one after the other: [ranks * n, ...].
+    """Concatenate float [n, ...] of all ranks to [ranks * n, ...].
 
-    Differentiable: the gradients of all ranks are summed, and each takes its own part.
+    Differentiable: the gradients of all ranks are summed, and each rank receives its own part.
     """
     if group is None or dist.get_world_size(group) == 1:
         return local
     return _GatherFirst.apply(local, group)
 
 
-def reduce_scatter_first(whole: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum float [ranks * n, ...] over the ranks and keep this rank's [n, ...]; no gradient."""
+def reduce_scatter_first(gathered: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum float [ranks * n, ...] over the ranks and return this rank's [n, ...]. No gradient."""
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks == 1:
-        return whole
-    local = whole.new_empty(whole.shape[0] // ranks, *whole.shape[1:])
-    dist.reduce_scatter(local, list(whole.contiguous().chunk(ranks)), group=group)
+        return gathered
+    local = gathered.new_empty(gathered.shape[0] // ranks, *gathered.shape[1:])
+    dist.reduce_scatter(local, list(gathered.contiguous().chunk(ranks)), group=group)
     return local
 
 
 class _GatherFirst(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward."""
+    """All-gather in forward, reduce-scatter in backward."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        whole = local.new_empty(local.shape[0] * dist.get_world_size(group), *local.shape[1:])
-        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
-        return whole
+        gathered = local.new_empty(local.shape[0] * dist.get_world_size(group), *local.shape[1:])
+        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+        return gathered
 
     @staticmethod
     @once_differentiable
@@ -155,18 +153,18 @@ class _GatherFirst(torch.autograd.Function):
 
 
 class SumGradient(torch.autograd.Function):
-    """Identity on a tensor that every rank holds; the gradients of all ranks are summed."""
+    """Identity on a replicated tensor. The gradients of all ranks are summed."""
 
     @staticmethod
     def forward(ctx: Any, replicated: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the tensor itself, float [...], the same on every rank of ``group``."""
+        """Return the tensor, float [...], which is the same on every rank of ``group``."""
         ctx.group = group
         return replicated.view_as(replicated)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        """All-reduce the gradient, float [...]; none for the group."""
+        """All-reduce the gradient, float [...], and return None for the group."""
         total = grad_outputs[0].clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None

@@ -1,7 +1,7 @@
-"""Communication of context parallelism, and the tokens of a sequence that a rank holds.
+"""Communication of context parallelism, and the tokens of a sequence on each rank.
 
-A sequence is cut into ``2 * size`` chunks and rank r holds chunks r and ``2 * size - 1 - r``: under
-a causal mask every rank then has the same amount of attention to compute.
+A sequence is cut into ``2 * size`` chunks. Rank r gets chunks r and ``2 * size - 1 - r``, so that
+under a causal mask every rank computes the same amount of attention.
 """
 
 from typing import Any, TypeVar
@@ -17,26 +17,26 @@ Positions = TypeVar("Positions", IntArray, Tensor)
 
 
 def local_position(offset: Positions, chunk: Positions, rank: int, size: int) -> Positions:
-    """Position in its sequence of the ``offset``-th token that ``rank`` holds of it.
+    """Return the position in its sequence of the ``offset``-th token on ``rank``.
 
-    ``chunk``: tokens of a chunk of that sequence. Both broadcast; int64, numpy or torch.
+    ``chunk``: tokens per chunk of that sequence. Arguments broadcast. int64, numpy or torch.
     """
-    late = (offset >= chunk) * 1
-    return offset + (rank + late * (2 * size - 2 - 2 * rank)) * chunk
+    in_second = (offset >= chunk) * 1
+    return offset + (rank + in_second * (2 * size - 2 - 2 * rank)) * chunk
 
 
 def holder(position: Positions, chunk: Positions, size: int) -> tuple[Positions, Positions]:
-    """Inverse of `local_position`: the rank that holds a position, and its offset there."""
-    number = position // chunk
-    late = number >= size
-    rank = number + late * (2 * size - 1 - 2 * number)
-    return rank, position - number * chunk + late * chunk
+    """Return the rank of a position and its offset there: the inverse of `local_position`."""
+    index = position // chunk
+    in_second = index >= size
+    rank = index + in_second * (2 * size - 1 - 2 * index)
+    return rank, position - index * chunk + in_second * chunk
 
 
 class SumOverRanks(torch.autograd.Function):
     """Sum of a partial tensor over the ranks, which then compute the same from it.
 
-    The gradient is therefore every rank's own and passes unchanged.
+    In backward each rank uses the gradient of its copy unchanged.
     """
 
     @staticmethod
@@ -48,5 +48,5 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Pass the gradient, float [...]; none for the group."""
+        """Return the gradient, float [...], unchanged, and None for the group."""
         return gradients[0], None

@@ -1,13 +1,14 @@
 """Process groups of every axis of the layout.
 
-`initialize_parallel` starts torch.distributed (from torchrun's environment, or for this process
-only, without a port) and megatron-core's model-parallel groups, and returns them as one value that
+`initialize_parallel` starts torch.distributed, from torchrun's environment or for a single process
+without a port, and megatron-core's model-parallel groups. It returns all groups as one value, which
 is passed on explicitly.
 """
 
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from aligner.errors import LayoutError
 
 @dataclass(frozen=True)
 class ParallelState:
-    """This process's place in the layout, and its process groups."""
+    """Position of this process in the layout, and its process groups."""
 
     config: ParallelConfig
     rank: int
@@ -39,22 +40,25 @@ class ParallelState:
 
     @property
     def layout_in_words(self) -> str:
-        """See `describe_layout`."""
+        """Description by `describe_layout`."""
         return describe_layout(self.config, self.world_size)
 
     @property
     def is_first_stage(self) -> bool:
-        """True if this process holds the embedding."""
+        """True if the embedding is on this process."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True if this process holds the final norm and the head."""
+        """True if the final norm and the head are on this process."""
         return self.pp_rank == self.config.pipeline - 1
 
 
 def describe_layout(config: ParallelConfig, world_size: int) -> str:
-    """Number of processes and size of every axis, which decide the state that each rank holds."""
+    """Describe the number of processes and the size of every axis.
+
+    Two layouts with the same description keep the same state on each rank.
+    """
     sizes = {
         "tensor": config.tensor,
         "pipeline": config.pipeline,
@@ -67,37 +71,33 @@ def describe_layout(config: ParallelConfig, world_size: int) -> str:
     return f"{count} ({split})" if split else count
 
 
-def _start_torch_distributed(timeout: timedelta) -> None:
-    if dist.is_initialized():
-        return
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(accelerator.backend(), timeout=timeout)
-    else:
-        dist.init_process_group(
-            accelerator.backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
-
-
 def initialize_parallel(
     config: ParallelConfig | None = None, *, seed: int = 1234, timeout_s: float = 600.0
 ) -> ParallelState:
-    """Start (or join) the process groups for ``config``.
+    """Start or join the process groups for ``config``.
 
-    Calling it again with the same sizes returns the same groups; with other sizes megatron-core's
-    groups are made anew. Raises `LayoutError` when the world size is not a multiple of the
+    A second call with the same sizes returns the same groups. A call with other sizes replaces
+    megatron-core's groups. Raises `LayoutError` if the world size is not a multiple of the
     model-parallel size.
     """
     config = config or ParallelConfig()
     timeout = timedelta(seconds=timeout_s)
     accelerator.prepare_megatron()
     accelerator.activate()
-    _start_torch_distributed(timeout)
-
-    world = dist.get_world_size()
-    _check_world(config, world)
+    # A launcher describes the processes in the environment. Without it there is one process.
+    if not dist.is_initialized():
+        single: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        dist.init_process_group(
+            accelerator.backend(), timeout=timeout, **({} if is_launched else single)
+        )
+    # Every axis must divide the processes.
+    world_size = dist.get_world_size()
+    _check_world(config, world_size)
 
     from megatron.core import parallel_state, tensor_parallel
 
+    # megatron-core keeps one set of groups per process.
     sizes = (config.tensor, config.pipeline, config.context, config.expert)
     if parallel_state.model_parallel_is_initialized() and sizes != _current_sizes():
         parallel_state.destroy_model_parallel()
@@ -115,7 +115,7 @@ def initialize_parallel(
     return ParallelState(
         config=config,
         rank=dist.get_rank(),
-        world_size=world,
+        world_size=world_size,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         cp_rank=parallel_state.get_context_parallel_rank(),
@@ -131,30 +131,29 @@ def initialize_parallel(
     )
 
 
-def _check_world(config: ParallelConfig, world: int) -> None:
-    """Refuse a world that the axes do not divide."""
-    if world % config.model_parallel_size:
+def _check_world(config: ParallelConfig, world_size: int) -> None:
+    """Raise `LayoutError` if the axes do not divide the world size."""
+    if world_size % config.model_parallel_size:
         raise LayoutError(
-            f"world size {world} is not a multiple of tensor ({config.tensor}) x pipeline "
-            f"({config.pipeline}) x context ({config.context}) = {config.model_parallel_size}; "
-            f"start a multiple of {config.model_parallel_size} processes or make an axis smaller"
+            f"world size {world_size} is not a multiple of tensor ({config.tensor}) x pipeline "
+            f"({config.pipeline}) x context ({config.context}) = {config.model_parallel_size}. "
+            f"Start a multiple of {config.model_parallel_size} processes or make an axis smaller"
         )
-    if world % (config.pipeline * config.expert):
+    if world_size % (config.pipeline * config.expert):
         raise LayoutError(
-            f"world size {world} is not a multiple of pipeline ({config.pipeline}) x expert "
-            f"({config.expert}) = {config.pipeline * config.expert}; start a multiple of it or "
+            f"world size {world_size} is not a multiple of pipeline ({config.pipeline}) x expert "
+            f"({config.expert}) = {config.pipeline * config.expert}. Start a multiple of it or "
             "make an axis smaller"
         )
 
 
 def joined_parallel(*, sequence_parallel: bool = False) -> ParallelState:
-    """The groups that this process has joined; one process's own where it has joined none."""
+    """Return the groups that this process has joined, or start groups for a single process."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
         return initialize_parallel()
-    tensor, pipeline, context, expert = _current_sizes()
-    return initialize_parallel(ParallelConfig(tensor, pipeline, context, expert, sequence_parallel))
+    return initialize_parallel(ParallelConfig(*_current_sizes(), sequence_parallel))
 
 
 def _current_sizes() -> tuple[int, int, int, int]:
@@ -169,7 +168,7 @@ def _current_sizes() -> tuple[int, int, int, int]:
 
 
 def shutdown_parallel() -> None:
-    """Destroy all process groups; safe to call when none were started."""
+    """Destroy all process groups, if there are any."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():

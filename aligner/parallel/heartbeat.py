@@ -1,15 +1,16 @@
-"""A rank that dies makes the others stop with an error that names it.
+"""Watch over the ranks of a run: if one dies, the others stop with an error that names it.
 
-While a run of several processes is watched, a thread of each beats in a store that all of them
-reach and looks at its neighbour, the next rank that has not left. A neighbour whose process is gone
-(seen at once on the same machine) or whose beat has stopped (another machine, a lost network) is
-recorded in the store, as is an error that a rank raises. A rank that reads such a record prints it
-and ends: its main thread is given a moment to unwind, then the process is ended, for a collective
-that waits for a dead rank may not return for as long as ``cluster.timeout_s``.
+In a run of several processes, a thread of each sends heartbeats to a store that all processes can
+reach and checks its neighbour, the next rank that has not left. It records two failures in the
+store: a neighbour whose process is gone (seen at once on the same machine), and a neighbour whose
+heartbeat has stopped (another machine, a lost network). A rank also records an error that it
+raises. A rank that reads a record prints it and ends. Its main thread gets a moment to unwind. Then
+the process is killed, because a collective that waits for a dead rank may not return before
+``cluster.timeout_s``.
 
-    rank 1: beat, look at rank 2 ──► store: "rank 2 (host b, pid 7) died: …" ──► all others stop
+    rank 1: beat, check rank 2 ──► store: "rank 2 (host b, pid 7) died: …" ──► all others stop
 
-Beats come from a thread, so a long step stops none. A single process starts no thread.
+A thread sends the heartbeats, so a long step does not delay them. One process needs no thread.
 """
 
 import contextlib
@@ -33,25 +34,25 @@ from aligner.errors import WorkerError
 from aligner.parallel.collectives import from_rank_zero
 from aligner.parallel.groups import ParallelState
 
-_INTERVAL_S = 0.5  # between beats
+_INTERVAL_S = 0.5  # between heartbeats
 _UNWIND_S = 5.0  # for the main thread to end by itself once a rank is known to have died
-_LINGER_S = 3.0  # for the others to read what this rank raised
+_LINGER_S = 3.0  # for the others to read the error that this rank raised
 _LEAST_SILENCE_S = 10.0
-# What gloo and NCCL raise when the other side of a connection is gone.
+# Words in errors of gloo and NCCL when the other side of a connection is gone.
 _BROKEN_LINK = ("gloo", "nccl", "connection", "socket", "timed out")
 
 
 def silence_limit(timeout_s: float) -> float:
-    """Seconds without a beat after which a rank on another machine is taken for dead.
+    """Return the seconds without a heartbeat after which a rank counts as dead.
 
-    A thirtieth of the longest wait in a collective, and 10 at the least.
+    It is a thirtieth of the longest wait in a collective, and at least 10.
     """
     return max(_LEAST_SILENCE_S, timeout_s / 30)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Place of a rank; its ``pid`` is meaningful only within its ``namespace``."""
+class _Process:
+    """Process of a rank. Its ``pid`` is only meaningful within its ``namespace``."""
 
     rank: int
     role: str
@@ -61,7 +62,7 @@ class _Place:
     started: float
 
     @classmethod
-    def here(cls, parallel: ParallelState) -> "_Place":
+    def current(cls, parallel: ParallelState) -> "_Process":
         namespace = Path("/proc/self/ns/pid")
         return cls(
             rank=parallel.rank,
@@ -73,11 +74,11 @@ class _Place:
         )
 
     def __str__(self) -> str:
-        return f"rank {self.rank} ({self.role}; host {self.host}, pid {self.pid})"
+        return f"rank {self.rank} ({self.role}, host {self.host}, pid {self.pid})"
 
-    def is_gone(self, seen_from: "_Place") -> bool:
-        """Return whether the process has ended, as far as it is visible to ``seen_from``."""
-        if (self.host, self.namespace) != (seen_from.host, seen_from.namespace):
+    def is_gone(self, observer: "_Process") -> bool:
+        """Return whether the process has ended. False if ``observer`` cannot see it."""
+        if (self.host, self.namespace) != (observer.host, observer.namespace):
             return False
         try:
             process = psutil.Process(self.pid)
@@ -87,154 +88,171 @@ class _Place:
 
 
 class RankWatch:
-    """One rank's part in watching: its beats, and the neighbour it looks at."""
+    """Heartbeats of one rank, and its checks of a neighbour.
+
+    Keys of the store: ``process/R`` (description of rank R), ``beat/R`` (its heartbeats),
+    ``left/R`` (it has left), ``left`` (ranks that have left), ``failure`` (first record of a
+    failure), ``received`` (ranks that have read it).
+    """
 
     def __init__(self, parallel: ParallelState, timeout_s: float) -> None:
-        """Join the others; collective. Beats start with `start`."""
+        """Meet the other ranks (collective). Heartbeats begin with `start`."""
         self._silence_s = silence_limit(timeout_s)
-        self._world = parallel.world_size
-        self._me = _Place.here(parallel)
-        self._store = _own_connection(self._silence_s)
-        self._store.set(f"place/{self._me.rank}", json.dumps(asdict(self._me)))
-        places = (json.loads(self._store.get(f"place/{rank}")) for rank in range(self._world))
-        self._places = [_Place(**place) for place in places]
+        self._world_size = parallel.world_size
+        self._process = _Process.current(parallel)
+        self._store = _new_connection(self._silence_s)
+        self._store.set(f"process/{self._process.rank}", json.dumps(asdict(self._process)))
+        self._processes = [
+            _Process(**json.loads(self._store.get(f"process/{rank}")))
+            for rank in range(self._world_size)
+        ]
         self._failure: str | None = None  # of another rank
-        self._found = threading.Event()
+        self._has_failed = threading.Event()
         self._over = threading.Event()
-        self._beats: dict[int, tuple[int, float]] = {}  # rank → last beat, when it was new here
+        self._beats: dict[int, tuple[int, float]] = {}  # rank → last heartbeat, time of its change
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to beat and to look."""
+        """Begin heartbeats and checks."""
         self._thread.start()
 
     def failure(self, wait_s: float = 0.0) -> str | None:
-        """Failure of another rank; waits up to ``wait_s`` for a report."""
-        self._found.wait(wait_s)
+        """Wait up to ``wait_s`` for the failure of another rank and return it."""
+        self._has_failed.wait(wait_s)
         return self._failure
 
     def look(self) -> None:
-        """Report at once a rank whose process on this machine is gone, if there is one."""
+        """Report at once a rank whose process on this machine is gone."""
         with contextlib.suppress(RuntimeError):
-            for place in self._places:
-                if place.is_gone(self._me) and not self._has_left(place):
-                    self._tell(self._publish(f"{place} died: its process is gone"))
+            for process in self._processes:
+                if process.is_gone(self._process) and not self._has_left(process):
+                    self._report(self._record(f"{process} died: its process is gone"))
                     return
 
     def leave(self) -> None:
-        """Leave: this rank has done its work, and its silence means nothing from now on."""
+        """Record that this rank is finished, so that its silence does not count."""
         with contextlib.suppress(RuntimeError):
-            self._store.add(f"left/{self._me.rank}", 1)
+            self._store.add(f"left/{self._process.rank}", 1)
             self._store.add("left", 1)
-            # The store lives in rank 0 where no launcher keeps it; the others still look there.
-            is_host = self._me.rank == 0 and not _launcher_keeps_store()
-            while is_host and self._store.add("left", 0) < self._world:
-                if self._found.wait(0.1):
+            # Without a launcher the store lives in rank 0, and the others still need it.
+            is_host = self._process.rank == 0 and not _launcher_keeps_store()
+            while is_host and self._store.add("left", 0) < self._world_size:
+                if self._has_failed.wait(0.1):
                     break
         self._end()
 
     def leave_failing(self, error: BaseException) -> None:
-        """Report this rank's error to the others; raises `WorkerError` when another died first."""
-        wait_s = self._silence_s + 2 * _INTERVAL_S if _is_broken_link(error) else 0.0
-        elsewhere = self.failure(wait_s)
-        if elsewhere is None:
-            self._publish(f"{self._me} raised {type(error).__name__}: {error}")
+        """Report this rank's error, or raise `WorkerError` if another rank died first."""
+        is_broken_link = _is_broken_link(error)
+        # A broken link is usually the effect of another rank's death: wait for its report.
+        cause = self.failure(self._silence_s + 2 * _INTERVAL_S if is_broken_link else 0.0)
+        if cause is None:
+            self._record(f"{self._process} raised {type(error).__name__}: {error}")
             with contextlib.suppress(RuntimeError):
                 deadline = time.monotonic() + _LINGER_S
-                while self._store.add("heard", 0) < self._world - 1:
-                    if self._found.wait(0.1) or time.monotonic() > deadline:
+                while self._store.add("received", 0) < self._world_size - 1:
+                    if self._has_failed.wait(0.1) or time.monotonic() > deadline:
                         break
         self._end()
-        if elsewhere is not None and _is_broken_link(error):
-            raise WorkerError(f"{elsewhere}; this is rank {self._me.rank}") from error
+        if cause is not None and is_broken_link:
+            raise WorkerError(f"{cause} (seen by rank {self._process.rank})") from error
 
     def _end(self) -> None:
-        """Stop the beats. An interpreter that ends while a thread is in the store is aborted."""
+        """Stop the thread: an interpreter that ends while a thread uses the store is aborted."""
         self._over.set()
         self._thread.join(self._silence_s)
 
     def _run(self) -> None:
+        """Send heartbeats and look for failures until the end. The body of the thread."""
         while not self._over.wait(_INTERVAL_S):
             try:
-                self._store.add(f"beat/{self._me.rank}", 1)
+                self._store.add(f"beat/{self._process.rank}", 1)
                 is_recorded = self._store.check(["failure"])
-                news = self._store.get("failure").decode() if is_recorded else None
-                news = news or self._neighbour_failure()
+                failure = self._store.get("failure").decode() if is_recorded else None
+                failure = failure or self._neighbour_failure()
             except RuntimeError as error:  # the connection to the store
                 if self._over.is_set():
                     return
-                news = f"{_store_host(self._places[0])} died: its store is gone ({_line(error)})"
-            if news is not None and not news.startswith(str(self._me)):
-                self._stop(news)
+                reason = str(error).partition("\n")[0]
+                failure = f"{self._store_host()} died: its store is gone ({reason})"
+            if failure is not None and not failure.startswith(str(self._process)):
+                self._stop(failure)
                 return
 
-    def _stop(self, news: str) -> None:
-        """Print the error, give the main thread a moment, then end the process."""
-        self._tell(news)
+    def _stop(self, failure: str) -> None:
+        """Print the failure, give the main thread a moment, then end the process."""
+        self._report(failure)
         with contextlib.suppress(RuntimeError):
-            self._store.add("heard", 1)
+            self._store.add("received", 1)
         if not self._over.wait(_UNWIND_S):
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # the main thread waits in a collective that no exception can reach
+            os._exit(1)  # no exception can reach a main thread that waits in a collective
 
-    def _tell(self, news: str) -> None:
+    def _report(self, failure: str) -> None:
         if self._failure is None:
-            self._failure = news
-            print(f"rank {self._me.rank} stops: {news}", file=sys.stderr, flush=True)
-        self._found.set()
+            self._failure = failure
+            print(f"rank {self._process.rank} stops: {failure}", file=sys.stderr, flush=True)
+        self._has_failed.set()
 
-    def _publish(self, text: str) -> str:
-        """Record a failure; the first record counts and is returned."""
+    def _record(self, failure: str) -> str:
+        """Record a failure in the store. Return the first record, which counts."""
         try:
-            return self._store.compare_set("failure", "", text).decode()
-        except RuntimeError:  # the store went with its host
-            return text
+            return self._store.compare_set("failure", "", failure).decode()
+        except RuntimeError:  # the store ended with its host
+            return failure
 
     def _neighbour_failure(self) -> str | None:
-        first = self._me.rank + 1
-        others = self._places[first:] + self._places[: self._me.rank]
-        neighbour = next((place for place in others if not self._has_left(place)), None)
+        """Check the next rank that has not left. Record and return its failure."""
+        rank = self._process.rank
+        following = self._processes[rank + 1 :] + self._processes[:rank]
+        neighbour = next((process for process in following if not self._has_left(process)), None)
         if neighbour is None:
             return None
+        # How long ago did its heartbeat change?
         beat, now = self._store.add(f"beat/{neighbour.rank}", 0), time.monotonic()
-        last, since = self._beats.get(neighbour.rank, (-1, now))
-        if beat != last:
+        last_beat, changed = self._beats.get(neighbour.rank, (-1, now))
+        if beat != last_beat:
             self._beats[neighbour.rank] = (beat, now)
-        silent_s = now - since if beat == last else 0.0
-        if neighbour.is_gone(self._me):
+        silent_s = now - changed if beat == last_beat else 0.0
+        if neighbour.is_gone(self._process):
             reason = "its process is gone"
         elif silent_s > self._silence_s:
             reason = f"no heartbeat for {silent_s:.0f} s"
         else:
             return None
-        # It may have left, or recorded its error, between the looks at the store.
+        # The neighbour may have left, or recorded its error, since the store was read above.
         if self._has_left(neighbour):
             return None
-        return self._publish(f"{neighbour} died: {reason}")
+        return self._record(f"{neighbour} died: {reason}")
 
-    def _has_left(self, place: _Place) -> bool:
-        return self._store.add(f"left/{place.rank}", 0) > 0
+    def _has_left(self, process: _Process) -> bool:
+        return self._store.add(f"left/{process.rank}", 0) > 0
+
+    def _store_host(self) -> str:
+        if _launcher_keeps_store():
+            return f"the launcher at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        return str(self._processes[0])
 
 
 @contextlib.contextmanager
 def watched_ranks(parallel: ParallelState, timeout_s: float) -> Iterator[None]:
-    """The block in which the death of any rank ends all of them; collective.
+    """End all ranks if one of them dies within the block. Collective.
 
     Args:
         parallel: the processes of the run.
         timeout_s: longest wait in a collective (``cluster.timeout_s``), see `silence_limit`.
 
     Raises:
-        WorkerError: a collective failed because another rank died; names the rank.
+        WorkerError: a collective failed because another rank died. Names the rank.
     """
     if parallel.world_size == 1:
         yield
         return
     watch = RankWatch(parallel, timeout_s)
     watch.start()
-    # Around the leaving too: a broken link raises here while the launcher's SIGTERM is on its way.
-    with _named_before_sigterm(watch):
+    # Also covers leaving: the launcher's SIGTERM may arrive while a broken link raises an error.
+    with _delayed_sigterm(watch):
         try:
             yield
         except BaseException as error:
@@ -247,7 +265,7 @@ def watched_ranks(parallel: ParallelState, timeout_s: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _named_before_sigterm(watch: RankWatch) -> Iterator[None]:
+def _delayed_sigterm(watch: RankWatch) -> Iterator[None]:
     """Delay SIGTERM, with which launchers end the other ranks, until the dead rank is known."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
@@ -268,10 +286,10 @@ def _named_before_sigterm(watch: RankWatch) -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _own_connection(timeout_s: float) -> dist.Store:
-    """A connection of our own to the store the processes met at, under a name of this run.
+def _new_connection(timeout_s: float) -> dist.Store:
+    """Open a separate connection to the store of the process groups, with a prefix of this run.
 
-    The default group's own connection is busy while a collective is set up.
+    The connection of the default group is busy while a collective is set up.
     """
     run = from_rank_zero(f"{os.getpid()}-{time.time_ns()}")
     store = dist.TCPStore(
@@ -287,14 +305,8 @@ def _launcher_keeps_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _store_host(first: _Place) -> str:
-    if _launcher_keeps_store():
-        return f"the launcher at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return str(first)
-
-
 def _is_broken_link(error: BaseException | None) -> bool:
-    """Return whether the error, or what caused it, may be another rank's death seen from here."""
+    """Return whether the error or one of its causes may be the effect of another rank's death."""
     while error is not None:
         text = str(error).lower()
         if isinstance(error, dist.DistError):
@@ -303,7 +315,3 @@ def _is_broken_link(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Start of a run's processes where no launcher has started them."""
+"""Start of a run's processes without a launcher."""
 
 import contextlib
 import os
@@ -10,24 +10,25 @@ from datetime import timedelta
 from aligner.config import ProcessConfig
 from aligner.device import accelerator
 
-_STARTER = "ALIGNER_STARTER_PID"  # of the environment: whose child a further process is
-_INTERVAL_S = 0.5  # between looks at it
+_STARTER = "ALIGNER_STARTER_PID"  # environment variable: pid of the process that starts the others
+_INTERVAL_S = 0.5  # between checks of that process
 
 
 @contextlib.contextmanager
 def started_processes(trainer: ProcessConfig, timeout_s: float) -> Iterator[None]:
-    """Start ``trainer.devices`` processes on this node unless torchrun or Slurm has.
+    """Start ``trainer.devices`` processes on this node, unless torchrun or Slurm has started them.
 
-    Lightning Fabric runs this very command once more for every further process, with its rank in
-    the environment, and connects them; each of them enters the block. One process needs nothing.
+    Lightning Fabric runs this very command again for every other process, with its rank in the
+    environment, and connects the processes. Each of them enters the block. A single process needs
+    no start.
 
-    A signal that ends the first process before the others have met it would leave them waiting for
-    it. So within the block, and while they meet, a further process ends with status 1 once the
-    first is gone. After the block `heartbeat.watched_ranks` does that.
+    If a signal ended the first process before the others have met it, they would wait for it
+    forever. Within the block, and while the processes meet, each of the others therefore ends with
+    status 1 once the first is gone. After the block `heartbeat.watched_ranks` watches them.
 
     Args:
-        trainer: how many processes, on how many nodes.
-        timeout_s: the longest wait for another rank in a collective.
+        trainer: numbers of processes and nodes.
+        timeout_s: longest wait for another rank in a collective.
     """
     if trainer.world_size == 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         yield
@@ -39,7 +40,7 @@ def started_processes(trainer: ProcessConfig, timeout_s: float) -> Iterator[None
             target=_end_with, args=(int(starter), over), name="starter-watch", daemon=True
         ).start()
     else:
-        os.environ[_STARTER] = str(os.getpid())  # for those that are started now
+        os.environ[_STARTER] = str(os.getpid())  # for the processes that are started now
     try:
         _launch(trainer, timeout_s)
         os.environ.pop(_STARTER, None)
@@ -59,14 +60,14 @@ def _launch(trainer: ProcessConfig, timeout_s: float) -> None:
         strategy=DDPStrategy(timeout=timedelta(seconds=timeout_s)),
     )
     fabric.launch()
-    # Slurm and MPI number a node's processes in ways of their own, which Lightning knows; without
-    # this each would take the first GPU.
+    # Slurm and MPI number the processes of a node in different ways, which Lightning knows. Without
+    # this variable every process would use the first GPU.
     if fabric.local_rank:
         os.environ["LOCAL_RANK"] = str(fabric.local_rank)
 
 
 def _end_with(starter: int, over: threading.Event) -> None:
-    """End this process once ``starter`` is not its parent any more; until ``over``."""
+    """End this process when ``starter`` is no longer its parent, unless ``over`` is set first."""
     while os.getppid() == starter:
         if over.wait(_INTERVAL_S):
             return
@@ -75,4 +76,4 @@ def _end_with(starter: int, over: threading.Event) -> None:
         file=sys.stderr,
         flush=True,
     )
-    os._exit(1)  # the main thread may wait for the first process, which no exception can reach
+    os._exit(1)  # no exception can reach a main thread that waits for the first process

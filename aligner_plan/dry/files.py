@@ -57,7 +57,7 @@ def file_calls(device: Any, mode: FakeTensorMode) -> Iterator[tuple[Any, str, An
     yield torch, "frombuffer", of_memory
     yield torch, "set_rng_state", set_state
     # More memory than this machine has: no page of it is taken before it is written to.
-    mapped = partial(accelerator.private_memory, further_flags=_NO_RESERVE)
+    mapped = partial(accelerator.private_memory, extra_flags=_NO_RESERVE)
     yield accelerator, "private_memory", mapped
     # Fake tensors have no memory at their addresses.
     yield (

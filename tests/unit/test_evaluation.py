@@ -48,7 +48,7 @@ def test_pass_at_k_is_the_mean_over_all_subsets(right, k):
 
 
 def test_pass_at_k_is_refused_for_more_than_there_are():
-    with pytest.raises(ValueError, match="pass@3 of 2"):
+    with pytest.raises(ValueError, match=r"pass@3.*got 2"):
         pass_at_k([1, 0], 3)
 
 

@@ -129,7 +129,7 @@ def test_a_step_that_was_altered_costs_no_other_line(tmp_path):
 
 def test_truncating_everything_and_steps_that_go_back(tmp_path):
     writer = write_steps(tmp_path, [0, 1, 2])
-    with pytest.raises(ValueError, match="already holds step 2"):
+    with pytest.raises(ValueError, match="already contains step 2"):
         writer.write(2, {})
     assert writer.truncate_after(-1) is None
     writer.write(0, {})

@@ -174,7 +174,7 @@ def test_a_conversation_is_shown_message_by_message():
         "calls calculator(expression='6*7')",
         "tool read, masked42user read, masked",
         "assistant turn 2 · 3 tokens, trained · cut · not scored",
-        "user behind the end, not read",
+        "user after the end, not read",
         "what has a bar was sampled and is trained",
     ):
         assert part in text

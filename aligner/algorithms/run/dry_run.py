@@ -1,11 +1,11 @@
-"""A dry run: two steps of the real run on the longest batch, to see what they take.
+"""Dry run: two steps of the real run on the longest batch, to measure memory and time.
 
-    configuration ─► the same set-up ─► longest batch, random tokens ─► step 1, step 2 ─► peaks
+    configuration ─► same set-up ─► longest batch of random tokens ─► step 1, step 2 ─► peaks
 
-Everything else about the items of that batch (labels, ratings, columns) is that of the run's data.
-
-The first step makes what later ones find (an optimizer's moments, CUDA graphs, workspaces); peaks
-are those of both, seconds those of the second. Nothing of the run's directory is read or written.
+Everything except the tokens of that batch (labels, ratings, columns) belongs to the run's data. The
+first step creates state that later steps reuse: the optimizer's moments, CUDA graphs, workspaces.
+Peaks are the larger ones of both steps. Seconds are those of the second. The run's directory is
+neither read nor written.
 """
 
 import contextlib
@@ -51,12 +51,12 @@ Kind = TypeVar("Kind", bound=Dataset[Any])
 STEPS = 2
 _GIB = 1 << 30
 _OF_A_CARD = (
-    "GiB of the card: what tensors took, what torch took for them, and beside it contexts, NCCL "
+    "GiB of the card: memory of tensors, torch's memory for tensors, and memory of contexts, NCCL "
     "and other programs"
 )
 _OF_A_PROCESS = (
-    "GiB resident in the fullest process, libraries included; what one phase frees is kept for "
-    "the next. The share is that of all processes of the machine"
+    "GiB resident in the fullest process, including libraries and memory that earlier phases have "
+    "freed. The share is that of all processes of the machine"
 )
 
 
@@ -64,62 +64,62 @@ _OF_A_PROCESS = (
 
 
 @contextlib.contextmanager
-def elsewhere(config: Config) -> Iterator[Config]:
-    """``config`` as a dry run has it (`dry_config`), which writes nothing for long.
+def temporary_config(config: Config) -> Iterator[Config]:
+    """Yield the `dry_config` of ``config``, whose files are deleted at the end of the block.
 
-    Logs of workers on Ray stay where one of them failed.
+    On Ray the logs of workers are kept if a worker failed.
 
     Raises:
-        DeviceMemoryError: the run took more memory than there is; where, and what saves some.
+        DeviceMemoryError: the run needed more memory than available. It names phase and remedies.
     """
     folder = Path(tempfile.mkdtemp(prefix="aligner-dry-run-"))
+    keeps_logs = False
     try:
-        with explained(config, lambda: "setting up"):
+        with explain_out_of_memory(config, lambda: "setting up"):
             yield dry_config(config, folder)
     except (WorkerError, DeviceMemoryError):
-        if not (folder / "workers").exists():
-            shutil.rmtree(folder)
-        raise  # else the message names a log in the folder
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        keeps_logs = (folder / "workers").exists()  # the message names one of them
         raise
-    shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        if not keeps_logs:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def dry_config(config: Config, folder: Path) -> Config:
-    """``config`` as a dry run has it: `STEPS` steps that train every role, responses that do not
-    end before ``max_length``, no loggers, and ``folder`` for what is written on the way.
+    """Return ``config`` with `STEPS` steps that train every role, and without loggers.
+
+    Responses do not end before ``max_length``. Temporary files go to ``folder``.
     """
-    exp = replace(
-        config.exp_manager,
-        explicit_log_dir=str(folder),
-        create_tensorboard_logger=False,
-        create_wandb_logger=False,
-    )
+    # Steps and their length.
     loop_name = config.section.partition(".")[2]
     loop = replace(getattr(config.trainer, loop_name), max_epochs=STEPS, max_steps=STEPS)
-    if isinstance(config, RunConfig):  # else nobody would learn from responses that do not end
+    if isinstance(config, RunConfig):  # "keep": else responses that do not end would not be learned
         improper_end = replace(loop.improper_end, mode="keep")
         loop = replace(loop, critic_warmup_steps=0, improper_end=improper_end)
+    # Responses of the greatest length.
     model = config.model
     if samples_responses(config):
         name = model.rollout_key.partition(".")[2]
         section = getattr(model, name)
-        lengths = section.length_params
-        whole = replace(lengths, min_length=lengths.max_length)
-        model = replace(model, **{name: replace(section, length_params=whole)})
+        lengths = replace(section.length_params, min_length=section.length_params.max_length)
+        model = replace(model, **{name: replace(section, length_params=lengths)})
     return replace(
         config,
         model=model,
-        exp_manager=exp,
+        exp_manager=replace(
+            config.exp_manager,
+            explicit_log_dir=str(folder),
+            create_tensorboard_logger=False,
+            create_wandb_logger=False,
+        ),
         cluster=replace(config.cluster, max_restarts=0),
         trainer=replace(config.trainer, **{loop_name: loop}),
     )
 
 
 @contextlib.contextmanager
-def explained(config: BaseRunConfig, doing: Callable[[], str]) -> Iterator[None]:
-    """A failed allocation in the block is raised as an error that names the remedy."""
+def explain_out_of_memory(config: BaseRunConfig, phase: Callable[[], str]) -> Iterator[None]:
+    """Turn a failed allocation in the block into an error that names the phase and remedies."""
     try:
         yield
     except DeviceMemoryError:
@@ -127,14 +127,13 @@ def explained(config: BaseRunConfig, doing: Callable[[], str]) -> Iterator[None]
     except Exception as error:
         if not accelerator.is_out_of_memory(error):
             raise
-        savers = [" ".join(overrides_of(each)) for each in single_changes(config, saving=True)]
-        changes = "; ".join(savers) or "a smaller batch or model"
-        lines = str(error).strip().splitlines()
-        words = lines[0] if lines else type(error).__name__
+        changes = [" ".join(overrides_of(change)) for change in single_changes(config, saving=True)]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise DeviceMemoryError(
-            f"out of memory in {doing()}, on rank {this_rank()} ({accelerator.description()}): "
-            f"{words}\nEach of these saves memory: {changes}. So do more devices, LoRA "
-            "(model.peft.peft_scheme=lora) and shorter sequences; `aligner plan` says how much"
+            f"out of memory in {phase()}, on rank {this_rank()} ({accelerator.description()}): "
+            f"{lines[0]}\nEach of these changes saves memory: "
+            f"{', '.join(changes) or 'a smaller batch or model'}. So do more devices, LoRA "
+            "(model.peft.peft_scheme=lora) and shorter sequences. `aligner plan` estimates how much"
         ) from error
 
 
@@ -142,36 +141,32 @@ def explained(config: BaseRunConfig, doing: Callable[[], str]) -> Iterator[None]
 
 
 def longest_set(
-    config: BaseRunConfig, read: Kind, tokenizer: Tokenizer, *readers: GPTArchitecture
+    config: BaseRunConfig, data: Kind, tokenizer: Tokenizer, *readers: GPTArchitecture
 ) -> Kind:
-    """As many items as one step takes, each of the most tokens that the run lets pass.
+    """Make the items of one step, each as long as the run permits, with random tokens.
 
-    ``read``: its training data; ``readers``: the models that the items pass through.
+    ``data``: the training data of the run. ``readers``: the models that read the items.
     """
-    positions = min(each.max_position_embeddings for each in readers)
-    vocab_size = min(tokenizer.vocab_size, *(each.vocab_size for each in readers))
-    prompt, length = longest_lengths(config, positions, read=read.max_length)
+    positions = min(reader.max_position_embeddings for reader in readers)
+    vocab_size = min(tokenizer.vocab_size, *(reader.vocab_size for reader in readers))
+    prompt, length = longest_lengths(config, positions, read=data.max_length)
     generator = torch.Generator().manual_seed(config.seed)
 
     def random_ids() -> list[int]:
-        ids = torch.randint(vocab_size, (prompt or length,), generator=generator)
-        return ids.tolist()
+        return torch.randint(vocab_size, (prompt or length,), generator=generator).tolist()
 
-    numbers = range(_items_of_step(config))
-    items = [_lengthened(read[number % len(read)], random_ids) for number in numbers]
-    return type(read)(items, dropped_too_long=read.dropped_too_long)
-
-
-def _items_of_step(config: BaseRunConfig) -> int:
     if isinstance(config, SamplingRunConfig):
         rollout = config.model.rollout
-        return rollout.num_rollout_samples // rollout.num_rollouts_per_prompt
-    assert isinstance(config, SupervisedRunConfig), type(config)
-    return config.model.global_batch_size // config.rows_per_example
+        count = rollout.num_rollout_samples // rollout.num_rollouts_per_prompt
+    else:
+        assert isinstance(config, SupervisedRunConfig), type(config)
+        count = config.model.global_batch_size // config.rows_per_example
+    items = [_lengthened(data[index % len(data)], random_ids) for index in range(count)]
+    return type(data)(items, dropped_too_long=data.dropped_too_long)
 
 
 def _lengthened(item: Any, random_ids: Callable[[], list[int]]) -> Any:
-    """``item`` with other sequences, of which all but the first token is learned."""
+    """Replace the sequences of ``item``. All tokens but the first are learned."""
     match item:
         case Prompt():
             return replace(item, text="", ids=random_ids())
@@ -181,103 +176,108 @@ def _lengthened(item: Any, random_ids: Callable[[], list[int]]) -> Any:
         case Rated():
             return replace(item, example=_lengthened(item.example, random_ids))
         case Pair() | Labelled():
-            return item.with_examples([_lengthened(each, random_ids) for each in item.examples])
-    raise TypeError(f"no item of a data set: {item!r:.80}")
+            return item.with_examples(
+                [_lengthened(example, random_ids) for example in item.examples]
+            )
+    raise TypeError(f"not an item of a data set: {item!r:.80}")
 
 
 class MadeUpRewards:
-    """Rewards 0 and 1 in turn, whatever the response is.
+    """Alternating rewards 0 and 1 for any response.
 
     Args:
-        model: a reward model of the run, which scores sequences as long as those of the rollout,
-            of random tokens, and is not listened to; None: there is none.
-        seed: of those tokens.
+        model: reward model of the run, if any. It scores random sequences as long as the sequences
+            of the rollout, and its scores are ignored.
+        seed: seed of the random tokens.
     """
 
     def __init__(self, model: ModelReward | None, seed: int) -> None:
         self.model, self._seed = model, seed
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row; reads ``input_lengths`` int64 [B]. Texts are empty."""
+        """Score every row, with empty texts. Reads ``input_lengths`` int64 [B]."""
         if self.model is not None:
-            self._ask(self.model, data["input_lengths"].tolist())
+            encoder, role = self.model.encoder, self.model.model
+            generator = torch.Generator().manual_seed(self._seed)
+            sequences = [
+                torch.randint(
+                    encoder.tokenizer.vocab_size,
+                    (min(length, encoder.max_length),),
+                    generator=generator,
+                ).tolist()
+                for length in data["input_lengths"].tolist()
+            ]
+            role.prepare_for_inference()
+            role.get_rewards(encoder.collate(sequences), self.model.micro_batch_size)
+            role.finish_inference()
         rewards = (torch.arange(data.size) % 2).float()
         return ScoredResponses([""] * data.size, rewards, {})
-
-    def _ask(self, reward: ModelReward, lengths: list[int]) -> None:
-        encoder = reward.encoder
-        generator = torch.Generator().manual_seed(self._seed)
-        sequences = [
-            torch.randint(
-                encoder.tokenizer.vocab_size,
-                (min(length, encoder.max_length),),
-                generator=generator,
-            ).tolist()
-            for length in lengths
-        ]
-        reward.model.prepare_for_inference()
-        reward.model.get_rewards(encoder.collate(sequences), reward.micro_batch_size)
-        reward.model.finish_inference()
 
 
 # The run ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Place:
-    """The fullest device of a phase: a GPU, or without GPUs a machine; bytes."""
+class DevicePeak:
+    """Memory of the fullest device of a phase (a GPU, or without GPUs a machine), in bytes."""
 
     has_gpu: bool
-    allocated: int  # by the tensors of all processes there
-    reserved: int  # by all processes there
-    beside: int  # on a GPU, by what torch does not count: contexts, NCCL, other programs
+    allocated: int  # by the tensors of all processes on it
+    reserved: int  # by all processes on it
+    uncounted: int  # on a GPU: contexts, NCCL, other programs
     total: int
-    rank: int  # of the process that took most
-    largest: int  # what it reserved
+    rank: int  # of the process that reserved most
+    largest: int  # bytes that this process reserved
 
     @property
-    def taken(self) -> int:
-        """Everything there."""
-        return self.reserved + self.beside
+    def used(self) -> int:
+        """All memory in use."""
+        return self.reserved + self.uncounted
 
     @property
     def share(self) -> float:
-        """Share of the device."""
-        return self.taken / self.total
+        """Used share of the device."""
+        return self.used / self.total
 
 
-def fullest(uses: Sequence[tuple[int, MemoryUse]]) -> Place:
-    """The device on which the processes, each with its rank, took the largest share of memory."""
+def fullest(uses: Sequence[tuple[int, MemoryUse]]) -> DevicePeak:
+    """Find the device with the largest used share of memory.
+
+    ``uses``: rank and memory use of each process. Roles that share a process report it repeatedly.
+    """
     devices: dict[str, dict[str, tuple[int, MemoryUse]]] = {}
-    for rank, use in uses:  # roles that share a process see the same
+    for rank, use in uses:
         devices.setdefault(use.device, {})[use.process] = (rank, use)
-    return max((_place(list(there.values())) for there in devices.values()), key=lambda p: p.share)
-
-
-def _place(there: Sequence[tuple[int, MemoryUse]]) -> Place:
-    uses = [use for _, use in there]
-    rank, most = max(there, key=lambda each: each[1].reserved)
-    total = most.total
-    beside = total - min(use.free for use in uses) - sum(use.held for use in uses)
-    return Place(
-        most.has_gpu,
-        sum(use.allocated for use in uses),
-        sum(use.reserved for use in uses),
-        max(0, beside) if most.has_gpu else 0,
-        total,
-        rank,
-        most.reserved,
-    )
+    peaks = []
+    for processes in devices.values():
+        rank, most = max(processes.values(), key=lambda process: process[1].reserved)
+        shares = [use for _, use in processes.values()]
+        uncounted = 0
+        if most.has_gpu:
+            free = min(use.free for use in shares)
+            uncounted = max(0, most.total - free - sum(use.current for use in shares))
+        peaks.append(
+            DevicePeak(
+                most.has_gpu,
+                sum(use.allocated for use in shares),
+                sum(use.reserved for use in shares),
+                uncounted,
+                most.total,
+                rank,
+                most.reserved,
+            )
+        )
+    return max(peaks, key=lambda peak: peak.share)
 
 
 class MeasuredPhases(PhaseTimers):
-    """Timers that also look at the memory of every phase, on all ranks."""
+    """Timers that also measure the memory of every phase, on all ranks."""
 
     def __init__(self, handles: Sequence[RoleHandle], calls: Calls) -> None:
         super().__init__(synchronize=accelerator.synchronize)
         self._handles, self._calls = handles, calls
         self.current = "between phases"
-        self.peaks: dict[str, Place] = {}
+        self.peaks: dict[str, DevicePeak] = {}
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -288,22 +288,24 @@ class MeasuredPhases(PhaseTimers):
         with super().__call__(phase):
             yield
         self.current = f"what follows {phase}"
-        mine = [
-            (this_rank() if len(workers) == 1 else place, use)
+        # A handle knows all workers, or in a process of torchrun only its own.
+        local = [
+            (this_rank() if len(workers) == 1 else index, use)
             for workers in [handle.memory_use() for handle in self._handles]
-            for place, use in enumerate(workers)
+            for index, use in enumerate(workers)
         ]
-        found = fullest([use for rank in gather_objects(mine) for use in rank])
-        before = self.peaks.get(phase)
-        self.peaks[phase] = found if before is None or found.taken > before.taken else before
+        peak = fullest([use for uses in gather_objects(local) for use in uses])
+        earlier = self.peaks.get(phase)
+        if earlier is None or peak.used > earlier.used:
+            self.peaks[phase] = peak
 
 
 @dataclass(frozen=True)
 class DryLoop:
-    """The loop of a dry run: `STEPS` steps, in the place of `RunLoop`.
+    """The loop of a dry run: `STEPS` steps of the trainer, instead of `RunLoop`.
 
-    ``roles``: the models of the run; of those that share a process any one would do. ``calls``: of
-    their workers.
+    ``roles``: the models of the run. Of models that share a process, one is sufficient. ``calls``:
+    calls of their workers.
     """
 
     config: BaseRunConfig
@@ -313,21 +315,18 @@ class DryLoop:
     console: Console
 
     def run(self) -> None:
-        """Make the steps and print the memory and time of each phase.
+        """Make the steps and print memory and time of each phase.
 
         Raises:
-            DeviceMemoryError: a phase took more than there is.
+            DeviceMemoryError: a phase needed more memory than available.
         """
         phases, names = MeasuredPhases(self.roles, self.calls), self.calls.names
         names.clear()  # of the set-up
-
-        def doing() -> str:
-            role, name = names.get(phases.current, ("run", phases.current))
-            return f"{role}, {name}"
-
         seconds: Mapping[str, float] = {}
         idle: tuple[str, ...] = ()
-        with explained(self.config, doing):
+        with explain_out_of_memory(
+            self.config, lambda: ", ".join(names.get(phases.current, ("run", phases.current)))
+        ):
             for step in range(1, STEPS + 1):
                 self.console.print(f"dry run: step {step} of {STEPS}", highlight=False)
                 phases.flush()
@@ -337,43 +336,48 @@ class DryLoop:
         self.console.print(report(names, phases.peaks, seconds, idle, accelerator.description()))
 
 
-# What is said of it ----------------------------------------------------------------------------
+# The report --------------------------------------------------------------------------------------
 
 
 def report(
     names: Mapping[str, tuple[str, str]],
-    peaks: Mapping[str, Place],
+    peaks: Mapping[str, DevicePeak],
     seconds: Mapping[str, float],
     idle: Sequence[str],
     device: str,
 ) -> Group:
-    """A row for every phase, and what they come to."""
+    """Build a table with a row for every phase, and its summary.
+
+    ``names``: role and phase by the name of the timer, which is the key of ``peaks``. ``idle``:
+    roles without an update.
+    """
     shown = {phase: peaks[phase] for phase in names if phase in peaks}
-    has_gpu = any(place.has_gpu for place in shown.values())
+    has_gpu = any(peak.has_gpu for peak in shown.values())
+    # A row for every phase.
     table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
     memory = ("allocated", "reserved", "beside", "of card")
     for name in ("role", "phase", *(memory if has_gpu else ("resident", "of memory")), "rank", "s"):
         table.add_column(name, justify="left" if name in ("role", "phase") else "right")
-    for phase, place in shown.items():
-        sizes = [place.allocated, place.reserved, place.beside] if has_gpu else [place.largest]
+    for phase, peak in shown.items():
+        sizes = [peak.allocated, peak.reserved, peak.uncounted] if has_gpu else [peak.largest]
         table.add_row(
             *names[phase],
             *(f"{size / _GIB:.2f}" for size in sizes),
-            f"{place.share:.0%}",
-            str(place.rank),
+            f"{peak.share:.0%}",
+            str(peak.rank),
             f"{seconds.get(f'timers/{phase}', 0.0):.2f}",
         )
-    phase = max(shown, key=lambda each: shown[each].taken)
-    place, (role, name) = shown[phase], names[phase]
-    what = _OF_A_CARD if has_gpu else _OF_A_PROCESS
+    # The summary.
+    phase = max(shown, key=lambda name: shown[name].used)
+    peak, (role, name) = shown[phase], names[phase]
     lines = [
-        f"peaks on the fullest device in {what}",
-        f"fullest in {role}, {name}: {place.taken / _GIB:.2f} of {place.total / _GIB:.2f} GiB of "
+        f"peaks on the fullest device in {_OF_A_CARD if has_gpu else _OF_A_PROCESS}",
+        f"fullest in {role}, {name}: {peak.used / _GIB:.2f} of {peak.total / _GIB:.2f} GiB of "
         f"{device if has_gpu else 'the machine'}",
-        f"a step on this batch takes {seconds.get('timers/total', 0.0):.2f} s; nothing was saved",
+        f"a step on this batch takes {seconds.get('timers/total', 0.0):.2f} s. Nothing was saved",
     ]
-    skipped = [
-        f"updates of the {role} were skipped, for they were not finite: peaks lack its optimizer"
+    warnings = [
+        f"updates of the {role} were skipped because they were not finite: peaks lack its optimizer"
         for role in dict.fromkeys(idle)
     ]
-    return Group(table, *map(Text, lines), *(Text(line, "bold red") for line in skipped))
+    return Group(table, *map(Text, lines), *(Text(line, "bold red") for line in warnings))

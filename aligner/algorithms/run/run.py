@@ -82,7 +82,7 @@ class Run(Generic[Config_co]):
         """
         with ExitStack() as closing:
             if config.dry_run:
-                config = closing.enter_context(dry_run.elsewhere(config))
+                config = closing.enter_context(dry_run.temporary_config(config))
             engine = open_engine(config, closing)
             console = Console(quiet=not is_rank_zero())
             callbacks = Callbacks.load(config.trainer.callbacks)

@@ -1,4 +1,4 @@
-"""Line charts and bars as coordinates; ``templates/parts.html`` draws them as inline SVG."""
+"""Coordinates of line charts and bars, which ``templates/parts.html`` draws as inline SVG."""
 
 import json
 import math
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 WIDTH, HEIGHT = 380, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 10, 22  # room for the axes' numbers
-_MOST_POINTS = 400  # per line; more cannot be told apart at this size
-_MOST_DOTS = 40  # beyond that many points a line without dots is clearer
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 10, 22  # space for the labels of the axes
+_MOST_POINTS = 400  # per line. More are indistinguishable at this size
+_MOST_DOTS = 40  # a line with more points is clearer without dots
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line: ``values[i]`` at ``steps[i]``. Values that are not finite leave a gap."""
+    """One line: ``values[i]`` at ``steps[i]``. Values that are not finite are not drawn."""
 
     label: str
     steps: Sequence[int]
@@ -23,19 +23,22 @@ class Series:
 
 
 def collect_series(metrics: Sequence[Mapping[str, float]]) -> dict[str, Series]:
-    """Steps and values of each metric, in order of first appearance."""
-    found: dict[str, tuple[list[int], list[float]]] = {}
+    """Collect steps and values of each metric, in order of first appearance."""
+    columns: dict[str, tuple[list[int], list[float]]] = {}
     for line in metrics:
         for name, value in line.items():
             if name != "step":
-                steps, values = found.setdefault(name, ([], []))
+                steps, values = columns.setdefault(name, ([], []))
                 steps.append(int(line["step"]))
                 values.append(float(value))
-    return {name: Series("", steps, values) for name, (steps, values) in found.items()}
+    return {name: Series("", steps, values) for name, (steps, values) in columns.items()}
 
 
 def lines_of(series: Mapping[str, Series], metric: str, held_out: str) -> list[Series]:
-    """Training and held-out values of ``metric`` in two colours; ``held_out``: label of these."""
+    """Return training and held-out values of ``metric`` in two colours.
+
+    ``held_out``: label of the held-out values.
+    """
     groups = (
         ("train_rollouts", "training", "a"),
         ("train_optim", "training", "a"),
@@ -43,14 +46,14 @@ def lines_of(series: Mapping[str, Series], metric: str, held_out: str) -> list[S
         ("val_optim", held_out, "b"),
     )
     return [
-        Series(label, found.steps, found.values, style)
+        Series(label, values.steps, values.values, style)
         for group, label, style in groups
-        if (found := series.get(f"{group}/{metric}")) is not None
+        if (values := series.get(f"{group}/{metric}")) is not None
     ]
 
 
 def short_number(value: float, digits: int = 4) -> str:
-    """Number with this many significant digits: ``0.75``, ``12.3``, ``1e-05``, ``1,234``."""
+    """Format a number with ``digits`` significant digits: ``0.75``, ``1e-05``, ``1,234``."""
     if not math.isfinite(value):
         return "–"
     if value != 0 and (abs(value) >= 1e6 or abs(value) < 1e-3):
@@ -62,15 +65,15 @@ def short_number(value: float, digits: int = 4) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """A difference as text, and whether it is one for the better."""
+    """A difference as text, and whether it is an improvement."""
 
     text: str
-    mood: str  # up: better, down: worse, empty: neither
+    mood: str  # up: improvement, down: deterioration, empty: neither
 
     @classmethod
-    def between(cls, before: float, after: float, better: int) -> "Change":
-        """``after - before``. ``better``: 1 where more is better, -1 where less is, else 0."""
-        change = after - before
+    def between(cls, start: float, end: float, better: int) -> "Change":
+        """Format ``end - start``. ``better``: 1 if more is better, -1 if less is better, else 0."""
+        change = end - start
         if not math.isfinite(change) or not change:
             return cls("–" if change else "±0", "")
         mood = "" if not better else "up" if change * better > 0 else "down"
@@ -78,7 +81,7 @@ class Change:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten) inside ``[low, high]``, about ``count``."""
+    """Return about ``count`` round numbers (1, 2 or 5 times a power of 10) in ``[low, high]``."""
     if not high > low:
         return [low]
     raw = (high - low) / count
@@ -89,16 +92,16 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def thin_out(points: list[tuple[int, float]], most: int = _MOST_POINTS) -> list[tuple[int, float]]:
-    """Keep about ``most`` points: each bucket's lowest and highest, first and last."""
+    """Keep about ``most`` points: the first, the last, and the extremes of each bucket."""
     if len(points) <= most:
         return points
     size = math.ceil(2 * len(points) / most)
-    kept: set[tuple[int, float]] = {points[0], points[-1]}
+    selected: set[tuple[int, float]] = {points[0], points[-1]}
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
-        kept.add(min(bucket, key=lambda point: point[1]))
-        kept.add(max(bucket, key=lambda point: point[1]))
-    return sorted(kept)
+        selected.add(min(bucket, key=lambda point: point[1]))
+        selected.add(max(bucket, key=lambda point: point[1]))
+    return sorted(selected)
 
 
 @dataclass(frozen=True)
@@ -107,15 +110,15 @@ class Line:
 
     style: str
     path: str  # of an SVG ``path``
-    dots: Sequence[tuple[float, float]]  # empty where there would be too many
+    dots: Sequence[tuple[float, float]]  # empty for a line with many points
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over steps, in pixels from the upper left."""
+    """Lines over steps, in pixels from the upper left corner."""
 
-    value_ticks: Sequence[tuple[float, str]]  # y and number
-    step_ticks: Sequence[tuple[float, str]]  # x and step
+    value_ticks: Sequence[tuple[float, str]]  # y and label
+    step_ticks: Sequence[tuple[float, str]]  # x and label
     lines: Sequence[Line]
     hover: str  # JSON: label, style and points of each line, for templates/hover.js
     width: int = WIDTH
@@ -125,22 +128,22 @@ class Chart:
 
 
 def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart | None:
-    """Lines over steps; None when no series has a finite value.
+    """Draw lines over steps, or return None if no series has a finite value.
 
-    ``shows``: values that the axis reaches in any case, so that charts can be compared.
+    ``shows``: values that the axis always includes, so that charts can be compared.
     """
-    finite = [(one, points) for one in series if (points := _finite(one))]
+    finite = [(line, points) for line in series if (points := _finite(line))]
     if not finite:
         return None
-    everything = [point for _, points in finite for point in points]
-    scale = _Scale.around([*everything, *((everything[0][0], value) for value in shows)])
-    thinned = [(one, thin_out(points)) for one, points in finite]
-    # Whole steps that the axis names; the last step is always one of them.
+    all_points = [point for _, points in finite for point in points]
+    scale = _Scale.around([*all_points, *((all_points[0][0], value) for value in shows)])
+    thinned = [(line, thin_out(points)) for line, points in finite]
+    # The step axis labels whole steps, and always the last step.
     first, last = scale.first, scale.last
     inner = [s for s in ticks(first, last) if s == int(s) and last - s > 0.1 * (last - first)]
     hover = [
-        {"l": one.label, "s": one.style, "p": [[*scale.at(p), *p] for p in thin]}
-        for one, thin in thinned
+        {"l": line.label, "s": line.style, "p": [[*scale.at(p), *p] for p in points]}
+        for line, points in thinned
     ]
     return Chart(
         value_ticks=[
@@ -150,7 +153,7 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
         step_ticks=[
             (scale.at((int(step), scale.low))[0], f"{int(step):,}") for step in [*inner, scale.last]
         ],
-        lines=[_line(one.style, [scale.at(point) for point in thin]) for one, thin in thinned],
+        lines=[_line(line.style, [scale.at(p) for p in points]) for line, points in thinned],
         hover=json.dumps(hover),
     )
 
@@ -164,14 +167,14 @@ class _Scale:
 
     @classmethod
     def around(cls, points: Sequence[tuple[int, float]]) -> "_Scale":
-        """Axes that show all points, with a margin above and below."""
+        """Choose axes that show all points, with a margin above and below."""
         low, high = min(value for _, value in points), max(value for _, value in points)
         margin = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
         first, last = min(step for step, _ in points), max(step for step, _ in points)
         return cls(first, last if last > first else first + 1, low - margin, high + margin)
 
     def at(self, point: tuple[int, float]) -> tuple[float, float]:
-        """Pixel position of (step, value)."""
+        """Return the pixel position of (step, value)."""
         x = (point[0] - self.first) / (self.last - self.first)
         y = (point[1] - self.low) / (self.high - self.low)
         return (
@@ -199,22 +202,22 @@ class ChartCard:
     tooltip: str
     lines: Sequence[Series]
     shows: Sequence[float] = ()  # of `line_chart`
-    is_single: bool = False  # the latest value beside the heading, not a legend
+    is_single: bool = False  # the heading shows the latest value instead of a legend
 
     @cached_property
     def chart(self) -> Chart | None:
-        """The chart; None where nothing would be drawn."""
+        """The chart, or None without a finite value."""
         return line_chart(self.lines, self.shows)
 
 
 def drawn(cards: Iterable[ChartCard]) -> list[ChartCard]:
-    """The cards that have a chart."""
+    """Return the cards that have a chart."""
     return [card for card in cards if card.chart is not None]
 
 
 @dataclass(frozen=True)
 class Bar:
-    """An amount beside others."""
+    """An amount in a bar chart."""
 
     name: str
     amount: float
@@ -223,7 +226,7 @@ class Bar:
 
 
 def bars(parts: Sequence[tuple[str, float]]) -> list[Bar]:
-    """Bars of (name, amount), the largest first."""
+    """Build bars from (name, amount), the largest first."""
     total = sum(amount for _, amount in parts) or 1.0
     largest = max((amount for _, amount in parts), default=1.0) or 1.0
     return [

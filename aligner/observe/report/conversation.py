@@ -1,4 +1,4 @@
-"""A conversation of ``samples.jsonl``, message by message, as the pages show it."""
+"""Conversations of ``samples.jsonl`` as messages, for the HTML pages."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -10,48 +10,47 @@ _POLICY = "assistant"
 
 
 class Message(NamedTuple):
-    """One message. ``is_trained``: the policy sampled its tokens; all others are masked."""
+    """One message. ``is_trained``: the policy sampled its tokens. Other messages are masked."""
 
     role: str
-    note: str  # what became of it, and what it earned
+    note: str  # outcome and reward
     text: str
-    calls: str  # of tools, a line each
+    calls: str  # tool calls, one per line
     is_trained: bool
 
 
 def messages_of(sample: Sample) -> list[Message]:
-    """The messages behind the prompt, in their order; none where it is a single response."""
+    """List the messages after the prompt. An empty list for a single response."""
     turns = sample.turns or []
     return [
         message
         for number, turn in enumerate(turns, start=1)
-        for message in _of_turn(number, turn, is_last=number == len(turns))
+        for message in _messages_of_turn(number, turn, is_last=number == len(turns))
     ]
 
 
-def _of_turn(number: int, turn: Mapping[str, Any], is_last: bool) -> Iterator[Message]:
+def _messages_of_turn(number: int, turn: Mapping[str, Any], is_last: bool) -> Iterator[Message]:
+    # The policy's message, with its length, rewards and tool calls.
     notes = [f"turn {number}", f"{turn.get('tokens', '?')} tokens, trained"]
     if turn.get("ended") is False:
         notes.append("cut")
-    notes.append(_earned(turn))
+    notes.append(_rewards_of(turn))
     info = dict(turn.get("info") or {})
     calls = str(info.pop("calls", ""))
     notes += [f"{name}: {value}" for name, value in info.items()]
-    yield Message(_POLICY, " · ".join(notes), _text(turn), calls, True)
-    for answer in turn.get("answer") or []:
-        note = "behind the end, not read" if is_last else "read, masked"
-        yield Message(str(answer.get("role", "?")), note, _text(answer), "", False)
+    yield Message(_POLICY, " · ".join(notes), str(turn.get("content") or ""), calls, True)
+    # The messages that answer it.
+    note = "after the end, not read" if is_last else "read, masked"
+    for message in turn.get("answer") or []:
+        text = str(message.get("content") or "")
+        yield Message(str(message.get("role", "?")), note, text, "", False)
 
 
-def _earned(turn: Mapping[str, Any]) -> str:
+def _rewards_of(turn: Mapping[str, Any]) -> str:
     reward = turn.get("reward")
     steps = [f"{value:+.3g} at {end}" for end, value in turn.get("steps") or []]
-    parts = [f"{name} {short_number(value)}" for name, value in (turn.get("parts") or {}).items()]
-    earned = [] if reward is None else [f"reward {reward:+.3g}"]
+    rewards = [] if reward is None else [f"reward {reward:+.3g}"]
     if steps:
-        earned.append(f"steps {', '.join(steps)}")
-    return ", ".join([*(earned or ["not scored"]), *parts])
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    return str(message.get("content") or "")
+        rewards.append(f"steps {', '.join(steps)}")
+    parts = [f"{name} {short_number(value)}" for name, value in (turn.get("parts") or {}).items()]
+    return ", ".join([*(rewards or ["not scored"]), *parts])

@@ -30,45 +30,50 @@ class EvaluatedSet:
 
 
 def shown_name(name: str) -> str:
-    """``pass@4`` of the metric ``pass_at_4``."""
+    """Return the readable name of a metric: ``pass@4`` for ``pass_at_4``."""
     return name.replace("_at_", "@")
 
 
 def render_evaluation(
     model: str, sets: Mapping[str, EvaluatedSet], *, config: str, environment: Mapping[str, str]
 ) -> str:
-    """The document."""
-    prompts = sum(one.prompts for one in sets.values())
-    count = sum(one.prompts * one.samples_per_prompt for one in sets.values())
+    """Render the document."""
+    prompts = sum(results.prompts for results in sets.values())
+    answers = sum(results.prompts * results.samples_per_prompt for results in sets.values())
     return render(
         "evaluation.html",
         title=f"Evaluation of {model}",
-        lead=f"{count} answers to {prompts} prompts.",
+        lead=f"{answers} answers to {prompts} prompts.",
         sets=[
-            (name, one, [_estimate(*item) for item in one.estimates.items()], _metrics(one.metrics))
-            for name, one in sets.items()
+            (
+                name,
+                results,
+                [_estimate_row(*item) for item in results.estimates.items()],
+                _explained_metrics(results.metrics),
+            )
+            for name, results in sets.items()
         ],
         config=config,
         environment=environment,
     )
 
 
-def _metrics(values: Mapping[str, float]) -> dict[str, str]:
-    """Numbers of one set, each with its meaning, by the names of the metrics."""
-    known = {key: describe(f"val_rollouts/{key}") for key in values}
+def _explained_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Format each metric of one set with its meaning."""
+    infos = {name: describe(f"val_rollouts/{name}") for name in metrics}
     return {
-        key: f"{short_number(values[key])}  ({info.meaning if info else ''})"
-        for key, info in known.items()
+        name: f"{short_number(metrics[name])}  ({info.meaning if info else ''})"
+        for name, info in infos.items()
     }
 
 
-def _estimate(key: str, one: Estimate) -> tuple[str, str, float | None, str]:
-    """Name, meaning, share of the bar from 0 to 1 (None: no bar) and text of an estimate."""
+def _estimate_row(key: str, estimate: Estimate) -> tuple[str, str, float | None, str]:
+    """Return name, meaning, length of the bar from 0 to 1 (None: no bar) and text."""
     name = shown_name(key)
     meaning = next((text for start, text in _MEANINGS if name.startswith(start)), "")
-    shown = short_number(one.value, 3)
-    if one.error is not None:
-        low, high = one.value - Z95 * one.error, one.value + Z95 * one.error
-        shown += f" ± {short_number(one.error, 2)} [{low:.3f}, {high:.3f}]"
-    share = None if key == "rewards" else min(max(one.value, 0.0), 1.0)
-    return name, meaning, share, shown
+    text = short_number(estimate.value, 3)
+    if estimate.error is not None:
+        low, high = (estimate.value + sign * Z95 * estimate.error for sign in (-1, 1))
+        text += f" ± {short_number(estimate.error, 2)} [{low:.3f}, {high:.3f}]"
+    share = None if key == "rewards" else min(max(estimate.value, 0.0), 1.0)
+    return name, meaning, share, text

@@ -1,4 +1,4 @@
-"""HTML documents that need nothing but themselves, from the Jinja2 templates of ``templates/``."""
+"""Self-contained HTML documents from the Jinja2 templates of ``templates/``."""
 
 from functools import cache
 from pathlib import Path
@@ -13,25 +13,28 @@ if TYPE_CHECKING:
 
 @cache
 def templates(folder: Path | None = None) -> "Environment":
-    """Templates that escape every value and raise where a value is missing; also of ``folder``."""
-    import jinja2  # only runs that end with a page
+    """Load the library's templates and the templates of ``folder``.
 
-    further = [] if folder is None else [jinja2.FileSystemLoader(folder)]
-    found = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([jinja2.PackageLoader("aligner.observe.report"), *further]),
+    The templates escape every value and raise an error if a value is missing.
+    """
+    import jinja2  # only needed by runs that end with a page
+
+    folders = [] if folder is None else [jinja2.FileSystemLoader(folder)]
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader("aligner.observe.report"), *folders]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters["number"] = short_number
-    found.filters["messages"] = messages_of
-    return found
+    environment.filters["number"] = short_number
+    environment.filters["messages"] = messages_of
+    return environment
 
 
 def render(template: str, *, folder: Path | None = None, **values: Any) -> str:
-    """A whole document; ``values`` hold at least ``title``, ``lead`` and ``environment``.
+    """Render a document. ``values`` include at least ``title``, ``lead`` and ``environment``.
 
-    ``folder``: where ``template`` is, if it is not one of the library's.
+    ``folder``: folder of ``template``, if the template is not part of the library.
     """
     return templates(folder).get_template(template).render(**values)

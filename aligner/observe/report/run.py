@@ -1,4 +1,4 @@
-"""``report.html``: what a run did, in one file that opens from disk."""
+"""``report.html`` of a run: one file that opens from disk."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,17 +32,17 @@ class RunRecord:
     title: str
     config: str  # the resolved configuration as YAML
     environment: Mapping[str, str]  # versions, machine, command
-    metrics: Sequence[Mapping[str, float]] = ()  # lines of metrics.jsonl, each with ``step``
+    metrics: Sequence[Mapping[str, float]] = ()  # lines of metrics.jsonl, which contain ``step``
     samples: Sequence[Sample] = ()
-    artifacts: Mapping[str, str] = field(default_factory=dict)  # what the run left: name → path
+    artifacts: Mapping[str, str] = field(default_factory=dict)  # files of the run: name → path
     status: str = ""  # one sentence: how the run ended
-    precision: str = ""  # of `trainer.precision`; empty: not known
+    precision: str = ""  # `trainer.precision`. Empty: unknown
 
 
 class _Headline(NamedTuple):
     metric: str
     label: str
-    better: int  # 1: more, -1: less, 0: neither
+    better: int  # 1: more is better, -1: less is better, 0: neither
 
 
 _HEADLINES = (
@@ -56,10 +56,10 @@ _HEADLINES = (
 )
 
 _MOST_ROWS = 12  # of a table of samples
+# The loss is only charted for runs that validate it (supervised runs). In others it means little.
+_LOSS = "loss"
 
-_LOSS = "loss"  # a chart of supervised runs: in others it means little, and they do not validate it
-
-# Charts at the top: metric after its group, heading, what to look for.
+# Charts at the top: metric without its group, heading, advice for the reader.
 _OVERVIEW = (
     ("accuracy", "Accuracy", "Share of right answers. Should rise."),
     (_LOSS, "Loss", "Falls on examples it has not seen, as long as there is something to learn."),
@@ -67,7 +67,7 @@ _OVERVIEW = (
     (
         "init_policy_kl",
         "KL to the initial policy",
-        "How far the policy has moved. Rises slowly in a healthy run; a jump is a warning.",
+        "How far the policy has moved. Rises slowly in a healthy run. A jump is a warning.",
     ),
     (
         "generation_length",
@@ -101,10 +101,7 @@ _GROUPS = {
 
 
 def write_report(folder: Path, run: RunRecord) -> Path:
-    """Make ``<folder>/report.html`` from the ``metrics.jsonl`` and ``samples.jsonl`` there.
-
-    ``run``: everything else.
-    """
+    """Write ``<folder>/report.html`` from ``run`` and the metrics and samples in ``folder``."""
     metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
     record = replace(run, metrics=read_metrics(metrics), samples=read_samples(samples))
     path = folder / "report.html"
@@ -114,7 +111,7 @@ def write_report(folder: Path, run: RunRecord) -> Path:
 
 
 def render_report(run: RunRecord) -> str:
-    """The document."""
+    """Render the document."""
     series = collect_series(run.metrics)
     last = max((int(line["step"]) for line in run.metrics), default=0)
     return render(
@@ -146,24 +143,24 @@ class _Tile(NamedTuple):
     note: str
 
 
-def _tile(series: Series, headline: _Headline, everything: Mapping[str, Series]) -> _Tile:
+def _tile(series: Series, headline: _Headline, all_series: Mapping[str, Series]) -> _Tile:
     first, last = series.values[0], series.values[-1]
     note = f"step {series.steps[0]} → {series.steps[-1]}"
-    error = _standard_error(headline.metric, last, everything)
+    error = _standard_error(headline.metric, last, all_series)
     if error is not None:
         note += f", standard error {short_number(error)}"
     change = Change.between(first, last, headline.better)
-    return _Tile(headline.label, _beside(first, last), _beside(last, first), change, note)
+    return _Tile(headline.label, _rounded(first, last), _rounded(last, first), change, note)
 
 
-def _beside(value: float, other: float) -> str:
-    """``value`` as its neighbour is shown: what is nothing beside it is 0."""
-    is_nothing = math.isfinite(other) and abs(value) < 5e-4 * abs(other)
-    return short_number(0.0 if is_nothing else value, 3)
+def _rounded(value: float, neighbour: float) -> str:
+    """Format ``value``, as 0 if it is negligible compared with ``neighbour``."""
+    is_negligible = math.isfinite(neighbour) and abs(value) < 5e-4 * abs(neighbour)
+    return short_number(0.0 if is_negligible else value, 3)
 
 
 def _standard_error(metric: str, value: float, series: Mapping[str, Series]) -> float | None:
-    """Standard error of a share measured on the samples of one validation."""
+    """Compute the standard error of the accuracy on the samples of the last validation."""
     count = series.get("val_rollouts/num_samples")
     if metric != "val_rollouts/accuracy" or count is None or not 0 <= value <= 1:
         return None
@@ -183,20 +180,21 @@ def _overview(series: Mapping[str, Series]) -> list[ChartCard]:
 
 
 def _gap(series: Mapping[str, Series], precision: str) -> tuple[str, dict[str, str]] | None:
-    """Lead and rows on the gap of sampler and trainer, and that of rounding; None: no gap.
+    """Return lead and rows on the gap between sampler and trainer and on rounding. None: no gap.
 
-    Judged by the first step, whose rollout no update separates from its training.
+    The verdict uses the first step, because no update separates its rollout from its training.
     """
     gaps = series.get("sampler/logprob_gap_mean")
     if gaps is None:
         return None
-    measured = {f"this run, step {gaps.steps[0]}": gaps.values[0]}
-    measured |= {f"this run, step {gaps.steps[-1]}": gaps.values[-1]}
-    measured |= {"this run, largest": max(gaps.values)}
-    rows = {name: short_number(value) for name, value in measured.items()}
-    rows |= {
-        f"rounding in {rounding.name}": f"below {short_number(rounding.limit)}"
-        for rounding in ROUNDING_GAPS.values()
+    rows = {
+        f"this run, step {gaps.steps[0]}": short_number(gaps.values[0]),
+        f"this run, step {gaps.steps[-1]}": short_number(gaps.values[-1]),
+        "this run, largest": short_number(max(gaps.values)),
+        **{
+            f"rounding in {rounding.name}": f"below {short_number(rounding.limit)}"
+            for rounding in ROUNDING_GAPS.values()
+        },
     }
     lead = "Mean absolute difference of their log-probs of the same tokens, in nats."
     verdict = gap_verdict(gaps.values[0], precision)
@@ -206,20 +204,20 @@ def _gap(series: Mapping[str, Series], precision: str) -> tuple[str, dict[str, s
 
 
 def before_and_after(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Validation samples of the first and of the last validation that share their prompt."""
+    """Pair the samples of the first and the last validation by prompt."""
     held_out = [sample for sample in samples if sample.split == "val"]
     if not held_out:
         return []
     first_step, last_step = held_out[0].step, held_out[-1].step
-    last = {sample.prompt: sample for sample in held_out if sample.step == last_step}
-    firsts = {sample.prompt: sample for sample in held_out if sample.step == first_step}
     if first_step == last_step:
         return []
-    return [(first, last[prompt]) for prompt, first in firsts.items() if prompt in last]
+    first = {sample.prompt: sample for sample in held_out if sample.step == first_step}
+    last = {sample.prompt: sample for sample in held_out if sample.step == last_step}
+    return [(sample, last[prompt]) for prompt, sample in first.items() if prompt in last]
 
 
 def _training_samples(samples: Sequence[Sample]) -> list[tuple[str, int, list[Sample]]]:
-    """(``First`` or ``Last``, step, samples) of the first and the last step with samples."""
+    """Return (``First`` or ``Last``, step, samples) for the first and last step with samples."""
     training = [sample for sample in samples if sample.split == "train"]
     steps = sorted({sample.step for sample in training})
     return [
@@ -229,27 +227,27 @@ def _training_samples(samples: Sequence[Sample]) -> list[tuple[str, int, list[Sa
 
 
 def _phases(series: Mapping[str, Series]) -> list[Bar]:
-    """Seconds of each phase."""
+    """Return the seconds of each phase as bars."""
     return bars(
         [
-            (name.removeprefix("timers/").replace("_", " "), sum(one.values))
-            for name, one in series.items()
+            (name.removeprefix("timers/").replace("_", " "), sum(timer.values))
+            for name, timer in series.items()
             if name.startswith("timers/") and name != "timers/total" and "per_second" not in name
         ]
     )
 
 
 def _groups(series: Mapping[str, Series]) -> list[tuple[str, bool, list[ChartCard]]]:
-    """Heading, whether open, and cards of each group of metrics in which something is drawn."""
+    """Return heading, whether unfolded, and cards of each group of metrics with a chart."""
     groups = []
     for group, heading in _GROUPS.items():
         cards = []
-        for name, one in sorted(series.items()):
+        for name, values in sorted(series.items()):
             prefix, _, metric = name.partition("/")
             if prefix == group:
                 info = describe(name) or MetricInfo("", "")
                 tooltip = f"{name}: {info.meaning} Over: {info.over}"
-                cards.append(ChartCard(metric, info.meaning, tooltip, [one], is_single=True))
+                cards.append(ChartCard(metric, info.meaning, tooltip, [values], is_single=True))
         if shown := drawn(cards):
             groups.append((f"{heading}: {group}/", group != "timers", shown))
     return groups
