@@ -186,8 +186,8 @@ def test_a_directory_without_a_model_is_not_listed(tmp_path, monkeypatch):
     """Such as the root of the file system, whose files vanish while they are listed."""
     (tmp_path / "link").symlink_to(tmp_path)
     monkeypatch.setattr(Path, "rglob", None)
-    with pytest.raises(CheckpointError, match=r"model_config\.yaml"):
-        open_nemo(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model_config\.yaml"), open_nemo(tmp_path) as nemo:
+        _ = nemo.architecture
 
 
 def test_an_unpacked_directory_reads_the_same(good, tmp_path):
