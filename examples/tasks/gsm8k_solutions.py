@@ -45,7 +45,7 @@ def solution_pairs(
             f"and pairs_per_problem={pairs_per_problem} be at least 1"
         )
     for row in read_rows(path):
-        question, right, wrong = _solutions(row.columns, row.place)
+        question, right, wrong = _solutions(row.columns, row.location)
         # The question decides the split, so that its pairs are in one split.
         generator = random.Random(f"{seed}/{question}")
         if (generator.random() < validation_fraction) != (split == "validation"):
@@ -56,13 +56,13 @@ def solution_pairs(
             yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def _solutions(columns: Mapping[str, Any], position: str) -> tuple[str, list[str], list[str]]:
+def _solutions(columns: Mapping[str, Any], location: str) -> tuple[str, list[str], list[str]]:
     """Return the question and its different right and wrong solutions in order."""
     question = columns.get("question")
     solutions = [value for value in columns.values() if _is_solution(value)]
     if not isinstance(question, str) or not solutions:
         raise DataError(
-            f"{position}: needs a question and solutions {{is_correct, solution}}. Columns found: "
+            f"{location}: needs a question and solutions {{is_correct, solution}}. Columns found: "
             f"{sorted(columns)}"
         )
     right, wrong = (

@@ -157,7 +157,7 @@ def _load(path: str, modified: int) -> Corpus:
         text, title = row.columns.get(column), row.columns.get("title")
         if not isinstance(text, str) or not isinstance(title, str | None):
             raise DataError(
-                f"{row.place}: a document needs the column text, and an optional title must be "
+                f"{row.location}: a document needs the column text, and an optional title must be "
                 f"text. Columns found: {sorted(row.columns)}"
             )
         documents.append(Document(title or "", text))
