@@ -36,8 +36,9 @@ def gsm8k_prompts(path: Source, *, prefix: str = "", suffix: str = "") -> Iterat
             message names file and line.
     """
     for row in read_rows(path):
-        names = ("question", "answer")
-        question, answer = (_text(row.columns, name, row.location) for name in names)
+        question, answer = (
+            _text(row.columns, name, row.location) for name in ("question", "answer")
+        )
         yield {
             "prompt": f"{prefix}{question}{suffix}",
             "ground_truth": final_number(answer, row.location),
@@ -58,18 +59,18 @@ def gsm8k_examples(
         yield {"prompt": row["prompt"], "response": f"{worked}{mark}{final}"}
 
 
-def final_number(answer: str, position: str) -> str:
+def final_number(answer: str, location: str) -> str:
     """Return the number after ``####`` in ASCII digits, without separators, unit or extra zeros.
 
-    ``position``: file and line of the row, for messages.
+    ``location``: file and line of the row, for messages.
     """
     _, mark, final = answer.rpartition(MARK)
     if not mark:
-        raise DataError(f"{position}: the answer has no {MARK} before its final number: {answer!r}")
+        raise DataError(f"{location}: the answer has no {MARK} before its final number: {answer!r}")
     match = _NUMBER.fullmatch(final.strip())
     if match is None or not (match["whole"] or match["part"]):
         raise DataError(
-            f"{position}: {final.strip()!r} after {MARK} is not a number. Write digits, optionally "
+            f"{location}: {final.strip()!r} after {MARK} is not a number. Write digits, optionally "
             "with commas between thousands and a unit"
         )
     digits = (match["whole"] or "0").replace(",", "").lstrip("0") or "0"
@@ -78,12 +79,12 @@ def final_number(answer: str, position: str) -> str:
     return f"{sign}{digits}{part}"
 
 
-def _text(columns: Mapping[str, Any], name: str, position: str) -> str:
+def _text(columns: Mapping[str, Any], name: str, location: str) -> str:
     value = columns.get(name)
     if not isinstance(value, str) or not value.strip():
         status = "missing" if name not in columns else f"{value!r}"
         raise DataError(
-            f"{position}: column {name!r} must contain text and is {status}. Columns found: "
+            f"{location}: column {name!r} must contain text and is {status}. Columns found: "
             f"{sorted(columns)}"
         )
     return value

@@ -56,13 +56,13 @@ def solution_pairs(
             yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def _solutions(columns: Mapping[str, Any], position: str) -> tuple[str, list[str], list[str]]:
+def _solutions(columns: Mapping[str, Any], location: str) -> tuple[str, list[str], list[str]]:
     """Return the question and its different right and wrong solutions in order."""
     question = columns.get("question")
     solutions = [value for value in columns.values() if _is_solution(value)]
     if not isinstance(question, str) or not solutions:
         raise DataError(
-            f"{position}: needs a question and solutions {{is_correct, solution}}. Columns found: "
+            f"{location}: needs a question and solutions {{is_correct, solution}}. Columns found: "
             f"{sorted(columns)}"
         )
     right, wrong = (

@@ -70,12 +70,12 @@ def test_the_report_says_both_layouts():
         ),
         (
             ["cluster.engine=ray", *OWN],
-            r"trainer.devices x trainer.num_nodes=1 is not a multiple of .* = 2, the layout of the "
-            "critic's own; use 2",
+            r"trainer.devices x trainer.num_nodes=1 is not a multiple of .* = 2, the "
+            "critic's layout. Use 2",
         ),
         (
             [*RAY, *OWN, "cluster.colocated=false", "cluster.value_workers=3"],
-            r"cluster.value_workers=3 is not a multiple of .* of the critic's own; use 4",
+            r"cluster.value_workers=3 is not a multiple of .* the critic's layout. Use 4",
         ),
         (
             [*RAY, "critic.context_parallel_size=2", "policy.backend=dtensor"],

@@ -145,7 +145,7 @@ def configuration(**changes):
         ),
         (
             {"model__distill": {"length_params": {"max_length": 2, "min_length": 3}}},
-            "model.distill.length_params.min_length=3 is more than",
+            "model.distill.length_params.min_length=3 exceeds",
         ),
     ],
 )

@@ -136,7 +136,7 @@ def test_time_limits_of_functions():
 
 
 def test_adapters_larger_than_the_model_are_refused():
-    with pytest.raises(ConfigError, match=r"adapter_dim=1000000000 is more than .*linear_qkv of"):
+    with pytest.raises(ConfigError, match=r"adapter_dim=1000000000 exceeds both .*linear_qkv"):
         adapter_shapes(TINY_ARCHITECTURE, LoraConfig(adapter_dim=10**9))
     assert adapter_shapes(TINY_ARCHITECTURE, LoraConfig(adapter_dim=32))
 

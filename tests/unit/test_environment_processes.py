@@ -70,7 +70,7 @@ def test_conversations_in_slots_of_their_own(pool):
         ("is_no_turn", "step returned .*; it must return a Turn"),
         ("is_no_number", "reward is nan; it must be finite"),
         ("says_nothing", "neither a message nor done=True"),
-        ("has_a_step_outside", r"steps has \(6, 1.0\); .* from 1 to 5, the number"),
+        ("has_a_step_outside", r"steps has \(6, 1.0\). .* from 1 to 5, the number"),
         ("has_a_step_of_nothing", "the step that ends at 5 has no reward. Leave it out"),
     ],
 )
