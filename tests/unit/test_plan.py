@@ -389,7 +389,7 @@ class FakeEstimator:
     def longest(self, config):
         return 64
 
-    def least(self, config):
+    def lower_bounds(self, config):
         return SimpleNamespace(card_bytes=0.0, step_seconds=0.0)
 
     def estimate(self, config):
