@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         train_sft,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "CriticModel",
     "Model",

@@ -1,8 +1,8 @@
-"""Description of a GPT, independent of the program that wrote its checkpoint.
+"""Description of a GPT, independent of the format of its checkpoint.
 
-``GPTArchitecture`` is the one description that everything else is derived from: NeMo's
-``model_config.yaml`` and Hugging Face's ``config.json`` are read into it (``checkpoint/``)
-and megatron-core's ``TransformerConfig`` is made out of it (``models/gpt/megatron/build.py``).
+NeMo's ``model_config.yaml`` and Hugging Face's ``config.json`` are converted to a
+``GPTArchitecture`` (``checkpoint/``), from which megatron-core's ``TransformerConfig`` is derived
+(``models/gpt/megatron/build.py``).
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from aligner.errors import CheckpointError
 
-# Layers times experts: names of tensors are made for each, and a number that no model has would
-# fill the memory before a file is found not to hold them.
+# Limit of layers times experts. An invalid number in a file would exhaust the memory, because names
+# of tensors are generated for each layer and expert.
 _MOST_BLOCKS = 100_000
 _SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
@@ -29,7 +29,7 @@ PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's frequency-dependent rope scaling; ``factor`` only gives linear interpolation."""
+    """Scaling of rope: Llama 3's by frequency, or linear interpolation by ``factor`` only."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -42,19 +42,18 @@ class RopeScaling:
             value = getattr(self, name)
             _check(f"rope_scaling.{name}", value, _is_number(value) and value > 0, "positive")
         positions = self.original_max_position_embeddings
-        good = isinstance(positions, int) and positions >= 1
         name = "rope_scaling.original_max_position_embeddings"
-        _check(name, positions, good, "a positive integer")
-        known = self.kind in ("llama3", "linear")
-        _check("rope_scaling.kind", self.kind, known, "llama3 or linear")
+        _check(name, positions, _is_size(positions), "a positive integer")
+        is_valid = self.kind in ("llama3", "linear")
+        _check("rope_scaling.kind", self.kind, is_valid, "llama3 or linear")
 
 
 @dataclass(frozen=True)
 class GPTArchitecture:
-    """Shape and kind of a decoder-only transformer. Sizes are global, never per rank.
+    """Shape and kind of a decoder-only transformer. Sizes are global, not per rank.
 
-    ``vocab_size`` is the tokenizer's; the embedding has ``padded_vocab_size(tp)`` rows and the
-    surplus columns of the output layer never take part in a softmax.
+    ``vocab_size`` is the size of the tokenizer's vocabulary. The embedding has
+    ``padded_vocab_size(tp)`` rows, and softmax ignores the additional columns of the output layer.
     """
 
     num_layers: int
@@ -83,25 +82,32 @@ class GPTArchitecture:
     make_vocab_size_divisible_by: int = 128
     num_moe_experts: int | None = None
     moe_router_topk: int = 2
-    moe_ffn_hidden_size: int | None = None  # of one expert; None: ffn_hidden_size
-    # Expert weights are a softmax over all experts, not over the chosen ones (Qwen3-MoE's option).
+    moe_ffn_hidden_size: int | None = None  # of one expert (None: ffn_hidden_size)
+    # Softmax over all experts before the selection, not over the selected experts (Qwen3-MoE).
     moe_router_pre_softmax: bool = False
-    # The Hugging Face `model_type` this came from or should be exported as; None: not known.
+    # Hugging Face `model_type` of the source and of exports. None if unknown.
     family: str | None = None
 
     def __post_init__(self) -> None:
-        """`CheckpointError` for sizes that no model has."""
+        """Check that the values are valid.
+
+        Raises:
+            CheckpointError: names the first invalid value.
+        """
+        # Sizes.
         for name in (*_SIZES, *_OPTIONAL_SIZES):
             value = getattr(self, name)
             if value is not None or name in _SIZES:
-                _check(name, value, isinstance(value, int) and value >= 1, "a positive integer")
+                _check(name, value, _is_size(value), "a positive integer")
         blocks = self.num_layers * (self.num_moe_experts or 1)
-        what = "num_layers" if self.num_layers > _MOST_BLOCKS else "num_moe_experts"
+        name = "num_layers" if self.num_layers > _MOST_BLOCKS else "num_moe_experts"
         most = f"at most {_MOST_BLOCKS} layers and experts"
-        _check(what, getattr(self, what), blocks <= _MOST_BLOCKS, most)
-        shared = self.num_attention_heads % self.num_query_groups == 0
-        heads = f"a divisor of num_attention_heads={self.num_attention_heads}"
-        _check("num_query_groups", self.num_query_groups, shared, heads)
+        _check(name, getattr(self, name), blocks <= _MOST_BLOCKS, most)
+        divides = self.num_attention_heads % self.num_query_groups == 0
+        divisor = f"a divisor of num_attention_heads={self.num_attention_heads}"
+        _check("num_query_groups", self.num_query_groups, divides, divisor)
+
+        # Numbers and flags.
         for name in ("layernorm_epsilon", "rotary_base", "init_std"):
             value = getattr(self, name)
             _check(name, value, _is_number(value) and value >= 0, "a finite number of 0 or more")
@@ -114,7 +120,7 @@ class GPTArchitecture:
 
     @property
     def gated(self) -> bool:
-        """True if fc1 holds ``[gate; up]``."""
+        """True if fc1 is ``[gate; up]``."""
         return self.activation in ("swiglu", "geglu")
 
     @property
@@ -123,26 +129,30 @@ class GPTArchitecture:
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     def with_dropout(self, probability: float | None) -> "GPTArchitecture":
-        """The same with this dropout, of attention and of hidden states; None: with its own."""
+        """Return the architecture with a probability of dropout. None returns it unchanged."""
         if probability is None:
             return self
         return dataclasses.replace(self, attention_dropout=probability, hidden_dropout=probability)
 
     def padded_vocab_size(self, tensor_parallel_size: int = 1) -> int:
-        """Rows of the embedding: the vocabulary rounded up to a multiple every rank can share."""
+        """Return the rows of the embedding: the vocabulary, padded to a multiple for all ranks."""
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _check(name: str, value: Any, good: bool, expected: str) -> None:
-    if not good or (isinstance(value, bool) and expected != "true or false"):
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+def _check(name: str, value: Any, is_valid: bool, expected: str) -> None:
+    if not is_valid or (isinstance(value, bool) and expected != "true or false"):
+        text = repr(value)
+        text = text if len(text) <= 60 else f"{text[:60]}..."
         raise CheckpointError(
-            f"the model's description has {name}={shown}, which must be {expected}; correct "
+            f"the model's description has {name}={text}, which must be {expected}. Correct "
             "model_config.yaml or config.json"
         )

@@ -1,8 +1,9 @@
 """Tables of algorithms, rollout engines, environment kinds, estimators and surrogates.
 
-A new algorithm is a row here, a script, a configuration and a recipe in conf/, and a page. A new
-rollout engine is a row here and a folder of `aligner.generation`. A new estimator or surrogate is a
-row here and a function. Nothing heavy is imported before it is needed.
+A new algorithm needs a row here, a script, a configuration and a recipe in conf/, and a page of the
+documentation. A new rollout engine needs a row here and a folder of `aligner.generation`, a new
+estimator or surrogate a row here and a function. Rows name objects by their paths, so that large
+modules are imported only when needed.
 """
 
 import importlib
@@ -14,9 +15,9 @@ class AlgorithmEntry(NamedTuple):
 
     name: str  # of its script, command and configuration
     summary: str  # for `aligner --help`
-    root: str  # what its configuration describes, package.module:Class
-    builder: str  # what runs it, package.module:function of the configuration
-    recipe: str  # of conf/recipes/: the small one, for a CPU
+    root: str  # dataclass of its configuration, package.module:Class
+    builder: str  # function of the configuration that runs it, package.module:function
+    recipe: str  # of conf/recipes/: the small recipe for a CPU
     page: str  # of docs/
 
     @property
@@ -36,7 +37,7 @@ class AlgorithmEntry(NamedTuple):
 
 
 def imported(path: str) -> Any:
-    """The class or function that ``path`` names, ``package.module:name``."""
+    """Import the object with the path ``package.module:name``."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -104,11 +105,11 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
 }
 BY_SCRIPT = {entry.script: entry for entry in ALGORITHMS.values()}
 
-# Rollout engines: the class of the section ``generation.NAME``, an `EngineConfig`.
+# Rollout engines and their sections ``generation.NAME``, subclasses of `EngineConfig`.
 ENGINES = {"vllm": "aligner.generation.vllm.settings:VllmConfig"}
 
-# Kinds of environments by name: classes of `aligner.algorithms.rollout.kinds.EnvironmentKind`. A
-# program may add rows before it parses a configuration.
+# Kinds of environments, subclasses of `aligner.algorithms.rollout.kinds.EnvironmentKind`. A program
+# may add rows before it parses a configuration.
 ENVIRONMENT_KINDS = {
     "messages": "aligner.algorithms.rollout.kinds.messages:Messages",
     "endpoint": "aligner.algorithms.rollout.kinds.endpoint:Endpoint",

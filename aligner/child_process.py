@@ -1,15 +1,18 @@
-"""Processes of user code, which are killed if they hang.
+"""Child processes for user code, with time limits, memory limits and a typed protocol.
 
-`ProcessPool` and `ChildProcess` are the parent's end, `serve` is the child's. Parent to child:
-pickles, first ``(memory limit, *what is loaded)``, then ``(number, *message, time limit in
-seconds)``. Child to parent: JSON of `aligner.plain` values, ``[number, kind, payload]`` with the
-number of the message that is answered, 0 before the first. Nothing that a child writes is
-unpickled. The kinds of this module: ``"ready", payload`` once the code is loaded, and ``"refused",
-[name of an AlignerError, text]``. All others are those of the code that is loaded.
+    parent                                                    child
+    ProcessPool ─ ChildProcess     pickled messages      ─►   serve ─► Program.module.load(...)
+                                ◄─ JSON answers               Channel   user code
 
-Every wait of the parent ends, whatever the child writes or does not read.
+The first message is ``(memory limit, *arguments of load)``, the others are ``(message id, *message,
+time limit in seconds)``. An answer is ``[message id, kind, payload]``, made of `aligner.plain`
+values. Its message id is 0 before the first message. This module uses two kinds: ``"ready",
+payload`` after the code is loaded, and ``"refused", [name of an AlignerError, text]``. The loaded
+code defines the other kinds. The parent never unpickles data of a child.
 
-This module imports neither torch nor numpy: every child loads it.
+Every wait of the parent has a time limit, independent of the child's behaviour.
+
+This module imports neither torch nor numpy, because every child loads it.
 """
 
 import faulthandler
@@ -46,12 +49,10 @@ from aligner.process_tree import (
 from aligner.scratch import ScratchFolder
 
 Parsed = TypeVar("Parsed")
-# Kinds and payloads of the answers to one message.
-Answers = Iterable[tuple[str, Any]]
+Answers = Iterable[tuple[str, Any]]  # kinds and payloads of the answers to one message
 
-# Importing the user's module is not part of its time limit, but must end some time.
-_START_LIMIT_S = 300.0
-# For the rest of a message that has begun in time: less than `serve` adds to a limit.
+_START_LIMIT_S = 300.0  # time limit of the import of the user's module
+# Additional time for the end of a message whose header arrived in time. `serve` adds more.
 _BODY_LIMIT_S = 4.0
 _SHORTEST_WAIT_S = 0.001
 _MOST_VALUES = 2**22  # lists, mappings and commas of an answer
@@ -65,41 +66,34 @@ _BOOT = (
 
 @dataclass(frozen=True)
 class Program:
-    """Code that child processes run, and the errors that the parent raises for it.
+    """Code that child processes run, and the errors that the parent raises for it."""
 
-    ``module``: its ``load(*first)`` returns the payload of ``ready`` and the function that answers
-    messages (see `serve`); ``first``: the arguments, pickled. ``name``: the code in error
-    messages, such as ``reward function 'f'``. ``remedy``: for an answer that comes too late.
-    ``memory_mb``: mebibytes that a process may allocate; None: no limit. ``most_bytes``: of one
-    answer.
-    """
-
-    module: str
-    first: tuple[Any, ...]
-    name: str
-    remedy: str
+    module: str  # its ``load(*first)`` returns the payload of ``ready`` and a function (`serve`)
+    first: tuple[Any, ...]  # pickled
+    name: str  # for error messages, such as ``reward function 'f'``
+    remedy: str  # for an answer after the time limit
     error: type[AlignerError]
     timeout: type[AlignerError]
-    memory_mb: int | None = None
-    most_bytes: int = 2**30
+    memory_mb: int | None = None  # MiB that a process may allocate (None: no limit)
+    most_bytes: int = 2**30  # of one answer
 
 
 class ChildProcess:
     """A child process that runs a `Program`.
 
-    Not ``multiprocessing.Process``: spawn would import the training script again, and fork does
-    not survive the threads of torch. Whatever the child starts is killed with it, its temporary
-    directory is removed, and it ends by itself when this process is gone. Messages carry a number:
-    if user code forks and answers twice, the second answer is not taken for the next message's.
+    ``multiprocessing.Process`` is not used: spawn would import the training script again, and fork
+    is unsafe with the threads of torch. The descendants of the child are killed with it, and its
+    temporary directory is removed. The child ends by itself after the death of this process. Each
+    message has an id. If user code forks and answers twice, the second answer is ignored.
     """
 
     def __init__(self, program: Program) -> None:
-        """Start the child and send it what to load; `wait_until_ready` must follow."""
+        """Start the child and send the arguments of ``load``. `wait_until_ready` must follow."""
         self._program = program
-        self._number = 0  # of the message that was sent last
+        self._message_id = 0  # of the last message
         self._message: bytearray | None = None  # received, and not yet returned by `receive`
         mark, folder = uuid.uuid4().hex, ScratchFolder()
-        # Ray's clients look for a running cluster in the temporary directory of this process.
+        # Ray's clients search the temporary directory of this process for a running cluster.
         env = {"RAY_TMPDIR": tempfile.gettempdir(), **os.environ, MARK: mark}
         parent_end, child_end = socket.socketpair()
         self._pipe = _Pipe(parent_end)
@@ -113,14 +107,14 @@ class ChildProcess:
                 env={**env, "TMPDIR": folder.path},
             )
         self._stop = weakref.finalize(
-            self, _kill, self._child, (parent_end, folder), os.getpid(), mark
+            self, _kill, self._child, parent_end, folder, os.getpid(), mark
         )
         first = self._pickled((program.memory_mb, *program.first))
-        with suppress(OSError):  # the child is dead or hangs: `wait_until_ready` raises the error
+        with suppress(OSError):  # the child is dead or hangs, and `wait_until_ready` raises
             self._pipe.send(first, time.monotonic() + _START_LIMIT_S)
 
     def wait_until_ready(self) -> Any:
-        """Payload of the child's first answer; an error of loading is raised."""
+        """Return the payload of the child's first answer, or raise the error of ``load``."""
         try:
             return self.receive(time.monotonic() + _START_LIMIT_S, _START_LIMIT_S)[1]
         except AlignerError:
@@ -129,7 +123,7 @@ class ChildProcess:
 
     @property
     def alive(self) -> bool:
-        """True if it can take another message."""
+        """True if the child can receive another message."""
         return self._stop.alive and self._child.poll() is None
 
     @property
@@ -138,23 +132,24 @@ class ChildProcess:
         return self._child.pid
 
     def fileno(self) -> int:
-        """File that is readable once the child has answered or ended."""
+        """Return the descriptor that becomes readable when the child answers or ends."""
         return self._pipe.socket.fileno()
 
     def ask(self, *message: Any, time_limit_s: float) -> None:
-        """Send a message with its time limit, which bounds the sending too.
+        """Send a message with its time limit, which also applies to sending. Then call `receive`.
 
-        ``receive`` must follow. DataError: the message holds an object that cannot be pickled.
+        Raises:
+            DataError: the message contains an object that cannot be pickled.
         """
-        self._number += 1
-        body = self._pickled((self._number, *message, time_limit_s))
+        self._message_id += 1
+        body = self._pickled((self._message_id, *message, time_limit_s))
         try:
             self._pipe.send(body, time.monotonic() + time_limit_s)
         except OSError as error:
-            raise self._silence(error, time_limit_s) from error
+            raise self._lost(error, time_limit_s) from error
 
     def has_answer(self) -> bool:
-        """Read what the child has sent, without waiting; True if `receive` would not wait."""
+        """Return whether `receive` would return or raise without waiting."""
         try:
             self._read(0.0)
         except TimeoutError:
@@ -164,68 +159,68 @@ class ChildProcess:
         return True
 
     def receive(self, deadline: float, time_limit_s: float) -> tuple[str, Any]:
-        """Kind and payload of the next answer to the message that was sent last.
+        """Wait for the next answer to the last message, and return its kind and payload.
 
         Args:
-            deadline: ``time.monotonic()`` at which the wait ends; the child is then killed.
-            time_limit_s: the time limit that ``deadline`` came from, for the error.
+            deadline: ``time.monotonic()`` at which the wait ends and the child is killed.
+            time_limit_s: the corresponding time limit, for the error.
         """
         try:
             kind, payload = self._read(deadline)
         except (EOFError, OSError) as error:
-            raise self._silence(error, time_limit_s) from error
+            raise self._lost(error, time_limit_s) from error
         except OverflowError as error:
             most = self._program.most_bytes
-            raise self._failed(f"answered with {error} bytes; at most {most} are read") from error
+            raise self._failed(f"sent an answer of {error} bytes (at most {most})") from error
         except Exception as error:
-            raise self._no_answer(error) from error
+            raise self._invalid_answer(error) from error
         self._message = None
         if kind == "refused":
             raise self.parse(self._refusal, payload)
         return kind, payload
 
     def parse(self, parse: Callable[[Any], Parsed], value: Any) -> Parsed:
-        """``parse(value)`` of what the child sent; if that raises, the child is killed."""
+        """Return ``parse(value)`` of a value from the child. If it raises, kill the child."""
         try:
             return parse(value)
-        except Exception as error:  # whatever a damaged answer may cause
-            raise self._no_answer(error) from error
+        except Exception as error:  # an invalid answer may cause any exception
+            raise self._invalid_answer(error) from error
 
     def close(self) -> None:
-        """Kill the child and everything it started. May be called twice."""
+        """Kill the child and all its descendants. May be called twice."""
         self._stop()
 
     def _read(self, deadline: float) -> tuple[str, Any]:
-        """Kind and payload of the answer to the last message; a second call returns it again.
+        """Return kind and payload of the answer to the last message, also at a second call.
 
         Answers to earlier messages are dropped.
         """
         while True:
             if self._message is None:
                 self._message = self._pipe.receive(self._program.most_bytes, deadline)
-            number, kind, payload = _parse_answer(self._message)
-            if number == self._number:
+            message_id, kind, payload = _parse_answer(self._message)
+            if message_id == self._message_id:
                 return kind, payload
             self._message = None
             if time.monotonic() > deadline:
                 raise TimeoutError
 
-    def _silence(self, error: OSError | EOFError, time_limit_s: float) -> AlignerError:
-        """Error of a child that is late or dead; it is killed."""
+    def _lost(self, error: OSError | EOFError, time_limit_s: float) -> AlignerError:
+        """Kill a child that exceeded its time limit or died, and return the error to raise."""
         if isinstance(error, TimeoutError):
             self.close()
             return self._program.timeout(
                 f"{self._program.name} did not answer within {time_limit_s:g} seconds and "
-                f"was killed; {self._program.remedy}"
+                f"was killed. To avoid this, {self._program.remedy}"
             )
         with suppress(subprocess.TimeoutExpired):
             self._child.wait(timeout=5)
-        return self._failed(f"died (exit code {self._child.returncode}); its output is above")
+        return self._failed(f"died (exit code {self._child.returncode}). Its output is above")
 
-    def _no_answer(self, error: Exception) -> AlignerError:
+    def _invalid_answer(self, error: Exception) -> AlignerError:
         return self._failed(
-            f"sent what is no answer ({type(error).__name__}); does it write to file descriptors "
-            "that it did not open?"
+            f"sent an invalid answer ({type(error).__name__}). Check whether the code writes to "
+            "file descriptors that it did not open"
         )
 
     def _failed(self, problem: str) -> AlignerError:
@@ -233,30 +228,31 @@ class ChildProcess:
         return self._program.error(f"the process of {self._program.name} {problem}")
 
     def _refusal(self, payload: tuple[str, str]) -> AlignerError:
-        """The error by its name; the class may be one that the parent cannot import."""
+        """Return the error of a refusal. An unknown class is replaced by the program's error."""
         name, text = payload
-        kind = getattr(errors, name, self._program.error)
-        known = isinstance(kind, type) and issubclass(kind, AlignerError)
-        return kind(text) if known else self._program.error(text)
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, AlignerError):
+            return kind(text)
+        return self._program.error(text)
 
     def _pickled(self, message: Any) -> bytes:
         try:
             return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # a user's class may raise anything
+        except Exception as error:  # a user's class may raise any exception
             raise DataError(
-                f"{self._program.name} is given an object that cannot travel to its process: "
-                f"{text_of(error)}; give rows and arguments numbers, text, lists, mappings, or "
-                "functions and objects of classes that have a name in their file"
+                f"{self._program.name} receives an object that cannot be pickled: "
+                f"{text_of(error)}. Use numbers, text, lists, mappings, or functions and objects "
+                "of classes that are defined at the top level of a file"
             ) from error
 
 
 class ProcessPool:
-    """Child processes of one program by slot, which are started when needed and then kept."""
+    """Child processes of one program by slot, which are started when needed and reused."""
 
     def __init__(self, program: Program) -> None:
-        """Start the first process, so that code that cannot be loaded is refused now."""
+        """Start the first process, so that an error of ``load`` is raised here."""
         self._program = program
-        self._processes = {0: self._started()}
+        self._processes = {0: ChildProcess(program)}
         self.loaded = self._processes[0].wait_until_ready()  # payload of ``ready``
 
     def start(self, slots: Sequence[int]) -> dict[int, AlignerError]:
@@ -264,20 +260,20 @@ class ProcessPool:
 
         Returns the error of each slot whose process died or did not load the code in time.
         """
-        known = self._processes
-        missing = [slot for slot in slots if not (slot in known and known[slot].alive)]
+        processes = self._processes
+        missing = [slot for slot in slots if slot not in processes or not processes[slot].alive]
         for slot in missing:
-            known[slot] = self._started()
-        failed: dict[int, AlignerError] = {}
+            processes[slot] = ChildProcess(self._program)
+        failures: dict[int, AlignerError] = {}
         for slot in missing:
             try:
-                known[slot].wait_until_ready()
+                processes[slot].wait_until_ready()
             except self._program.error as error:
-                failed[slot] = error
-        return failed
+                failures[slot] = error
+        return failures
 
     def kill(self, slot: int) -> None:
-        """Kill a slot's process and all that it started; the next `start` starts it again."""
+        """Kill a slot's process and its descendants. The next `start` starts it again."""
         self._processes[slot].close()
 
     def close(self) -> None:
@@ -287,94 +283,94 @@ class ProcessPool:
         self._processes.clear()
 
     def pid(self, slot: int) -> int:
-        """Process id of a slot's process."""
+        """Return the process id of a slot's process."""
         return self._processes[slot].pid
-
-    def _started(self) -> ChildProcess:
-        return ChildProcess(self._program)
 
 
 def _parse_answer(message: bytearray) -> tuple[int, str, Any]:
-    """An answer of a child, of plain values. Bounded in depth and number, whoever wrote it."""
+    """Parse an answer into message id, kind and payload, with limits on depth and size."""
+
+    def refuse_constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not JSON")
+
     if sum(message.count(mark) for mark in b",[{") > _MOST_VALUES:
         raise ValueError(f"more than {_MOST_VALUES} values")
-    number, kind, payload = plain(json.loads(message, parse_constant=_refuse_constant))
-    if type(number) is not int or type(kind) is not str:
-        raise TypeError(f"{number!r}, {kind!r}")
-    return number, kind, payload
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    message_id, kind, payload = plain(json.loads(message, parse_constant=refuse_constant))
+    if type(message_id) is not int or type(kind) is not str:
+        raise TypeError(f"{message_id!r}, {kind!r}")
+    return message_id, kind, payload
 
 
 class Channel:
-    """The child's end."""
+    """The child's end of the connection."""
 
-    def __init__(self, number: int) -> None:
-        """Open the inherited socket ``number``."""
-        os.set_inheritable(number, False)
-        self._pipe = _Pipe(socket.socket(fileno=number))
+    def __init__(self, descriptor: int) -> None:
+        """Open an inherited socket."""
+        os.set_inheritable(descriptor, False)
+        self._pipe = _Pipe(socket.socket(fileno=descriptor))
         self._pid = os.getpid()
 
     def receive(self) -> Any:
-        """The parent's next message; EOFError: it has closed the channel."""
+        """Return the parent's next message. Raises EOFError after the parent closed the socket."""
         return pickle.loads(self._pipe.receive())
 
-    def send(self, number: int, kind: str, payload: Any) -> None:
-        """Answer message ``number``; ``payload`` goes through `plain`."""
-        if os.getpid() != self._pid:  # the user's code forked, and returned in the copy as well
+    def send(self, message_id: int, kind: str, payload: Any) -> None:
+        """Answer a message. ``payload`` is converted by `plain`."""
+        if os.getpid() != self._pid:  # a fork of the user's code, which returned here too
             os._exit(0)
-        self._pipe.send(json.dumps(plain([number, kind, payload])).encode())
+        self._pipe.send(json.dumps(plain([message_id, kind, payload])).encode())
 
-    def refuse(self, number: int, error: AlignerError) -> None:
-        """Answer with the name of an error: the parent may be unable to import its class."""
-        self.send(number, "refused", (type(error).__name__, text_of(error)))
+    def refuse(self, message_id: int, error: AlignerError) -> None:
+        """Answer with the name and the text of an error."""
+        self.send(message_id, "refused", (type(error).__name__, text_of(error)))
 
 
-def serve(socket_number: int, load: Callable[..., tuple[Any, Callable[..., Answers]]]) -> None:
-    """Answer the parent's messages on an inherited socket until the parent closes it or is gone.
+def serve(descriptor: int, load: Callable[..., tuple[Any, Callable[..., Answers]]]) -> None:
+    """Answer the parent's messages on an inherited socket until the parent closes it or dies.
 
-    ``load`` is called with the first message. It returns the payload of ``ready``, and a function
-    that is called with each further message and yields the kinds and payloads of its answers. If
-    either raises an `AlignerError`, the parent raises it, too.
+    ``load`` is called with the arguments in the first message. It returns the payload of ``ready``
+    and a function. The function is called with each message and yields kinds and payloads of the
+    answers. If ``load`` or the function raises an `AlignerError`, the parent raises it.
     """
+    # Load the user's code.
     adopt_orphans()
     die_with_parent()
-    with suppress(OSError):  # where memory runs out, this process goes before its parent
+    with suppress(OSError):  # if memory is exhausted, the kernel kills this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    channel = Channel(socket_number)
+    channel = Channel(descriptor)
     try:
         memory_mb, *first = channel.receive()
-        if memory_mb is not None:  # memory that is shared or mapped from files does not count
+        if memory_mb is not None:  # shared memory and mapped files do not count
             resource.setrlimit(resource.RLIMIT_DATA, (memory_mb * 2**20,) * 2)
         loaded, answers = load(*first)
     except AlignerError as error:
         channel.refuse(0, error)
         return
     channel.send(0, "ready", loaded)
+
+    # Answer messages. The parent kills this process at the time limit. If the parent is dead and
+    # the user's code blocks all Python threads, the timer of faulthandler (a C thread) ends it.
     while True:
         try:
-            number, *message, limit_s = channel.receive()
+            message_id, *message, limit_s = channel.receive()
         except (EOFError, ConnectionResetError):
             return
-        # The parent kills this process at the limit. If the parent is gone too, and the user's code
-        # hangs without letting another Python thread run, this timer (a C thread) ends it.
         faulthandler.dump_traceback_later(limit_s + 5, exit=True)
         try:
             for kind, payload in answers(*message):
-                channel.send(number, kind, payload)
+                channel.send(message_id, kind, payload)
         except AlignerError as error:
-            channel.refuse(number, error)
+            channel.refuse(message_id, error)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
 
 class _Pipe:
-    """Messages over a socket, each behind a header with its length.
+    """Messages over a socket, each after a header with its length.
 
-    A deadline is a ``time.monotonic()``, after which TimeoutError is raised; None: there is none,
-    0: only what is there is read. What came before a TimeoutError is kept for the next `receive`.
+    A deadline is a ``time.monotonic()`` after which TimeoutError is raised. 0 means not to wait,
+    None to wait without limit. Bytes received before a TimeoutError are kept for the next
+    `receive`.
     """
 
     _HEADER = struct.Struct("!4sQ")
@@ -382,20 +378,20 @@ class _Pipe:
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
-        self._received = bytearray()  # of the message that comes, header included
+        self._received = bytearray()  # begin of the next message, header included
 
     def send(self, body: bytes, deadline: float | None = None) -> None:
-        """Send a message; OSError: nobody reads it any more."""
+        """Send a message. Raises OSError if the other end is closed."""
         for part in (self._HEADER.pack(self._BEGIN, len(body)), body):
             self.socket.settimeout(_seconds_to(deadline))
             self.socket.sendall(part)
 
     def receive(self, most_bytes: int | None = None, deadline: float | None = None) -> bytearray:
-        """Return the next message; if something else came, that.
+        """Return the next message, or bytes that do not begin with a header.
 
         Raises:
             EOFError: the other end is closed.
-            OverflowError: it has more than ``most_bytes``, none of which were read.
+            OverflowError: the message has more than ``most_bytes`` and was not read.
         """
         size = self._HEADER.size
         self._read_to(size, deadline)
@@ -423,23 +419,25 @@ class _Pipe:
 
 
 def _seconds_to(deadline: float | None) -> float | None:
-    """Seconds that are left; never 0, by which a socket would mean something else."""
+    """Return the seconds until a deadline, at least 1 ms, as 0 makes a socket non-blocking."""
     return None if deadline is None else max(_SHORTEST_WAIT_S, deadline - time.monotonic())
 
 
 def _kill(
     child: "subprocess.Popen[bytes]",
-    held: tuple[socket.socket, ScratchFolder],
+    end: socket.socket,
+    folder: ScratchFolder,
     owner: int,
     mark: str,
 ) -> None:
-    if os.getpid() != owner:  # a fork of ours is ending: the child is not its own
+    """Kill a child with its descendants and remove its folder, unless this process is a fork."""
+    if os.getpid() != owner:
         return
-    held[0].close()
+    end.close()
     if child.poll() is None:
         kill_tree(child.pid)
-    else:  # its descendants have other parents by now
+    else:  # its descendants have other parents
         kill_marked(mark)
     with suppress(subprocess.TimeoutExpired):
         child.wait(LONGEST_KILL_S)
-    held[1].close()
+    folder.close()

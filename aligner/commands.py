@@ -1,8 +1,8 @@
-"""The command `aligner`: every script of `examples/` under a short name, from anywhere.
+"""The command `aligner`, which runs the scripts of `examples/` from any folder by short names.
 
-`aligner train-ppo …` is `python examples/train_gpt_ppo.py …`: the script itself is run, so there is
-one implementation, and what a run starts again (a process per device, a stage of a pipeline) is a
-file with a path. Nothing heavy is imported before the script needs it.
+`aligner train-ppo …` runs the file `examples/train_gpt_ppo.py`. Processes that a run starts (one
+per device, the stages of a pipeline) therefore run the same file by its path. Large modules are
+imported only by the script.
 """
 
 import difflib
@@ -17,23 +17,25 @@ from aligner.catalog import ALGORITHMS
 
 
 class Command(NamedTuple):
-    """A script of `examples/`, without its suffix, and its purpose."""
+    """A script of `examples/` and its purpose."""
 
-    script: str
+    script: str  # file name without the suffix
     summary: str
-    arguments: tuple[str, ...] = ()  # that stand before the user's
+    arguments: tuple[str, ...] = ()  # inserted before the user's arguments
 
 
 COMMANDS: dict[str, Command] = {
-    **{f"train-{one.name}": Command(one.script, one.summary) for one in ALGORITHMS.values()},
+    **{
+        f"train-{entry.name}": Command(entry.script, entry.summary) for entry in ALGORITHMS.values()
+    },
     "generate": Command("generate", "answers to prompts"),
     "chat": Command("generate", "a conversation in the terminal", ("--chat",)),
     "evaluate": Command("evaluate", "mean@k, pass@k, maj@k of a model on held-out prompts"),
     "compare": Command("compare", "training runs and evaluations on one page"),
-    "pipeline": Command("pipeline", "several runs, each from what an earlier one left"),
+    "pipeline": Command("pipeline", "several runs, each from the result of an earlier run"),
     "convert": Command("convert", "a Hugging Face directory or GGUF to a .nemo, or a .nemo back"),
     "merge-lora": Command("merge_lora", "adapters into the model they were trained on"),
-    "plan": Command("plan", "what a training run takes on devices that are not here"),
+    "plan": Command("plan", "memory and time of a training run on devices that you name"),
     "check-metrics": Command("check_metrics", "a run's metrics against thresholds, at a step"),
     "translate": Command("translate", "a configuration of NeMo-RL or NeMo-Aligner as a command"),
     "convert-lora": Command("convert_lora_to_peft", "adapters to Hugging Face's PEFT"),
@@ -44,32 +46,32 @@ COMMANDS: dict[str, Command] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: ``aligner COMMAND …``."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help", "help"):
+    name, *options = (sys.argv[1:] if arguments is None else arguments) or ["help"]
+    if name in ("-h", "--help", "help"):
         print(usage())
         return
-    if given[0] in ("-V", "--version"):
+    if name in ("-V", "--version"):
         print(f"aligner {aligner.__version__}")
         return
-    name = given[0]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        sys.exit(f"aligner {name}: no such command{meant}\n\n{usage()}")
+        hint = f". Did you mean {near[0]}?" if near else ""
+        sys.exit(f"aligner {name}: no such command{hint}\n\n{usage()}")
+    # Run the script as if it had been started with these arguments.
     script = shipped("examples") / f"{COMMANDS[name].script}.py"
-    sys.argv = [str(script), *COMMANDS[name].arguments, *given[1:]]
+    sys.argv = [str(script), *COMMANDS[name].arguments, *options]
     runpy.run_path(str(script), run_name="__main__")
 
 
 def shipped(folder: str) -> Path:
-    """``conf`` or ``examples``: within the installed package, in a checkout beside it."""
+    """Return the path of ``conf`` or ``examples``, inside the package or next to it (checkout)."""
     package = Path(aligner.__file__).parent
     inside = package / folder
     return inside if inside.is_dir() else package.parent / folder
 
 
 def usage() -> str:
-    """Text that ``aligner --help`` prints."""
+    """Return the text of ``aligner --help``."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
@@ -80,8 +82,8 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "`aligner COMMAND --help` lists a command's options. Recipes that train-* find by",
-            f"--config-name recipes/NAME are in {shipped('conf') / 'recipes'}.",
+            "`aligner COMMAND --help` lists a command's options. Recipes for --config-name",
+            f"recipes/NAME of train-* are in {shipped('conf') / 'recipes'}.",
         ]
     )
 

@@ -1,8 +1,8 @@
-"""Every error a user can meet.
+"""Errors for users of the library.
 
-Each derives from ``AlignerError`` and from the standard type it refines, so both
-``except AlignerError`` and ``except ValueError`` work as usual. A message names the
-key, the value it had, and what to do about it.
+Each class derives from ``AlignerError`` and from a standard exception, so that both
+``except AlignerError`` and ``except ValueError`` work. A message names the key, its value and a
+remedy.
 """
 
 import contextlib
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 
 class AlignerError(Exception):
-    """Root of all errors raised on purpose by this library."""
+    """Base class of the errors of this library."""
 
 
 class ConfigError(AlignerError, ValueError):
-    """A configuration key is unknown, missing, or has a value that cannot work."""
+    """A configuration key is unknown or missing, or its value is invalid."""
 
 
 class LayoutError(AlignerError, ValueError):
@@ -22,11 +22,11 @@ class LayoutError(AlignerError, ValueError):
 
 
 class DataError(AlignerError, ValueError):
-    """A data file, a row or a column is not what the configuration promises."""
+    """A data file, a row or a column does not match the configuration."""
 
 
 class TokenizerError(AlignerError, ValueError):
-    """A tokenizer cannot be loaded or lacks a feature that is needed."""
+    """A tokenizer cannot be loaded, or lacks a required feature."""
 
 
 class CheckpointError(AlignerError, ValueError):
@@ -34,7 +34,7 @@ class CheckpointError(AlignerError, ValueError):
 
 
 class DamagedStateError(CheckpointError):
-    """A run state whose files are not what was written: cut short, altered, or unreadable."""
+    """The files of a run state are truncated, altered or unreadable."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -42,7 +42,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class StorageError(AlignerError, OSError):
-    """A directory cannot be written, or the disk is full."""
+    """A directory is not writable, or the disk is full."""
 
 
 class RewardError(AlignerError, RuntimeError):
@@ -54,14 +54,14 @@ class RewardTimeoutError(RewardError, TimeoutError):
 
 
 class RewardServerError(RewardError, ConnectionError):
-    """A reward server cannot be reached, refuses, or answers what cannot be used.
+    """A reward server cannot be reached, refuses a request, or sends an invalid answer.
 
-    The message names its address and the cause.
+    The message names the address and the cause.
     """
 
 
 class EnvironmentCallError(AlignerError, RuntimeError):
-    """Conversations failed more often than a rollout may begin again, or none was scored."""
+    """More conversations failed than ``environment.retries`` allows, or none was scored."""
 
 
 class EnvironmentTimeoutError(EnvironmentCallError, TimeoutError):
@@ -69,7 +69,7 @@ class EnvironmentTimeoutError(EnvironmentCallError, TimeoutError):
 
 
 class CallbackError(AlignerError, RuntimeError):
-    """A callback of ``trainer.callbacks`` raised; the message names it and the cause."""
+    """A callback of ``trainer.callbacks`` raised. The message names the callback and the cause."""
 
 
 class NonFiniteError(AlignerError, FloatingPointError):
@@ -77,7 +77,7 @@ class NonFiniteError(AlignerError, FloatingPointError):
 
 
 class DeviceMemoryError(AlignerError, MemoryError):
-    """A dry run took more memory than the device has; the message names the phase."""
+    """A dry run exceeded the device memory. The message names the phase."""
 
 
 class WorkerError(AlignerError, RuntimeError):
@@ -85,22 +85,22 @@ class WorkerError(AlignerError, RuntimeError):
 
 
 class WorkerDiedError(WorkerError):
-    """A worker process ended while it was needed: killed, out of memory, or its node is gone.
+    """A worker process ended during the run: killed, out of memory, or with its node.
 
-    The message names its role, rank, node and the last lines of its log.
+    The message contains the role, rank and node of the worker and the last lines of its log.
     """
 
 
 class DryDeviceError(AlignerError, RuntimeError):
-    """The dry device is not available here, or does not compute a value that is read."""
+    """The dry device is not available, or cannot compute a value that the run reads."""
 
 
 class NativeCodeError(AlignerError, RuntimeError):
-    """A C++ file of the library cannot be compiled or loaded here."""
+    """A C++ file of the library cannot be compiled or loaded."""
 
 
 class VersionError(AlignerError, ImportError):
-    """A library is installed in a version that this one does not work with."""
+    """The installed version of a library is not supported."""
 
 
 class MissingPackageError(AlignerError, ImportError):
@@ -111,21 +111,21 @@ class MissingPackageError(AlignerError, ImportError):
 def raised_as(
     kind: type[AlignerError], text: str, *caught: type[Exception], remedy: str = ""
 ) -> Iterator[None]:
-    """Raise errors of the block as ``kind``, with ``text``, the cause and ``remedy`` as message.
+    """Convert exceptions of the block to ``kind``, with ``text``, the cause and ``remedy``.
 
     Args:
-        kind: class of the error that is raised.
-        text: what has failed, with the key or the file.
-        caught: classes of errors that are raised so; default: all. Errors of this library are
-            raised as they are, unless their own class is named.
-        remedy: what to do about it.
+        kind: class of the raised error.
+        text: begin of the message: the failed operation, with the key or the file.
+        caught: classes of exceptions to convert. The default is all exceptions. Errors of this
+            library are not converted, unless their class is named.
+        remedy: end of the message.
     """
     try:
         yield
     except Exception as error:
-        named = tuple(each for each in caught if issubclass(each, AlignerError))
-        is_ours = isinstance(error, AlignerError) and not isinstance(error, named)
-        if is_ours or not isinstance(error, caught or Exception):
+        own_classes = tuple(cls for cls in caught if issubclass(cls, AlignerError))
+        is_final = isinstance(error, AlignerError) and not isinstance(error, own_classes)
+        if is_final or not isinstance(error, caught or Exception):
             raise
         cause = f"no {error}" if isinstance(error, KeyError) else str(error) or repr(error)
         raise kind(f"{text}: {cause}{remedy and '; '}{remedy}") from error

@@ -1,23 +1,23 @@
-"""Configuration keys of other libraries: questions of the loader, answered by registered tables.
+"""Lookup of configuration keys of other libraries in registered tables.
 
-`aligner.compat` has the tables and registers them when `aligner` is imported, so that the loader
-names no other library.
+`aligner.compat` contains the tables and registers them when `aligner` is imported. The loader does
+not depend on it.
 """
 
 from typing import Any, Protocol
 
-IGNORED: dict[str, None] = {}  # keys that were given and change no result: for the start-up report
+IGNORED: dict[str, None] = {}  # keys without effect in this run, for the start-up report
 
 
 class KeyTable(Protocol):
     """Keys of one library."""
 
     def remedy(self, key: str, /) -> str | None:
-        """Text that says what to use instead of a dotted key; None for a key not in the table."""
+        """Return the alternative to a dotted key, or None for a key that is not in the table."""
         ...
 
     def is_inert(self, key: str, value: Any, /) -> bool:
-        """Return whether ``key: value`` asks for nothing but what is done anyway."""
+        """Return whether ``key: value`` describes the fixed behaviour of this library."""
         ...
 
 
@@ -25,23 +25,23 @@ _tables: list[KeyTable] = []
 
 
 def register(keys: KeyTable) -> None:
-    """Add the keys of one library; a module with the two functions is such a table."""
+    """Add the table of a library, which may be a module with the two functions."""
     if keys not in _tables:
         _tables.append(keys)
 
 
 def remedy(key: str) -> str | None:
-    """Text of the first table that has the key; None if none has it."""
+    """Return the alternative to a key in the first table that contains it, or None."""
     return next((text for keys in _tables if (text := keys.remedy(key)) is not None), None)
 
 
 def is_inert(key: str, value: Any) -> bool:
-    """Return whether a table accepts ``key: value`` because it is so anyway."""
+    """Return whether a table accepts ``key: value`` as without effect."""
     return any(keys.is_inert(key, value) for keys in _tables)
 
 
 def table(rows: list[tuple[str, Any, str]]) -> str:
-    """Align rows of "their key, value, what to use" below those titles."""
+    """Format rows of key, value and remedy as an aligned table with titles."""
     cells = [("their key", "value", "what to use")]
     cells += [(key, shown(value)[:40], remedy) for key, value, remedy in rows]
     widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
@@ -51,7 +51,7 @@ def table(rows: list[tuple[str, Any, str]]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as the command line has it: ``null``, ``true``, ``[0.5,2]``, text without quotes."""
+    """Return a value as on the command line: ``null``, ``true``, ``[0.5,2]``, unquoted text."""
     if isinstance(value, tuple | list):
         return f"[{','.join(map(shown, value))}]"
     if isinstance(value, float) and float(f"{value:g}") == value:

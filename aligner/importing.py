@@ -1,6 +1,6 @@
-"""Imports by name: a user's function or class, and packages without what they bring along.
+"""Import of a user's function or class from a path, and of modules without optional packages.
 
-For a user's code the current directory is searched as well, wherever the script that runs stands.
+For user code the current directory is searched, too, independent of the folder of the script.
 """
 
 import importlib
@@ -22,41 +22,41 @@ Kind = Literal["function", "class"]
 
 
 def load_function(name: str, *, key: str, kind: Kind = "function") -> Callable[..., Any]:
-    """The callable that ``name`` stands for.
+    """Import a function or a class.
 
     Args:
-        name: ``package.module:function``, ``package.module.function`` or
-            ``path/to/file.py:function``; a class serves as well.
-        key: the configuration key that held it, for the error message.
-        kind: what the message calls it.
+        name: path of the function or class: ``package.module:function``,
+            ``package.module.function`` or ``path/to/file.py:function``.
+        key: configuration key of the path, for the error message.
+        kind: name of the object in the error message.
 
     Raises:
-        ConfigError: nothing callable of that name can be imported.
+        ConfigError: the path is invalid, its module cannot be imported or lacks the object.
     """
-    place, attribute = _split(name, key)
-    module = _import_place(place, name, key)
-    found: Any = module
+    module_path, attribute = _split(name, key)
+    module = _import_module(module_path, name, key)
+    value: Any = module
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
-        offered = ", ".join(_functions_of(module, kind)) or "none"
+        value = getattr(value, part, None)
+    if not callable(value):
+        defined = ", ".join(_functions_of(module, kind)) or "none"
         kinds = {"function": "functions", "class": "classes"}[kind]
         raise ConfigError(
-            f"{key}={name!r}: {place} has no {kind} {attribute!r} (its {kinds}: {offered})"
+            f"{key}={name!r}: {module_path} has no {kind} {attribute!r}. Its {kinds}: {defined}"
         )
-    return found
+    return value
 
 
 def import_without(module: str, *packages: str) -> None:
     """Import ``module`` as if these ``packages`` were not installed.
 
-    For a module that imports large packages if it finds them, for features that are not used here.
-    Later imports find the packages, and those that are imported already stay so. Does nothing where
-    ``module`` is imported already.
+    This skips large optional packages whose features are not used here. Packages that are already
+    imported remain available, and later imports find all packages. A module that is already
+    imported is not imported again.
     """
     if module in sys.modules:
         return
-    finder = _Absent(set(packages) - sys.modules.keys())
+    finder = _HidingFinder(set(packages) - sys.modules.keys())
     sys.meta_path.insert(0, finder)
     try:
         importlib.import_module(module)
@@ -64,8 +64,8 @@ def import_without(module: str, *packages: str) -> None:
         sys.meta_path.remove(finder)
 
 
-class _Absent(DistributionFinder):
-    """Finds packages absent, whatever the finders after it have."""
+class _HidingFinder(DistributionFinder):
+    """Finder that hides packages from the finders after it."""
 
     def __init__(self, packages: set[str]) -> None:
         self._packages = packages
@@ -73,7 +73,7 @@ class _Absent(DistributionFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Refuse the packages and what is in them; say nothing of others."""
+        """Refuse the hidden packages and their modules, and leave others to the next finder."""
         del path, target
         if name.partition(".")[0] in self._packages:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
@@ -82,26 +82,30 @@ class _Absent(DistributionFinder):
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
     ) -> Iterable[Distribution]:
-        """Refuse the packages' versions; say nothing of others."""
+        """Refuse the metadata of the hidden packages, and leave others to the next finder."""
         if context is not None and context.name in self._packages:
             raise PackageNotFoundError(context.name)
         return ()
 
 
 def check_call(
-    call: Callable[..., Any], keywords: Iterable[str], what: str, remedy: str, positional: int = 0
+    call: Callable[..., Any],
+    keywords: Iterable[str],
+    subject: str,
+    remedy: str,
+    positional: int = 0,
 ) -> None:
-    """Refuse a callable that cannot be called with this many arguments and these keywords.
+    """Refuse a callable that does not accept a number of arguments and certain keywords.
 
     Args:
         call: the callable.
-        keywords: names of what is passed by keyword.
-        what: how the message begins: the configuration key, its value and what is called.
-        remedy: how it ends.
-        positional: number of arguments passed by position.
+        keywords: names of the arguments that are passed by keyword.
+        subject: begin of the message: the configuration key and its value.
+        remedy: end of the message.
+        positional: number of arguments that are passed by position.
 
     Raises:
-        ConfigError: its signature does not fit. One that cannot be read is taken to fit.
+        ConfigError: the signature does not match. An unknown signature is accepted.
     """
     try:
         signature = inspect.signature(call)
@@ -110,49 +114,52 @@ def check_call(
     try:
         signature.bind(*[None] * positional, **dict.fromkeys(keywords))
     except TypeError as error:
-        raise ConfigError(f"{what}: {error}; its signature is {signature}. {remedy}") from error
+        raise ConfigError(f"{subject}: {error}. The signature is {signature}. {remedy}") from error
 
 
 def named_by(function: Callable[..., Any], offered: Iterable[str]) -> set[str]:
-    """Names of ``offered`` that a signature takes by keyword; all of them if it takes any."""
+    """Return the names of ``offered`` that a function accepts as keywords."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a function of C
         return set()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return set(offered)
-    return {one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY} & {*offered}
+    positional_only = inspect.Parameter.POSITIONAL_ONLY
+    return {item.name for item in parameters if item.kind is not positional_only} & {*offered}
 
 
 def _split(name: str, key: str) -> tuple[str, str]:
-    place, separator, attribute = name.rpartition(":")
+    module_path, separator, attribute = name.rpartition(":")
     if not separator:
-        place, _, attribute = name.rpartition(".")
-    if not place or not attribute or (place.endswith(".py") and not separator):
+        module_path, _, attribute = name.rpartition(".")
+    if not module_path or not attribute or (module_path.endswith(".py") and not separator):
         raise ConfigError(
-            f"{key}={name!r} must look like package.module:function or path/to/file.py:function"
+            f"{key}={name!r} is not a path. Write package.module:function or "
+            "path/to/file.py:function"
         )
-    return place, attribute
+    return module_path, attribute
 
 
-def _import_place(place: str, name: str, key: str) -> ModuleType:
-    if place.endswith(".py"):
-        path = Path(place).expanduser().resolve()
-        if not path.is_file():
-            raise ConfigError(f"{key}={name!r}: there is no file {path}")
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # `python examples/SCRIPT.py` searches only the folder of the script
+def _import_module(module_path: str, name: str, key: str) -> ModuleType:
+    path = Path(module_path).expanduser().resolve() if module_path.endswith(".py") else None
+    if path is not None and not path.is_file():
+        raise ConfigError(f"{key}={name!r}: the file {path} does not exist. Correct the path")
+
+    # The module, also from the current directory.
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)  # `python examples/SCRIPT.py` searches only the script's folder
     try:
-        return import_file(path) if place.endswith(".py") else importlib.import_module(place)
+        return importlib.import_module(module_path) if path is None else import_file(path)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{key}={name!r}: no module named {error.name!r}; give path/to/file.py:NAME, run from "
-            f"the folder that holds the module (now {here}), or add that to PYTHONPATH"
+            f"{key}={name!r}: no module named {error.name!r}. Give path/to/file.py:NAME, run from "
+            f"the folder of the module (now {folder}), or add that folder to PYTHONPATH"
         ) from error
     except Exception as error:
         raise ConfigError(
-            f"{key}={name!r}: importing {place} failed with {type(error).__name__}: {error}"
+            f"{key}={name!r}: importing {module_path} failed with {type(error).__name__}: {error}"
         ) from error
 
 
@@ -167,22 +174,21 @@ def _functions_of(module: ModuleType, kind: Kind) -> list[str]:
     )
 
 
-# Of a function's own error text, which passes through a pipe, to every rank and the console.
-_MOST_CHARACTERS = 2000
+_MOST_CHARACTERS = 2000  # of a user's error text, which is sent to every rank and the console
 
 
 def describe_exception(error: BaseException) -> str:
-    """``ZeroDivisionError: division by zero (rewards.py, line 12)``."""
+    """Return text such as ``ZeroDivisionError: division by zero (rewards.py, line 12)``."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text_of(error)}{place}"
+    position = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text_of(error)}{position}"
 
 
 def text_of(error: BaseException) -> str:
-    """The beginning of its text, whatever ``__str__`` does."""
+    """Return the beginning of an error's text, also if its ``__str__`` raises."""
     try:
         text = str(error)
-    except Exception as other:
-        return f"(its text cannot be had: {type(other).__name__})"
+    except Exception as failure:
+        return f"(the text is not available: {type(failure).__name__})"
     more = len(text) - _MOST_CHARACTERS
     return text if more <= 0 else f"{text[:_MOST_CHARACTERS]}… and {more} characters more"

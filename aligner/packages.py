@@ -1,6 +1,6 @@
-"""Packages and machine of a run: extras, versions for its records, effects of missing packages.
+"""Installed packages: extras, supported versions, and the description of a run's machine.
 
-No environment variables are recorded: they hold secrets.
+Environment variables are not recorded, because they may contain secrets.
 """
 
 import importlib.metadata
@@ -21,21 +21,21 @@ from aligner.errors import MissingPackageError, VersionError
 class OptionalPackage:
     """A package that the library uses if it is installed."""
 
-    name: str  # under which it is imported
-    without: str  # what is different without it
+    name: str  # of its top-level module
+    without: str  # effect of its absence
     install: str
     gpu_only: bool = False
-    # A submodule that distinguishes the real package from an unrelated one of the same name.
+    # A submodule that distinguishes the package from an unrelated package of the same name.
     submodule: str | None = None
-    alternative: str | None = None  # another top-level module that proves it is there
+    alternative: str | None = None  # another top-level module of the package
     extra: str | None = None  # of pyproject.toml
-    only_missing: bool = False  # start-up reports do not name it if it is installed
+    only_missing: bool = False  # start-up reports list it only if it is missing
 
 
-def _of_extra(
+def _extra_packages(
     extra: str, without: str, *names: str, reported: bool = False
 ) -> list[OptionalPackage]:
-    """Packages of an extra of pyproject.toml."""
+    """Return the packages of an extra of pyproject.toml."""
     install = f'pip install "aligner[{extra}]"'
     return [
         OptionalPackage(name, without, install, extra=extra, only_missing=not reported)
@@ -46,8 +46,8 @@ def _of_extra(
 OPTIONAL_PACKAGES = (
     OptionalPackage(
         "apex",
-        "with Transformer Engine nothing: megatron-core takes its fused optimizer first; else "
-        "torch's AdamW and gradient norms",
+        "torch's AdamW and gradient norms (no effect with Transformer Engine, whose fused "
+        "optimizer megatron-core prefers)",
         "NVIDIA Apex from source, or an NGC PyTorch container",
         gpu_only=True,
         submodule="optimizers",
@@ -55,38 +55,40 @@ OPTIONAL_PACKAGES = (
     ),
     OptionalPackage(
         "transformer_engine",
-        "no FP8; the local layer spec; Apex's fused optimizer or, without Apex, torch's AdamW",
+        "no FP8, the local layer spec, Apex's fused optimizer or, without Apex, torch's AdamW",
         "pip install 'transformer_engine[pytorch]>=2.9,<2.12', or an NGC PyTorch container",
         gpu_only=True,
     ),
     OptionalPackage(
         "flash_attn",
-        "packed sequences attend through torch's kernel; before 2.11 it has no sliding windows",
+        "torch's attention kernel for packed sequences (before 2.11 without sliding windows)",
         "pip install flash-attn",
         gpu_only=True,
     ),
     OptionalPackage(
         "vllm",
-        "generation.backend=vllm is not available; the policy generates by itself",
-        "pip install vllm in an environment of its own",
+        "generation.backend=vllm is not available, only generation by the policy",
+        "pip install vllm in a separate environment",
     ),
-    *_of_extra("wandb", "exp_manager.create_wandb_logger=true is refused", "wandb", reported=True),
-    *_of_extra(
+    *_extra_packages(
+        "wandb", "exp_manager.create_wandb_logger=true is refused", "wandb", reported=True
+    ),
+    *_extra_packages(
         "tensorboard",
-        "no TensorBoard curves; metrics.jsonl has the numbers",
+        "no TensorBoard curves (metrics.jsonl contains the metrics)",
         "tensorboard",
         reported=True,
     ),
-    *_of_extra("ray", "cluster.engine=ray and generation.backend=vllm are refused", "ray"),
-    *_of_extra(
+    *_extra_packages("ray", "cluster.engine=ray and generation.backend=vllm are refused", "ray"),
+    *_extra_packages(
         "serve",
         "servers, reward.kind=server and environment.kind=endpoint are refused",
         *("fastapi", "uvicorn", "httpx"),
     ),
-    *_of_extra("gguf", "GGUF files are refused", "gguf"),
-    *_of_extra("math", "the verifier aligner.rewards.math_verify is refused", "math_verify"),
-    *_of_extra("parquet", "Parquet files are refused", "pyarrow"),
-    *_of_extra("tasks", "the tasks of reasoning-gym are refused", "reasoning_gym"),
+    *_extra_packages("gguf", "GGUF files are refused", "gguf"),
+    *_extra_packages("math", "the verifier aligner.rewards.math_verify is refused", "math_verify"),
+    *_extra_packages("parquet", "Parquet files are refused", "pyarrow"),
+    *_extra_packages("tasks", "the tasks of reasoning-gym are refused", "reasoning_gym"),
 )
 
 
@@ -94,23 +96,24 @@ def require_extra(extra: str, purpose: str) -> None:
     """Check that the packages of an extra are installed, without importing them.
 
     Args:
-        extra: its name in pyproject.toml.
-        purpose: what needs the packages, such as a setting, for the message.
+        extra: name of the extra in pyproject.toml.
+        purpose: subject of the message, such as a setting that needs the packages.
 
     Raises:
-        MissingPackageError: names the packages that are missing and the command that installs them.
+        MissingPackageError: names the missing packages and the command that installs them.
     """
     packages = [package for package in OPTIONAL_PACKAGES if package.extra == extra]
     missing = [package.name for package in packages if not _is_installed(package)]
     if missing:
         raise MissingPackageError(
-            f"{purpose} needs {', '.join(missing)}, not installed here; {packages[0].install}"
+            f"{purpose} needs {', '.join(missing)}, which is not installed. Run: "
+            f"{packages[0].install}"
         )
 
 
-# First versions that work and first that are not known to; those of pyproject.toml.
+# Supported versions (first, end), as in pyproject.toml. Others are refused.
 SUPPORTED = {"torch": ((2, 10), (2, 14)), "megatron-core": ((0, 16), (0, 17))}
-# Those outside of which a run is not refused, and the start-up report says so.
+# Tested versions (first, end). The start-up report names others.
 TRIED = {
     "nemo-toolkit": ((3, 0), (3, 1)),
     "transformers": ((5, 16), (6,)),
@@ -120,25 +123,25 @@ TRIED = {
 
 
 def check_versions(installed: Callable[[str], str | None] | None = None) -> None:
-    """Refuse libraries that the code calls in ways they do not have, before a run begins.
+    """Refuse unsupported versions of libraries before a run begins.
 
-    Pre-releases count as the release they lead to: NVIDIA's images have such builds of torch.
+    A pre-release counts as its release, because NVIDIA's images contain such builds of torch.
 
     Raises:
-        VersionError: names the package, its version and those that work.
+        VersionError: names the package, its version and the supported versions.
     """
     for name, version, low, high in _outside(SUPPORTED, installed or _version):
         raise VersionError(
-            f"{name} {version} is installed, and {low} or newer, below {high}, is needed; "
-            f"install one (pip install '{name}>={low},<{high}'), or an image that brings one "
+            f"{name} {version} is installed, but {low} or newer, below {high}, is needed. "
+            f"Run: pip install '{name}>={low},<{high}', or use an image with a supported version "
             "(Dockerfile)"
         )
 
 
 def untried_versions(installed: Callable[[str], str | None] | None = None) -> list[str]:
-    """Packages whose versions are not among those the library was tried with, in words."""
+    """Describe the packages whose versions the library was not tested with."""
     return [
-        f"{name} {version} is installed; {low} or newer, below {high}, was tried"
+        f"{name} {version} is installed (tested: {low} or newer, below {high})"
         for name, version, low, high in _outside(TRIED, installed or _version)
     ]
 
@@ -147,10 +150,10 @@ def _outside(
     ranges: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
     installed: Callable[[str], str | None],
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Name, version, first and end of each package that is outside of its range."""
+    """Yield name, version, first and end version of each package outside of its range."""
     for name, (first, end) in ranges.items():
         version = installed(name)
-        if version is None:  # no metadata: nothing is known against it
+        if version is None:  # a package without metadata is accepted
             continue
         release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
         if not first <= release < end:
@@ -159,23 +162,24 @@ def _outside(
 
 @dataclass(frozen=True)
 class PackageStatus:
-    """Presence of a package. ``version``: None where it has no metadata."""
+    """Status of a package. ``version`` is None without metadata."""
 
     package: OptionalPackage
-    found: bool
+    is_installed: bool
     version: str | None = None
 
 
 def find_packages(
     packages: tuple[OptionalPackage, ...] = OPTIONAL_PACKAGES,
 ) -> list[PackageStatus]:
-    """Look for the packages without importing them; those that a report names."""
-    found = [(package, _is_installed(package)) for package in packages]
-    return [
-        PackageStatus(package, there, _version(package.name) if there else None)
-        for package, there in found
-        if not (there and package.only_missing)
-    ]
+    """Return the status of the packages for a report, without importing them."""
+    statuses = []
+    for package in packages:
+        is_installed = _is_installed(package)
+        if not (is_installed and package.only_missing):
+            version = _version(package.name) if is_installed else None
+            statuses.append(PackageStatus(package, is_installed, version))
+    return statuses
 
 
 def _is_installed(package: OptionalPackage) -> bool:
@@ -184,7 +188,7 @@ def _is_installed(package: OptionalPackage) -> bool:
     spec = importlib.util.find_spec(package.name)
     if spec is None or package.submodule is None:
         return spec is not None
-    # find_spec("apex.optimizers") would import apex, whichever package that is: look at its files.
+    # find_spec("apex.optimizers") would import apex, so search its files instead.
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     name = package.submodule
     return any((f / name).is_dir() or (f / f"{name}.py").is_file() for f in folders)
@@ -210,7 +214,7 @@ _PACKAGES = (
 
 
 def describe_environment(device: str) -> dict[str, str]:
-    """Command, Python, packages and machine; ``device`` in words comes from the device seam."""
+    """Return command, packages and machine of this process. ``device`` describes the device."""
     return {
         "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
         "device": device,

@@ -1,7 +1,7 @@
-"""Values of a user's code as values of JSON, by fixed rules.
+"""Conversion of arbitrary values of user code to JSON values.
 
-What a less trusted process sends, and what is written to files, passes through `plain`. It runs in
-the process of the user's code, and once more where the answer is read.
+Messages of less trusted processes and values in files are converted by `plain`, both by the process
+of the user code and by the reader.
 """
 
 import math
@@ -9,20 +9,21 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-_DEEPEST = 64  # lists and mappings in each other
+_DEEPEST = 64  # levels of lists and mappings
 _LONGEST_INTEGER = 64  # bits
-_MOST_SHOWN = 200  # characters of a value that is no number or text
+_MOST_SHOWN = 200  # characters of a value that is neither number nor text
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """``value`` made of None, bool, int, float, str, list and dict, each of exactly that class.
+    """Convert ``value`` to None, bool, int, float, str, list and dict, without subclasses.
 
-    An enumeration's member becomes its value; a subclass of a number or of text becomes that number
-    or text; arrays and their scalars become lists and numbers; tuples and sets become lists; keys
-    become text. A float that is not finite becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``. An
-    integer of more than 64 bits and any other object become the beginning of their ``repr``; so
-    does what lies deeper than 64 lists and mappings. Lone surrogates in text become ``?``.
+    Members of enumerations become their values. Instances of subclasses of numbers or text become
+    the number or text. Arrays and their scalars become lists and numbers, tuples and sets become
+    lists, keys become text. Floats that are not finite become ``"NaN"``, ``"Infinity"`` or
+    ``"-Infinity"``. Integers of more than 64 bits, other objects, and values below 64 levels become
+    the beginning of their ``repr``. Lone surrogates in text become ``?``.
     """
+    # Scalars, converted by the base class so that no code of a subclass runs.
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -32,23 +33,25 @@ def plain(value: Any, depth: int = 0) -> Any:
         return number if number.bit_length() <= _LONGEST_INTEGER else shown(number)
     if isinstance(value, float):
         return _finite(float.__float__(value))
+
+    # Containers.
     if depth < _DEEPEST:
         if isinstance(value, Enum):
             return plain(value.value, depth + 1)
         if isinstance(value, Mapping):
-            return {_key(key): plain(each, depth + 1) for key, each in value.items()}
+            return {_key(key): plain(item, depth + 1) for key, item in value.items()}
         if isinstance(value, list | tuple | set | frozenset):
-            return [plain(each, depth + 1) for each in value]
+            return [plain(item, depth + 1) for item in value]
         if callable(getattr(value, "tolist", None)):
             return plain(value.tolist(), depth + 1)
     return shown(value)
 
 
 def shown(value: Any) -> str:
-    """Beginning of the ``repr`` of a user's value, for a message."""
+    """Return the beginning of the ``repr`` of a user's value, for a message."""
     try:
         text = repr(value).encode(errors="replace").decode()
-    except Exception:  # of an integer of thousands of digits, or of a class that cannot do it
+    except Exception:  # a class whose ``__repr__`` raises, or an integer of thousands of digits
         return f"a {type(value).__name__}"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 

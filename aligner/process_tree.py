@@ -1,6 +1,6 @@
-"""Processes together with their descendants: killed, and found if their parent is gone.
+"""Termination of a process with all its descendants, also after the death of its parent.
 
-This module imports neither torch nor numpy: every process of user code loads it.
+This module imports neither torch nor numpy, because every process of user code loads it.
 """
 
 import ctypes
@@ -16,16 +16,16 @@ import psutil
 
 from aligner.scratch import remove_leftovers
 
-# Environment variable of a child and of its descendants, which finds them after the child's death.
+# Environment variable that identifies the descendants of a child process after its death.
 MARK = "ALIGNER_CHILD_PROCESS"
-LONGEST_KILL_S = 2.0  # spent on descendants that do not end
-_PR_SET_CHILD_SUBREAPER = 36
+LONGEST_KILL_S = 2.0  # longest wait for the death of descendants
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, so that they can be found.
+    """Become the parent of descendants whose parent ends, so that they can be found.
 
-    Linux only; elsewhere those that left their parent's session are not found.
+    Only on Linux. On other systems, orphans that left the session are not found.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -34,36 +34,38 @@ def adopt_orphans() -> None:
 def kill_tree(pid: int) -> None:
     """Kill process ``pid``, its process group and all its descendants.
 
-    ``pid`` may be this process, which then ends with them. One that is already gone is no error;
-    what it leaves behind is found by its mark (`ChildProcess`). Scratch folders that they held in
-    the temporary directory of ``pid`` are removed.
+    ``pid`` may be this process, which then ends with its descendants. If ``pid`` is already dead,
+    only its process group is killed. Its other descendants are found by `MARK` (`kill_marked`).
+    Scratch folders of the tree in the temporary directory of ``pid`` are removed.
     """
     folder = None
     with suppress(psutil.Error):
-        top = psutil.Process(pid)
-        folder = top.environ().get("TMPDIR")
+        root = psutil.Process(pid)
+        folder = root.environ().get("TMPDIR")
+        # A stopped root starts no new processes, and adopts orphans. If this process dies now, the
+        # root continues and ends by itself (`die_with_parent`).
         if pid != os.getpid():
-            top.suspend()  # it starts nothing more, and adopts its children's orphans
-        _kill_all(lambda: top.children(recursive=True))
+            root.suspend()
+        _kill_all(lambda: root.children(recursive=True))
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     if folder is not None:
-        _kill_all(lambda: [top])  # its scratch folders are held until it is dead
+        _kill_all(lambda: [root])  # its scratch folders are locked until it is dead
         remove_leftovers(folder)
 
 
 def kill_children() -> None:
-    """Kill everything that this process started; orphans too, where it adopted them."""
-    own = psutil.Process()
-    _kill_all(lambda: own.children(recursive=True))
+    """Kill all descendants of this process, including adopted orphans."""
+    this = psutil.Process()
+    _kill_all(lambda: this.children(recursive=True))
 
 
-def _kill_all(found: Callable[[], Iterable[psutil.Process]]) -> None:
-    """Kill what ``found`` returns until none of it lives, for a while at most."""
+def _kill_all(list_processes: Callable[[], Iterable[psutil.Process]]) -> None:
+    """Kill the listed processes repeatedly until none is alive, for `LONGEST_KILL_S` at most."""
     deadline, alive = time.monotonic() + LONGEST_KILL_S, True
     while alive and time.monotonic() < deadline:
         alive = False
-        for process in found():
+        for process in list_processes():
             with suppress(psutil.Error):
                 if process.status() != psutil.STATUS_ZOMBIE:
                     alive = True
@@ -73,7 +75,7 @@ def _kill_all(found: Callable[[], Iterable[psutil.Process]]) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill the processes whose environment has `MARK` with this value, whoever their parent is."""
+    """Kill all processes whose environment contains `MARK` with this value."""
 
     def marked() -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
@@ -85,8 +87,14 @@ def kill_marked(mark: str) -> None:
 
 
 def die_with_parent() -> None:
-    """End this process and all it started once the parent is gone, whatever it is doing."""
+    """Kill this process and its descendants after the death of the parent, from a thread.
+
+    A parent may die after it stopped this process to kill it (`kill_tree`). On Linux the kernel
+    then sends SIGCONT, so that the thread continues.
+    """
     parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,7 +1,7 @@
-"""Temporary folders that are removed with the process that uses them, however that ends.
+"""Temporary folders that are removed after the end of their process, even if it is killed.
 
-The maker of a folder holds a lock on it, which the kernel releases when the maker ends. A folder of
-this user's without a holder is therefore left over, and `remove_leftovers` removes it.
+A process locks its folders, and the kernel releases the locks when the process ends. A folder of
+this user that is not locked is therefore a leftover, which `remove_leftovers` removes.
 """
 
 import fcntl
@@ -13,36 +13,36 @@ from functools import cache
 
 _PREFIX, _NEW = "aligner-scratch-", "new-"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-# `rm` does not recurse, so folders may be nested in any depth; some may be closed to their owner.
+# `rm` handles any depth of folders. `chmod` opens folders that their owner cannot enter.
 _REMOVE = 'exec <&- >&- 2>&-; rm -rf -- "$0" || { chmod -R u+rwx -- "$0"; rm -rf -- "$0"; }'
-_PATIENCE_S = 1.0  # spent on waiting for the removal, which then goes on by itself
+_PATIENCE_S = 1.0  # longest wait for the removal, which continues in the background
 _removals: list["subprocess.Popen[bytes]"] = []
 
 
 class ScratchFolder:
-    """An empty folder of this process, below the temporary directory, until it is closed."""
+    """A folder in the temporary directory, which is removed when it is closed."""
 
     def __init__(self) -> None:
-        """Make it; the first time, folders that dead processes left beside it are removed."""
+        """Create the folder. The first call removes leftovers of dead processes."""
         _remove_leftovers_once(tempfile.gettempdir())
-        made = tempfile.mkdtemp(prefix=_NEW + _PREFIX)
-        self._lock = os.open(made, _FOLDER)
-        with suppress(OSError):  # a file system without locks: nobody takes it for left over
+        new_path = tempfile.mkdtemp(prefix=_NEW + _PREFIX)
+        self._lock = os.open(new_path, _FOLDER)
+        with suppress(OSError):  # a file system without locks, where leftovers are not removed
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = made.replace(_NEW + _PREFIX, _PREFIX)
-        os.rename(made, self.path)  # from now on others look at it, and it is locked
+        self.path = new_path.replace(_NEW + _PREFIX, _PREFIX)
+        os.rename(new_path, self.path)  # visible to `remove_leftovers` only after it is locked
 
     def close(self) -> None:
-        """Remove the folder and what is in it. May be called once."""
+        """Remove the folder and its content. May be called once."""
         os.close(self._lock)
         _remove(self.path)
 
 
 def remove_leftovers(folder: str) -> None:
-    """Remove this user's scratch folders in ``folder`` that no living process holds."""
+    """Remove this user's scratch folders in ``folder`` that no process has locked."""
     with suppress(OSError):
         for name in [name for name in os.listdir(folder) if name.startswith(_PREFIX)]:
-            with suppress(OSError):  # somebody holds it
+            with suppress(OSError):  # a process has locked it
                 lock = os.open(os.path.join(folder, name), _FOLDER)
                 try:
                     if os.fstat(lock).st_uid == os.getuid():

@@ -1,4 +1,4 @@
-"""Compare training runs and evaluations: one page, and a table on the console.
+"""Compare training runs and evaluations, in an HTML report and a table on the console.
 
 python examples/compare.py results/ppo results/grpo results/evaluation --output results/comparison
 """
@@ -11,11 +11,11 @@ from aligner.errors import AlignerError
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="directories that runs wrote")
+    parser.add_argument("runs", nargs="+", type=Path, help="directories of runs")
     parser.add_argument("--output", type=Path, default=Path("results/comparison"))
     parser.add_argument("--title", default="Comparison")
     options = parser.parse_args()

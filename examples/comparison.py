@@ -1,4 +1,4 @@
-"""Runs of any kind side by side: for directories of one's own, and for the stages of a pipeline."""
+"""Comparison of training runs and evaluations, of single directories or of a pipeline's stages."""
 
 import json
 import math
@@ -32,7 +32,7 @@ from aligner.packages import describe_environment
 
 _METRICS, _EVALUATION = "metrics.jsonl", "evaluation.json"
 _REWARD = "val_rollouts/rewards"
-# Metric of a validation, what it is called here, and whether more (1) or less (-1) is better.
+# Metric of a validation, its label, and whether larger (1) or smaller (-1) values are better.
 _MEASURES = (
     ("val_rollouts/accuracy", "right answers", 1),
     (_REWARD, "reward", 1),
@@ -42,9 +42,9 @@ _MEASURES = (
 )
 _MOST_PROMPTS = 12
 _HELD_OUT = "held out"  # label of the lines
-_SHARES = (0.0, 1.0)  # what every axis of shares shows
+_SHARES = (0.0, 1.0)  # values that every axis of shares contains
 
-# What is drawn of a run: metric after its group, heading, values that every axis shows.
+# Charts of a run: metric without its group, heading, values that every axis contains.
 _CURVES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("accuracy", "accuracy", _SHARES),
     ("rewards", "reward", ()),
@@ -54,10 +54,10 @@ _CURVES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:
-    """95 % confidence interval of a share of ``count`` independent answers (Wilson, 1927).
+    """Compute the 95 % confidence interval of a share of independent answers (Wilson, 1927).
 
-    Unlike the normal approximation it stays within 0 and 1 and has a width where ``share`` is
-    either.
+    Unlike the normal approximation, the interval is within [0, 1], and it is not empty for a share
+    of 0 or 1.
     """
     if count < 1 or not 0 <= share <= 1:
         raise ValueError(f"a share of {share} of {count} answers")
@@ -69,10 +69,10 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class ComparedPolicy:
-    """A policy that was asked the held-out problems, one sampled answer to each."""
+    """A policy with its results on the held-out problems, one sampled answer per problem."""
 
     name: str
-    began_with: str | None  # the policy it was made from; None: it was given
+    began_with: str | None  # the policy it was trained from (None: the start of a pipeline)
     accuracy: float  # share of right answers
     count: int  # answers
     samples: Sequence[Sample]
@@ -85,73 +85,73 @@ class ComparedPolicy:
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of a run on what it held out, before and after."""
+    """A metric of a run on held-out data, before and after training."""
 
     label: str
-    before: float | None  # None: it does not depend on the run
+    before: float | None  # None if it does not depend on the run
     after: float
-    count: int | None = None  # samples of a share; None: no share
-    better: int = 1  # 1: more, -1: less
+    count: int | None = None  # samples of a share (None: not a share)
+    better: int = 1  # 1: larger, -1: smaller
 
     @property
     def change(self) -> Change | None:
-        """Difference of ``after`` and ``before``, where there is one."""
+        """Difference of ``after`` and ``before``. None without ``before``."""
         return None if self.before is None else Change.between(self.before, self.after, self.better)
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 % confidence interval of a share."""
+        """95 % confidence interval of a share. None for other metrics."""
         return None if self.count is None else wilson_interval(self.after, self.count)
 
 
 @dataclass(frozen=True)
 class Learned:
-    """A run that trained a model."""
+    """A training run with its results."""
 
     name: str
     began_with: str
     metrics: Sequence[Mapping[str, float]]  # lines of metrics.jsonl
     measures: Sequence[Measure]
-    seconds: float  # from start to end, loading and saving included
+    seconds: float  # duration, loading and saving included
     command: str
     files: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Input of the page."""
+    """Content of the report."""
 
     title: str
     policies: Sequence[ComparedPolicy]
     learned: Sequence[Learned]
     environment: Mapping[str, str]
-    missing: int = 0  # runs still to be made
-    asked: str = "Right answers to the same held-out problems"  # what `policies` compares
+    missing: int = 0  # runs that are not finished
+    heading: str = "Right answers to the same held-out problems"  # of the table of policies
 
     def numbers(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the content of ``comparison.json``."""
         return {
             "policies": {
-                one.name: {
-                    "began_with": one.began_with,
-                    "accuracy": one.accuracy,
-                    "interval_95": list(one.interval),
-                    "count": one.count,
+                policy.name: {
+                    "began_with": policy.began_with,
+                    "accuracy": policy.accuracy,
+                    "interval_95": list(policy.interval),
+                    "count": policy.count,
                 }
-                for one in self.policies
+                for policy in self.policies
             },
             "runs": {
                 run.name: {
                     "began_with": run.began_with,
                     "seconds": round(run.seconds, 1),
                     "held_out": {
-                        one.label: {
-                            "before": one.before,
-                            "after": one.after,
-                            "interval_95": one.interval and list(one.interval),
-                            "count": one.count,
+                        measure.label: {
+                            "before": measure.before,
+                            "after": measure.after,
+                            "interval_95": measure.interval and list(measure.interval),
+                            "count": measure.count,
                         }
-                        for one in run.measures
+                        for measure in run.measures
                     },
                 }
                 for run in self.learned
@@ -160,14 +160,15 @@ class Comparison:
 
 
 def compare_runs(folders: Sequence[Path], output: Path, title: str) -> Path:
-    """Write ``report.html`` and ``comparison.json`` to ``output``; returns the report.
+    """Write ``report.html`` and ``comparison.json`` to ``output``, and return the report's path.
 
     ``folders``: directories of training runs (with ``metrics.jsonl``) and of evaluations (with
-    ``evaluation.json``), which are only read.
+    ``evaluation.json``), which are not changed.
 
     Raises:
-        DataError: a directory is neither.
+        DataError: a directory contains neither file.
     """
+    # Results of training runs and of evaluations.
     learned: list[Learned] = []
     policies: list[ComparedPolicy] = []
     for folder, name in zip(folders, _names(folders), strict=True):
@@ -177,15 +178,17 @@ def compare_runs(folders: Sequence[Path], output: Path, title: str) -> Path:
             learned.append(_run(folder, name))
         else:
             raise DataError(
-                f"{folder} holds neither {_METRICS} (a training run) nor {_EVALUATION} (an "
-                "evaluation); give directories that a run wrote"
+                f"{folder} contains neither {_METRICS} (a training run) nor {_EVALUATION} (an "
+                "evaluation). Give directories of runs"
             )
+
+    # Report and table.
     comparison = Comparison(
         title=title,
         policies=policies,
         learned=learned,
         environment=describe_environment(accelerator.description()),
-        asked="The answers of each evaluation, and the share of right ones",
+        heading="The answers of each evaluation, and the share of right answers",
     )
     report = output / "report.html"
     save_comparison(report, comparison)
@@ -196,19 +199,21 @@ def compare_runs(folders: Sequence[Path], output: Path, title: str) -> Path:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The directories' own names, as much of their paths as distinguishes them."""
-    resolved = [folder.expanduser().resolve() for folder in folders]
-    counts = Counter(folder.name for folder in resolved)
+    """Return the names of directories, or their paths if several have the same name."""
+    names = [folder.expanduser().resolve().name for folder in folders]
+    counts = Counter(names)
     return [
-        folder.name if counts[folder.name] == 1 else str(given)
-        for folder, given in zip(resolved, folders, strict=True)
+        name if counts[name] == 1 else str(folder)
+        for name, folder in zip(names, folders, strict=True)
     ]
 
 
 def _run(folder: Path, name: str) -> Learned:
     metrics = read_metrics(folder / _METRICS)
     if not metrics:
-        raise DataError(f"{folder / _METRICS} has no complete line; the run has not made a step")
+        raise DataError(f"{folder / _METRICS} has no complete line, so the run made no step")
+
+    # Initial model and written files.
     model = _config(folder).get("model", {})
     files = {
         kind: str(folder / file)
@@ -231,33 +236,33 @@ def _run(folder: Path, name: str) -> Learned:
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
-    """The configuration in the newest state that can be read; empty where there is none."""
+    """Return the configuration in the newest readable run state, or {} if there is none."""
     store = RunStateStore(folder / "run_state")
     for state in reversed(store.survey()[0]):
         try:
-            found: Mapping[str, Any] = store.load(state.path).state["config"]
-            return found
+            config: Mapping[str, Any] = store.load(state.path).state["config"]
+            return config
         except (AlignerError, KeyError):
             continue
     return {}
 
 
 def _evaluated(folder: Path, name: str) -> Iterator[ComparedPolicy]:
-    """One line for each set of an evaluation."""
+    """Yield the results of each set of an evaluation."""
     try:
         numbers = json.loads((folder / _EVALUATION).read_text())
         lines = [json.loads(line) for line in (folder / "answers.jsonl").open()]
-        for key, one in numbers["sets"].items():
+        for key, result in numbers["sets"].items():
             yield ComparedPolicy(
                 name if len(numbers["sets"]) == 1 else f"{name}: {key}",
                 Path(numbers["model"]).name,
-                one["estimates"]["accuracy"]["value"],
-                one["prompts"],
+                result["estimates"]["accuracy"]["value"],
+                result["prompts"],
                 [_sample(line) for line in lines if line["set"] == key and line["sample"] == 0],
             )
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
-            f"{folder} is not a complete evaluation: {error!r}; make it anew"
+            f"{folder} is not a complete evaluation: {error!r}. Run the evaluation again"
         ) from error
 
 
@@ -280,24 +285,26 @@ def _table(comparison: Comparison) -> Table:
     for column in ("run", "began with", "measured", "before", "after", "steps", "minutes"):
         is_number = column in ("before", "after", "steps", "minutes")
         table.add_column(column, justify="right" if is_number else "left")
+    # A row per measure. The first row of a run contains its name and length.
     for run in comparison.learned:
         steps, minutes = str(int(run.metrics[-1]["step"])), f"{run.seconds / 60:.1f}"
-        for index, one in enumerate(run.measures or [None]):
+        for index, measure in enumerate(run.measures or [None]):
             head = (run.name, run.began_with) if index == 0 else ("", "")
             tail = (steps, minutes) if index == 0 else ("", "")
-            if one is None:
+            if measure is None:
                 table.add_row(*head, "nothing held out", "", "", *tail)
                 continue
-            before = "" if one.before is None else short_number(one.before, 3)
-            table.add_row(*head, one.label, before, short_number(one.after, 3), *tail)
-    for asked in comparison.policies:
-        share = f"{asked.accuracy:.3f} [{asked.interval[0]:.3f}, {asked.interval[1]:.3f}]"
-        table.add_row(asked.name, asked.began_with, "right answers", "", share, "", "")
+            first = "" if measure.before is None else short_number(measure.before, 3)
+            table.add_row(*head, measure.label, first, short_number(measure.after, 3), *tail)
+    for policy in comparison.policies:
+        low, high = policy.interval
+        share = f"{policy.accuracy:.3f} [{low:.3f}, {high:.3f}]"
+        table.add_row(policy.name, policy.began_with, "right answers", "", share, "", "")
     return table
 
 
 def save_comparison(report: Path, comparison: Comparison) -> None:
-    """Write the page, and beside it ``comparison.json``."""
+    """Write the report, and ``comparison.json`` in the same folder."""
     report.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(report) as file:
         file.write(render_comparison(comparison).encode())
@@ -307,14 +314,15 @@ def save_comparison(report: Path, comparison: Comparison) -> None:
 def held_out_measures(
     metrics: Sequence[Mapping[str, float]], summary: Mapping[str, Any], is_counted: bool | None
 ) -> Iterator[Measure]:
-    """Before and after on what was held out, by the first and the last validation.
+    """Yield the held-out metrics of the first and the last validation.
 
     Args:
         metrics: lines of a run's ``metrics.jsonl``.
-        summary: of `pipeline_stages.pair_summary`.
-        is_counted: whether the reward is just the share of right answers, so that it has no
-            line of its own; None: where the two are the same numbers.
+        summary: result of `pipeline_stages.pair_summary`.
+        is_counted: whether the reward equals the share of right answers and is omitted. None means
+            to compare the two metrics.
     """
+    # Lines of validations.
     held_out = [line for line in metrics if any(name.startswith("val_") for name in line)]
     if not held_out:
         return
@@ -326,6 +334,8 @@ def held_out_measures(
     if is_counted is None:
         right = "val_rollouts/accuracy"
         is_counted = all(line.get(right) == line.get(_REWARD) for line in held_out)
+
+    # Reward models are also compared with a preference for the longer response.
     for metric, label, better in _MEASURES:
         if metric in last and not (metric == _REWARD and is_counted):
             count = counts.get(metric)
@@ -337,31 +347,33 @@ def held_out_measures(
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """The document."""
+    """Return the report as HTML."""
     policies, runs = comparison.policies, comparison.learned
     minutes = sum(run.seconds for run in runs) / 60
     lead = f"{len(runs)} training runs, {minutes:.1f} minutes of training."
     if comparison.missing:
-        lead += f" {comparison.missing} runs are still to be made; the same command goes on."
-    # Prompts that all policies were shown answering.
-    answers = [{sample.prompt: sample for sample in one.samples} for one in policies]
-    shared = [p for p in (answers or [{}])[0] if all(p in each for each in answers)]
+        lead += f" {comparison.missing} runs are missing. The same command continues."
+    # Prompts with a sample of every policy.
+    answers = [{sample.prompt: sample for sample in policy.samples} for policy in policies]
+    shared = [p for p in (answers or [{}])[0] if all(p in samples for samples in answers)]
     commands: dict[str, str] = {}
     for run in runs:
         commands[run.name] = run.command
         commands |= {f"{run.name}: {name}": path for name, path in run.files.items()}
-    counts = " or ".join(map(str, sorted({one.count for one in policies})))
+    counts = " or ".join(map(str, sorted({policy.count for policy in policies})))
     return render(
         "comparison.html",
         folder=Path(__file__).parent / "templates",
         title=comparison.title,
         lead=lead,
-        asked=comparison.asked,
-        policies_lead=f"Sampled answers to each of {counts} prompts that no run learned from, and "
-        "whether it is right. In brackets: 95 % confidence interval.",
+        policies_heading=comparison.heading,
+        policies_lead=f"Share of right answers, one sampled answer to each of {counts} prompts "
+        "that no run learned from. In brackets: 95 % confidence interval.",
         policies=list(zip(policies, _changes(policies), strict=True)),
-        names=[one.name for one in policies],
-        shared_answers=[[each[prompt] for each in answers] for prompt in shared[:_MOST_PROMPTS]],
+        names=[policy.name for policy in policies],
+        shared_answers=[
+            [samples[prompt] for samples in answers] for prompt in shared[:_MOST_PROMPTS]
+        ],
         runs=runs,
         curves=drawn(card for run in runs for card in _curves(run)),
         times=bars([(run.name, run.seconds) for run in runs]),
@@ -371,15 +383,15 @@ def render_comparison(comparison: Comparison) -> str:
 
 
 def _changes(policies: Sequence[ComparedPolicy]) -> Iterator[Change | None]:
-    """Difference of each policy's accuracy and that of the policy it was made from."""
-    known = {one.name: one for one in policies}
-    for one in policies:
-        parent = known.get(one.began_with or "")
-        yield None if parent is None else Change.between(parent.accuracy, one.accuracy, 1)
+    """Yield the difference of each policy's accuracy from the policy it was trained from."""
+    by_name = {policy.name: policy for policy in policies}
+    for policy in policies:
+        parent = by_name.get(policy.began_with or "")
+        yield None if parent is None else Change.between(parent.accuracy, policy.accuracy, 1)
 
 
 def _curves(run: Learned) -> Iterator[ChartCard]:
-    """Metrics that were measured on held-out data."""
+    """Yield the charts of metrics on held-out data."""
     series = collect_series(run.metrics)
     counted, rewarded = (series.get(f"val_rollouts/{n}") for n in ("accuracy", "rewards"))
     is_same = counted is not None and rewarded is not None and counted == rewarded

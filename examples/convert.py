@@ -3,7 +3,7 @@
 python examples/convert.py --input DIR_OR_GGUF --output FILE.nemo
 python examples/convert.py --input FILE.nemo --output DIR
 
-The tokenizer travels along.
+The tokenizer is converted, too.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from aligner.errors import AlignerError
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Convert adapters that a run wrote to the format of Hugging Face's PEFT.
+"""Convert the adapters of a run to the format of Hugging Face's PEFT.
 
 python examples/convert_lora_to_peft.py --model BASE.nemo --adapters RUN.lora.safetensors \
     --output DIR [--base-model HUGGING_FACE_NAME_OR_DIR]
@@ -11,14 +11,14 @@ from aligner.errors import AlignerError
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="the .nemo that the run began with")
+    parser.add_argument("--model", required=True, help="the .nemo from which the run started")
     parser.add_argument("--adapters", required=True, help="its *.lora.safetensors")
-    parser.add_argument("--output", required=True, help="directory to write; must not exist yet")
-    parser.add_argument("--base-model", help="what PEFT shall load beside the adapters")
+    parser.add_argument("--output", required=True, help="a new directory to write")
+    parser.add_argument("--base-model", help="base model that PEFT loads with the adapters")
     options = parser.parse_args()
     from aligner.checkpoint import convert  # imports torch: not for --help
 

@@ -10,12 +10,12 @@ from aligner.errors import AlignerError
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--input", required=True, help="the .nemo file")
-    parser.add_argument("--output", required=True, help="directory to write; must not exist yet")
+    parser.add_argument("--output", required=True, help="a new directory to write")
     options = parser.parse_args()
     from aligner.checkpoint import convert  # imports torch: not for --help
 

@@ -1,4 +1,4 @@
-"""Merge adapters, which a run with LoRA wrote, into the `.nemo` that the run began with.
+"""Merge the adapters of a run with LoRA into the `.nemo` from which the run started.
 
 python examples/merge_lora.py --model BASE.nemo --adapters RUN.lora.safetensors --output FILE.nemo
 """
@@ -10,11 +10,11 @@ from aligner.errors import AlignerError
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="the .nemo that the run began with")
+    parser.add_argument("--model", required=True, help="the .nemo from which the run started")
     parser.add_argument("--adapters", required=True, help="its *.lora.safetensors")
     parser.add_argument("--output", required=True, help="the .nemo file to write")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Run a pipeline: training runs that each take what an earlier one left, and one comparison.
+"""Run a pipeline: training runs on the results of earlier runs, and a comparison of all runs.
 
 python examples/pipeline.py conf/pipelines/arithmetic.yaml
 """
@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("pipeline", type=Path, help="YAML file, such as those of conf/pipelines/")
     arguments = parser.parse_args()
-    from aligner.examples.pipeline_stages import run_pipeline  # imports much: not for --help
+    from aligner.examples.pipeline_stages import run_pipeline  # imports torch: not for --help
 
     run_pipeline(arguments.pipeline, ROOT / "conf", ROOT / "examples")
 
@@ -29,5 +29,5 @@ if __name__ == "__main__":
         main()
     except AlignerError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    except KeyboardInterrupt:  # the stage at hand has saved its run state
-        sys.exit("ended by Ctrl-C; the same command goes on from there")
+    except KeyboardInterrupt:  # the current stage has saved its run state
+        sys.exit("ended by Ctrl-C. The same command continues from the last run state")

@@ -1,4 +1,4 @@
-"""A pipeline: runs of which each takes models that earlier ones left."""
+"""Configuration of a pipeline of runs, each of which starts from models of earlier runs."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from aligner.config.parse import build
 from aligner.config.run import BaseRunConfig
 from aligner.errors import ConfigError
 
-START = "start"  # the name of the model that a pipeline begins with
+START = "start"  # name of the first model of a pipeline
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 Script = Annotated[StrictStr, one_of(BY_SCRIPT)]
@@ -28,7 +28,7 @@ Script = Annotated[StrictStr, one_of(BY_SCRIPT)]
 
 @dataclass(frozen=True)
 class RecipeConfig:
-    """A script with a recipe, and what is set differently."""
+    """A script with a recipe and overrides."""
 
     script: Script
     """A script of `examples/`."""
@@ -40,8 +40,8 @@ class RecipeConfig:
     """`KEY=VALUE` or `GROUP=OPTION`, as on the command line."""
 
     @property
-    def leaves(self) -> str:
-        """The file name of the trained model."""
+    def model_file(self) -> str:
+        """File name of the trained model."""
         return "reward_model.nemo" if self.script == "train_gpt_reward" else "policy.nemo"
 
 
@@ -50,39 +50,39 @@ class StageConfig(RecipeConfig):
     """One run of a pipeline."""
 
     name: StrictStr
-    """Its directory below the pipeline's."""
+    """Name of the stage, and of its directory in the pipeline's directory."""
 
     takes: Mapping[str, Any] = field(default_factory=lambda: {"model.restore_from_path": START})
-    """Configuration key: the earlier stage whose trained `.nemo` it is set to; or `start`."""
+    """Configuration keys that are set to trained models: `KEY: STAGE`, or `KEY: start`."""
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """The runs, in their order."""
+    """All stages of a pipeline."""
 
     title: StrictStr
     """Title of the report."""
 
     folder: Directory
-    """Directory below which everything is."""
+    """Directory of all files of the pipeline."""
 
     start: ModelPath
-    """The `.nemo` that the first stage takes."""
+    """The `.nemo` from which the first stage starts."""
 
     stages: tuple[StageConfig, ...]
-    """Runs in their order."""
+    """Stages in the order in which they run."""
 
     evaluation: RecipeConfig | None = None
-    """Asked of every policy, the start included: a run that validates and makes no step.
+    """Evaluation of every policy, the start included: a run without steps that validates.
 
-    null: none.
+    `null` means no evaluation.
     """
 
 
 def load_pipeline(path: Path) -> PipelineConfig:
-    """Read and check a YAML file; ``ConfigError`` names the file and the key."""
+    """Read and check a YAML file. A ``ConfigError`` names the file and the key."""
     if not path.is_file():
-        raise ConfigError(f"pipeline {path}: no such file; conf/pipelines/ has those there are")
+        raise ConfigError(f"pipeline {path} does not exist. See the files of conf/pipelines/")
     try:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
         pipeline = build(PipelineConfig, values)
@@ -94,25 +94,27 @@ def load_pipeline(path: Path) -> PipelineConfig:
 
 def _check(pipeline: PipelineConfig) -> None:
     if not pipeline.stages:
-        raise ConfigError("stages: empty; a pipeline has at least one")
-    known = [START]
+        raise ConfigError("stages: empty. Add at least one stage")
+    names = [START]
     for index, stage in enumerate(pipeline.stages):
-        key = f"stages[{index}]"
-        if not _NAME.fullmatch(stage.name) or stage.name in [*known, "evaluate"]:
+        key, reserved = f"stages[{index}]", [*names, "evaluate"]
+        if not _NAME.fullmatch(stage.name) or stage.name in reserved:
             raise ConfigError(
-                f"{key}.name: {stage.name!r} must be lower-case letters, digits and underscores, "
-                f"and none of {', '.join([*known, 'evaluate'])}"
+                f"{key}.name: {stage.name!r} must consist of lower-case letters, digits and "
+                f"underscores, and differ from {', '.join(reserved)}"
             )
-        for taken in stage.takes.values():
-            if taken not in known:
+        # A stage can only use models of earlier stages.
+        for source in stage.takes.values():
+            if source not in names:
                 raise ConfigError(
-                    f"{key}.takes: {taken!r} is no earlier stage; use one of {', '.join(known)}"
+                    f"{key}.takes: {source!r} is not an earlier stage. Use one of "
+                    f"{', '.join(names)}"
                 )
-        known.append(stage.name)
+        names.append(stage.name)
 
 
 def compose_run(conf_dir: Path, run: RecipeConfig, overrides: Sequence[str]) -> BaseRunConfig:
-    """The configuration that ``run``'s script will see, with all ``overrides``, validated."""
+    """Return the validated configuration of ``run``'s script with these overrides."""
     try:
         with initialize_config_dir(config_dir=str(conf_dir.resolve()), version_base="1.3"):
             tree = compose(f"recipes/{run.recipe}", overrides=list(overrides))

@@ -1,13 +1,13 @@
-"""Runs one after the other, each from models that earlier ones left, and a report that compares.
+"""Execution of a pipeline: training runs in order, each from earlier models, and a report.
 
 ::
 
-    sft ─► reward ─► ppo …        every stage a process of its own: the script, its recipe
-     └──► grpo, rs, dpo           evaluate/<stage>: the same questions to every policy
+    sft ─► reward ─► ppo …        every stage is a separate process: a script with a recipe
+     └──► grpo, rs, dpo           evaluate/<stage>: the same prompts for every policy
 
-A stage that is finished is not run again; one that was killed goes on from its run state, as any
-run does. What a stage was made of stands in its ``stage.json``. Where that is no longer so the
-pipeline stops and names the change, so that no result is mixed from two.
+A finished stage is not repeated. A killed stage continues from its run state. The inputs of a stage
+are recorded in its ``stage.json``. If they have changed, the pipeline stops and names the change,
+so that no result depends on two configurations.
 """
 
 import json
@@ -45,101 +45,101 @@ from aligner.examples.pipeline_config import (
     compose_run,
     load_pipeline,
 )
+from aligner.foreign_keys import shown
 from aligner.observe.metrics import read_metrics
 from aligner.observe.samples import read_samples
 from aligner.packages import describe_environment
 
 RECORD = "stage.json"
-_FREE = ("arguments", "kwargs", "loss_kwargs")  # mappings whose keys are the user's
-_PATIENCE_S = 120.0  # for a stage that is asked to end: it saves its state first
+_FREE = ("arguments", "kwargs", "loss_kwargs")  # mappings with user-defined keys
+_PATIENCE_S = 120.0  # time for a terminated stage to save its run state
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of a pipeline, ready to be started."""
+    """A run of a pipeline, with its composed configuration."""
 
     name: str  # such as sft, or evaluate/sft
     folder: Path
     script: Path
     arguments: list[str]
-    takes: dict[str, str]  # stage (or start) by the configuration key that is set to its model
-    models: dict[str, Path]  # those models
+    takes: dict[str, str]  # configuration keys, and the stages (or start) that provide the models
+    models: dict[str, Path]  # configuration keys, and the paths of the models
     config: BaseRunConfig
-    trained: Path | None  # the `.nemo` that it leaves; None: it only measures
+    trained: Path | None  # the trained `.nemo` (None: an evaluation)
 
     @property
     def command(self) -> str:
-        """Command line as typed."""
+        """Command line of the stage."""
         return shlex.join(["python", f"examples/{self.script.name}", *self.arguments])
 
     @property
     def began_with(self) -> str:
-        """Name of the stage whose model it takes first."""
+        """Name of the stage that provides the initial model."""
         return self.takes["model.restore_from_path"]
 
     @property
     def record(self) -> dict[str, Any]:
-        """Record of the stage as far as it has come; `write_record` adds to it."""
+        """Content of ``stage.json``. Empty before the stage starts."""
         path = self.folder / RECORD
         return json.loads(path.read_text()) if path.exists() else {}
 
     def write_record(self, **entries: Any) -> None:
-        """Set entries of `record`."""
+        """Change entries of `record`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / RECORD, {**self.record, **entries})
 
-    def made_of(self) -> dict[str, Any]:
-        """Inputs that decide its result: the configuration, and size and time of the models."""
+    def inputs(self) -> dict[str, Any]:
+        """Return the inputs of the result: the configuration, and size and time of the models."""
         models = {}
         for key, path in self.models.items():
-            found = path.stat()
-            models[key] = f"{path} ({found.st_size} bytes of {found.st_mtime_ns / 1e9:.3f})"
+            status = path.stat()
+            models[key] = f"{path} ({status.st_size} bytes of {status.st_mtime_ns / 1e9:.3f})"
         return {**self.config.as_dict(), "models": models}
 
     def changes(self) -> list[str]:
-        """Changes since the stage began, in words.
-
-        Options that came into the library since then are passed over.
-        """
-        now = self.made_of()
-        before = self.record.get("made_of", now)
-        return config_changes(before, _known_to(before, now))
+        """Describe the changes of the inputs since the stage began, except for new options."""
+        current = self.inputs()
+        recorded = self.record.get("made_of", current)
+        return config_changes(recorded, _without_new_keys(recorded, current))
 
     def is_done(self) -> bool:
         """Return whether the stage finished with its present inputs and its results still exist."""
-        there = self.trained is None or self.trained.exists()
-        return bool(self.record.get("finished")) and there and not self.changes()
+        has_model = self.trained is None or self.trained.exists()
+        return bool(self.record.get("finished")) and has_model and not self.changes()
 
 
-def _known_to(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """``now`` without the options that ``before`` has no key for."""
-    kept = {}
-    for key, value in now.items():
-        is_section = isinstance(value, Mapping) and isinstance(before.get(key), Mapping)
+def _without_new_keys(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``current`` without the options that ``recorded`` lacks."""
+    result = {}
+    for key, value in current.items():
+        is_section = isinstance(value, Mapping) and isinstance(recorded.get(key), Mapping)
         if is_section and key not in _FREE:
-            kept[key] = _known_to(before[key], value)
-        elif key in before:
-            kept[key] = value
-    return kept
+            result[key] = _without_new_keys(recorded[key], value)
+        elif key in recorded:
+            result[key] = value
+    return result
 
 
 def run_pipeline(path: Path, conf_dir: Path, scripts: Path) -> Path:
-    """Run what is not done of the pipeline in the YAML file ``path``; return the report.
+    """Run the unfinished stages of the pipeline in a YAML file, and return the report's path.
 
-    ``scripts``: the folder of the training scripts. The report is written after every stage, of
-    those that are done.
+    ``scripts``: folder of the training scripts. The report is updated after every stage.
     """
+    # Compose all stages first, so that an error is raised before any stage runs.
     pipeline = load_pipeline(path)
     stages = plan(pipeline, conf_dir, scripts)
     if not Path(pipeline.start).exists():
         raise CheckpointNotFoundError(
-            f"start={pipeline.start} does not exist; `make {pipeline.start}` makes the models of "
+            f"start={pipeline.start} does not exist. `make {pipeline.start}` creates the models of "
             "the shipped pipelines"
         )
+
+    # Run the unfinished stages in order.
     console = Console(highlight=False, soft_wrap=True)
     report = Path(pipeline.folder) / "report.html"
-    for number, stage in enumerate(stages, start=1):
-        heading = f"stage {number} of {len(stages)}, {stage.name}"
+    for position, stage in enumerate(stages, start=1):
+        heading = f"stage {position} of {len(stages)}, {stage.name}"
         if stage.is_done():
             console.print(f"{heading}: done")
             continue
@@ -153,25 +153,29 @@ def run_pipeline(path: Path, conf_dir: Path, scripts: Path) -> Path:
 
 
 def plan(pipeline: PipelineConfig, conf_dir: Path, scripts: Path) -> list[Stage]:
-    """Every run in its order, its configuration composed and checked."""
-    left = {START: Path(pipeline.start)}  # models
+    """Compose and check the configurations of all runs, and return the runs in order."""
+    trained = {START: Path(pipeline.start)}  # models by stage
     stages: list[Stage] = []
 
     def add(name: str, run: RecipeConfig, takes: Mapping[str, str], *, trains: bool) -> None:
+        # The configuration, as the script will compose it.
         folder = Path(pipeline.folder) / name
-        models = {key: left[taken] for key, taken in takes.items()}
+        models = {key: trained[source] for key, source in takes.items()}
         settings = {**models, "exp_manager.explicit_log_dir": folder}
         overrides = [*run.overrides, *(f"{key}={value}" for key, value in settings.items())]
         config = compose_run(conf_dir, run, overrides)
+
+        # A stage must save its model, an evaluation must not.
         if config.dry_run:
             raise ConfigError(
-                f"recipe {run.recipe}: dry_run=true leaves nothing for later stages; leave it out, "
-                f"and give it to {run.script} alone"
+                f"recipe {run.recipe}: dry_run=true saves no model for later stages. Leave it out, "
+                f"and use it with {run.script} only"
             )
         if config.exp_manager.save_nemo != trains:
             raise ConfigError(
-                f"recipe {run.recipe}: exp_manager.save_nemo={config.exp_manager.save_nemo}; "
-                f"{'a stage leaves its model' if trains else 'an evaluation leaves no model'}"
+                f"recipe {run.recipe}: exp_manager.save_nemo={shown(not trains)}, but "
+                f"{'a stage saves its model' if trains else 'an evaluation saves no model'}. Set "
+                f"it to {shown(trains)}"
             )
         stages.append(
             Stage(
@@ -182,81 +186,89 @@ def plan(pipeline: PipelineConfig, conf_dir: Path, scripts: Path) -> list[Stage]
                 dict(takes),
                 models,
                 config,
-                folder / run.leaves if trains else None,
+                folder / run.model_file if trains else None,
             )
         )
 
     def evaluate(name: str) -> None:
-        if pipeline.evaluation is not None and left[name].name != "reward_model.nemo":
+        if pipeline.evaluation is not None and trained[name].name != "reward_model.nemo":
             takes = {"model.restore_from_path": name}
             add(f"evaluate/{name}", pipeline.evaluation, takes, trains=False)
 
     evaluate(START)
     for stage in pipeline.stages:
         add(stage.name, stage, stage.takes, trains=True)
-        left[stage.name] = stages[-1].folder / stage.leaves
+        trained[stage.name] = stages[-1].folder / stage.model_file
         evaluate(stage.name)
     return stages
 
 
 def check_unmixed(stage: Stage, stages: list[Stage]) -> None:
-    """Refuse to train on in a directory that another configuration or model began."""
+    """Refuse to continue a training stage in a directory with other inputs or another run."""
     changes = stage.changes()
-    if stage.trained is None:  # it measures anew
+    if stage.trained is None:  # an evaluation is repeated
         return
     if not stage.record and (stage.folder / "metrics.jsonl").exists():
-        changes = [f"{stage.folder} holds a run of its own"]
+        changes = [f"{stage.folder} contains another run"]
     if changes:
         outdated = _descendants(stage, stages)
         raise ConfigError(
-            f"stage {stage.name} was begun otherwise: {'; '.join(changes)}. Undo that, or make it "
-            f"anew: rm -r {' '.join(str(one.folder) for one in outdated)}"
+            f"stage {stage.name} began with other inputs: {'; '.join(changes)}. Undo the change, "
+            f"or repeat the stage: rm -r {' '.join(str(item.folder) for item in outdated)}"
         )
 
 
 def _descendants(stage: Stage, stages: list[Stage]) -> list[Stage]:
-    """``stage``, and the training stages there are that take its model or that of another one."""
-    found = [stage]
-    for other in stages:
-        there = other.trained is not None and other.folder.exists()
-        if there and {one.name for one in found} & set(other.takes.values()):
-            found.append(other)
-    return found
+    """Return ``stage`` and the existing training stages that depend on its model."""
+    names, descendants = {stage.name}, [stage]
+    for candidate in stages:
+        exists = candidate.trained is not None and candidate.folder.exists()
+        if exists and names & set(candidate.takes.values()):
+            names.add(candidate.name)
+            descendants.append(candidate)
+    return descendants
 
 
 def run_stage(stage: Stage) -> None:
-    """Run it to its end; `WorkerError` where it does not come there."""
-    if stage.record.get("finished"):  # and is to be made again: its run state is gone
+    """Run a stage to its end.
+
+    Raises:
+        WorkerError: the stage failed or was stopped.
+    """
+    # Run the script, and record the time even if the pipeline is stopped.
+    if stage.record.get("finished"):  # with other inputs, and its run state was removed
         set_aside(stage.folder)
-    before = stage.record.get("seconds", 0.0)
-    stage.write_record(made_of=stage.made_of(), seconds=before, finished=False)
+    earlier_seconds = stage.record.get("seconds", 0.0)
+    stage.write_record(made_of=stage.inputs(), seconds=earlier_seconds, finished=False)
     started = time.monotonic()
     process = subprocess.Popen([sys.executable, str(stage.script), *stage.arguments])
     try:
-        with _ended(process):
+        with _terminated(process):
             status = process.wait()
     finally:
-        stage.write_record(seconds=before + time.monotonic() - started)
+        stage.write_record(seconds=earlier_seconds + time.monotonic() - started)
+
+    # Result.
     if status != 0:
         raise WorkerError(
-            f"stage {stage.name} ended with status {status}; its own message stands above. The "
-            "same command goes on from there"
+            f"stage {stage.name} ended with status {status}. Its message is above. The same "
+            "command continues from there"
         )
     if stage.trained is not None and not stage.trained.exists():
-        raise WorkerError(f"stage {stage.name} was stopped; the same command goes on from there")
+        raise WorkerError(f"stage {stage.name} was stopped. The same command continues from there")
     stage.write_record(finished=True, facts=pair_summary(stage.config))
-    # Several times the size of the model, and nothing goes on from it.
+    # The run states are several times as large as the model and not needed any more.
     shutil.rmtree(stage.folder / "run_state", ignore_errors=True)
 
 
 @contextmanager
-def _ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """SIGTERM is for ``process``, which then saves its state; it does not outlive the block."""
+def _terminated(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Pass SIGTERM on to ``process``, which saves its state, and end it with the block."""
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def pass_on(signal_number: int, frame: FrameType | None) -> None:
         process.terminate()
 
-    previous = signal.signal(signal.SIGTERM, hand_on)
+    previous = signal.signal(signal.SIGTERM, pass_on)
     try:
         yield
     finally:
@@ -271,7 +283,7 @@ def _ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
 
 
 def compare(pipeline: PipelineConfig, stages: list[Stage], report: Path) -> None:
-    """Write the report of the stages that are finished, and its numbers beside it."""
+    """Write the report of the finished stages, and ``comparison.json`` in the same folder."""
     finished = [stage for stage in stages if stage.record.get("finished")]
     comparison = Comparison(
         title=pipeline.title,
@@ -284,7 +296,7 @@ def compare(pipeline: PipelineConfig, stages: list[Stage], report: Path) -> None
 
 
 def _policies(finished: list[Stage]) -> Iterator[ComparedPolicy]:
-    """Results of the evaluations, in their order."""
+    """Yield the results of the evaluations in order."""
     parents = {stage.name: stage.began_with for stage in finished if stage.trained is not None}
     for stage in finished:
         if stage.trained is None:
@@ -301,7 +313,7 @@ def _policies(finished: list[Stage]) -> Iterator[ComparedPolicy]:
 def _learned(stage: Stage) -> Learned:
     config, record = stage.config, stage.record
     metrics = read_metrics(stage.folder / "metrics.jsonl")
-    # A reward function gives the share of right answers itself; a model's reward is another number.
+    # The mean of a reward function is the share of right answers, unlike a reward model's mean.
     is_counted = isinstance(config, SamplingRunConfig) and config.reward.kind == "function"
     return Learned(
         name=stage.name,
@@ -315,11 +327,13 @@ def _learned(stage: Stage) -> Learned:
 
 
 def pair_summary(config: BaseRunConfig) -> dict[str, float]:
-    """``pairs`` held out and ``length_accuracy``, of a run that learns from pairs; else nothing."""
+    """Return the number of held-out ``pairs`` and ``length_accuracy`` of a run on pairs, or {}."""
     if not isinstance(config, RewardRunConfig | DPORunConfig) or config.rows_per_example != 2:
         return {}
     if config.data.validation is None:
         return {}
+
+    # Imports torch.
     from aligner.algorithms.run.startup import describe_model_of
     from aligner.data.preferences import PairDataset, length_accuracy
 

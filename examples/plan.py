@@ -1,4 +1,4 @@
-"""What a training configuration takes on devices that are not here: memory, time, how many.
+"""Estimate memory and time of a training run on given devices, and the number of devices.
 
 python examples/plan.py --config-name recipes/sft_tiny_cpu plan.device=h100-80g
 """
@@ -13,12 +13,12 @@ from aligner_plan.dry.guard import load_guard
 
 
 def main() -> None:
-    """Take the command line apart, compose the configuration, plan."""
+    """Compose the configuration of the command line, and plan the run."""
     conf = Path(__file__).parents[1] / "conf"
     request = plan_request(sys.argv[1:], conf)
     shows_only = {"-h", "--help", "-c", "--cfg"} & {*request.arguments}
     if not shows_only and "torch" not in sys.modules:
-        load_guard()  # now, because a user's file in the configuration may import torch
+        load_guard()  # before a user's file in the configuration imports torch
 
     def run(config: BaseRunConfig) -> None:
         load_guard()

@@ -1,4 +1,4 @@
-"""Serve a model over HTTP, with OpenAI's interface.
+"""Serve a model over HTTP with OpenAI's API.
 
 python examples/serve.py --model MODEL --token-file serve.token
 

@@ -3,8 +3,8 @@
 python examples/serve_reward_model.py --model results/reward/reward_model.nemo --port 5555 \
     --token-file reward.token
 
-A run asks it with `reward=server reward.server.url=http://HOST:5555`. SIGTERM ends it. What is said
-over the wire stands in docs/reward.md.
+A run uses the server with `reward=server reward.server.url=http://HOST:5555`. SIGTERM ends the
+server. docs/reward.md describes the protocol.
 """
 
 import argparse
@@ -15,24 +15,24 @@ from aligner.http.tokens import read_token
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="a .nemo file with a reward head")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")
-    parser.add_argument("--port", type=int, default=5555, help="0: any that is free")
-    parser.add_argument("--token-env", help="environment variable that holds the bearer token")
-    parser.add_argument("--token-file", help="or a file that holds it")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (0.0.0.0: all)")
+    parser.add_argument("--port", type=int, default=5555, help="port (0: any free port)")
+    parser.add_argument("--token-env", help="environment variable with the bearer token")
+    parser.add_argument("--token-file", help="file with the bearer token")
     parser.add_argument("--batch-size", type=int, default=64, help="sequences scored together")
     parser.add_argument("--micro-batch-size", type=int, default=16, help="... per forward pass")
-    parser.add_argument("--max-waiting", type=int, default=4096, help="sequences that may wait")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds a request waits")
+    parser.add_argument("--max-waiting", type=int, default=4096, help="most queued sequences")
+    parser.add_argument("--timeout", type=float, default=120.0, help="longest wait in seconds")
     parser.add_argument(
         "--add-bos",
         action="store_true",
         default=None,
-        help="begin sequences with BOS; for files that do not say how they were trained",
+        help="begin sequences with BOS (for files without this setting)",
     )
     parser.add_argument("--precision", choices=["32", "bf16"], default="32")
     parser.add_argument(
@@ -50,8 +50,7 @@ def main() -> None:
         token = read_token(arguments.token_env, arguments.token_file, "the reward server")
         if token is None and arguments.host not in ("127.0.0.1", "localhost", "::1"):
             raise ConfigError(
-                f"--host {arguments.host} is open to other machines; give --token-env or "
-                "--token-file"
+                f"--host {arguments.host} accepts other machines. Give --token-env or --token-file"
             )
         serve_reward_model(
             ServeOptions(

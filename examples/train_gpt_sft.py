@@ -1,4 +1,4 @@
-"""Fine-tune a GPT on worked examples.
+"""Fine-tune a GPT on examples.
 
 python examples/train_gpt_sft.py --help
 """

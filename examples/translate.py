@@ -13,6 +13,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", type=Path, help="YAML file, whose `defaults` stand beside it")
+    parser.add_argument("file", type=Path, help="YAML file, in the same folder as its `defaults`")
     with reported_errors():
         print(translate(parser.parse_args().file))

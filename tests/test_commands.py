@@ -42,7 +42,7 @@ def test_help_lists_every_command_and_imports_nothing_heavy():
 
 
 def test_a_misspelt_command_is_corrected():
-    with pytest.raises(SystemExit, match=r"train-pp0: no such command; did you mean train-ppo\?"):
+    with pytest.raises(SystemExit, match=r"train-pp0: no such command. Did you mean train-ppo\?"):
         main(["train-pp0"])
 
 

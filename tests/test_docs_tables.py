@@ -244,7 +244,6 @@ def names(*columns):
     return check
 
 
-# First cells of a header: what holds the rows.
 def api_functions(table):
     problems = []
     for function, script, _ in table.rows:

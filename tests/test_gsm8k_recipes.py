@@ -117,10 +117,10 @@ def test_what_cannot_be_judged_is_said(tmp_path, run_check):
     folder = write_run(tmp_path / "run", {"step": 39, "train_rollouts/rewards": 0.9})
     condition = "train_rollouts/rewards > 0.75"
     for arguments, words in (
-        ([str(folder), "--step", "40", condition], "no step 40; the last is 39"),
+        ([str(folder), "--step", "40", condition], "no step 40. The last step is 39"),
         ([str(folder), "--step", "39", "val_rollouts/accuracy > 0"], "val_check_interval"),
         ([str(folder), "--step", "39", "accuracy is good"], "not a condition"),
-        ([str(tmp_path), "--step", "39", condition], "no such file"),
+        ([str(tmp_path), "--step", "39", condition], "does not exist"),
     ):
         status, printed = run_check(*arguments)
         assert (status, words in printed) == (2, True), printed

@@ -1,7 +1,7 @@
 """Training and generation from Python: `train_ppo` and the other algorithms, and `load_model`.
 
 A training function writes its arguments into the run's directory and starts the same script as the
-command line does, in a process of its own::
+command line does in another process::
 
     caller                              run (another process)
     arguments  -> overrides        ->   aligner train-ppo KEY=VALUE ...

@@ -44,7 +44,7 @@ class _Loaded:
         self.tokenizer = loaded.tokenizer
 
     def close(self) -> None:
-        """Release the weights; after the last model also the process groups of this process."""
+        """Release the weights, and after the last model the process groups of this process."""
         self._end()
 
     def __enter__(self) -> Any:
@@ -55,7 +55,7 @@ class _Loaded:
 
     def _prompts(self, prompts: Sequence[Text]) -> list[Prompt]:
         if isinstance(prompts, str):
-            raise DataError("prompts: a text, not a list of texts; write [prompt]")
+            raise DataError("prompts: a text, not a list of texts. Write [prompt]")
         columns = self._loaded.run.data
         return [
             make_prompt(Row(f"prompts[{i}]", {"prompt": text}), i, self.tokenizer, columns)
@@ -64,7 +64,9 @@ class _Loaded:
 
     def _sequences(self, prompts: Sequence[Text], responses: Sequence[str]) -> "_Sequences":
         if len(prompts) != len(responses):
-            raise DataError(f"{len(prompts)} prompts and {len(responses)} responses; give as many")
+            raise DataError(
+                f"{len(prompts)} prompts and {len(responses)} responses. Give as many responses"
+            )
         heads = [prompt.ids for prompt in self._prompts(prompts)]
         rows = [[*ids, *self.tokenizer.encode(r)] for ids, r in zip(heads, responses, strict=True)]
         return _Sequences(rows, [len(ids) for ids in heads], self.tokenizer.pad_id)
@@ -135,6 +137,7 @@ class Model(_Loaded):
             DataError: a prompt is neither text nor messages.
             ConfigError: an option has a value that cannot be used, or a prompt is too long.
         """
+        # Settings of this call, checked as those of a configuration.
         options = SamplingOptions(
             build(LengthParams, {"max_length": max_new_tokens, "min_length": 1}, "generate"),
             build(
@@ -149,6 +152,7 @@ class Model(_Loaded):
                 "generate",
             ),
         )
+        # Prompts, and the room that they leave in the model.
         dataset = PromptDataset(self._prompts(prompts))
         if not len(dataset):
             return []
@@ -156,7 +160,7 @@ class Model(_Loaded):
         if dataset.max_length + max_new_tokens > positions:
             raise ConfigError(
                 f"max_new_tokens={max_new_tokens}: the longest prompt has {dataset.max_length} "
-                f"tokens and the model {positions} positions; lower it or shorten the prompt"
+                f"tokens and the model {positions} positions. Lower max_new_tokens"
             )
         sampling = self._loaded.sampling(self._policy, 1)
         sampling = replace(sampling, seed=seed, sampling_options=options)
@@ -177,10 +181,10 @@ class Model(_Loaded):
         sequences = self._sequences(prompts, responses)
         self._policy.prepare_for_lp_inference()
         try:
-            found = self._policy.get_logprobs(sequences.batch)["logprobs"]
+            logprobs = self._policy.get_logprobs(sequences.batch)["logprobs"]
         finally:
             self._policy.finish_inference()
-        return sequences.of_responses(found)
+        return sequences.of_responses(logprobs)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the model: a ``.nemo`` file, or a Hugging Face directory for other names.
@@ -190,7 +194,7 @@ class Model(_Loaded):
         """
         target = Path(path)
         if target.exists():
-            raise ConfigError(f"path={target} exists; give the name of a new file or directory")
+            raise ConfigError(f"path={target} exists. Give the name of a new file or directory")
         if target.suffix == ".nemo":
             self._policy.save_checkpoint(str(target))
             return target
@@ -217,10 +221,10 @@ class CriticModel(_Loaded):
         sequences = self._sequences(prompts, responses)
         self._value.prepare_for_inference()
         try:
-            found = self._value.get_values(sequences.batch)["values"]
+            values = self._value.get_values(sequences.batch)["values"]
         finally:
             self._value.finish_inference()
-        return sequences.of_responses(found)
+        return sequences.of_responses(values)
 
 
 def load_model(path: str | os.PathLike[str]) -> Model:
@@ -266,7 +270,7 @@ def load_critic(folder: str | os.PathLike[str]) -> CriticModel | None:
 
 
 def _open(path: str | os.PathLike[str], closing: ExitStack) -> InferenceModel:
-    """Open the model at ``path``; the process groups end with ``closing``."""
+    """Open the model at ``path``. The process groups end with ``closing``."""
     values = {"model": {"restore_from_path": os.fspath(path)}, "sampling": {"max_length": 1}}
     closing.enter_context(_groups())
     return open_model(build(AskConfig, values, ""), closing)

@@ -1,9 +1,9 @@
 """Python objects as values of configuration keys: functions, classes and rows become files.
 
-A function or class that can be imported is named, ``package.module:name``. Any other, such as a
-function of a notebook, is pickled by cloudpickle beside a module that loads it. The pickle travels
-from the caller to the run only. The module contains the source as a comment, so that the identity
-of the run changes with the code.
+A function or class that can be imported is named, ``package.module:name``. cloudpickle writes any
+other object, such as a function of a notebook, next to a module that loads the pickle. The pickle
+travels from the caller to the run only. The module contains the source as a comment, so that the
+identity of the run changes with the code.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def as_setting(key: str, value: Any, folder: Path) -> Any:
     """Return ``value`` as configuration has it: plain values, with the paths of objects.
 
     Args:
-        key: the configuration key; files are named after it.
+        key: the configuration key. Files are named after it.
         value: a plain value, a path, a function, class or callable object, or a list or mapping
             of these.
         folder: where files are written.
@@ -100,12 +100,13 @@ def _sources(name: str, value: Any) -> Iterator[str]:
     Objects of importable modules are represented by their names, and other values by their types
     unless they are plain.
     """
-    pending, seen = [(name, value)], set[int]()
+    # Breadth first, so that the order does not depend on memory addresses.
+    pending, visited = [(name, value)], set[int]()
     while pending:
         name, item = pending.pop(0)
-        if id(item) in seen and not isinstance(item, _PLAIN):
+        if id(item) in visited and not isinstance(item, _PLAIN):
             continue
-        seen.add(id(item))
+        visited.add(id(item))
         if isinstance(item, _PLAIN):
             yield f"{name} = {_plain_text(item)}"
         elif item is not value and _importable_path(item):
@@ -144,7 +145,7 @@ def _plain_text(value: Any) -> str:
 
 
 def _function_source(function: FunctionType) -> str:
-    """Return the source of a function, or its byte code if there is no source."""
+    """Return the source of a function, or the byte code if the source is unknown."""
     try:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
@@ -173,16 +174,16 @@ def _references(function: FunctionType) -> dict[str, Any]:
 
 
 def write_rows(key: str, rows: Any, folder: Path) -> tuple[str, set[str]]:
-    """Write rows as JSON lines; return the path and the names of the columns.
+    """Write rows as JSON lines. Return the path and the names of the columns.
 
     Args:
-        key: the configuration key; the file is named after it.
+        key: the configuration key. The file is named after it.
         rows: mappings of column to value: a list, a ``datasets.Dataset``, a generator or a
             ``pandas.DataFrame``.
         folder: where the file is written.
 
     Raises:
-        DataError: there is no row, or a row is not a mapping or not JSON.
+        DataError: ``rows`` is empty, or a row is not a mapping or not JSON.
     """
     if hasattr(rows, "to_dict") and hasattr(rows, "iloc"):
         rows = rows.to_dict("records")
@@ -203,7 +204,7 @@ def write_rows(key: str, rows: Any, folder: Path) -> tuple[str, set[str]]:
                 raise DataError(f"{key}: row {index} cannot be written as JSON: {error}") from error
             file.write(f"{line}\n")
     if index < 0:
-        raise DataError(f"{key}: there are no rows")
+        raise DataError(f"{key}: the rows are empty. Give at least one row")
     return str(path), columns
 
 

@@ -1,11 +1,11 @@
-"""A script of the command line in a process of its own, with its output and its errors.
+"""A script of the command line in another process: output, errors and Ctrl-C.
 
 ::
 
     run's process                       caller
     stdout  ── thread ──►  sys.stdout   (directly if that is a terminal)
-    stderr  ── thread ──►  sys.stderr   (and kept: its last lines become the exception)
-    signals ◄── SIGINT ──  KeyboardInterrupt, once; a second one kills the run
+    stderr  ── thread ──►  sys.stderr   (the last lines become the exception)
+    signals ◄── SIGINT ──  KeyboardInterrupt, once. A second one kills the run
 """
 
 import os
@@ -22,7 +22,7 @@ from aligner import errors
 from aligner.errors import AlignerError, WorkerError
 from aligner.process_tree import kill_tree
 
-_KEPT_LINES = 2000
+_MAX_LINES = 2000
 
 
 def run_script(command: str, arguments: Sequence[str]) -> None:
@@ -47,7 +47,7 @@ def run_script(command: str, arguments: Sequence[str]) -> None:
         env=environment,
         start_new_session=True,  # a terminal's Ctrl-C reaches the run once, from here
     )
-    stderr = deque[str](maxlen=_KEPT_LINES)
+    stderr = deque[str](maxlen=_MAX_LINES)
     readers = [threading.Thread(target=_copy, args=(process.stderr, sys.stderr, stderr))]
     if process.stdout is not None:
         readers.append(threading.Thread(target=_copy, args=(process.stdout, sys.stdout, None)))
@@ -80,13 +80,13 @@ def _is_terminal(stream: TextIO) -> bool:
         return False
 
 
-def _copy(source: IO[str] | None, target: TextIO, kept: deque[str] | None) -> None:
-    """Copy lines, keeping the last; an error report of the command is kept only."""
+def _copy(source: IO[str] | None, target: TextIO, last_lines: deque[str] | None) -> None:
+    """Copy lines to ``target`` until an error report begins. Append all lines to ``last_lines``."""
     assert source is not None, "the stream is a pipe"
     is_report = False
     for line in source:
-        if kept is not None:
-            kept.append(line)
+        if last_lines is not None:
+            last_lines.append(line)
             is_report = is_report or _report(line) is not None
         if not is_report:
             target.write(line)
@@ -109,4 +109,4 @@ def _error_of(stderr: str, status: int) -> AlignerError:
         if report := _report(line):
             kind, first = report
             return kind((first + "".join(lines[index + 1 :])).rstrip("\n"))
-    return WorkerError(f"the run ended with status {status}; its last lines are above")
+    return WorkerError(f"the run ended with status {status}. Its last lines are above")

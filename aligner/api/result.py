@@ -32,7 +32,7 @@ class Result:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """Metrics of every step, oldest first; each with ``step`` and numbers by their names."""
+        """Metrics of every step, oldest first: dictionaries with ``step`` and numbers."""
         from aligner.observe.metrics import read_metrics
 
         steps: dict[int, dict[str, Any]] = {}
@@ -50,7 +50,7 @@ class Result:
             import pandas as pd
         except ImportError as error:
             raise MissingPackageError(
-                "Result.to_pandas() needs pandas, not installed here; pip install pandas"
+                "Result.to_pandas() needs pandas, which is not installed. Run: pip install pandas"
             ) from error
         return pd.DataFrame(self.metrics).set_index("step")
 
@@ -94,7 +94,7 @@ class Result:
         return load_critic(self.folder)
 
     def generate(self, prompts: Sequence[Any], **options: Any) -> list[str]:
-        """Generate one response for each prompt; see `Model.generate`."""
+        """Generate one response for each prompt. See `Model.generate`."""
         return self.policy.generate(prompts, **options)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -108,7 +108,7 @@ class Result:
 
         source, target = Path(os.fspath(self)), Path(path)
         if target.exists():
-            raise ConfigError(f"path={target} exists; give the name of a new file or directory")
+            raise ConfigError(f"path={target} exists. Give the name of a new file or directory")
         if target.suffix == ".nemo":
             shutil.copyfile(source, target)
         else:
@@ -121,8 +121,8 @@ class Result:
             if (path := self.folder / name).exists():
                 return str(path)
         raise CheckpointNotFoundError(
-            f"{self.folder}: there is no trained model, because the run was stopped before its end "
-            "or exp_manager.save_nemo=false; call the training function again to continue"
+            f"{self.folder}: the trained model is missing, because the run was stopped early "
+            "or exp_manager.save_nemo=false. Call the training function again to continue"
         )
 
     def __repr__(self) -> str:

@@ -52,18 +52,18 @@ KEYS = {
 
 
 def _named(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Let ``function`` answer an unknown keyword with the nearest of its own."""
-    known = list(inspect.signature(function).parameters)
+    """Let ``function`` answer an unknown keyword with the nearest known keyword."""
+    parameters = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> Result:
         for name in keywords:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            if name not in parameters:
+                near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise TypeError(
                     f"{function.__name__}() has no keyword {name!r}; {hint}Its keywords are "
-                    f"{', '.join(known)}. Any other key of the configuration goes into "
+                    f"{', '.join(parameters)}. Any other key of the configuration goes into "
                     "overrides={'model.ppo.ratio_eps': 0.1}"
                 )
         return function(*args, **keywords)
@@ -101,7 +101,7 @@ def train_ppo(
     Args:
         model: a ``.nemo`` file, a Hugging Face directory, or the `Result` of another training
             function.
-        data: prompts: mappings with ``prompt`` (text or chat messages) and further columns, which
+        data: prompts: mappings with ``prompt`` (text or chat messages) and other columns, which
             the reward receives; or files, or a generator function.
         reward: ``reward(prompts, responses, **columns) -> list[float]``, or the path of such a
             function, ``FILE.py:FUNCTION``.
@@ -119,7 +119,7 @@ def train_ppo(
         devices: number of processes, one per device.
         seed: of sampling, shuffling and new weights.
         output_dir: directory of the run.
-        overrides: further keys of the configuration with their values.
+        overrides: other keys of the configuration with their values.
 
     Returns:
         the run's files and the trained models.
@@ -157,27 +157,8 @@ def train_grpo(
     """Train a policy by GRPO (Shao et al. 2024), without a critic.
 
     ``overrides={"trainer.ppo.advantage.estimator": "rloo"}`` selects another estimator of the
-    family. The other keywords are those of `train_ppo`.
-
-    Args:
-        model: see `train_ppo`.
-        data: see `train_ppo`.
-        reward: see `train_ppo`.
-        reward_model: see `train_ppo`.
-        environment: see `train_ppo`.
-        validation_data: see `train_ppo`.
-        max_steps: see `train_ppo`.
-        validate_every: see `train_ppo`.
-        lr: learning rate.
-        kl_penalty: see `train_ppo`.
-        samples_per_step: see `train_ppo`.
-        num_generations: number of responses to each prompt, which are compared with each other.
-        max_new_tokens: see `train_ppo`.
-        temperature: see `train_ppo`.
-        devices: see `train_ppo`.
-        seed: see `train_ppo`.
-        output_dir: directory of the run.
-        overrides: see `train_ppo`.
+    family. Each prompt has ``num_generations`` responses, which are compared with each other. The
+    other keywords are those of `train_ppo`.
     """
     return _train("reinforce", locals(), {"trainer.ppo.advantage.estimator": "grpo"})
 
@@ -231,7 +212,7 @@ def train_sft(
 
     Args:
         model: a ``.nemo`` file, a Hugging Face directory, or a `Result`.
-        data: rows with ``prompt`` and ``response``, or with ``messages`` (a whole chat); or files,
+        data: rows with ``prompt`` and ``response``, or with ``messages`` (a whole chat), or files,
             or a generator function.
         validation_data: held-out rows.
         max_steps: number of optimizer steps at most.
@@ -243,7 +224,7 @@ def train_sft(
         devices: number of processes, one per device.
         seed: of shuffling and dropout.
         output_dir: directory of the run.
-        overrides: further keys of the configuration with their values.
+        overrides: other keys of the configuration with their values.
 
     Returns and raises what `train_ppo` does.
     """
@@ -273,21 +254,10 @@ def train_dpo(
 
     Args:
         model: a ``.nemo`` file, a Hugging Face directory, or a `Result`.
-        data: rows with ``prompt``, ``chosen`` and ``rejected``; for ``loss="kto"`` with ``prompt``,
+        data: rows with ``prompt``, ``chosen`` and ``rejected``, for ``loss="kto"`` with ``prompt``,
             ``response`` and ``label``; or files, or a generator function.
         loss: ``dpo``, ``ipo``, ``rpo``, ``simpo`` or ``kto``.
         beta: weight of the implicit reward.
-        validation_data: see `train_sft`.
-        max_steps: see `train_sft`.
-        max_epochs: see `train_sft`.
-        validate_every: see `train_sft`.
-        lr: see `train_sft`.
-        batch_size: see `train_sft`.
-        micro_batch_size: see `train_sft`.
-        devices: see `train_sft`.
-        seed: see `train_sft`.
-        output_dir: see `train_sft`.
-        overrides: see `train_sft`.
     """
     return _train("dpo", locals())
 
@@ -348,34 +318,37 @@ def _train(
 
     Args:
         algorithm: name in `aligner.catalog.ALGORITHMS`.
-        keywords: of the training function, by name.
+        keywords: values by keyword of the training function.
         settings: keys that the training function sets itself.
     """
     folder = Path(os.fspath(keywords["output_dir"])).expanduser()
     files = folder / "python"
-    sections = {"loop": {"reinforce": "ppo"}.get(algorithm, algorithm)}
-    sections["rollout"] = sections["loop"]
+    loop = {"reinforce": "ppo"}.get(algorithm, algorithm)
     overrides = dict(keywords.pop("overrides") or {})
-    config: dict[str, Any] = {**_choices(keywords), **(settings or {})}
-    given = {name: value for name, value in keywords.items() if value is not None}
-    if clash := {KEYS[name].format(**sections) for name in given} & overrides.keys():
-        raise ConfigError(
-            f"overrides: {', '.join(sorted(clash))} is a keyword as well; give one of the two"
-        )
+    choices = {**_choices(keywords), **(settings or {})}
+    values = {
+        KEYS[name].format(loop=loop, rollout=loop): value
+        for name, value in keywords.items()
+        if value is not None
+    }
+    if clash := ", ".join(sorted(values.keys() & overrides.keys())):
+        raise ConfigError(f"overrides: {clash} is set by a keyword as well. Remove one of the two")
     is_new = not folder.exists()
+
+    # Rows become files, and objects become files that the run imports.
     columns: list[set[str]] = []
-    for name, value in given.items():
-        key = KEYS[name].format(**sections)
+    for key, value in values.items():
         if key.endswith(".source") and is_rows(value):
-            value, names = write_rows(key, value, files)
+            values[key], names = write_rows(key, value, files)
             columns.append(names)
-        config[key] = as_setting(key, value, files)
-    config |= _columns(algorithm, columns, overrides)
-    epochs = KEYS["max_epochs"].format(**sections)
-    if "max_steps" in given and "max_epochs" not in given and epochs not in overrides:
-        config[epochs] = given["max_steps"]  # an epoch has at least one step
-    config |= {key: as_setting(key, value, files) for key, value in overrides.items()}
-    arguments = [f"{key}={_override(value)}" for key, value in config.items()]
+    values |= _columns(algorithm, columns, overrides) | overrides
+    max_steps, max_epochs = (f"trainer.{loop}.{name}" for name in ("max_steps", "max_epochs"))
+    if max_steps in values:
+        values.setdefault(max_epochs, values[max_steps])  # an epoch has at least one step
+    values = {key: as_setting(key, value, files) for key, value in values.items()}
+    arguments = [f"{key}={_override(value)}" for key, value in (choices | values).items()]
+
+    # The equivalent command is printed and stored, and then run.
     command = shlex.join(["aligner", f"train-{algorithm}", *arguments])
     files.mkdir(parents=True, exist_ok=True)
     (files / "command.sh").write_text(f"{command}\n")
@@ -395,12 +368,12 @@ def _choices(keywords: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: there are several sources of rewards.
     """
-    sources = {name: keywords.get(name) for name in ("environment", "reward_model", "reward")}
-    given = [name for name, value in sources.items() if value is not None]
-    if "environment" in given and len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)}: an environment scores itself; give one of them")
+    names = ("environment", "reward_model", "reward")
+    sources = [name for name in names if keywords.get(name) is not None]
+    if "environment" in sources and len(sources) > 1:
+        raise ConfigError(f"{' and '.join(sources)}: an environment gives the rewards. Remove one")
     choices = {"environment": "environment", "reward_model": "model"}
-    return {"reward": choices[given[0]]} if given and given[0] in choices else {}
+    return {"reward": choices[sources[0]]} if sources and sources[0] in choices else {}
 
 
 def _columns(

@@ -1,8 +1,8 @@
-"""NeMo-Aligner's configuration keys that have another name here, or none.
+"""NeMo-Aligner's configuration keys that this library renames or does not use.
 
-The keys are those of its gpt_ppo_actor, gpt_ppo_critic and gpt_rs_actor configurations. What is not
-in these tables is accepted as it stands. An entry speaks of the key and of all below it; one of
-``trainer.ppo`` or ``model.ppo`` of ``rs``, too.
+The keys are those of the configurations gpt_ppo_actor, gpt_ppo_critic and gpt_rs_actor. Keys that
+are not in these tables have the same name here. An entry applies to the key and all keys below it,
+and an entry of ``trainer.ppo`` or ``model.ppo`` also to ``rs``.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 from aligner.foreign_keys import IGNORED
 
-# NeMo-Aligner's key: ours.
+# NeMo-Aligner's keys and the corresponding keys here.
 RENAMED = {
     "pretrained_checkpoint": "model.restore_from_path (critic.restore_from_path for the critic's)",
     "remote_rm.reward_model": "reward=server reward.server.url=http://HOST:PORT",
@@ -21,7 +21,7 @@ RENAMED = {
     "trainer.ppo.inference_micro_batch_size": (
         "critic.forward_micro_batch_size, and reward.model.micro_batch_size"
     ),
-    "trainer.ppo.port": "--port of examples/serve_reward_model.py; the critic is in the run",
+    "trainer.ppo.port": "--port of examples/serve_reward_model.py (the critic is in the run)",
     "trainer.ppo.model_gbs": "model.global_batch_size",
     "trainer.ppo.model_mbs": "model.micro_batch_size",
     "trainer.ppo.trt_llm": "generation.backend=vllm, and generation.vllm.*",
@@ -42,7 +42,7 @@ RENAMED = {
     "model.loss_clip_val": "critic.value_clip",
     "model.dpo.ref_policy_kl_penalty": "trainer.dpo.beta",
     "model.dpo.preference_loss": "trainer.dpo.loss",
-    "model.dpo.preference_loss_weight": "1; trainer.dpo.reward_scale scales the loss of rpo",
+    "model.dpo.preference_loss_weight": "1 (trainer.dpo.reward_scale scales the loss of rpo)",
     "model.dpo.sft_loss_weight": "trainer.dpo.sft_weight",
     "model.dpo.preference_average_log_probs": "trainer.dpo.average_logprobs",
     "model.dpo.gt_reward_scale": "trainer.dpo.reward_scale",
@@ -56,7 +56,7 @@ RENAMED = {
     "model.forward_micro_batch_size": (
         "model.ppo.forward_micro_batch_size, or critic.forward_micro_batch_size for the critic"
     ),
-    "model.regression": "reward.attribute_weights; the number of attributes is in the file",
+    "model.regression": "reward.attribute_weights (the file contains the number of attributes)",
     "model.hidden_dropout": "model.dropout",
     "model.attention_dropout": "model.dropout",
     "model.seed": "seed",
@@ -64,46 +64,46 @@ RENAMED = {
     "model.data": "data.train.source and data.validation.source",
     "model.peft.restore_from_ckpt": "model.peft.restore_from_path",
 }
-# Keys that nothing here needs, and why.
+# Keys that this library does not need, and the reasons.
 NEEDLESS = {
-    "trainer.accelerator": "the GPUs are used where there are any; ALIGNER_FORCE_CPU=1 leaves them",
+    "trainer.accelerator": "GPUs are used if present, unless ALIGNER_FORCE_CPU=1",
     "trainer.ppo.rollout_batch_seq_length": "batches are as long as their longest sequence",
     "trainer.ppo.batch_iterator": "responses of every length share the micro-batches of a rank",
     "trainer.ppo.pad_sequence_length_to_multiple": "model.dynamic_batching.sequence_length_round "
-    "rounds where that is wanted",
+    "rounds lengths",
     "trainer.ppo.max_queue_delay_microseconds": "the critic is in the run and has no queue",
-    "trainer.logger": "exp_manager.create_tensorboard_logger and create_wandb_logger choose",
+    "trainer.logger": "exp_manager.create_tensorboard_logger and create_wandb_logger replace it",
     "trainer.enable_checkpointing": "run states are saved every trainer.*.save_interval",
-    "trainer.use_distributed_sampler": "the run's own sampler shares the data out",
+    "trainer.use_distributed_sampler": "the run distributes the data by its sampler",
     "remote_rm.pad_to_length": "requests are as long as their longest sequence",
     "remote_critic_rm.pad_to_length": "requests are as long as their longest sequence",
-    "remote_critic_rm.critic": "the critic is in the run; cluster.colocated=false with "
-    "cluster.engine=ray gives it workers of its own",
-    "exp_manager.resume_ignore_no_checkpoint": "a directory without a run state is a new run's",
+    "remote_critic_rm.critic": "the critic is in the run, with separate workers if "
+    "cluster.engine=ray and cluster.colocated=false",
+    "exp_manager.resume_ignore_no_checkpoint": "a directory without a run state starts a new run",
     "exp_manager.create_checkpoint_callback": "run states are saved every trainer.*.save_interval",
     "exp_manager.checkpoint_callback_params.always_save_nemo": "every run state can be loaded, and "
     "exp_manager.save_nemo writes the `.nemo` at the end",
-    "exp_manager.checkpoint_callback_params.filename": "no state is in a file's name",
+    "exp_manager.checkpoint_callback_params.filename": "file names contain no state",
     "exp_manager.checkpoint_callback_params.model_parallel_size": "run states load in any layout",
-    "model.ppo.sampling_params.all_probs": "nothing reads the probabilities of tokens not drawn",
-    "model.ppo.sampling_params.compute_logprob": "log-probs of drawn tokens are always returned",
-    "model.mcore_gpt": "every model is megatron-core's",
+    "model.ppo.sampling_params.all_probs": "only probabilities of sampled tokens are used",
+    "model.ppo.sampling_params.compute_logprob": "log-probs of sampled tokens are always returned",
+    "model.mcore_gpt": "all models are megatron-core models",
     "model.megatron_amp_O2": "trainer.precision=bf16 keeps float32 weights in the optimizer",
-    "model.answer_only_loss": "only responses are learned (data.learn says which turns)",
-    "model.encoder_seq_length": "the checkpoint says how long sequences may be",
-    "model.max_position_embeddings": "the checkpoint says how long sequences may be",
-    "model.output_sequence": "a critic speaks of every token and a reward model of the last",
+    "model.answer_only_loss": "only responses are learned (data.learn selects the turns)",
+    "model.encoder_seq_length": "the checkpoint defines the longest sequence",
+    "model.max_position_embeddings": "the checkpoint defines the longest sequence",
+    "model.output_sequence": "a critic scores every token and a reward model the last token",
     "model.use_avg_pool": "a reward model reads its reward at the last token",
     "model.force_head_dtype": "heads are float32",
-    "model.reward_standardization": "the reward model's file says it; "
+    "model.reward_standardization": "the reward model's file contains it, and "
     "trainer.reward_model.standardize_on measures it",
-    "model.reward_model_type": "the reward model's file says it",
-    "model.peft.lora_tuning.column_init_method": "the first matrix begins uniform, as in LoRA",
-    "model.peft.lora_tuning.row_init_method": "the second matrix begins at zero, as in LoRA",
+    "model.reward_model_type": "the reward model's file contains it",
+    "model.peft.lora_tuning.column_init_method": "the first matrix is uniform, as in LoRA",
+    "model.peft.lora_tuning.row_init_method": "the second matrix is zero, as in LoRA",
     "model.peft.lora_tuning.layer_selection": "every layer is adapted",
-    "model.peft.lora_tuning.weight_tying": "every layer has adapters of its own",
+    "model.peft.lora_tuning.weight_tying": "every layer has separate adapters",
     "model.peft.lora_tuning.position_embedding_strategy": "it belongs to weight_tying",
-    "model.optim.bucket_cap_mb": "megatron-core's distributed optimizer has one gradient buffer",
+    "model.optim.bucket_cap_mb": "megatron-core's distributed optimizer uses one gradient buffer",
     "model.optim.overlap_grad_sync": "gradients are summed once, after the last micro-batch",
     "model.optim.overlap_param_sync": "weights are gathered right after an update",
     "model.optim.contiguous_grad_buffer": "the gradient buffer is contiguous",
@@ -111,9 +111,9 @@ NEEDLESS = {
     "model.overwrite_base_config": "the architecture is the checkpoint's",
     "model.ub_tp_comm_overlap_cfg": "no communication is overlapped inside a layer",
 }
-# Groups of which every key is in the tables.
+# Groups whose keys are all in the tables.
 _GROUPS = ("remote_rm", "remote_critic_rm", "exp_manager.checkpoint_callback_params")
-# Values with which a key, of a mapping or a command line, asks for what is so anyway.
+# Values that describe the fixed behaviour of this library, so that the key has no effect.
 _INERT: dict[str, tuple[Any, ...]] = {
     "model.mcore_gpt": (True,),
     "model.megatron_amp_O2": (True, False),
@@ -134,7 +134,7 @@ _INERT: dict[str, tuple[Any, ...]] = {
     "model.ppo.sampling_params.all_probs": (False,),
     "model.ppo.sampling_params.compute_logprob": (False, True),
 }
-# Keys of which every value is ignored.
+# Keys whose values are all ignored.
 _TUNING = (
     *("remote_rm.pad_to_length", "remote_critic_rm.pad_to_length", "model.optim.bucket_cap_mb"),
     *("model.optim.overlap_grad_sync", "model.optim.overlap_param_sync"),
@@ -143,37 +143,35 @@ _TUNING = (
 
 
 def remedy(key: str) -> str | None:
-    """Remedy for a key that is NeMo-Aligner's; None where it is not, or is ours too."""
-    if key.startswith("critic."):  # its configuration called it model
+    """Return the remedy for a key of NeMo-Aligner, or None for a key that is not in the tables."""
+    if key.startswith("critic."):  # NeMo-Aligner's configuration of the critic calls it model
         key = "model." + key.removeprefix("critic.")
-    theirs = _of_ppo(key)
-    for known in (*RENAMED, *NEEDLESS):
-        if theirs == known or theirs.startswith(f"{known}."):
-            return _said(known) if theirs == key else _said(known).replace(".ppo.", ".rs.")
+    ppo_key = _ppo_key(key)
+    for entry in (*RENAMED, *NEEDLESS):
+        if ppo_key == entry or ppo_key.startswith(f"{entry}."):
+            text = _message(entry)
+            return text if ppo_key == key else text.replace(".ppo.", ".rs.")
     if key in _GROUPS:
-        below = [known for known in (*RENAMED, *NEEDLESS) if known.startswith(f"{key}.")]
-        return "; ".join(f"{known.removeprefix(f'{key}.')}: {_said(known)}" for known in below)
+        below = [entry for entry in (*RENAMED, *NEEDLESS) if entry.startswith(f"{key}.")]
+        return "; ".join(f"{entry.removeprefix(f'{key}.')}: {_message(entry)}" for entry in below)
     return None
 
 
 def is_inert(key: str, value: Any) -> bool:
-    """Return whether ``key: value`` asks for nothing but what is so anyway.
-
-    A key of which every value is ignored is noted for the start-up report.
-    """
+    """Return whether ``key: value`` has no effect, and record ignored keys for the report."""
     if key in _TUNING:
         IGNORED[key] = None
         return True
-    accepted = _INERT.get(_of_ppo(key), ())
-    return any(value == known and type(value) is type(known) for known in accepted)
+    inert_values = _INERT.get(_ppo_key(key), ())
+    return any(value == inert and type(value) is type(inert) for inert in inert_values)
 
 
-def _of_ppo(key: str) -> str:
-    """A key of rejection sampling as the tables have it."""
+def _ppo_key(key: str) -> str:
+    """Return a key of rejection sampling as the key of PPO in the tables."""
     return re.sub(r"^(trainer|model)\.rs\.", r"\1.ppo.", key)
 
 
-def _said(known: str) -> str:
-    if known in RENAMED:
-        return f"NeMo-Aligner's name; here it is {RENAMED[known]}"
-    return f"NeMo-Aligner's key, which has no place here: {NEEDLESS[known]}; remove it"
+def _message(entry: str) -> str:
+    if entry in RENAMED:
+        return f"NeMo-Aligner's name. Use {RENAMED[entry]}"
+    return f"NeMo-Aligner's key, which is not needed here: {NEEDLESS[entry]}. Remove it"

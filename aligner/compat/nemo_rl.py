@@ -1,8 +1,8 @@
-"""Policies and critics described as in NeMo-RL: mappings of `PolicyConfig` and `ValueConfig`.
+"""Conversion of NeMo-RL's mappings of policies and critics, `PolicyConfig` and `ValueConfig`.
 
-`published_role` turns one into this library's own sections. Keys without a counterpart are judged
-by their values (`aligner.compat.nemo_rl_values`); the section of the backend that is not
-enabled is not read.
+`published_role` converts a mapping to the sections of this library. Keys without a counterpart are
+accepted or refused by their values (`aligner.compat.nemo_rl_values`). The section of the disabled
+backend is ignored.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ Backend = Literal["megatron", "dtensor"]
 
 
 class ValueConfig(TypedDict, total=False):
-    """A value model as NeMo-RL describes it; `KEYS` has the keys of the sections."""
+    """A value model in NeMo-RL's form. `KEYS` lists the keys of the sections."""
 
     model_name: ModelPath
     tokenizer: Section
@@ -47,17 +47,18 @@ class ValueConfig(TypedDict, total=False):
 
 
 class PolicyConfig(ValueConfig, total=False):
-    """A policy as NeMo-RL describes it."""
+    """A policy in NeMo-RL's form."""
 
     generation: Section | None
     generation_batch_size: Count
 
 
-# Their dotted key: ours in `PublishedRole`; of several for one of ours the first counts. A type in
-# place of a key: the value is checked, and `read_role` or nothing reads it.
+# NeMo-RL's dotted keys and the corresponding keys in `PublishedRole`. If several set the same key,
+# the first takes precedence. A type instead of a key: the value is only validated, and possibly
+# read by `read_role`.
 KEYS: dict[str, Any] = {
     "model_name": "model.restore_from_path",
-    "tokenizer.name": StrictStr,  # the tokenizer that is given as an argument is used
+    "tokenizer.name": StrictStr,  # the tokenizer is passed as an argument
     "precision": "precision",
     "max_grad_norm": "gradient_clip_val",
     "train_micro_batch_size": "model.micro_batch_size critic.micro_batch_size",
@@ -123,7 +124,7 @@ _OF_BACKENDS: dict[Backend, dict[str, Any]] = {
         "optimizer.kwargs.eps": "model.optim.eps",
     },
 }
-# Their values that are spelt otherwise here, by the last part of the name in small letters.
+# NeMo-RL's values (the last part of a dotted name, in lower case) and their spelling here.
 _VALUES: dict[str, dict[str, str]] = {
     "precision": {
         **dict.fromkeys(("32", "float32", "fp32"), "32"),
@@ -133,13 +134,13 @@ _VALUES: dict[str, dict[str, str]] = {
     "sequence_packing.algorithm": {"modified_ffd": "modified_first_fit_decreasing"},
     "megatron_cfg.peft.enabled": {"true": "lora"},
 }
-_CLOSED = ("precision", "optimizer.name")  # other values of `_VALUES` are refused
-_BETAS = {"0": 0.9, "1": 0.999}  # where one of the two is given
+_CLOSED = ("precision", "optimizer.name")  # values that are not in `_VALUES` are refused
+_BETAS = {"0": 0.9, "1": 0.999}  # defaults if only one of the two is set
 
 
 @dataclass(frozen=True)
 class PublishedRole:
-    """Settings of a published mapping, in the library's own sections."""
+    """Settings of a published mapping, in the sections of this library."""
 
     model: ModelConfig
     backend: Backend = "megatron"
@@ -147,31 +148,31 @@ class PublishedRole:
     precision: Literal["32", "bf16"] = "32"
     gradient_clip_val: NonNegative = 1.0
     env_vars: Mapping[str, str] = field(default_factory=dict)
-    generates: bool = False  # there is a section ``generation``
-    pad_token_id: Natural | None = None  # of generated rows; None: the tokenizer's
+    generates: bool = False  # whether the mapping has a section ``generation``
+    pad_token_id: Natural | None = None  # of generated rows (None: the tokenizer's)
     stop_token_ids: tuple[Natural, ...] = ()
     ignored: tuple[str, ...] = field(default=(), compare=False)  # keys that tune engines
-    of_experts: tuple[tuple[str, Any, str], ...] = ()  # keys that only a dense model leaves neutral
+    dense_only: tuple[tuple[str, Any, str], ...] = ()  # keys without effect in dense models only
 
     def check_experts(self, num_experts: int | None) -> None:
-        """Refuse, of a mixture of experts, what is neutral where the model is dense."""
-        if num_experts is not None and self.of_experts:
-            raise ConfigError(f"the model has {num_experts} experts\n{table([*self.of_experts])}")
+        """Refuse keys that have no effect in a dense model, if the model has experts."""
+        if num_experts is not None and self.dense_only:
+            raise ConfigError(f"the model has {num_experts} experts\n{table([*self.dense_only])}")
 
 
 def published_role(values: Section, name: Literal["policy", "value"] = "policy") -> PublishedRole:
-    """Read a mapping of `PolicyConfig` (``name="policy"``) or `ValueConfig`.
+    """Convert a mapping in the form of `PolicyConfig` (``name="policy"``) or `ValueConfig`.
 
-    A missing key has the default of the section it becomes. Keys that tune engines are ignored,
-    with a warning and a line of the start-up report.
+    Missing keys have the defaults of this library. Keys that tune engines are ignored, with a
+    warning and a line in the start-up report.
 
     Raises:
-        ConfigError: neither or both backends are enabled; a key is unknown, or has a value that
-            cannot work. The message is a table of all such keys.
+        ConfigError: neither or both backends are enabled, a key is unknown, or a value is not
+            supported. The message is a table of all such keys.
     """
     role, notes = read_role(values, name)
     if role is None:
-        raise ConfigError(f"{name}: asks for what cannot be done here\n{table(notes.refused)}")
+        raise ConfigError(f"{name}: these settings are not supported\n{table(notes.refused)}")
     if role.ignored:
         IGNORED.update(dict.fromkeys(role.ignored))
         warnings.warn(f"without a counterpart here: {', '.join(role.ignored)}", stacklevel=3)
@@ -181,42 +182,46 @@ def published_role(values: Section, name: Literal["policy", "value"] = "policy")
 def read_role(
     values: Section, name: Literal["policy", "value"] = "policy"
 ) -> tuple[PublishedRole | None, Notes]:
-    """Read a mapping as `published_role` does, and return None where the notes refuse anything."""
+    """Convert a mapping as `published_role`, or return None if the notes contain refused keys."""
     if isinstance(values, DictConfig):
         values = OmegaConf.to_container(values, resolve=True)  # type: ignore[assignment]
     notes, backend = Notes(name), _backend(values, name)
     if values.get("model_name") is None:
         notes.refuse("model_name", None, "a .nemo file or a Hugging Face directory or name")
-    unread = {"dtensor_cfg", "optimizer"} if backend == "megatron" else {"megatron_cfg"}
-    own = {key: value for key, value in values.items() if key not in {*unread, "scheduler"}}
-    of_role = _OF_POLICIES if name == "policy" else _OF_VALUES
-    keys = {**KEYS, **of_role, **_OF_BACKENDS[backend]}
-    given: dict[str, Any] = {}
-    for path, value in _settings(own, keys, notes):
+    # Values of the keys in the tables, validated by the types of the corresponding fields.
+    ignored = {"dtensor_cfg", "optimizer"} if backend == "megatron" else {"megatron_cfg"}
+    sections = {key: value for key, value in values.items() if key not in {*ignored, "scheduler"}}
+    role_keys = _OF_POLICIES if name == "policy" else _OF_VALUES
+    keys = {**KEYS, **role_keys, **_OF_BACKENDS[backend]}
+    settings: dict[str, Any] = {}
+    for path, value in _settings(sections, keys, notes):
         hint = keys[path]
-        if isinstance(hint, str):  # ours, whose type is that of the field
-            ours = hint.split()[0].split(".")
-            steps = [int(step) if step.isdigit() else step for step in ours]
+        if isinstance(hint, str):
+            names = hint.split()[0].split(".")
+            steps = [int(step) if step.isdigit() else step for step in names]
             hint = functools.reduce(type_below, steps, PublishedRole)
         try:
-            given[path] = build(hint, _spelt(path, value), f"{name}.{path}")
+            settings[path] = build(hint, _translated_value(path, value), f"{name}.{path}")
         except ConfigError as error:
             notes.refuse(path, value, str(error).removeprefix(f"{name}.{path}: "))
-    tree = _nested(given, keys)
+
+    # Settings that depend on several keys.
+    tree = _nested(settings, keys)
     optim = tree["model"].setdefault("optim", {})
     if isinstance(optim.get("betas"), dict):
         optim["betas"] = tuple({**_BETAS, **optim["betas"]}.values())
     if backend == "dtensor" and values.get("scheduler") is not None:
         optim["sched"] = torch_schedule(values["scheduler"], optim.get("lr", OptimConfig.lr), notes)
-    if given.get(f"{backend}_cfg.activation_checkpointing"):
-        granularity = given.get("megatron_cfg.recompute_granularity", "full")
+    if settings.get(f"{backend}_cfg.activation_checkpointing"):
+        granularity = settings.get("megatron_cfg.recompute_granularity", "full")
         tree["model"]["activations_checkpoint_granularity"] = granularity
-    # Experts' biases move where they are enabled and have a rate: one alone says nothing.
+    # The biases of experts change only if they are enabled and have a rate.
     biases = [row for row in notes.experts if "_bias" in row[0]]
     if len(biases) == 1:
         notes.experts.remove(biases[0])
-    if given.get("megatron_cfg.expert_model_parallel_size", 1) > 1:
+    if settings.get("megatron_cfg.expert_model_parallel_size", 1) > 1:
         notes.refused += notes.experts
+
     if notes.refused:
         return None, notes
     tree |= {"backend": backend, "generates": values.get("generation") is not None}
@@ -225,20 +230,20 @@ def read_role(
         role,
         critic=dataclasses.replace(role.critic, optim=role.model.optim),
         ignored=tuple(notes.ignored),
-        of_experts=tuple(notes.experts),
+        dense_only=tuple(notes.experts),
     ), notes
 
 
-def _backend(given: Section, name: str) -> Backend:
-    """Return the one backend that is enabled."""
+def _backend(values: Section, name: str) -> Backend:
+    """Return the enabled backend."""
     megatron, dtensor = (
-        bool((given.get(key) or {}).get("enabled", False))
+        bool((values.get(key) or {}).get("enabled", False))
         for key in ("megatron_cfg", "dtensor_cfg")
     )
     if megatron == dtensor:
-        both = "both" if megatron else "neither of them"
+        both = "both are" if megatron else "neither is"
         raise ConfigError(
-            f"{name}.megatron_cfg.enabled, {name}.dtensor_cfg.enabled: {both} true; set exactly "
+            f"{name}.megatron_cfg.enabled, {name}.dtensor_cfg.enabled: {both} true. Set exactly "
             "one of them to true"
         )
     return "megatron" if megatron else "dtensor"
@@ -247,7 +252,7 @@ def _backend(given: Section, name: str) -> Backend:
 def _settings(
     values: Section, keys: Mapping[str, Any], notes: Notes, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of the table that are set, with their values; judge all others."""
+    """Yield the keys of the table that are set, with their values, and judge all other keys."""
     known = [*{key[len(prefix) :].split(".")[0]: 0 for key in keys if key.startswith(prefix)}]
     for key, value in values.items():
         path = f"{prefix}{key}"
@@ -263,10 +268,10 @@ def _settings(
             notes.refuse(path, value, "expected a group of keys")
 
 
-def _spelt(path: str, value: Any) -> Any:
-    """Return a value of theirs as it is spelt here; `ConfigError` names those that there are."""
+def _translated_value(path: str, value: Any) -> Any:
+    """Convert a value of NeMo-RL to its spelling here. A `ConfigError` names the valid values."""
     if path.endswith(".env_vars") and isinstance(value, Mapping):
-        return {key: str(each) for key, each in value.items()}
+        return {variable: str(text) for variable, text in value.items()}
     if path in _VALUES:
         spellings = _VALUES[path]
         short = str(value).rsplit(".", 1)[-1].lower()
@@ -278,15 +283,15 @@ def _spelt(path: str, value: Any) -> Any:
     return 0 if path == "generation.top_k" and value == -1 else value
 
 
-def _nested(given: Section, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrange the values by our keys, as nested mappings."""
+def _nested(settings: Section, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrange the values by the keys of `PublishedRole`, as nested mappings."""
     tree: dict[str, Any] = {"model": {}}
-    for path, homes in keys.items():
-        if path not in given or not isinstance(homes, str):
+    for path, targets in keys.items():
+        if path not in settings or not isinstance(targets, str):
             continue
-        for *steps, last in (home.split(".") for home in homes.split()):
-            place = tree
+        for *steps, last in (target.split(".") for target in targets.split()):
+            section = tree
             for step in steps:
-                place = place.setdefault(step, {})
-            place.setdefault(last, given[path])
+                section = section.setdefault(step, {})
+            section.setdefault(last, settings[path])
     return tree

@@ -1,21 +1,19 @@
-"""Meaning of the values of NeMo-RL's keys: nothing, what is done anyway, or what cannot be done.
+"""Treatment of NeMo-RL's keys without a counterpart in this library, by their values.
 
-A key that this library does not have is judged by its value. One that is switched off says nothing.
-One that tunes an engine, or the making of a model, changes no result and is named in one line. All
-others are refused together, in a table.
+A key that is switched off has no effect. A key that tunes an engine or the construction of a model
+changes no result, and is reported in one line. All other keys are refused together, in a table.
 """
 
-import dataclasses
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from aligner.config.parse import unknown_key
 from aligner.config.roles.optim import SchedConfig
 
-# Keys that tune an implementation, as patterns: by the section that they begin with.
+# Patterns of keys that tune an implementation, by the prefix of their section.
 _TUNING = {
     "": """
         logprob_chunk_size make_sequence_length_divisible_by max_total_sequence_length
@@ -51,48 +49,48 @@ _TUNING = {
     "optimizer.kwargs.": "foreach fused *_dtype master_weights store_param_remainders",
 }
 _PATTERNS = [start + name for start, names in _TUNING.items() for name in names.split()]
-# Values of other keys with which they ask for what is done anyway.
+# Values of other keys that describe the fixed behaviour of this library.
 _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     "megatron_cfg.expert_tensor_parallel_size": (1,),
     "dtensor_cfg.context_parallel_size": (1,),
     "dtensor_cfg.expert_parallel_size": (1,),
-    "megatron_cfg.peft.exclude_modules": (["*out_proj*"],),  # of Mamba; a GPT has none
+    "megatron_cfg.peft.exclude_modules": (["*out_proj*"],),  # modules of Mamba, not of a GPT
 }
-# Keys that only a mixture of experts reads: neutral where the model is dense.
+# Keys that have no effect in a dense model.
 _EXPERTS = {
     "megatron_cfg.moe_router_enable_expert_bias": "false, or moe_router_bias_update_rate: 0.0",
     "megatron_cfg.moe_router_bias_update_rate": "0.0, or moe_router_enable_expert_bias: false",
-    "megatron_cfg.moe_router_load_balancing_type": "none; no loss balances the experts",
+    "megatron_cfg.moe_router_load_balancing_type": "none (no loss balances the experts)",
 }
-# What to use in place of what is asked for and cannot be done.
+# Alternatives to keys that are not supported.
 _REMEDIES = {
-    "fsdp_offload_enabled": "model.ppo.offload_adam_states of a run; else false",
+    "fsdp_offload_enabled": "false, or model.ppo.offload_adam_states of a run",
     "activation_checkpointing_enabled": "dtensor_cfg.activation_checkpointing",
-    "hf_config_overrides": "the checkpoint's own architecture; edit its config.json",
-    "draft": "draft.enabled: false; generation.vllm.engine_args of a run drafts",
+    "hf_config_overrides": "the checkpoint's own architecture. Edit its config.json",
+    "draft": "draft.enabled: false, or generation.vllm.engine_args of a run",
     "router_replay": "router_replay.enabled: false",
-    "quant_cfg": "null; no weight is quantised",
+    "quant_cfg": "null (weights are not quantised)",
     "reward_model_cfg": "aligner.models.reward.reward_model.RewardModel: a policy has no head",
     "dtensor_cfg.context_parallel_size": (
-        "1, or use megatron_cfg: DTensors have data and tensor parallelism alone"
+        "1, or megatron_cfg: dtensor supports only data and tensor parallelism"
     ),
-    "dtensor_cfg.lora_cfg": "megatron_cfg.peft; DTensors train all weights",
+    "dtensor_cfg.lora_cfg": "megatron_cfg.peft (dtensor trains all weights)",
     "dtensor_cfg.expert_parallel_size": "megatron_cfg.expert_model_parallel_size",
-    "dtensor_cfg.custom_parallel_plan": "null; the plan follows from the architecture",
-    "megatron_cfg.expert_tensor_parallel_size": "1; megatron_cfg.expert_model_parallel_size",
-    "megatron_cfg.fp8_cfg.fp8_param": "false; weights are kept in bf16",
-    "megatron_cfg.mtp_num_layers": "0; no further tokens are predicted in training",
-    "megatron_cfg.peft.target_modules": "[]; model.peft.lora_tuning.target_modules of a run",
-    "megatron_cfg.peft.exclude_modules": "[]; model.peft.lora_tuning.target_modules of a run",
-    "generation.bad_words": "[]; every token may be drawn",
-    "generation.quant_cfg": "null; engines sample from the policy's own weights",
-    "generation.real_quant": "false; engines sample from the policy's own weights",
+    "dtensor_cfg.custom_parallel_plan": "null (the plan follows from the architecture)",
+    "megatron_cfg.expert_tensor_parallel_size": "1, or megatron_cfg.expert_model_parallel_size",
+    "megatron_cfg.fp8_cfg.fp8_param": "false (weights are kept in bf16)",
+    "megatron_cfg.mtp_num_layers": "0 (training predicts only the next token)",
+    "megatron_cfg.peft.target_modules": "[], or model.peft.lora_tuning.target_modules of a run",
+    "megatron_cfg.peft.exclude_modules": "[], or model.peft.lora_tuning.target_modules of a run",
+    "generation.bad_words": "[] (every token may be sampled)",
+    "generation.quant_cfg": "null (engines sample from the policy's weights)",
+    "generation.real_quant": "false (engines sample from the policy's weights)",
 }
 
 
 @dataclass
 class Notes:
-    """Keys of a section that become no settings: below ``name``, with values and remedies."""
+    """Keys of the section ``name`` without a counterpart, with values and remedies."""
 
     name: str
     ignored: list[str] = field(default_factory=list)
@@ -100,13 +98,14 @@ class Notes:
     refused: list[tuple[str, Any, str]] = field(default_factory=list)
 
     def refuse(self, path: str, value: Any, remedy: str) -> None:
-        """Add a row to the table: a key below the section, its value, what to use."""
+        """Add a row to the table of refused keys: a key of the section, its value, a remedy."""
         self.refused.append((f"{self.name}.{path}", value, remedy))
 
 
 def judge(path: str, value: Any, known: list[str], notes: Notes) -> None:
-    """Note a key without a counterpart as tuning or as refused; a neutral value is not noted."""
+    """Note a key without a counterpart as ignored or refused, unless its value is neutral."""
     full, is_neutral = f"{notes.name}.{path}", is_off(value)
+    # In order of precedence: remedies, tuning, keys of experts, nested settings, unknown keys.
     section, _, key = full.rpartition(".")
     if path in _REMEDIES:
         if not is_neutral and value not in _DONE_ANYWAY.get(path, ()):
@@ -123,14 +122,15 @@ def judge(path: str, value: Any, known: list[str], notes: Notes) -> None:
 
 
 def torch_schedule(entries: Any, lr: float, notes: Notes) -> SchedConfig:
-    """Translate a schedule of torch's classes, alone or one after the other at ``milestones``.
+    """Convert a schedule of torch's classes, one or several in succession at ``milestones``.
 
-    ``LinearLR`` up to 1 is the warm-up, which begins at 0 here; ``LinearLR`` down and
-    ``CosineAnnealingLR`` are the decay; ``ConstantLR`` of factor 1 is no change.
+    ``LinearLR`` up to 1 is the warm-up, which begins at 0 here. ``LinearLR`` down and
+    ``CosineAnnealingLR`` are the decay. ``ConstantLR`` of factor 1 is ignored.
     """
     parts = [entries] if isinstance(entries, Mapping) else list(entries)
-    ours, begin = SchedConfig(), 0
+    schedule, begin = SchedConfig(), 0
     for part in (part for part in parts if "name" in part):
+        # torch's defaults of the arguments.
         kind, kwargs = part["name"].rsplit(".", 1)[-1], part.get("kwargs") or {}
         first, last = kwargs.get("start_factor", 1 / 3), kwargs.get("end_factor", 1.0)
         steps = kwargs.get("total_iters", 5)
@@ -138,31 +138,26 @@ def torch_schedule(entries: Any, lr: float, notes: Notes) -> SchedConfig:
             continue
         if kind == "LinearLR" and first == last == 1:
             continue
+        # Warm-up, then one decay.
         if kind == "LinearLR" and first < last == 1 and part is parts[0]:
-            ours = dataclasses.replace(ours, warmup_steps=steps)
+            schedule = replace(schedule, warmup_steps=steps)
             notes.ignored.append(f"{notes.name}.scheduler start_factor={first}")
             begin = steps
-        elif kind == "LinearLR" and last < first == 1 and ours.name == "constant":
-            ours = dataclasses.replace(
-                ours, name="linear", max_steps=begin + steps, min_lr=lr * last
-            )
-        elif kind == "CosineAnnealingLR" and ours.name == "constant":
-            ours = dataclasses.replace(
-                ours,
-                name="cosine",
-                max_steps=begin + kwargs["T_max"],
-                min_lr=kwargs.get("eta_min", 0.0),
-            )
+        elif kind == "LinearLR" and last < first == 1 and schedule.name == "constant":
+            schedule = replace(schedule, name="linear", max_steps=begin + steps, min_lr=lr * last)
+        elif kind == "CosineAnnealingLR" and schedule.name == "constant":
+            end, low = begin + kwargs["T_max"], kwargs.get("eta_min", 0.0)
+            schedule = replace(schedule, name="cosine", max_steps=end, min_lr=low)
         else:
             notes.refuse("scheduler", part, "LinearLR to or from 1, ConstantLR of 1, or a cosine")
     milestones = [step for part in parts for step in part.get("milestones") or ()]
-    if milestones[:1] not in ([], [ours.warmup_steps]):
+    if milestones[:1] not in ([], [schedule.warmup_steps]):
         notes.refuse("scheduler", {"milestones": milestones}, "milestones at total_iters")
-    return ours
+    return schedule
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a value says that nothing is wanted."""
+    """Return whether a value switches its key off."""
     if isinstance(value, Mapping):
         return value.get("enabled") is False or all(map(is_off, value.values()))
     if isinstance(value, str):

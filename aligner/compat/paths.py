@@ -1,11 +1,12 @@
-"""Published import paths: one table of the modules that have their names, and its importer.
+"""Published import paths: a table of the modules that define their names, and an importer.
 
 A path of NeMo-RL or NeMo-Aligner, with ``nemo_rl`` or ``nemo_aligner`` replaced by ``aligner``, is
-a module with the names of its homes; so is the earlier path of a module that moved. Only a module
-that lost some of its names, and calls `published` for them, is both a file and in the table.
+importable as a module with the names of its target modules. Earlier paths of moved modules work in
+the same way. A module that lost only some of its names is both a file and an entry of the table,
+and calls `published` for these names.
 
-``aligner.examples`` is the folder `examples`, which a wheel has below ``aligner`` and a checkout
-next to it.
+``aligner.examples`` is the folder `examples`: inside the package in a wheel, next to the package in
+a checkout.
 """
 
 import importlib
@@ -21,7 +22,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
-# Modules of tasks that were part of the library, and where each is now.
+# Earlier and present paths of the tasks, which were modules of the library.
 MOVED = {
     "data.arithmetic": "examples.tasks.arithmetic",
     "data.form_pairs": "examples.tasks.form_pairs",
@@ -34,10 +35,10 @@ MOVED = {
     "environments.traces": "examples.tasks.calculator",
     "data.reasoning_gym": "examples.tasks.reasoning",
     "rewards.reasoning_gym": "examples.tasks.reasoning",
-    "environments.tools": "examples.tasks.calculator",  # a part of it
+    "environments.tools": "examples.tasks.calculator",  # some of its names
     "rewards.exact_number": "examples.tasks.exact_number",
 }
-# Module below ``aligner``: modules below ``aligner`` that have its names.
+# Published modules below ``aligner``, and the modules below ``aligner`` that define their names.
 PATHS = {
     **MOVED,
     "algorithms.interfaces": "losses.interfaces",
@@ -45,7 +46,7 @@ PATHS = {
     "algorithms.loss.interfaces": "losses.interfaces",
     "algorithms.loss.loss_functions": "losses.value losses.policy",
     "data.packing": "distributed.packing",
-    "models.automodel.setup": "",  # nemo_automodel's
+    "models.automodel.setup": "",  # a path of nemo_automodel
     "models.generation.interfaces": "models.interfaces",
     "models.nlp.gpt.megatron_gpt_critic": "models.gpt",
     "models.nlp.gpt.megatron_gpt_ppo_actor": "models.gpt",
@@ -60,7 +61,7 @@ PATHS = {
     "models.value.config": "compat.nemo_rl",
     "models.value.interfaces": "models.interfaces",
     "utils.utils": "models.gpt",
-    # Of earlier versions of this library.
+    # Paths of earlier versions of this library.
     "algorithms.losses.interfaces": "losses.interfaces",
     "algorithms.losses.policy": "losses.policy",
     "algorithms.losses.value": "losses.value",
@@ -80,83 +81,83 @@ _OTHER_NAMES = {
 
 
 class PublishedPaths(MetaPathFinder, InspectLoader):
-    """Makes the modules of `PATHS`, the packages that they are in, and ``aligner.examples``."""
+    """Finder and loader of `PATHS`, of the packages in them, and of ``aligner.examples``."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A module of the table, or a package on the way to one."""
+        """Find a module of the table, or a package that contains one."""
         del path, target
         below = name.removeprefix("aligner.")
         if name == "aligner.examples" and _EXAMPLES.is_dir():
             folder = ModuleSpec(name, None, is_package=True)
             folder.submodule_search_locations = [str(_EXAMPLES)]
             return folder
-        is_package = any(each.startswith(f"{below}.") for each in PATHS)
+        is_package = any(path.startswith(f"{below}.") for path in PATHS)
         if not is_package and below not in PATHS:
             return None
-        origin = " ".join(_homes(name))  # the name of the program to which `python -m` gives way
+        origin = " ".join(_targets(name))  # shown as the name of a program by `python -m`
         return ModuleSpec(name, self, origin=origin, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module the names of its homes, which are imported on first use."""
-        homes = _homes(module.__name__)
-        module.__doc__ = f"The published place of what is in {', '.join(homes) or 'other modules'}."
-        module.__dict__["__getattr__"] = partial(_named, module.__name__)
+        """Provide the names of the target modules, which are imported on first use."""
+        targets = _targets(module.__name__)
+        module.__doc__ = f"Published path of {', '.join(targets) or 'other modules'}."
+        module.__dict__["__getattr__"] = partial(_attribute, module.__name__)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Code of the first home, which ``python -m`` runs."""
-        spec = find_spec(f"aligner.{_homes(fullname)[0]}")
+        """Return the code of the first target module, for ``python -m``."""
+        spec = find_spec(f"aligner.{_targets(fullname)[0]}")
         assert spec is not None
         assert isinstance(spec.loader, InspectLoader)
         return spec.loader.get_code(spec.name)
 
     def get_source(self, fullname: str) -> None:
-        """None: a module of the table has no text."""
+        """Return None: a module of the table has no source."""
 
 
 def published(module: str, name: str) -> Any:
-    """A name that ``module`` does not define, in the first home of its path that has it.
+    """Return the attribute ``name`` of the first target module of ``module`` that defines it.
 
     Raises:
-        AttributeError: none has it.
+        AttributeError: no target module defines it.
     """
     if not name.startswith("__"):
-        for home in _homes(module):
-            for own in (_OTHER_NAMES.get(name, name), name):
+        for target in _targets(module):
+            for candidate in (_OTHER_NAMES.get(name, name), name):
                 try:
-                    return getattr(importlib.import_module(f"aligner.{home}"), own)
+                    return getattr(importlib.import_module(f"aligner.{target}"), candidate)
                 except AttributeError:
                     continue
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def current_path(text: str) -> str:
-    """Text with the earlier paths of modules that moved replaced by the present ones."""
+    """Replace the earlier paths of moved modules in a text by the present paths."""
     return _MOVED_PATH.sub(lambda path: f"aligner.{MOVED[path[1]]}", text)
 
 
 _MOVED_PATH = re.compile(rf"\baligner\.({'|'.join(map(re.escape, MOVED))})\b")
 
 
-def _homes(module: str) -> list[str]:
+def _targets(module: str) -> list[str]:
     return PATHS.get(module.removeprefix("aligner."), "").split()
 
 
-def _named(module: str, name: str) -> Any:
-    """A name of a module of the table; ``__all__``: what its homes define."""
+def _attribute(module: str, name: str) -> Any:
+    """Return an attribute of a module of the table. ``__all__``: the names of its targets."""
     if name != "__all__":
         return published(module, name)
-    homes = [importlib.import_module(f"aligner.{home}") for home in _homes(module)]
+    targets = [importlib.import_module(f"aligner.{target}") for target in _targets(module)]
     return [
-        own
-        for home in homes
-        for own, value in vars(home).items()
-        if getattr(value, "__module__", None) == home.__name__
+        attribute
+        for target in targets
+        for attribute, value in vars(target).items()
+        if getattr(value, "__module__", None) == target.__name__
     ]
 
 
 def install() -> None:
-    """Let the paths be imported, after all modules that are files."""
+    """Make the paths importable. Modules that are files take precedence."""
     if not any(isinstance(finder, PublishedPaths) for finder in sys.meta_path):
         sys.meta_path.append(PublishedPaths())

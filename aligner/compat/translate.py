@@ -1,4 +1,4 @@
-"""Translation of a YAML file of NeMo-RL or NeMo-Aligner into a command of this library."""
+"""Conversion of a YAML file of NeMo-RL or NeMo-Aligner into a command of this library."""
 
 import dataclasses
 import math
@@ -19,11 +19,12 @@ from aligner.config.roles.model import CriticConfig, ModelConfig
 from aligner.errors import ConfigError
 from aligner.foreign_keys import IGNORED, is_inert, table
 
-# Section of theirs that says what is trained: our algorithm, and the name below ``trainer``.
+# Section of NeMo's file that defines the algorithm: its name here, and its key below ``trainer``.
 _BOTH = {name: (name, name) for name in ("ppo", "sft", "dpo")}
 _NEMO_RL = {"grpo": ("reinforce", "ppo"), **_BOTH}
 _NEMO_ALIGNER = {**_BOTH, "rs": ("rs", "rs"), "rm": ("reward", "reward_model")}
-# NeMo-RL's keys outside of policy and value; {a}: its algorithm's section, {t}: ours.
+# NeMo-RL's keys outside of policy and value, with the sections of the algorithm in NeMo-RL, {a},
+# and here, {t}.
 _KEYS = {
     "{a}.max_num_steps": "trainer.{t}.max_steps",
     "{a}.max_num_epochs": "trainer.{t}.max_epochs",
@@ -37,29 +38,37 @@ _KEYS = {
     "loss_fn.ratio_clip_c": "model.ppo.dual_clip",
     "loss_fn.reference_policy_kl_penalty": "model.ppo.kl_loss.coef",
 }
-_OWN = "state it by a key of ours (docs/published.md), or leave it out"
+_NO_COUNTERPART = "a key of this library (docs/published.md), or leave it out"
 
 
 def translate(path: str | Path) -> str:
-    """Return the command for what a file describes, below comments on what it leaves out.
+    """Return the command for the training that a file describes, after comments on other keys.
 
     Raises:
-        ConfigError: the file cannot be read, or describes no algorithm that there is here.
+        ConfigError: the file cannot be read, or does not describe an algorithm of this library.
     """
+    # Algorithm.
     values, notes = _read(Path(path)), Notes("")
-    of_nemo_rl = "policy" in values
-    sections, place = (_NEMO_RL, values) if of_nemo_rl else (_NEMO_ALIGNER, values.get("trainer"))
-    section = next((name for name in sections if name in (place or {})), None)
+    is_nemo_rl = "policy" in values
+    sections, parent = (_NEMO_RL, values) if is_nemo_rl else (_NEMO_ALIGNER, values.get("trainer"))
+    section = next((name for name in sections if name in (parent or {})), None)
     if section is None:
-        where = "the file" if of_nemo_rl else "trainer"
-        raise ConfigError(f"{path}: {where} has none of {', '.join(sections)}")
-    algorithm, own = sections[section]
-    if of_nemo_rl:
-        settings = dict(_from_nemo_rl(values, section, own, notes))
+        label = "the file" if is_nemo_rl else "trainer"
+        raise ConfigError(
+            f"{path}: {label} has none of the sections {', '.join(sections)}. Translate a "
+            "configuration of one of these algorithms"
+        )
+    algorithm, loop = sections[section]
+
+    # Settings by the keys of this library.
+    if is_nemo_rl:
+        settings = dict(_from_nemo_rl(values, section, loop, notes))
     else:
-        given = {key: value for key, value in _leaves(values) if value is not None}
-        settings = {key: value for key, value in given.items() if not is_inert(key, value)}
-        notes.ignored += [key for key in given if key in IGNORED]
+        leaves = {key: value for key, value in _leaves(values) if value is not None}
+        settings = {key: value for key, value in leaves.items() if not is_inert(key, value)}
+        notes.ignored += [key for key in leaves if key in IGNORED]
+
+    # Command and comments.
     entry, lines = ALGORITHMS[algorithm], []
     for key, value in settings.items():
         try:
@@ -75,8 +84,8 @@ def translate(path: str | Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a file as plain values, over those of the files that its ``defaults`` name."""
-    for name, resolve in (("mul", lambda *each: math.prod(each)), ("max", max)):
+    """Read a file as plain values, merged with the files in its ``defaults``."""
+    for name, resolve in (("mul", lambda *factors: math.prod(factors)), ("max", max)):
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, resolve)
     try:
@@ -88,69 +97,75 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _merged(path: Path) -> DictConfig | ListConfig:
-    own = OmegaConf.load(path)
-    if not isinstance(own, DictConfig):
+    content = OmegaConf.load(path)
+    if not isinstance(content, DictConfig):
         raise ValueError(f"{path} is a list")
-    defaults = own.pop("defaults", None)
+    defaults = content.pop("defaults", None)
     names = [defaults] if isinstance(defaults, str) else defaults or ()
     files = [path.parent / name for name in names if str(name).endswith(".yaml")]
-    return OmegaConf.merge(*map(_merged, files), own)
+    return OmegaConf.merge(*map(_merged, files), content)
 
 
 def _from_nemo_rl(
-    values: Mapping[str, Any], section: str, own: str, notes: Notes
+    values: Mapping[str, Any], section: str, loop: str, notes: Notes
 ) -> Iterator[tuple[str, Any]]:
-    """Yield our keys and values; ``notes`` gets what is refused and what is ignored."""
+    """Yield keys of this library and values. Refused and ignored keys are added to ``notes``."""
+    # Models.
     roles: tuple[Literal["policy"], Literal["value"]] = ("policy", "value")
     for name in roles:
         if name in values:
-            role, of_role = read_role(values[name], name)
-            notes.refused += of_role.refused
-            notes.ignored += of_role.ignored
+            role, role_notes = read_role(values[name], name)
+            notes.refused += role_notes.refused
+            notes.ignored += role_notes.ignored
             if role is not None:
-                yield from _of_role(role, name, own)
-    others = {key: value for key, value in values.items() if key not in ("policy", "value")}
-    given = dict(_leaves(others))
-    for theirs, ours in _KEYS.items():
-        value = given.pop(theirs.format(a=section), None)
+                yield from _role_settings(role, name, loop)
+
+    # Keys with a counterpart.
+    leaves = dict(_leaves({key: values[key] for key in values if key not in roles}))
+    for nemo_key, key in _KEYS.items():
+        value = leaves.pop(nemo_key.format(a=section), None)
         if value is not None:
-            yield ours.format(t=own), value
-    prompts = given.pop(f"{section}.num_prompts_per_step", None)
+            yield key.format(t=loop), value
+
+    # Settings that depend on several keys, or on the algorithm.
+    prompts = leaves.pop(f"{section}.num_prompts_per_step", None)
     if prompts is not None:
         answers = values[section].get("num_generations_per_prompt", 1)
         yield "model.ppo.num_rollout_samples", prompts * answers
-    clip = [given.pop(f"loss_fn.ratio_clip_{side}", None) for side in ("min", "max")]
+    clip = [leaves.pop(f"loss_fn.ratio_clip_{side}", None) for side in ("min", "max")]
     if None not in clip:
         yield "model.ppo.ratio_eps", clip
     if section == "grpo":
         yield "trainer.ppo.advantage.estimator", "grpo"
-    notes.refused += [(key, value, _OWN) for key, value in given.items() if not is_off(value)]
+    notes.refused += [
+        (key, value, _NO_COUNTERPART) for key, value in leaves.items() if not is_off(value)
+    ]
 
 
-def _of_role(role: PublishedRole, name: str, own: str) -> Iterator[tuple[str, Any]]:
+def _role_settings(role: PublishedRole, name: str, loop: str) -> Iterator[tuple[str, Any]]:
     if name == "value":
         yield from _changes("critic", role.critic, CriticConfig())
         return
     yield "policy.backend", role.backend
     yield "trainer.precision", role.precision
-    yield f"trainer.{own}.gradient_clip_val", role.gradient_clip_val
-    plain = ModelConfig("", micro_batch_size=0, global_batch_size=0)
-    for key, value in _changes("model", role.model, plain):
-        if own == "ppo" or not key.startswith("model.ppo."):
+    yield f"trainer.{loop}.gradient_clip_val", role.gradient_clip_val
+    default = ModelConfig("", micro_batch_size=0, global_batch_size=0)
+    for key, value in _changes("model", role.model, default):
+        if loop == "ppo" or not key.startswith("model.ppo."):
             yield key, value
     for key, value in role.env_vars.items():
         yield f"cluster.env_vars.{key}", value
 
 
 def _changes(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a section whose values are not the defaults, with the values."""
+    """Yield the keys of a section whose values differ from the defaults, with the values."""
     if not dataclasses.is_dataclass(value):
         if value != default:
             yield key, value
         return
-    for each in dataclasses.fields(value):
-        other = getattr(default, each.name, None)
-        yield from _changes(f"{key}.{each.name}", getattr(value, each.name), other)
+    for option in dataclasses.fields(value):
+        name = option.name
+        yield from _changes(f"{key}.{name}", getattr(value, name), getattr(default, name, None))
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -164,13 +179,13 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _literal(value: Any) -> str:
-    """Spell a value for hydra's command line."""
+    """Return a value in the syntax of hydra's command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_literal, value))}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_literal(each)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_literal(item)}" for key, item in value.items()) + "}"
     text = str(value)
     if not isinstance(value, str) or re.fullmatch(r"[A-Za-z_./][\w./-]*", text):
         return text

@@ -1,9 +1,9 @@
 """Configuration: one YAML tree, validated once into frozen dataclasses.
 
-``load_config`` turns hydra's ``DictConfig`` into a ``RunConfig``; nothing below the entry script
-ever sees omegaconf. ``cli.launch`` is the entry of the scripts in ``examples/``. A default
-is written at its field: ``base`` gives it to hydra, and the files of ``conf/`` contain overrides
-only. The docstring below a field describes it, also in the tables of ``docs/``
+``load_config`` converts hydra's ``DictConfig`` into a ``RunConfig``. Code below the entry script
+does not use omegaconf. ``cli.launch`` is the entry of the scripts in ``examples/``. The default of
+a key is defined at its field. ``base`` passes the defaults to hydra, and the files of ``conf/``
+contain overrides only. The docstring below a field describes it, also in the tables of ``docs/``
 (``docs/tools/options.py``).
 """
 

@@ -1,7 +1,7 @@
-"""Defaults of every configuration, which hydra reads from the classes that describe them.
+"""Source of the defaults of all configurations for hydra.
 
-A file of ``conf/`` begins its ``defaults`` with ``base_NAME`` and contains overrides only. hydra
-looks for ``base_NAME`` in the source ``models://``, which builds it when it is requested.
+The ``defaults`` of a file in ``conf/`` begin with ``base_NAME``, and the file contains overrides
+only. hydra finds ``base_NAME`` in the source ``models://``, which derives it from the dataclasses.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from aligner.catalog import ALGORITHMS, imported
-from aligner.config.fields import ASKED_FOR, DERIVED
+from aligner.config.fields import DERIVED, REQUIRED_BY_SCRIPTS
 from aligner.config.parse import field_types, section_in
 
-# The class of each base: of a script's configuration, or of a section that is null by default.
+# The dataclass of each base: the configuration of a script, or a section that is null by default.
 BASES = {
     **{f"base_{entry.name}": entry.root for entry in ALGORITHMS.values()},
     "base_generate": "aligner.config.commands.ask:GenerateConfig",
@@ -31,18 +31,19 @@ BASES = {
 
 
 def default_tree(section: Any) -> dict[str, Any]:
-    """Return every key of a section with its default, as YAML has it; ``???``: required.
+    """Return every key of a section with its default, which is ``???`` for a required key.
 
-    ``section``: its class, or an object of it, whose values then are the defaults.
+    ``section``: a dataclass, or an instance of one whose values are the defaults.
     """
     cls = section if isinstance(section, type) else type(section)
     tree: dict[str, Any] = {}
     value: Any
     for field, hint in zip(dataclasses.fields(cls), field_types(cls).values(), strict=True):
         below = section_in(hint)
+        # In order of precedence: null for derived values, required values, then the default.
         if DERIVED in get_args(hint):
             value = None
-        elif ASKED_FOR in get_args(hint):
+        elif REQUIRED_BY_SCRIPTS in get_args(hint):
             value = "???"
         elif section is not cls:
             value = getattr(section, field.name)
@@ -73,11 +74,11 @@ class ModelSource(ConfigSource):
         )
 
     def available(self) -> bool:
-        """Return whether there is such a source."""
+        """Return True: the source exists."""
         return True
 
     def is_group(self, config_path: str) -> bool:
-        """Return whether a path is a folder; only the source itself is."""
+        """Return whether a path is a folder, which only the root of the source is."""
         return not config_path
 
     def is_config(self, config_path: str) -> bool:
@@ -85,12 +86,12 @@ class ModelSource(ConfigSource):
         return config_path.removesuffix(".yaml") in BASES
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the names of configurations and groups to choose from: a base is no choice."""
+        """Return the names that hydra offers for selection: none, a base cannot be selected."""
         return []
 
 
 class ModelSearchPath(SearchPathPlugin):
-    """Addition of the source to every search path."""
+    """Plugin that adds the source to every search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append the source, so that a file of the same name has precedence."""

@@ -1,7 +1,7 @@
-"""Entry of every training script: hydra composes, typed dataclasses validate.
+"""Entry of all scripts: hydra composes the configuration, typed dataclasses validate it.
 
-Hydra knows a key by the YAML it has composed, and its own messages name no alternative. What can be
-set is what the dataclasses have, so overrides are held against them before hydra sees them.
+hydra accepts only the keys of the composed YAML, and its messages name no similar key. Overrides
+are therefore checked against the dataclasses before hydra reads them.
 """
 
 import difflib
@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +19,7 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from aligner.catalog import imported
 from aligner.config.base import BASES
@@ -28,7 +29,7 @@ from aligner.config.run import RunConfig
 from aligner.errors import AlignerError, ConfigError
 from aligner.foreign_keys import is_inert, remedy, table
 
-# Options of hydra whose value is the argument after them.
+# Options of hydra whose value is the next argument.
 OPTIONS_WITH_VALUE = (
     *("--config-name", "-cn", "--config-dir", "-cd", "--config-path", "-cp"),
     *("--package", "-p", "--cfg", "-c", "--info", "-i", "--experimental-rerun"),
@@ -44,21 +45,25 @@ def launch(
     """Compose ``conf_dir/config_name`` with the command line, validate it and call ``command``.
 
     Args:
-        command: a function of the configuration; by its name ``package.module:function`` where it
-            is to be imported only now (torch is not, for ``--help``).
-        conf_dir: where the configuration is.
-        config_name: its name there; the command line may give another.
-        root: what it describes.
+        command: a function of the configuration, or its path ``package.module:function``, which is
+            imported after the composition (``--help`` does not import torch).
+        conf_dir: folder of the configurations.
+        config_name: name of the configuration, unless the command line names another.
+        root: dataclass of the configuration.
 
-    An ``AlignerError`` ends the process with status 2 and its message instead of a traceback,
-    Ctrl-C with status 130 (the first one lets a run that makes steps save and end, with status 0);
-    set ``HYDRA_FULL_ERROR=1`` to see the traceback.
+    An ``AlignerError`` ends the process with its message and status 2. Ctrl-C ends it with status
+    130, except that a run first saves its state after one Ctrl-C and ends with status 0. With
+    ``HYDRA_FULL_ERROR=1`` the traceback is shown.
     """
-    _quiet_imports()
+    # megatron-core and NeMo warn about optional packages at import. The start-up report lists the
+    # missing packages and the effects.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|nemo)\.")
+    warnings.filterwarnings("ignore", message=r".*(Apex|Transformer Engine|cuda_graph_scope).*")
+    logging.getLogger("nv_one_logger").setLevel(logging.ERROR)
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir.resolve()), config_name=config_name)
     def main(composed: DictConfig) -> None:
-        sys.argv[:] = given  # what a report shows and further processes are started with
+        sys.argv[:] = command_line  # for reports and for the start of other processes
         with reported_errors():
             for section in absent:
                 OmegaConf.update(composed, section, None)
@@ -68,31 +73,21 @@ def launch(
             run = imported(command) if isinstance(command, str) else command
             run(config)
 
-    given = list(sys.argv)
+    command_line = list(sys.argv)
     with reported_errors():
-        present, absent = without_sections(given[1:], root)
+        present, absent = without_sections(command_line[1:], root)
         sys.argv[1:] = check_overrides(present, root, conf_dir)
     main()
 
 
-def _quiet_imports() -> None:
-    """Silence the warnings of megatron-core and NeMo at import about optional packages.
-
-    The start-up report lists the optional packages that are missing and what that disables.
-    """
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|nemo)\.")
-    warnings.filterwarnings("ignore", message=r".*(Apex|Transformer Engine|cuda_graph_scope).*")
-    logging.getLogger("nv_one_logger").setLevel(logging.ERROR)
-
-
 def without_sections(arguments: Sequence[str], root: type) -> tuple[list[str], list[str]]:
-    """Split ``SECTION=null`` and ``~SECTION`` off a command line, for sections that may be null.
+    """Separate ``SECTION=null`` and ``~SECTION`` from the arguments, for sections that may be null.
 
-    hydra reads both as choices of a config group, and keeps the section's keys of the base and of
-    the recipe, so that the section has to be removed after the composition.
+    hydra reads both as options of a config group, and keeps the keys that the base and the recipe
+    set. The section therefore has to be removed after the composition.
 
     Returns:
-        the other arguments, and the names of the sections.
+        the other arguments, and the names of the sections to remove.
 
     Raises:
         ConfigError: another argument sets a key of such a section.
@@ -105,31 +100,35 @@ def without_sections(arguments: Sequence[str], root: type) -> tuple[list[str], l
         (absent if may_be_null else present).append(name if may_be_null else argument)
     for argument in present:
         if argument.lstrip("+~").partition(".")[0] in absent:
-            raise ConfigError(f"{argument}: its section is set to null; remove one of the two")
+            raise ConfigError(f"{argument}: its section is set to null. Remove one of the two")
     return present, absent
 
 
 def check_overrides(
     arguments: Sequence[str], root: type = RunConfig, conf_dir: Path | None = None
 ) -> list[str]:
-    """The command line as hydra accepts it, once what hydra would not has been refused.
+    """Convert the command line to overrides that hydra accepts.
 
-    Any key in the tree of dataclasses below ``root`` can be set, whether or not the composed YAML
-    has it, and whatever stands on the way to it: ``key=value`` and ``+key=value`` become
-    ``++key=value``. Choices of a config group, ``~key``, ``hydra.*`` and options stay as they are.
+    Any key in the tree of dataclasses below ``root`` can be set, even if the composed YAML does not
+    contain it or its section: ``key=value`` and ``+key=value`` become ``++key=value``. Options of
+    config groups, ``~key``, ``hydra.*`` and hydra's options are returned unchanged.
 
     Args:
-        arguments: what follows the name of the script.
-        root: what the configuration describes.
-        conf_dir: where the config groups are; None: none is known.
+        arguments: the command line without the name of the script.
+        root: dataclass of the configuration.
+        conf_dir: folder of the config groups. If None, options of groups are not checked.
 
     Raises:
-        ConfigError: an argument that is no override, a key that no dataclass has (with the nearest
-            that one has), an option that a group does not have. Several are one table.
+        ConfigError: an argument is not an override, sets an unknown key (the message names the most
+            similar key), or selects an option that its group or the script does not have. The same
+            holds for options in the ``defaults`` of the recipe that ``--config-name`` names.
+            Several errors are shown as one table.
     """
-    searched = None if _elsewhere(arguments) else conf_dir
+    # Arguments.
+    folders = _config_folders(arguments, conf_dir)
     sweeps = any(argument in ("-m", "--multirun") for argument in arguments)
-    accepted, refused, is_value = [], [], False
+    accepted, is_value = [], False
+    refused: list[tuple[str, Any, ConfigError]] = []
     for argument in arguments:
         is_override = not (is_value or argument.startswith("-"))
         is_value = argument in OPTIONS_WITH_VALUE
@@ -137,27 +136,83 @@ def check_overrides(
             accepted.append(argument)
             continue
         try:
-            accepted += _accepted(_unescaped(argument), root, conf_dir, searched, sweeps)
+            accepted += _accepted(_unescaped(argument), root, conf_dir, folders, sweeps)
         except ConfigError as error:
-            refused.append((argument, error))
+            refused.append(("", argument.partition("=")[2], error))
+
+    # Options in the defaults of a recipe.
+    recipe = option_value(arguments, "--config-name", "-cn")
+    for path, group, option in _selected_options(recipe, folders) if recipe else ():
+        try:
+            _check_option(f"{path}: {group}={option}", group, option, root, folders)
+        except ConfigError as error:
+            refused.append((f"{path}: {group}", option, error))
+
+    # A single error is raised unchanged, several are shown as a table.
     if len(refused) == 1:
-        raise refused[0][1]
+        raise refused[0][2]
     if refused:
         rows = []
-        for argument, refusal in refused:
-            key, _, said = str(refusal).partition(": ")
-            rows.append((key, argument.partition("=")[2], said))
+        for label, value, refusal in refused:
+            begin, _, text = str(refusal).removeprefix(label).partition(": ")
+            rows.append((label or begin, value, text))
         raise ConfigError(f"{len(rows)} arguments cannot be used\n{table(rows)}")
     return accepted
 
 
-def _elsewhere(arguments: Sequence[str]) -> bool:
-    """Return whether configuration may come from further directories."""
-    return any(
-        argument.split("=")[0] in ("-cd", "--config-dir", "-cp", "--config-path")
-        or "hydra.searchpath" in argument
-        for argument in arguments
-    )
+def option_value(arguments: Sequence[str], *names: str) -> str | None:
+    """Return the value of one of hydra's options, or None if the option is absent."""
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            return value if equals else "".join(arguments[index + 1 : index + 2])
+    return None
+
+
+def _config_folders(arguments: Sequence[str], conf_dir: Path | None) -> list[Path]:
+    """Return the folders that hydra searches, ``conf_dir`` first. Return [] if some are unknown."""
+    is_unknown = option_value(arguments, "-cp", "--config-path") is not None
+    if conf_dir is None or is_unknown or any("hydra.searchpath" in text for text in arguments):
+        return []
+    user_folder = option_value(arguments, "-cd", "--config-dir")
+    return [conf_dir, *([] if user_folder is None else [Path(user_folder)])]
+
+
+def _selected_options(recipe: str, folders: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:
+    """Yield the file, the group and the option of each selection in the ``defaults`` of a recipe.
+
+    The recipes that it extends are included. The configurations of scripts are not.
+    """
+    names, visited = [recipe], set[Path]()
+    while names:
+        name = names.pop(0).removesuffix(".yaml")
+        files = (folder / f"{name}.yaml" for folder in folders)
+        path = next((file for file in files if file.is_file()), None)
+        if path is None or path.parent == folders[0] or path in visited:
+            continue
+        # A recipe of the user, or of conf/recipes.
+        visited.add(path)
+        try:
+            content = OmegaConf.to_container(OmegaConf.load(path))
+        except (OSError, YAMLError) as error:
+            raise ConfigError(f"{path}: cannot be read: {error}. Correct the YAML") from error
+        if not isinstance(content, dict) or "searchpath" in (content.get("hydra") or {}):
+            continue
+        parent = name.rpartition("/")[0]
+        for entry in content.get("defaults") or ():
+            if isinstance(entry, str):
+                names.append(_absolute(entry, parent))
+                continue
+            for key, option in entry.items() if isinstance(entry, dict) else ():
+                *keywords, group = str(key).split()
+                is_literal = option is not None and "${" not in str(option)
+                if is_literal and "optional" not in keywords and not group.startswith("hydra/"):
+                    yield path, _absolute(group.partition("@")[0], parent), option
+
+
+def _absolute(name: str, parent: str) -> str:
+    """Return the path of a config or a group that a file in the folder ``parent`` names."""
+    return name.lstrip("/") if name.startswith("/") or not parent else f"{parent}/{name}"
 
 
 def _unescaped(argument: str) -> str:
@@ -174,29 +229,33 @@ def _unescaped(argument: str) -> str:
 
 
 def _accepted(
-    argument: str, root: type, conf_dir: Path | None, searched: Path | None, sweeps: bool
+    argument: str, root: type, conf_dir: Path | None, folders: Sequence[Path], sweeps: bool
 ) -> list[str]:
-    """The argument as hydra has it; none where it asks for what is done anyway."""
+    """Convert an argument to an override that hydra accepts, or to none if it changes nothing."""
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException as error:
         raise ConfigError(_malformed(argument, error)) from error
     if override.is_sweep_override() and not sweeps:
         raise ConfigError(
-            f"{argument}: several values; write a list as "
+            f"{argument}: several values. Write a list as "
             f"'{override.key_or_group}=[...]', or add --multirun for a run of each"
         )
+
+    # Overrides of hydra itself, and options of config groups.
     key = override.key_or_group
     if re.match(r"hydra\b", key):
         return [argument]
     value = None if override.is_sweep_override() else override.value()
     if not key:
-        raise ConfigError(f"{_short(argument)}: names no key; write it as key=value")
-    is_choice = _is_group(key, conf_dir) or override.package is not None or "/" in key
-    if is_choice and not isinstance(value, dict):
+        raise ConfigError(f"{_short(argument)}: names no key. Write it as key=value")
+    is_group = any((folder / key).is_dir() for folder in folders or filter(None, [conf_dir]))
+    if (is_group or override.package is not None or "/" in key) and not isinstance(value, dict):
         if not (override.is_delete() or override.is_sweep_override()):
-            _check_choice(argument, key, value, root, searched)
+            _check_option(argument, key, value, root, folders)
         return [argument]
+
+    # Keys of the dataclasses.
     if is_inert(key, value):
         return []
     check_key(key, root)
@@ -206,70 +265,78 @@ def _accepted(
 def _malformed(argument: str, error: HydraException) -> str:
     if "=" not in argument:
         return (
-            f"{argument}: is not of the form key=value; a recipe is chosen with "
+            f"{argument}: is not of the form key=value. A recipe is selected with "
             "--config-name recipes/NAME"
         )
     key, _, value = argument.partition("=")
     reason = str(error).splitlines()[0]
     return (
-        f"{_short(argument)}: hydra cannot read it ({_short(reason)}); put a value with spaces or "
-        f"any of ,:{{}}[]()= into quotes of its own: '{key}=\"{_short(value)}\"'"
+        f"{_short(argument)}: hydra cannot read it ({_short(reason)}). Put a value with spaces or "
+        f"any of ,:{{}}[]()= into inner quotes: '{key}=\"{_short(value)}\"'"
     )
 
 
-def _is_group(key: str, conf_dir: Path | None) -> bool:
-    return conf_dir is not None and (conf_dir / key).is_dir()
+def _check_option(label: str, group: str, value: Any, root: type, folders: Sequence[Path]) -> None:
+    """Refuse an option that a config group, or the script of ``root``, does not have.
 
-
-def _check_choice(argument: str, group: str, value: Any, root: type, conf_dir: Path | None) -> None:
-    """Refuse a value of a config group that is not one of its options, or not the script's."""
-    if conf_dir is None:
+    ``label`` begins the message: the argument, or the file and its selection.
+    """
+    if not folders:
         return
-    known = sorted(path.stem for path in (conf_dir / group).glob("*.yaml"))
-    if not known:
-        near = difflib.get_close_matches(
-            group, [path.name for path in conf_dir.iterdir() if path.is_dir()], n=1
-        )
-        hint = f"did you mean {near[0]}?" if near else f"see the folders of {conf_dir}"
-        raise ConfigError(f"{_short(argument)}: there is no config group {group}; {hint}")
-    options = _options_of(root, group, known, conf_dir)
+
+    # The group and its options.
+    files = {
+        path.relative_to(folder / group).with_suffix("").as_posix(): path
+        for folder in folders
+        for path in sorted((folder / group).rglob("*.yaml"))
+    }
+    if not files:
+        groups = [path.name for folder in folders for path in folder.iterdir() if path.is_dir()]
+        near = difflib.get_close_matches(group, groups, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"The groups are the folders of {folders[0]}"
+        raise ConfigError(f"{_short(label)}: no config group {group}. {hint}")
+    options = _options_of(root, group, files, folders[0])
+
+    # The selected options.
     for choice in value if isinstance(value, list) else [value]:
-        if choice in options:
+        name = str(choice).removesuffix(".yaml")
+        if name in options:
             continue
-        near = difflib.get_close_matches(str(choice)[:64], options, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        reason = f"{group} is a group of settings, chosen by name; {hint}"
-        if choice in known:
-            reason = "it is an option of other scripts, and nothing reads it in this one. "
+        near = difflib.get_close_matches(name[:64], options, n=1)
+        reason = f"{group} is a group of settings, and this is not one of its options. "
+        if near:
+            reason += f"Did you mean {near[0]}? "
+        if name in files:
+            reason = "this is an option of other scripts, and this script does not read it. "
         remedy = (
             f"Options: {', '.join(options)}. Single settings are keys below it, {group}.KEY=VALUE"
         )
-        raise ConfigError(f"{_short(argument)}: {reason}{remedy if options else 'Remove it'}")
+        raise ConfigError(f"{_short(label)}: {reason}{remedy if options else 'Remove it'}")
 
 
-def _options_of(root: type, group: str, known: Sequence[str], conf_dir: Path) -> list[str]:
-    """The options of a config group that the script with the configuration ``root`` reads.
+def _options_of(root: type, group: str, files: Mapping[str, Path], conf_dir: Path) -> list[str]:
+    """Return the options of a config group that the script with the configuration ``root`` reads.
 
-    An option that is a default of scripts, or extends one, belongs to these scripts; any other
-    belongs to every script that has the group.
+    An option that is a default of scripts, or extends such a default, belongs to these scripts. All
+    other options belong to every script that has the group. ``files``: the file of each option.
     """
     name = f"{root.__module__}:{root.__qualname__}"
     scripts = {base.replace("base", "gpt") for base, path in BASES.items() if path == name}
-    own, foreign = set[str](), set[str]()
+    # Options in the defaults of this script, and of the other scripts.
+    defaults, foreign_defaults = set[str](), set[str]()
     for path in conf_dir.glob("gpt_*.yaml"):
         entries = (entry for entry in OmegaConf.load(path).defaults if not isinstance(entry, str))
         chosen = [entry[key] for entry in entries for key in entry if key.split("@")[0] == group]
-        (own if path.stem in scripts else foreign).update(chosen)
-    if not own:
-        return [] if foreign and scripts else list(known)
+        (defaults if path.stem in scripts else foreign_defaults).update(chosen)
+    if not defaults:
+        return [] if foreign_defaults and scripts else sorted(files)
 
     def belongs(option: str) -> bool:
-        path = conf_dir / group / f"{option}.yaml"
-        extended = OmegaConf.select(OmegaConf.load(path), "defaults", default=())
+        extended = OmegaConf.select(OmegaConf.load(files[option]), "defaults", default=())
         names = {option, *(entry for entry in extended if isinstance(entry, str))}
-        return bool(names & own) or not names & foreign
+        return bool(names & defaults) or not names & foreign_defaults
 
-    return [option for option in known if belongs(option)]
+    return [option for option in sorted(files) if belongs(option)]
 
 
 def _short(text: str) -> str:
@@ -281,6 +348,7 @@ def check_key(key: str, root: type = RunConfig) -> None:
     hint: Any = root
     prefix = ""
     for name in key.split("."):
+        # `level` is the section of `name`, or None below a value.
         level, below = section_in(hint), type_below(hint, name)
         if below is None and level is not None:
             wrong = key if remedy(key) else f"{prefix}.{name}".lstrip(".")
@@ -290,14 +358,14 @@ def check_key(key: str, root: type = RunConfig) -> None:
             )
         if below is None:
             raise ConfigError(
-                f"{key}: {prefix} has no keys below it; give its value as {prefix}=..."
+                f"{key}: {prefix} has no keys below it. Give its value as {prefix}=..."
             )
         hint, prefix = below, f"{prefix}.{name}".lstrip(".")
 
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
-    """An `AlignerError` or Ctrl-C in the block ends the process as in `launch`."""
+    """End the process at an `AlignerError` or Ctrl-C in the block, as `launch` describes."""
     try:
         yield
     except AlignerError as error:
@@ -308,5 +376,6 @@ def reported_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        print("ended by Ctrl-C; the same command goes on from the last run state", file=sys.stderr)
+        message = "ended by Ctrl-C. The same command continues from the last run state"
+        print(message, file=sys.stderr)
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""Placement of the workers: in the run's own processes, or in actors of a Ray cluster."""
+"""Placement of the workers: in the processes of the run, or in actors of a Ray cluster."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,105 +13,104 @@ from aligner.foreign_keys import shown
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The engine, and what only Ray needs to know.
+    """Engine that starts the workers, and options of Ray.
 
-    The policy has ``trainer.devices`` x ``trainer.num_nodes`` workers on either engine.
+    The policy has ``trainer.devices`` x ``trainer.num_nodes`` workers with both engines.
     """
 
     engine: Literal["local", "ray"] = "local"
-    """Workers in the run's own processes, or in actors of a Ray cluster.
+    """Processes of the workers.
 
-    `local`: the processes that torchrun or `trainer.devices` started. `ray`: see docs/engines.md.
+    `local`: the processes that torchrun or the script starts. `ray`: actors of a Ray cluster
+    (docs/engines.md).
     """
 
     timeout_s: Seconds = 1800.0
     """Longest wait for another rank, and with `ray` for a worker's answer, in seconds.
 
-    A rank on another machine that has not been heard of for a thirtieth of it (10 s at the least)
-    is taken for dead; one on the same machine is missed at once. All others then stop with its
-    name.
+    A rank on another machine counts as dead after a thirtieth of this time without a signal (at
+    least 10 s). The death of a rank on the same machine is noticed at once. All other ranks then
+    stop with an error that names it.
     """
 
     address: StrictStr | None = None
-    """`ray`: `host:port` of the cluster to join; null: `RAY_ADDRESS`, or a Ray of the run's own.
+    """`ray`: `host:port` of the cluster to join.
 
-    The latter is started on this machine and ended with the run.
+    `null` means `RAY_ADDRESS`. Without this variable, the run starts Ray on this machine and stops
+    it at the end.
     """
 
     colocated: StrictBool = True
-    """`ray`: a policy and a critic worker share their CPUs or their GPU.
+    """`ray`: place a policy and a critic worker on the same CPUs or the same GPU.
 
-    `false`: each role has its own.
+    `false` reserves separate resources for each role.
     """
 
     value_workers: Count | None = None
-    """`ray`, not colocated: workers of the critic; null: as many as the policy.
+    """`ray`, not colocated: workers of the critic. `null` means as many as the policy has.
 
-    The policy has `trainer.devices` x `trainer.num_nodes`.
+    The policy has `trainer.devices` x `trainer.num_nodes` workers.
     """
 
     cpus_per_worker: Positive = 1.0
     """`ray`: CPUs that Ray reserves for a worker."""
 
     object_store_mb: Annotated[Integer, Interval(ge=80)] = 512
-    """`ray`: memory of the object store that batches pass through, where the run starts Ray."""
+    """`ray`: memory in MiB of the object store, which transports batches, if the run starts Ray."""
 
     env_vars: dict[str, Any] = field(default_factory=dict)
-    """`ray`: environment of the workers, there before they import anything.
+    """`ray`: environment variables of the workers, such as `NCCL_DEBUG`.
 
-    For example `NCCL_DEBUG`.
+    They are set before a worker imports any module.
     """
 
     max_restarts: Natural = 3
-    """`ray`: times that the workers are started anew after one of them has died.
+    """`ray`: most restarts of the workers after the death of a worker.
 
-    The run continues from the last run state.
+    A restarted run continues from the last run state.
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse keys of another engine, and workers that the critic's layout does not divide."""
+        """Refuse keys of the other engine, and workers that the critic's layout does not divide."""
+        # Workers in the processes of the run.
         layouts_differ = run.value_parallel != run.model.parallel
         if self.engine == "local":
             for name in ("address", "value_workers"):
                 if (value := getattr(self, name)) is not None:
                     yield (
-                        f"{key}.{name}={value} means nothing with {key}.engine=local; set "
-                        f"{key}.engine=ray, or leave {key}.{name} at null"
+                        f"{key}.{name}={value} needs {key}.engine=ray, but {key}.engine=local. Set "
+                        f"the engine, or set {key}.{name}=null"
                     )
             if self.env_vars:
                 yield (
-                    f"{key}.env_vars={self.env_vars}: with {key}.engine=local the run's own "
-                    "processes are the workers; set the variables before the command, or "
-                    f"{key}.engine=ray"
+                    f"{key}.env_vars={self.env_vars} needs {key}.engine=ray. Set the engine, or "
+                    "set the variables in the environment of the command"
                 )
             if layouts_differ:
                 sizes = ", ".join(
                     f"critic.{name}={shown(size)}"
-                    for name, size in run.critic.own_layout.items()
+                    for name, size in run.critic.layout_overrides.items()
                     if size != getattr(run.model, name)
                 )
                 yield (
-                    f"{sizes}: with {key}.engine=local one process holds a policy and a critic "
-                    f"worker, which have one layout; set {key}.engine=ray, or leave the critic's "
-                    "sizes at null"
+                    f"{sizes}: with {key}.engine=local policy and critic share their processes and "
+                    f"their layout. Set {key}.engine=ray, or the critic's sizes to null"
                 )
             return
+
+        # Workers in actors of Ray.
         if self.value_workers is not None and self.colocated:
             yield (
-                f"{key}.value_workers={self.value_workers} needs {key}.colocated=false, for a "
-                "colocated critic has a worker beside each of the policy's; set it, or leave "
-                f"{key}.value_workers at null"
+                f"{key}.value_workers={self.value_workers} needs {key}.colocated=false, because a "
+                "colocated critic has as many workers as the policy. Set it, or set "
+                f"{key}.value_workers=null"
             )
         size, workers = run.value_parallel.model_parallel_size, run.value_world_size
-        given = self.value_workers is not None
-        if workers % size and (given or layouts_differ):  # else check_layout refuses them
-            source = f"{key}.value_workers" if given else "trainer.devices x trainer.num_nodes"
-            owner = (
-                "of the critic's own"
-                if layouts_differ
-                else "that the critic shares with the policy"
-            )
+        is_set = self.value_workers is not None
+        if workers % size and (is_set or layouts_differ):  # otherwise `check_layout` refuses it
+            source = f"{key}.value_workers" if is_set else "trainer.devices x trainer.num_nodes"
+            owner = "the critic's layout" if layouts_differ else "the layout of policy and critic"
             yield (
                 f"{source}={workers} is not a multiple of tensor x pipeline x context = {size}, "
-                f"the layout {owner}; use {-(-workers // size) * size}"
+                f"{owner}. Use {-(-workers // size) * size}"
             )

@@ -1,8 +1,8 @@
 """Rules that involve more than one value of a configuration.
 
-A rule is written in the section whose field it concerns: the section's ``problems(key, run)``
-yields a message for each rule that is broken, and `ReadIf` in a field's type states which runs read
-the field. ``key`` is the section's dotted key, ``run`` the whole configuration.
+A rule belongs to the section of its field. The section's ``problems(key, run)`` yields a message
+for each broken rule, and `ReadIf` in the type of a field states which runs read the field. ``key``
+is the dotted key of the section, ``run`` the complete configuration.
 """
 
 import dataclasses
@@ -14,20 +14,20 @@ from aligner.config.parse import defaults_of, field_types, join, section_in
 
 @dataclasses.dataclass(frozen=True)
 class ReadIf:
-    """Condition under which a run reads a field: part of the field's type.
+    """Condition under which a run reads a field, as part of the type of the field.
 
-    In a run that does not meet it, another value than the field's default is refused.
+    If a run does not meet the condition, only the default of the field is accepted.
     """
 
     condition: Callable[[Any], bool]
-    """Function of the whole configuration."""
+    """Function of the complete configuration."""
 
     reason: str
-    """Rest of the sentence that begins with the key and its value."""
+    """End of the sentence that begins with the key and its value."""
 
 
 def broken_rules(section: Any, key: str, run: Any) -> Iterator[str]:
-    """Yield a message for each rule that a section, or a section below it, breaks."""
+    """Yield a message for each rule that a section or one of its subsections breaks."""
     if hasattr(section, "problems"):
         yield from section.problems(key, run)
     for field in dataclasses.fields(section):
@@ -37,7 +37,7 @@ def broken_rules(section: Any, key: str, run: Any) -> Iterator[str]:
 
 
 def unread_options(run: Any) -> Iterator[str]:
-    """Yield a message for each option that is not at its default and that the run does not read."""
+    """Yield a message for each option that the run does not read and that is not at its default."""
     yield from _unread(type(run), "", run.as_dict(), defaults_of(run), run)
 
 
@@ -48,11 +48,8 @@ def _unread(
         below, value, default = join(key, name), values[name], defaults.get(name)
         for rule in get_args(hint):
             if isinstance(rule, ReadIf) and not rule.condition(run):
-                for option, given in _changed(below, value, default):
-                    yield (
-                        f"{option}={given!r} {rule.reason}. Nothing reads it in this run; leave it "
-                        "out"
-                    )
+                for option, setting in _changed(below, value, default):
+                    yield f"{option}={setting!r} {rule.reason}. This run ignores it. Leave it out"
         if isinstance(value, Mapping) and (section := section_in(hint)) is not None:
             yield from _unread(section, below, value, default or {}, run)
 
@@ -67,6 +64,6 @@ def _changed(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
 
 
 def multiples_near(number: int, step: int) -> str:
-    """Return the multiples of ``step`` around ``number`` as text: ``48 or 96``."""
+    """Return the positive multiples of ``step`` next to ``number``, such as ``48 or 96``."""
     below, above = number // step * step, -(-number // step) * step
     return f"{below} or {above}" if below else str(above)

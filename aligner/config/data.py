@@ -1,4 +1,4 @@
-"""Sources of prompts, and the format by which a row becomes one."""
+"""Sources of prompts, and the columns of their rows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,85 +16,88 @@ class PromptSourceConfig:
     """One set of prompts."""
 
     source: Source | tuple[Source, ...]
-    """Files, a generator function, or a list of them.
+    """Files or generator functions: one, or a list.
 
-    A `.jsonl` or `.parquet` file, a directory of them, or a function, `package.module:function` or
-    `path/to/file.py:function`.
+    A source is a `.jsonl` or `.parquet` file, a directory of such files, or a function,
+    `package.module:function` or `path/to/file.py:function`.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of a generator function."""
 
     limit: Count | None = None
-    """Rows to read at most; null: all."""
+    """Most rows to read. `null` means all rows."""
 
 
 SEPARATE_RESPONSE = ReadIf(
     lambda run: getattr(run.data, "messages_column", None) is None,
-    "is for rows of a prompt and a response, and data.messages_column names a whole chat",
+    "applies to rows of a prompt and a response, but data.messages_column names complete chats",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptColumns:
-    """Columns of a row that make a prompt, in every kind of data."""
+    """Columns that form a prompt, in every kind of data."""
 
     prompt_column: Annotated[StrictStr, WITHOUT_ENVIRONMENT, SEPARATE_RESPONSE] = "prompt"
-    """Column of text or of a list of chat messages."""
+    """Column of the prompt: text, or a list of chat messages."""
 
     tools_column: Annotated[StrictStr | None, WITHOUT_ENVIRONMENT] = "tools"
-    """Column of functions that a chat's assistant may call; null: none.
+    """Column of functions that a chat's assistant may call. `null` means no such column.
 
-    For rows that have it: JSON schemas, or their text.
+    A cell contains JSON schemas, or their text. Rows may lack the column.
     """
 
     chat: Annotated[StrictBool, WITHOUT_ENVIRONMENT, SEPARATE_RESPONSE] = False
-    """Plain text becomes the user's message of a chat; lists of messages always do."""
+    """Use plain text as the user message of a chat. Lists of messages are always chats."""
 
     system_prompt: Annotated[StrictStr | None, WITHOUT_ENVIRONMENT] = None
-    """Put before chat messages that bring none; null: nothing."""
+    """System message for chats without one. `null` adds none."""
 
     chat_template_kwargs: Mapping[StrictStr, Any] = field(default_factory=dict)
-    """Variables for the chat template, as `{enable_thinking: false}`; it must name each."""
+    """Variables for the chat template, such as `{enable_thinking: false}`.
+
+    The template must use each variable.
+    """
 
     special_tokens_in_text: SpecialTokensInText = "keep"
-    """Treatment of special and added tokens that rows or messages spell.
+    """Treatment of special and added tokens in the text of rows or messages.
 
-    `keep`: they become tokens; `refuse`: an error names the row and the token; `escape`: U+200B
-    after the first character makes ordinary text of them.
+    `keep` encodes them as tokens. `refuse` raises an error with the row and the token. `escape`
+    inserts U+200B after the first character, so that they are ordinary text.
     """
 
     add_bos: Annotated[StrictBool, WITHOUT_ENVIRONMENT] = False
-    """Begin with the BOS token, unless the text already does."""
+    """Begin a prompt with the BOS token, unless its text already does."""
 
 
 @dataclass(frozen=True)
 class TrainingSets:
-    """Data of a training run."""
+    """Training and validation data of a run."""
 
     train: PromptSourceConfig
     """Training data."""
 
     validation: PromptSourceConfig | None = None
-    """Validation data, as `train`; null: no validation."""
+    """Validation data, with the same keys as `train`. `null` means no validation."""
 
     shuffle: StrictBool = True
-    """Shuffle the training data, by seed and epoch."""
+    """Shuffle the training data in an order that depends on seed and epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweredColumns(PromptColumns):
-    """Columns of a row that make a prompt whose response is scored."""
+    """Columns that form a prompt whose response is scored."""
 
     ground_truth_column: StrictStr | None = "ground_truth"
-    """Column of ground truths; null: the data has none.
+    """Column of ground truths. `null` means no such column.
 
-    The reward function is given it as `ground_truths`. An environment is given it as any other
-    column, and rows may be without it; it is shown with samples.
+    The reward function receives the column as `ground_truths`. An environment receives it like any
+    other column, and its rows may lack it. Sample tables show the ground truth.
     """
 
     max_prompt_length: Count | None = None
-    """Tokens of a prompt; longer ones are dropped and counted; null: none are."""
+    """Most tokens of a prompt. Longer prompts are dropped and counted. `null` means no limit."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Base of the sections of rollout engines, which sample for a policy in its place.
+"""Base class of rollout engines, which sample rollouts in place of the policy.
 
-An engine is one class: an `EngineConfig` whose fields are its keys, whose rules are checked with
-the configuration, and which starts it. The engines of the library are the table
-`aligner.catalog.ENGINES`, each with a section of its name in `generation`; a user's own is named by
-its path in `generation.backend`.
+An engine is defined by one class, a subclass of `EngineConfig`. Its fields are the engine's keys,
+its rules are checked with the configuration, and its method `start` starts the engine. The table
+`aligner.catalog.ENGINES` lists the engines of the library, each with a section of its name in
+`generation`. The key `generation.backend` selects one, or names the path of a user-defined class.
 """
 
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ from aligner.architecture import GPTArchitecture
 
 
 class EngineResources(NamedTuple):
-    """Devices and memory that engines take, for their room and for `aligner plan`."""
+    """Devices and memory of engines, for their placement and for `aligner plan`."""
 
     title: str  # of the engine
-    engines: int  # each draws its share of every rollout
+    engines: int  # each samples its share of every rollout
     devices_of_each: int
-    shares_devices: bool  # with the policy's workers; else they have a room of their own
-    refit_buffer_mb: float  # weights are handed over in groups of this size
-    kv_cache_mb: int | None  # on a device; None: what the weights leave of ``memory_share``
+    shares_devices: bool  # with the policy's workers (otherwise on separate devices)
+    refit_buffer_mb: float  # size of the groups in which weights are transferred
+    kv_cache_mb: int | None  # per device (None: ``memory_share`` less the weights)
     memory_share: float  # share of a device, weights included
-    sleeps: bool  # memory is given back between rollouts
+    sleeps: bool  # whether memory is freed between rollouts
 
     @property
     def workers(self) -> int:
@@ -32,41 +32,41 @@ class EngineResources(NamedTuple):
 
     @property
     def own_workers(self) -> int:
-        """Processes in a room of their own."""
+        """Processes on separate devices."""
         return 0 if self.shares_devices else self.workers
 
 
 class EngineStart(NamedTuple):
-    """Arguments with which an engine starts. Classes of later packages are named in comments."""
+    """Arguments for the start of an engine. Comments name the classes of higher packages."""
 
-    cluster: Any  # aligner.distributed.interfaces.Cluster, its room
+    cluster: Any  # aligner.distributed.interfaces.Cluster, for the engine's workers
     config: Any  # aligner.config.SamplingRunConfig
     tokenizer: Any  # aligner.data.tokenizers.tokenizer.Tokenizer
     architecture: GPTArchitecture
-    policy: Any  # aligner.models.policy.lm_policy.Policy, whose weights it samples with
+    policy: Any  # aligner.models.policy.lm_policy.Policy, which provides the weights
     max_sequence_length: int  # tokens of the longest prompt and response together
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of a rollout engine, its rules, and its start."""
+    """Settings of a rollout engine, their rules, and the start of the engine."""
 
     title: ClassVar[str] = "the engine"  # name in messages
     draws_ahead: ClassVar[bool] = False  # whether its handle is a `BackgroundGeneration`
 
-    def start(self, given: EngineStart) -> Any:
-        """Return the engine's handle, an `aligner.models.interfaces.GenerationInterface`.
+    def start(self, arguments: EngineStart) -> Any:
+        """Start the engine and return its `aligner.models.interfaces.GenerationInterface`.
 
-        Its `prepare_for_generation` brings it the policy's weights.
+        `prepare_for_generation` of the returned object transfers the policy's weights.
         """
         raise NotImplementedError
 
     def resources(self, *, has_gpu: bool, ahead: bool) -> EngineResources | None:
-        """Devices and memory of the engines; None: nothing beyond the policy's processes.
+        """Return devices and memory of the engines, or None if they use the policy's processes.
 
         Args:
-            has_gpu: whether workers compute on GPUs.
-            ahead: whether rollouts are drawn while the policy trains.
+            has_gpu: whether workers use GPUs.
+            ahead: whether rollouts are sampled while the policy trains.
         """
         del has_gpu, ahead
         return None
@@ -76,16 +76,16 @@ class EngineConfig:
 
         Args:
             key: dotted key of the engine's settings.
-            run: the whole configuration.
+            run: the complete configuration.
         """
         yield from ()
 
     def recording_problems(self, record: str, key: str, run: Any) -> Iterator[str]:
-        """Yield a message for each reason why the engine cannot record the tokens that it kept.
+        """Yield a message for each reason why the engine cannot record filtered tokens.
 
         Args:
-            record: the setting that asks for it, with which a message begins.
-            key: dotted key of the policy's section of the algorithm.
-            run: the whole configuration.
+            record: key and value of the setting, which begin a message.
+            key: dotted key of the algorithm's section of the policy.
+            run: the complete configuration.
         """
-        yield f"{record}: {self.title} does not record which tokens it kept; set it to 0"
+        yield f"{record}: {self.title} does not record filtered tokens. Set it to 0"

@@ -1,4 +1,4 @@
-"""The environment that a policy converses with, and the limits of a conversation."""
+"""Environment of a policy, and limits of its conversations."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from aligner.importing import load_function
 
 WITHOUT_ENVIRONMENT = ReadIf(
     lambda run: not run.has_environment,
-    "is for runs without an environment; environment.kwargs gives arguments to the environment",
+    "applies to runs without an environment (arguments of an environment: environment.kwargs)",
 )
 
 
@@ -26,7 +26,7 @@ def _without_open_quotation(command: str) -> str:
     except ValueError as error:
         raise PydanticCustomError(
             "command",
-            "{key}={command}: {error}; write it as a list of words",
+            "{key}={command}: {error}. Write it as a list of words",
             {"command": repr(command), "error": str(error)},
         ) from error
     return command
@@ -39,92 +39,96 @@ class EnvironmentConfig:
     kind: Annotated[StrictStr, one_of(ENVIRONMENT_KINDS, or_path="package.module:Class")] = (
         "messages"
     )
-    """Who leads the conversation: `messages`, the policy's turns; `endpoint`, an agent.
+    """Interface between policy and environment.
 
-    `messages`: a class that answers the policy's messages. `endpoint`: a function or a command that
-    asks the policy over OpenAI's HTTP interface (docs/environments.md#an-agent-of-your-own). Or a
-    class of your own, `path/to/file.py:Class` (docs/environments.md#a-kind-of-your-own).
+    `messages`: a class whose method receives each message of the policy. `endpoint`: an agent, a
+    function or a command that calls the policy through OpenAI's HTTP API
+    (docs/environments.md#an-agent-of-your-own). Or a user-defined class, `path/to/file.py:Class`
+    (docs/environments.md#a-kind-of-your-own).
     """
 
     factory: UserClass | None = None
-    """Class of the environment, `package.module:Class` or `path/to/file.py:Class`; null: none.
+    """Class of the environment, `package.module:Class` or `path/to/file.py:Class`.
 
-    One is made for each conversation, as `Class(seed=..., **columns of the row, **kwargs)`
-    (docs/environments.md). It gives the prompts and the rewards. With `kind=endpoint` a function.
+    `null` means no environment. Each conversation creates an instance as `Class(seed=..., **columns
+    of the row, **kwargs)`, which provides prompts and rewards (docs/environments.md). With
+    `kind=endpoint` it is a function.
     """
 
     command: (
         Annotated[StrictStr, AfterValidator(_without_open_quotation)] | tuple[StrictStr, ...] | None
     ) = None
-    """With `kind=endpoint` in place of `factory`: a program and its arguments; null: none.
+    """With `kind=endpoint`, instead of `factory`: a program and its arguments.
 
-    A text is split as a shell does, but there is no shell; or a list of words.
+    A list of words, or a text that is split into words as in a shell. The program is started
+    without a shell. `null` means no program.
     """
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of its constructor, or of an agent."""
+    """Additional keyword arguments of the constructor, or of the agent."""
 
     max_turns: Annotated[Integer, Interval(ge=1, le=1000)] = 8
     """Most messages of the policy in a conversation."""
 
     max_tokens: Count = 1024
-    """Most tokens of a conversation, everything included; of one that forked, all its sequences.
+    """Most tokens of a conversation, with the sequences of all its forks.
 
-    It ends where another response of `length_params.max_length` might not fit.
+    The conversation ends when a further response of `length_params.max_length` might not fit.
     """
 
     unscored: Literal["zero", "mask"] = "zero"
-    """Role in training of a conversation that a limit ended before anything of it was scored.
+    """Treatment of a conversation that reaches a limit before any turn is scored.
 
-    `zero`: a sample of reward 0, to which `trainer.ppo.improper_end` applies. `mask`: it trains
-    nothing. In validation it is wrong and earns 0 with either.
+    `zero`: train with reward 0, to which `trainer.ppo.improper_end` applies. `mask`: exclude it
+    from training. In validation the reward is 0 and the answer wrong in both cases.
     """
 
     failed: Literal["retry", "zero"] = "retry"
-    """Role of a conversation whose environment or agent raises, dies or is late.
+    """Treatment of a conversation whose environment or agent raises, dies or exceeds a time limit.
 
-    `retry`: no sample; it begins again. `zero`: a sample of reward 0, whatever it earned before;
-    one that fails before the policy said anything begins again in any case.
+    `retry`: repeat the conversation. `zero`: train with reward 0, regardless of earlier rewards. A
+    conversation that fails before the policy's first message is always repeated.
     """
 
     timeout_s: Seconds = 60.0
-    """Longest wait for one call of an environment, in seconds; then it is killed.
+    """Time limit of one call of an environment, in seconds, after which its process is killed.
 
-    Of an agent: between an answer of the policy and its next request, or its end.
+    For an agent, the limit applies between an answer of the policy and the next request or the end.
     """
 
     total_timeout_s: Seconds = 600.0
-    """Longest time of all calls of a conversation together, in seconds."""
+    """Time limit of all calls of a conversation together, in seconds."""
 
     concurrency: Count = 16
-    """Conversations under way at the same time, each with a process of its own."""
+    """Conversations at the same time, each with a separate process."""
 
     memory_mb: Annotated[Integer, Interval(ge=64, le=2**30)] | None = None
-    """MiB that a process of an environment, and each that it starts, may allocate; null: no limit.
+    """MiB that a process of an environment, and each that it starts, may allocate.
 
-    Beyond that they get a MemoryError, which fails the conversation unless the environment handles
-    it. With or without: where the machine's memory runs out, Linux ends environments first.
+    `null` means no limit. Beyond the limit an allocation raises MemoryError, which fails the
+    conversation unless the environment handles it. If the memory of the machine is exhausted, Linux
+    kills environments first, with or without a limit.
     """
 
     retries: Annotated[Integer, Interval(ge=0, le=1000)] = 16
-    """Failures of environments and of the engine after which a rollout begins conversations again.
+    """Failures of environments and of the engine that a rollout tolerates by repetition.
 
-    A call of the engine that fails counts once, however many waited for it. With one more failure
-    the run stops and names the cause. Those that `failed=zero` makes samples do not count.
+    A failed call of the engine counts once for all its conversations. The next failure ends the run
+    with an error that names the cause. Failures that `failed=zero` turns into samples do not count.
     """
 
     rewritten_history: Literal["fork", "refuse", "keep"] = "fork"
-    """Where the chat template shows earlier turns otherwise than they were sampled.
+    """Treatment of a chat template that changes earlier turns.
 
-    `fork` goes on with another sequence, the history as the template shows it; the conversation
-    remains one sample. `refuse` ends the run; `keep` goes on from the tokens as they were, dropped
-    thinking included.
+    `fork` continues with a new sequence, whose history is the template's. The conversation remains
+    one sample. `refuse` ends the run. `keep` continues from the sampled tokens, including thinking
+    that the template drops.
     """
 
     chat_template: FilePath | None = None
-    """Jinja file with a chat template in place of the tokenizer's; null: its own.
+    """Jinja file with a chat template that replaces the tokenizer's, also in the trained model.
 
-    The trained model has it, too.
+    `null` means the tokenizer's chat template.
     """
 
     @property
@@ -135,36 +139,38 @@ class EnvironmentConfig:
 
     @property
     def is_set(self) -> bool:
-        """True if there is an environment."""
+        """True if an environment is configured."""
         return self.factory is not None or self.command is not None
 
     @property
     def words(self) -> list[str]:
-        """Words of the command; none: there is no command."""
+        """Words of the command. Empty without a command."""
         return (
             shlex.split(self.command) if isinstance(self.command, str) else list(self.command or ())
         )
 
     @property
-    def named(self) -> str:
-        """The key that says what it is, with its value."""
+    def setting(self) -> str:
+        """Key and value that define the environment, for messages."""
         if self.command is not None:
             return f"environment.command={shlex.join(self.words)!r}"
         return f"environment.factory={self.factory}"
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse an environment that its kind cannot run, and limits that leave no room."""
+        """Refuse settings that the kind does not support, and limits without room for a prompt."""
         yield from self.kind_class.problems(key, run)
         if not self.is_set:
             return
+
+        # Limits of a conversation.
         response = run.model.rollout.length_params.max_length
         if self.max_tokens <= response:
             yield (
                 f"{key}.max_tokens={self.max_tokens} leaves no room for a prompt before a response "
-                f"of {run.model.rollout_key}.length_params.max_length={response}; raise it"
+                f"of {run.model.rollout_key}.length_params.max_length={response}. Raise it"
             )
         if run.data.max_prompt_length is not None:
             yield (
-                f"data.max_prompt_length={run.data.max_prompt_length}: prompts are the "
-                f"environment's; set it to null, and bound conversations by {key}.max_tokens"
+                f"data.max_prompt_length={run.data.max_prompt_length}: the environment provides "
+                f"the prompts. Set it to null, and limit conversations by {key}.max_tokens"
             )

@@ -1,4 +1,4 @@
-"""Outputs of a run: directories, logging, checkpoints and their limits."""
+"""Output of a run: directory, run states and logging."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -15,13 +15,13 @@ class WandbConfig:
     """Arguments of Lightning's W&B logger."""
 
     project: StrictStr = "aligner"
-    """W&B's project."""
+    """Project in W&B."""
 
     name: StrictStr | None = None
-    """W&B's name of the run; null: W&B invents one."""
+    """Name of the run in W&B. `null` means a generated name."""
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of Lightning's `WandbLogger`, e.g. `offline`."""
+    """Additional arguments of Lightning's `WandbLogger`, such as `offline`."""
 
 
 @dataclass(frozen=True)
@@ -29,73 +29,74 @@ class ExpManagerConfig:
     """Directory, checkpoints and loggers."""
 
     explicit_log_dir: FilePath = "results/aligner"
-    """Everything of the run is below it.
+    """Directory of all files of the run.
 
-    Each script has a default of its own: `results/ppo`, `results/rs`, `results/sft`,
-    `results/reward`, `results/distill`; without a critic the algorithm's (`results/grpo`,
-    `results/gspo`), of preferences the loss's (`results/dpo`, `results/kto`). `{algorithm}` in it
-    stands for the algorithm's name.
+    Each script has a different default: `results/ppo`, `results/rs`, `results/sft`,
+    `results/reward`, `results/distill`. Without a critic the default contains the algorithm
+    (`results/grpo`, `results/gspo`), in preference optimisation the loss (`results/dpo`,
+    `results/kto`). `{algorithm}` in the path is replaced by the algorithm's name.
     """
 
     resume_if_exists: StrictBool = True
-    """Continue the run there; false: refuse a directory that holds one."""
+    """Continue the run in the directory. `false` refuses a directory with a run."""
 
     start_anew: StrictBool = False
-    """Begin a new run there; the earlier one moves into `earlier_001/` and so on.
+    """Start a new run in the directory. The earlier run is moved to `earlier_001/` and so on.
 
-    Nothing is deleted. Such a command begins anew whenever it is started: leave the key out to
-    continue.
+    Each start of such a command begins a new run. Leave the key out to continue. No file is
+    deleted.
     """
 
     accept_changed: tuple[Literal["algorithm", "model", "data"], ...] = ()
-    """May be another than the saved run's; else another is refused.
+    """Parts of a resumed run that may differ from the saved run.
 
-    Any of `algorithm`, `model` and `data`.
+    Any of `algorithm`, `model` and `data`. Other differences are refused.
     """
 
     resume_changed: tuple[StrictStr, ...] = ()
-    """Keys, or sections, of the run's identity that may differ from the saved run's.
+    """Keys or sections of a resumed run that may differ from the saved run.
 
-    Such as `[model.ppo.ratio_eps]`; every other one that differs is refused (docs/ppo.md#resuming).
+    For example `[model.ppo.ratio_eps]`. Other differences in the run's identity are refused
+    (docs/ppo.md#resuming).
     """
 
     save_last_k: Count = 2
-    """Newest run states kept.
+    """Number of newest run states to keep.
 
-    If the last one turns out to be damaged, the run goes on from the one before.
+    If the last run state is damaged, the run continues from the previous one.
     """
 
     async_save: StrictBool = True
-    """Write run states while the next steps are made, from a copy in host memory.
+    """Write run states in the background, from a copy in host memory.
 
-    Its size is in the start-up report. Where there is no memory for a copy, and with `false`, a
+    The start-up report shows the size of the copy. Without memory for a copy, and with `false`, a
     step with a save waits for the disk.
     """
 
     save_top_k: Natural = 1
-    """Best run states kept besides the newest."""
+    """Number of best run states to keep in addition to the newest."""
 
     monitor: StrictStr | None = None
-    """Metric that says which run state is best.
+    """Metric that determines the best run state.
 
-    null: `val_rollouts/accuracy`, or `val_rollouts/rewards` where a reward model or a server scores
-    and no verifier looks on.
+    `null` means `val_rollouts/accuracy`, or `val_rollouts/rewards` if a reward model or a server
+    scores and no verifier is configured.
     """
 
     mode: Literal["max", "min"] = "max"
-    """`max` or `min`: whether more of it is better."""
+    """Whether the best value of the metric is the largest (`max`) or the smallest (`min`)."""
 
     create_tensorboard_logger: StrictBool = True
-    """Write scalars to `tensorboard/`."""
+    """Write scalar metrics to `tensorboard/`."""
 
     create_wandb_logger: StrictBool = False
-    """Log to W&B, which needs the extra `wandb`."""
+    """Log to W&B. Needs the extra `wandb`."""
 
     wandb: WandbConfig = field(default_factory=WandbConfig)
     samples_per_step: Count = 4
-    """Samples written to `samples.jsonl` each step.
+    """Samples per step in `samples.jsonl`.
 
-    The console shows those of step 0, step 1 and every validation.
+    The console shows the samples of step 0, step 1 and every validation.
     """
 
     save_nemo: StrictBool = True
@@ -108,18 +109,19 @@ class ExpManagerConfig:
         return bool(sections & {"data", "seed"}) or "data" in self.accept_changed
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse a directory that is a file, and keys that the configuration does not have."""
+        """Refuse a directory that is a file, and unknown keys in ``resume_changed``."""
         if os.path.exists(self.explicit_log_dir) and not os.path.isdir(self.explicit_log_dir):
-            yield f"{key}.explicit_log_dir={self.explicit_log_dir}: is a file; give a directory"
+            yield f"{key}.explicit_log_dir={self.explicit_log_dir} is a file. Give a directory"
         for name in self.resume_changed:
             section: Any = run
+            # Keys below a null section or a mapping are not known in advance.
             for step in name.split("."):
                 if section is None or isinstance(section, Mapping):
                     break
                 if not hasattr(section, step):
                     yield (
-                        f"{key}.resume_changed: {name!r} is no key of the configuration; give the "
-                        "keys that the refusal names, or sections such as trainer.ppo.reward"
+                        f"{key}.resume_changed: {name!r} is not a key of the configuration. Use "
+                        "the keys that the refusal names, or sections such as trainer.ppo.reward"
                     )
                     break
                 section = getattr(section, step)

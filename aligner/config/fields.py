@@ -1,7 +1,8 @@
-"""Types of fields: what a value may be is written in its type.
+"""Types of fields, which define the valid values.
 
-``Count`` is an ``int`` to a type checker, and to pydantic, which checks it in ``parse.build``, an
-integer of at least 1. Booleans, texts and numbers are strict: ``"8"`` is no number, 1 no boolean.
+For example, ``Count`` is an ``int`` to a type checker, and an integer of at least 1 to pydantic,
+which validates it in ``parse.build``. Booleans, texts and numbers are strict: ``"8"`` is not a
+number, and 1 is not a boolean.
 """
 
 import os
@@ -14,8 +15,8 @@ from pydantic import AfterValidator, BeforeValidator, StrictFloat, StrictInt, St
 from pydantic_core import PydanticCustomError, PydanticKnownError, PydanticUseDefault
 
 
-def _whole(value: Any) -> Any:
-    """A float without a fraction as the integer that it is."""
+def _integer(value: Any) -> Any:
+    """Convert a float without a fraction to an integer, and refuse integers beyond 64 bits."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -29,25 +30,23 @@ def _default_for_null(value: Any) -> Any:
     return value
 
 
-# A number that may be null in a run's configuration, which then works it out. Its default is what a
-# section built by hand has.
+# A number that a run derives if it is null. A section constructed in code has the field's default.
 DERIVED = BeforeValidator(_default_for_null)
-# A value that may be null, but that a script requires unless a group sets it to null.
-ASKED_FOR = "asked for"
+# A value that a script requires, unless a group sets it to null.
+REQUIRED_BY_SCRIPTS = "required by scripts"
 
 
-def aliases(others: Mapping[str, Any]) -> BeforeValidator:
-    """Other spellings of a value, and what each means."""
+def aliases(spellings: Mapping[str, Any]) -> BeforeValidator:
+    """Accept other spellings of values, and replace them by the values."""
     return BeforeValidator(
-        lambda value: others.get(value, value) if isinstance(value, str) else value
+        lambda value: spellings.get(value, value) if isinstance(value, str) else value
     )
 
 
 def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
-    """A text that is one of ``names``.
+    """Accept only the texts ``names``, or also the path of a user's function or class.
 
-    ``or_path``: form of another value, the path of a user's own function or class, which has a
-    colon or a dot in it; empty: there is none.
+    ``or_path``: form of a path, for messages. If it is empty, paths are refused.
     """
 
     def check(text: str) -> str:
@@ -59,13 +58,13 @@ def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
     return AfterValidator(check)
 
 
-def not_empty(wanted: str) -> AfterValidator:
-    """A text that names something: blank is refused; ``wanted``: what to give, for the message."""
+def not_empty(expected: str) -> AfterValidator:
+    """Refuse blank text. ``expected`` describes the value in the message."""
 
     def check(text: str) -> str:
         if not text.strip():
             raise PydanticCustomError(
-                "empty", "empty, got {got}; give {wanted}", {"wanted": wanted}
+                "empty", "empty, got {got}. Give {expected}", {"expected": expected}
             )
         return text
 
@@ -77,14 +76,14 @@ Directory = Annotated[StrictStr, not_empty("a directory")]
 
 
 def _cached(path: str) -> str:
-    """The directory of a model that a name of Hugging Face's hub stands for, if it is cached."""
+    """Replace a model name of the Hugging Face hub by its cached directory, if there is one."""
     if not re.fullmatch(HUB_NAME, path) or path.endswith(".nemo") or os.path.exists(path):
         return path
     from huggingface_hub import snapshot_download
 
     try:
         folder = snapshot_download(path, local_files_only=True)
-    except (OSError, ValueError):  # it is not there, or is no name after all
+    except (OSError, ValueError):  # not cached, or not a valid name
         return path
     return folder if os.path.isfile(os.path.join(folder, "config.json")) else path
 
@@ -105,15 +104,15 @@ Function = Annotated[
 UserClass = Annotated[
     StrictStr, not_empty("a class, package.module:Class or path/to/file.py:Class")
 ]
-Integer = Annotated[StrictInt, BeforeValidator(_whole)]
+Integer = Annotated[StrictInt, BeforeValidator(_integer)]
 Count = Annotated[Integer, Interval(ge=1)]
 SpecialTokensInText = Literal["keep", "refuse", "escape"]
-# Rows that a process lists, and whose columns it holds: beyond a million host memory ends first.
+# Rows whose columns a process stores. Host memory does not suffice for more than a million.
 BatchSize = Annotated[Integer, Interval(ge=1, le=1_000_000)]
 Natural = Annotated[Integer, Interval(ge=0)]
 Positive = Annotated[StrictFloat, Interval(gt=0)]
 NonNegative = Annotated[StrictFloat, Interval(ge=0)]
-# Waits end up in system calls that count milliseconds in 32 bits: 24 days at most.
+# System calls count the milliseconds of a wait in 32 bits: at most 24 days.
 MOST_SECONDS = 2_000_000.0
 Seconds = Annotated[StrictFloat, Interval(gt=0, le=MOST_SECONDS)]
 Beta = Annotated[StrictFloat, Interval(ge=0, lt=1)]

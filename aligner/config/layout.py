@@ -1,4 +1,4 @@
-"""Parallel layouts: what they are and which ones a model and a world size admit."""
+"""Parallel layouts, and the conditions that a model and a world size impose on them."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ LayerSpec = Literal["auto", "local", "transformer_engine"]
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """Choice of layer implementations; none of it is in a checkpoint."""
+    """Choice of layer implementations, which checkpoints do not contain."""
 
     spec: LayerSpec = "auto"
     fusions: bool = True
@@ -22,49 +22,49 @@ class LayerOptions:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Sizes of the model-parallel axes; what remains of the world is data parallel."""
+    """Sizes of the model-parallel axes. The remaining processes are data parallel."""
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     expert: int = 1
     sequence_parallel: bool = False
-    first_stage: int | None = None  # layers of the first pipeline stage; None: as the ones between
+    first_stage: int | None = None  # layers of the first pipeline stage (None: as middle stages)
     last_stage: int | None = None
 
     @property
     def model_parallel_size(self) -> int:
-        """Processes that hold one replica of the model (expert parallelism lives inside DP)."""
+        """Processes of one replica of the model (expert parallelism is inside DP)."""
         return self.tensor * self.pipeline * self.context
 
     @property
     def sequence_multiple(self) -> int:
-        """Tokens of a sequence are padded to a multiple of it, so that it can be cut in chunks.
+        """Multiple to which the tokens of a sequence are padded.
 
-        Context parallelism gives every rank two chunks of each sequence.
+        Context parallelism splits each sequence into two chunks per rank.
         """
         return 2 * self.context if self.context > 1 else 1
 
     def row_multiple(self, sequence_length_round: int = 1) -> int:
-        """Lengths that the model runs at on one context-parallel rank are multiples of it.
+        """Return the multiple to which lengths on one context-parallel rank are padded.
 
-        Sequence parallelism shares a row out over the tensor-parallel ranks;
-        ``sequence_length_round`` is what dynamic batching asks for.
+        Sequence parallelism splits a row over the tensor-parallel ranks. ``sequence_length_round``
+        is the multiple that dynamic batching requires.
         """
         shares = self.tensor if self.sequence_parallel else 1
         return math.lcm(shares, sequence_length_round)
 
     def data_size(self, world_size: int) -> int:
-        """Data-parallel size in a world of ``world_size`` processes."""
+        """Return the data-parallel size in a world of ``world_size`` processes."""
         return world_size // self.model_parallel_size
 
 
 def check_layout(
     architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int, section: str = "model"
 ) -> None:
-    """Refuse a layout that cannot work, with the numbers and the nearest that can.
+    """Refuse an invalid layout, and suggest similar sizes that are valid.
 
-    ``section``: the key of the layout's section in the configuration.
+    ``section``: key of the layout's section in the configuration.
     """
     problems = [*_layout_problems(architecture, parallel, world_size, section)]
     if problems:
@@ -74,14 +74,17 @@ def check_layout(
 def _layout_problems(
     architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int, section: str
 ) -> Iterator[str]:
+    # Processes.
     size, experts = parallel.model_parallel_size, architecture.num_moe_experts
     if world_size % size:
         yield (
             f"{world_size} processes cannot be split into tensor {parallel.tensor} x pipeline "
-            f"{parallel.pipeline} x context {parallel.context} = {size}; start "
+            f"{parallel.pipeline} x context {parallel.context} = {size}. Start "
             f"{multiples_near(world_size, size)} processes (trainer.devices x "
             "trainer.num_nodes) or change the sizes"
         )
+
+    # Tensor and sequence parallelism.
     counts = {
         "attention heads": architecture.num_attention_heads,
         "query groups": architecture.num_query_groups,
@@ -89,66 +92,64 @@ def _layout_problems(
     }
     if experts is None:
         counts["feed-forward columns"] = architecture.ffn_hidden_size
-    elif parallel.expert == 1:  # experts are split like other layers; shared out, they are whole
+    elif parallel.expert == 1:  # expert parallelism does not split the layers of an expert
         counts["expert columns"] = architecture.expert_ffn_hidden_size
     key = f"{section}.tensor_model_parallel_size"
     yield from _not_divided(key, parallel.tensor, counts)
     yield from _stage_problems(architecture.num_layers, parallel, section)
     if parallel.sequence_parallel and parallel.tensor == 1:
         yield (
-            f"{section}.sequence_parallel=true needs {key} > 1, got 1; set it to false or raise "
+            f"{section}.sequence_parallel=true needs {key} > 1, got 1. Set it to false or raise "
             "the tensor parallel size"
         )
     if experts is not None and parallel.tensor > 1 and not parallel.sequence_parallel:
         yield (
-            f"{key}={parallel.tensor} with a mixture of experts needs "
-            f"{section}.sequence_parallel=true, got false; megatron-core does not train it "
-            "otherwise"
+            f"{key}={parallel.tensor} with a mixture of experts: megatron-core trains it with "
+            f"sequence parallelism only. Set {section}.sequence_parallel=true"
         )
+
+    # Expert parallelism.
     key, ranks = f"{section}.expert_model_parallel_size", world_size // parallel.pipeline
     if parallel.expert == 1:
         return
     if experts is None:
-        yield f"{key}={parallel.expert}, but the model has no experts; set it to 1"
+        yield f"{key}={parallel.expert}, but the model has no experts. Set it to 1"
         return
     yield from _not_divided(key, parallel.expert, {"experts": experts})
     if ranks % parallel.expert:
         divisors = [str(size) for size in range(1, ranks + 1) if ranks % size == 0]
         yield (
-            f"{key}={parallel.expert} does not divide the {ranks} processes of a pipeline stage; "
-            f"use one of {', '.join(divisors)}"
+            f"{key}={parallel.expert} does not divide the {ranks} processes of a pipeline stage. "
+            f"Use one of {', '.join(divisors)}"
         )
 
 
 def _stage_problems(num_layers: int, parallel: ParallelConfig, section: str) -> Iterator[str]:
-    given = {
-        f"{section}.num_layers_in_{place}_pipeline_stage": layers
-        for place, layers in (("first", parallel.first_stage), ("last", parallel.last_stage))
+    fixed = {
+        f"{section}.num_layers_in_{position}_pipeline_stage": layers
+        for position, layers in (("first", parallel.first_stage), ("last", parallel.last_stage))
         if layers is not None
     }
-    rest, others = num_layers - sum(given.values()), parallel.pipeline - len(given)
+    layers, stages = num_layers - sum(fixed.values()), parallel.pipeline - len(fixed)
     key = f"{section}.pipeline_model_parallel_size"
-    if not given:
-        yield from _not_divided(key, others, {"layers": rest})
+    if not fixed:
+        yield from _not_divided(key, stages, {"layers": layers})
         return
-    fits = rest >= others and rest % others == 0 if others > 0 else rest == others == 0
+    # The other stages need equal numbers of layers, at least one each.
+    fits = layers >= stages and layers % stages == 0 if stages > 0 else layers == stages == 0
     if parallel.pipeline == 1 or not fits:
-        sizes = ", ".join(f"{name}={layers}" for name, layers in given.items())
+        sizes = ", ".join(f"{name}={size}" for name, size in fixed.items())
         yield (
-            f"{sizes}: of {num_layers} layers {rest} are left for the other {max(0, others)} "
-            f"stages, which have equal numbers of them ({key}={parallel.pipeline}); change the "
-            "numbers, or set them to null"
+            f"{sizes}: {layers} of {num_layers} layers remain for {max(0, stages)} other stages of "
+            f"equal size ({key}={parallel.pipeline}). Change the numbers, or set them to null"
         )
 
 
 def _not_divided(key: str, size: int, counts: dict[str, int]) -> Iterator[str]:
-    bad = {name: count for name, count in counts.items() if count % size}
-    if bad:
-        numbers = " and ".join(f"{count} {name}" for name, count in bad.items())
+    undivided = {name: count for name, count in counts.items() if count % size}
+    if undivided:
+        numbers = " and ".join(f"{count} {name}" for name, count in undivided.items())
         common = math.gcd(*counts.values())
-        working = [divisor for divisor in range(1, common + 1) if common % divisor == 0]
-        near = sorted(working, key=lambda divisor: (abs(divisor - size), divisor))[:3]
-        yield (
-            f"{key}={size} does not divide {numbers}; nearest that work: "
-            f"{', '.join(map(str, sorted(near)))}"
-        )
+        divisors = [divisor for divisor in range(1, common + 1) if common % divisor == 0]
+        near = sorted(divisors, key=lambda divisor: (abs(divisor - size), divisor))[:3]
+        yield (f"{key}={size} does not divide {numbers}. Use {', '.join(map(str, sorted(near)))}")

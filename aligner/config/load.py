@@ -1,4 +1,4 @@
-"""Conversion of omegaconf's tree into ``RunConfig``, the only one."""
+"""Conversion of omegaconf's tree into the dataclasses of a configuration."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ from aligner.config.parse import build, field_types, refuse
 from aligner.config.run import BaseRunConfig, RSRunConfig, RunConfig, SupervisedRunConfig
 from aligner.errors import ConfigError
 
-if importlib.util.find_spec("hydra"):  # an engine's environment has none, and composes nothing
-    import aligner.config.base  # noqa: F401  (hydra finds the defaults of conf/ by it)
+if importlib.util.find_spec("hydra"):  # not installed in the environment of a vLLM engine
+    import aligner.config.base  # noqa: F401  (registers the defaults of conf/ with hydra)
 
 Root = TypeVar("Root", bound=BaseRunConfig | AskConfig)
 Run = TypeVar("Run", bound=BaseRunConfig)
 Section = TypeVar("Section")
-LARGEST_BATCH, LARGEST_KEPT_BATCH = 64, 16  # of global batches that nobody gave
-LARGEST_MICRO_BATCH = 8  # likewise
+# Largest derived batches: global batches of all responses, of kept responses, and micro-batches.
+LARGEST_BATCH, LARGEST_KEPT_BATCH, LARGEST_MICRO_BATCH = 64, 16, 8
 DATA, REWARD = "data.train.source", "reward.function"
 _TASK = {
     DATA: "aligner.examples.tasks.arithmetic:arithmetic_prompts",
@@ -45,25 +45,28 @@ def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # ty
 
 
 def with_built_in_task(config: DictConfig) -> str:
-    """Fill in the arithmetic task where a run names neither data nor reward; returns a note.
+    """Set the arithmetic task if a run names no reward, and either no data or the task's data.
 
-    Or only its reward, where its data are chosen. An empty note: nothing was filled in.
+    Return a note about it for the console, or an empty text if nothing was set.
     """
-    plain = OmegaConf.to_container(config)  # interpolations as they stand
+    plain = OmegaConf.to_container(config)  # interpolations are not resolved yet
 
     def below(node: Any, name: str) -> Any:
         return node.get(name) if isinstance(node, dict) else None
 
-    given = {key: reduce(below, key.split("."), plain) for key in _TASK}
-    if given[REWARD] != "???" or current_path(str(given[DATA])) not in ("???", _TASK[DATA]):
+    settings = {key: reduce(below, key.split("."), plain) for key in _TASK}
+    if settings[REWARD] != "???" or current_path(str(settings[DATA])) not in ("???", _TASK[DATA]):
         return ""
-    validates = given["data.validation.source"] not in (None, "???")
+
+    # The task has validation data, unless the run names other data.
+    validates = settings["data.validation.source"] not in (None, "???")
     for key, value in _TASK.items():
-        if given[key] in (None, "???") and not (validates and key.startswith("data.validation.")):
+        is_set = settings[key] not in (None, "???")
+        if not is_set and not (validates and key.startswith("data.validation.")):
             OmegaConf.update(config, key, value, force_add=True)
     return (
-        f"built-in task: arithmetic, scored by {_TASK[REWARD]}, as no reward was named; of your "
-        f"own: {DATA}=FILE.jsonl {REWARD}=FILE.py:FUNCTION"
+        f"built-in task: arithmetic, scored by {_TASK[REWARD]}, because {REWARD} is not set. To "
+        f"train on your data: {DATA}=FILE.jsonl {REWARD}=FILE.py:FUNCTION"
     )
 
 
@@ -71,17 +74,17 @@ def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Roo
     """Validate a plain nested mapping as a ``root``."""
     config = build(root, values)
     if isinstance(config, BaseRunConfig):
-        config = _named(derive_batches(config, values))
+        config = _with_algorithm_in_directory(derive_batches(config, values))
     check_config(config)
     return config
 
 
 def derive_batches(config: Run, values: Mapping[str, Any]) -> Run:
-    """``config`` with batch sizes that are null in ``values`` worked out from the others.
+    """Return ``config`` with batch sizes that are null in ``values`` derived from the others.
 
-    A global batch is what a step learns from, in equal parts of no more than 64 samples; it never
-    depends on the layout. A micro-batch is the largest number up to 8 that the shares of the
-    data-parallel ranks divide by. Where nothing fits, the usual sizes stay and the checks speak.
+    A global batch is an equal part of at most 64 samples of a step. Its size is independent of the
+    layout. A micro-batch is the largest divisor up to 8 of a data-parallel rank's share. If no size
+    fits, the default is kept and the checks report it.
     """
     model = _with_batches(config, "model", values, config.trainer.world_size)
     config = replace(config, model=model)
@@ -94,23 +97,26 @@ def derive_batches(config: Run, values: Mapping[str, Any]) -> Run:
 def _with_batches(
     config: BaseRunConfig, role: str, values: Mapping[str, Any], world_size: int
 ) -> Any:
-    section, given = getattr(config, role), values.get(role) or {}
+    section, settings = getattr(config, role), values.get(role) or {}
     rows = config.rows_per_example if isinstance(config, SupervisedRunConfig) else 1
-    if given.get("global_batch_size") is None:
+    if settings.get("global_batch_size") is None:
         batch = _global_batch(config) or section.global_batch_size
         section = replace(section, global_batch_size=batch)
-    if given.get("micro_batch_size") is None:
+    if settings.get("micro_batch_size") is None:
         layout = config.value_parallel if role == "critic" else config.model.parallel
         ranks = max(1, layout.data_size(world_size))
-        share, rest = divmod(section.global_batch_size, ranks)
+        share, remainder = divmod(section.global_batch_size, ranks)
         sizes = range(min(LARGEST_MICRO_BATCH, share), 0, -1)
-        fitting = [] if rest else [n for n in sizes if share % n == 0 and n % rows == 0]
-        section = replace(section, micro_batch_size=(*fitting, section.micro_batch_size)[0])
+        divisors = [n for n in sizes if not remainder and share % n == 0 and n % rows == 0]
+        section = replace(section, micro_batch_size=(*divisors, section.micro_batch_size)[0])
     return section
 
 
 def _global_batch(config: BaseRunConfig) -> int | None:
-    """The samples a step learns from in the fewest equal parts; None: there is no such number."""
+    """Return the size of the fewest equal parts of the samples that a step learns from.
+
+    Return None if there are no such parts, or if the step does not sample.
+    """
     if isinstance(config, RSRunConfig):
         rs = config.model.rs
         learned = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
@@ -120,7 +126,7 @@ def _global_batch(config: BaseRunConfig) -> int | None:
     else:
         return None
     fewest = -(-learned // largest)
-    # No more than twice as many: a prime number of samples is not learned one by one.
+    # At most twice the fewest parts, so that a prime number of samples does not give parts of 1.
     for parts in range(fewest, 2 * fewest + 1) if learned else ():
         if learned % parts == 0:
             return learned // parts
@@ -128,15 +134,15 @@ def _global_batch(config: BaseRunConfig) -> int | None:
 
 
 def check_config(config: BaseRunConfig | AskConfig) -> None:
-    """Refuse combinations of values that cannot work, all of them in one error."""
+    """Refuse invalid combinations of values, all of them in one error."""
     if isinstance(config, BaseRunConfig):
         refuse([*broken_rules(config, "", config), *unread_options(config)])
     else:
         refuse(config.problems("", config))
 
 
-def _named(config: Run) -> Run:
-    """``config`` with the algorithm's name in ``exp_manager.explicit_log_dir``."""
+def _with_algorithm_in_directory(config: Run) -> Run:
+    """Replace ``{algorithm}`` in ``exp_manager.explicit_log_dir`` by the algorithm's name."""
     exp = config.exp_manager
     if "{algorithm}" not in exp.explicit_log_dir:
         return config
@@ -146,20 +152,21 @@ def _named(config: Run) -> Run:
 
 
 def as_omegaconf(values: Mapping[str, Any]) -> DictConfig:
-    """A plain mapping in the form that NeMo's base class insists on."""
+    """Convert a mapping to the ``DictConfig`` that NeMo's base class requires."""
     return values if isinstance(values, DictConfig) else OmegaConf.create(dict(values))
 
 
 def plain_mapping(values: Mapping[str, Any], keys: Sequence[str] | None = None) -> dict[str, Any]:
-    """hydra's or a plain mapping as a plain one: interpolations resolved, missing keys left out.
+    """Convert a mapping, possibly hydra's, to a dict without interpolations and missing values.
 
-    ``keys``: only those that are there of these; the others need not resolve.
+    ``keys``: the keys to convert. Other keys are left out, and their interpolations may be invalid.
     """
-    found = [key for key in values if keys is None or key in keys]
+    selected = [key for key in values if keys is None or key in keys]
+    # A mapping without interpolations.
     if not isinstance(values, DictConfig):
-        return {key: values[key] for key in found}
+        return {key: values[key] for key in selected}
     plain = {}
-    for key in found:
+    for key in selected:
         if OmegaConf.is_missing(values, key):
             continue
         try:
@@ -176,9 +183,10 @@ def plain_mapping(values: Mapping[str, Any], keys: Sequence[str] | None = None) 
 def section_of(
     kinds: Sequence[type[Section]], values: Mapping[str, Any], prefix: str = "model"
 ) -> Section:
-    """A section of a run's configuration out of a mapping: the first kind that has its keys.
+    """Convert a mapping to the first of several dataclasses that has all its keys.
 
-    ``prefix``: of the keys in messages. Where none has them all, the first one's error is raised.
+    If none has all keys, the error of the first dataclass is raised. ``prefix``: dotted key of the
+    section, for messages.
     """
     kind = next((kind for kind in kinds if set(values) <= set(field_types(kind))), kinds[0])
     return build(kind, values, prefix)

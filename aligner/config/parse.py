@@ -1,7 +1,7 @@
-"""Build frozen dataclasses out of plain mappings, refusing what does not fit.
+"""Conversion of plain mappings into frozen dataclasses, validated by pydantic.
 
-pydantic validates them. Its errors become one ``ConfigError`` with a message for each value, which
-starts with the full dotted key and ends with a remedy.
+pydantic's errors become one ``ConfigError`` with a message per value. A message begins with the
+dotted key and ends with a remedy.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from aligner.foreign_keys import is_inert, remedy
 
 T = TypeVar("T")
 
-# What other libraries call a key that has another name here; suggested where it is known.
+# Names of keys in other libraries, and the keys of this library that a message may suggest.
 _OTHER_NAMES = {
     "learning_rate": ("lr",),
     "max_new_tokens": ("max_length",),
@@ -54,16 +54,16 @@ _OTHER_NAMES = {
     "r": ("adapter_dim",),
     "lora_alpha": ("alpha",),
 }
-# What is said of pydantic's errors, by their type; those of aligner/config/fields.py say it.
+# Messages by type of pydantic's error. The errors of aligner/config/fields.py bring their message.
 _TEXTS = {
-    "missing": "required and not set; give it in the YAML or as {key}=... on the command line",
+    "missing": "required and not set. Set it in the YAML or as {key}=... on the command line",
     "bool_type": "expected true or false, got {got}",
     "int_type": "expected an integer, got {got}",
     "float_type": "expected a number, got {got}",
     "string_type": "expected a string, got {got}",
     "tuple_type": "expected a list, got {got}",
     "dict_type": "expected a mapping, got {got}",
-    "dataclass_type": "expected a group of keys, got {got}; write its keys below it ({keys})",
+    "dataclass_type": "expected a group of keys, got {got}. Write its keys below it ({keys})",
     "literal_error": "must be one of {names}, got {got}{near}",
     "too_long": "expected a list of {length} values, got {got}",
     "finite_number": "must be a finite number{range}, got {got}",
@@ -75,17 +75,20 @@ _TEXTS = {
 
 
 def build(cls: type[T], values: Any, prefix: str = "") -> T:
-    """Make a ``cls`` from ``values``; ``prefix`` is the dotted key of ``values`` itself.
+    """Return ``values`` as a ``cls``.
 
-    ``cls``: a dataclass; a ``TypedDict``, of which any key may be absent; or a field's type.
+    Args:
+        cls: a dataclass, a ``TypedDict`` with optional keys, or the type of a field.
+        values: the value to convert.
+        prefix: dotted key of ``values``.
 
     Raises:
-        ConfigError: names every value that does not fit, every unknown key, and every value that is
-            required and missing (also ``???``, omegaconf's mark of a missing value).
+        ConfigError: names every invalid value, every unknown key, and every missing value that is
+            required (also ``???``, omegaconf's mark of a missing value).
     """
     missing: list[str] = []
     if isinstance(values, Mapping):
-        values = _given(values, prefix, missing)
+        values = _without_inert(values, prefix, missing)
     problems = [f"{key}: {_TEXTS['missing'].format(key=key)}" for key in missing]
     try:
         (built,) = _adapter(cls).validate_python((values,))  # type: ignore[arg-type]
@@ -96,7 +99,7 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
 
 
 def check_fields(values: Any) -> None:
-    """Refuse a dataclass made in code whose values do not fit the types of its fields."""
+    """Refuse a dataclass constructed in code whose values do not match the types of its fields."""
     hints, problems = field_types(type(values)), []
     for field in dataclasses.fields(values):
         try:
@@ -107,7 +110,7 @@ def check_fields(values: Any) -> None:
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise one ``ConfigError`` with all messages; do nothing if there are none."""
+    """Raise one ``ConfigError`` with all messages, if there are any."""
     messages = list(dict.fromkeys(problems))
     if len(messages) > 1:
         lines = "".join(f"\n- {message}" for message in messages)
@@ -118,34 +121,38 @@ def refuse(problems: Iterable[str]) -> None:
 
 @cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
-    # A tuple of it, as pydantic refuses rules for a dataclass itself, and hands them down to one.
+    # pydantic refuses a configuration for a dataclass, but passes one on from a tuple of it.
     rules = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
     return TypeAdapter(types.GenericAlias(tuple, (cls,)), config=rules)  # type: ignore[arg-type]
 
 
-def _given(values: Mapping[Any, Any], prefix: str, missing: list[str]) -> dict[Any, Any]:
-    """``values`` without keys that change nothing, and missing ones, which ``missing`` gets."""
-    given = {}
+def _without_inert(values: Mapping[Any, Any], prefix: str, missing: list[str]) -> dict[Any, Any]:
+    """Return ``values`` without missing values and without keys that change nothing.
+
+    The dotted keys of missing values are appended to ``missing``.
+    """
+    settings = {}
     for name, value in values.items():
         key = join(prefix, name)
         if value == "???":
             missing.append(key)
         elif not is_inert(key, value):
-            given[name] = _given(value, key, missing) if isinstance(value, Mapping) else value
-    return given
+            is_section = isinstance(value, Mapping)
+            settings[name] = _without_inert(value, key, missing) if is_section else value
+    return settings
 
 
 def _field_types(section: Any) -> Mapping[Any, Any]:
+    """Return the type of each field of a dataclass, or of each key of a ``TypedDict``, in order."""
     hints = get_type_hints(section, include_extras=True)
     return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
 
 field_types: Callable[[Any], Mapping[Any, Any]] = cache(_field_types)
-"""Resolved type of each field of a dataclass, or of each key of a ``TypedDict``, in their order."""
 
 
 def arms_of(hint: Any) -> Iterator[Any]:
-    """The types that a value may have: ``hint``, or the arms of a union."""
+    """Yield the types that a value may have: ``hint``, or the arms of a union."""
     if get_origin(hint) is Annotated:
         yield from arms_of(get_args(hint)[0])
     elif get_origin(hint) in (Union, types.UnionType):
@@ -156,13 +163,16 @@ def arms_of(hint: Any) -> Iterator[Any]:
 
 
 def section_in(hint: Any) -> type | None:
-    """The dataclass, or ``TypedDict``, of ``X`` or ``X | None``; None: the value is no section."""
+    """Return the dataclass or ``TypedDict`` in a type ``X`` or ``X | None``.
+
+    Return None for the type of a value.
+    """
     arms = (arm for arm in arms_of(hint) if isinstance(arm, type))
     return next((arm for arm in arms if dataclasses.is_dataclass(arm) or is_typeddict(arm)), None)
 
 
 def keys_below(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key below a dataclass, sections included, and the type of its value."""
+    """Yield every dotted key below a dataclass, sections included, and the type of its value."""
     for name, hint in field_types(cls).items():
         yield f"{prefix}{name}", hint
         section = section_in(hint)
@@ -171,8 +181,12 @@ def keys_below(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def type_below(hint: Any, step: str | int) -> Any:
-    """Type of the value at a key or an index of a ``hint``; None: it has no such."""
+    """Return the type of the value at a key or an index of a ``hint``.
+
+    Return None if the type does not contain the key or the index.
+    """
     for arm in arms_of(hint):
+        # A section, a mapping or a list, in this order.
         origin, args, section = get_origin(arm), get_args(arm), section_in(arm)
         if arm is Any:
             return Any
@@ -186,38 +200,42 @@ def type_below(hint: Any, step: str | int) -> Any:
 
 
 def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str] = ()) -> str:
-    """Message for a key that no dataclass has, with the nearest that one has.
+    """Return the message for an unknown key, with the most similar keys.
 
     Args:
-        key: the dotted key as it was given.
-        known: the names that are known where it stands.
-        prefix: the dotted key of that place.
-        elsewhere: dotted keys of other places, where its last name may belong.
+        key: the dotted key.
+        known: names of the keys in its section.
+        prefix: dotted key of its section.
+        elsewhere: dotted keys of other sections, to which the last name may belong.
     """
-    if (other := remedy(key)) is not None:
-        return f"{key}: {other}"
+    if (text := remedy(key)) is not None:
+        return f"{key}: {text}"
     name = key.rsplit(".", 1)[-1]
-    near = [other for other in _OTHER_NAMES.get(name, ()) if other in known]
-    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     names = (name, *_OTHER_NAMES.get(name, ()))
-    places = [other for other in elsewhere if other.rsplit(".", 1)[-1] in names]
+    last_names = {option: option.rsplit(".", 1)[-1] for option in elsewhere}
+
+    # The same name in another section, preferably below the same top-level section.
+    similar = [option for option, last in last_names.items() if last in names]
     section = f"{key.split('.')[0]}."
-    places = [other for other in places if other.startswith(section)] or places
-    if near and not places:
-        places = [join(prefix, near[0])]
-    if not places:
-        lasts = {other.rsplit(".", 1)[-1] for other in elsewhere}
-        spelt = difflib.get_close_matches(name, sorted(lasts), n=1, cutoff=0.8)
-        places = [other for other in elsewhere if other.rsplit(".", 1)[-1] in spelt]
-    hint = (
-        f"did you mean {' or '.join(places[:3])}?" if places else "remove it or correct its name."
-    )
-    return f"{key}: unknown key; {hint} Keys here: {', '.join(sorted(known))}"
+    similar = [option for option in similar if option.startswith(section)] or similar
+
+    # A similar name: first in this section, then in the others.
+    if not similar:
+        near = [option for option in names[1:] if option in known]
+        near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        similar = [join(prefix, option) for option in near[:1]]
+    if not similar:
+        spelled = difflib.get_close_matches(name, sorted({*last_names.values()}), n=1, cutoff=0.8)
+        similar = [option for option, last in last_names.items() if last in spelled]
+    hint = f"Did you mean {' or '.join(similar[:3])}?" if similar else "Remove it or correct it."
+    return f"{key}: unknown key. {hint} Keys of this section: {', '.join(sorted(known))}"
 
 
 def _problems(cls: Any, errors: Sequence[Mapping[str, Any]], prefix: str) -> Iterator[str]:
-    """Yield a message for each unknown key and for each value that does not fit."""
-    groups: list[list[_Problem]] = []  # a value of a union has errors of all its types
+    """Yield a message for each unknown key and for each invalid value."""
+    # A value of a union has consecutive errors, of all types of the union.
+    # Join them to groups, by their keys.
+    groups: list[list[_Problem]] = []
     for error in errors:
         problem = _problem(cls, error, prefix)
         first = groups[-1][0].key if groups else None
@@ -230,33 +248,37 @@ def _problems(cls: Any, errors: Sequence[Mapping[str, Any]], prefix: str) -> Ite
         if unknown := [problem for problem in group if problem.is_unknown]:
             yield from (problem.text for problem in unknown)
             continue
-        # The errors of the types that expected the kind of value that was given say most.
-        key, _, other_kind, _ = min(group, key=lambda each: (each.is_other_kind, -len(each.key)))
-        texts = [each.text for each in group if (each.key, each.is_other_kind) == (key, other_kind)]
-        text = "; or ".join(dict.fromkeys(texts))
+        # Prefer the errors of types that expected a value of this kind, then those of inner keys.
+        key, _, other_kind, _ = min(group, key=lambda error: (error.is_other_kind, -len(error.key)))
+        texts = [
+            error.text for error in group if (error.key, error.is_other_kind) == (key, other_kind)
+        ]
+        text = ", or ".join(dict.fromkeys(texts))
         yield text if text.startswith(f"{key}=") else f"{key or 'the configuration'}: {text}"
 
 
 class _Problem(NamedTuple):
-    """Error of pydantic about one value."""
+    """An error of pydantic about one value."""
 
     key: str
     text: str
     is_other_kind: bool  # the value is of another kind than expected, such as text for a number
-    is_unknown: bool  # there is no such key
+    is_unknown: bool  # the key does not exist
 
 
 def _problem(cls: Any, error: Mapping[str, Any], prefix: str) -> _Problem:
     kind, path = error["type"], error["loc"][1:]
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        place, hint = _place(cls, path[:-1], prefix)
+        section_key, hint = _key_and_type(cls, path[:-1], prefix)
         section = section_in(hint)
         assert section is not None, hint
-        key = join(place, path[-1])
-        return _Problem(key, unknown_key(key, list(field_types(section)), place), False, True)
-    if kind == "missing" and isinstance(path[-1], int):  # of a list that ends too early
+        key = join(section_key, path[-1])
+        return _Problem(key, unknown_key(key, list(field_types(section)), section_key), False, True)
+    if kind == "missing" and isinstance(path[-1], int):  # a list that is too short
         kind, path = "too_long", path[:-1]
-    key, hint = _place(cls, path, prefix)
+
+    # An invalid value.
+    key, hint = _key_and_type(cls, path, prefix)
     if kind in _TEXTS:
         text = _TEXTS[kind].format(**_words(error, key, hint))
     else:
@@ -264,8 +286,11 @@ def _problem(cls: Any, error: Mapping[str, Any], prefix: str) -> _Problem:
     return _Problem(key, text, kind.endswith(("_type", "literal_error")), False)
 
 
-def _place(hint: Any, path: Sequence[str | int], key: str) -> tuple[str, Any]:
-    """Dotted key and type at the end of a path of pydantic's, which names arms of unions, too."""
+def _key_and_type(hint: Any, path: Sequence[str | int], key: str) -> tuple[str, Any]:
+    """Return the dotted key and the type at the end of a path in pydantic's form.
+
+    The path also contains the arms of unions, which are not part of the key.
+    """
     for step in path:
         below = type_below(hint, step)
         if below is not None:
@@ -275,7 +300,7 @@ def _place(hint: Any, path: Sequence[str | int], key: str) -> tuple[str, Any]:
 
 
 def _words(error: Mapping[str, Any], key: str, hint: Any) -> dict[str, Any]:
-    """Words for the placeholders of ``_TEXTS``."""
+    """Return the values of the placeholders in ``_TEXTS``."""
     section = section_in(hint)
     names = re.findall("'(.*?)'", error.get("ctx", {}).get("expected", ""))
     near = difflib.get_close_matches(str(error["input"]), names, n=1)
@@ -285,14 +310,14 @@ def _words(error: Mapping[str, Any], key: str, hint: Any) -> dict[str, Any]:
         "got": _show(error["input"]),
         "keys": "" if section is None else ", ".join(field_types(section)),
         "names": ", ".join(names),
-        "near": f"; did you mean {near[0]}?" if near else "",
+        "near": f". Did you mean {near[0]}?" if near else "",
         "length": lengths[0] if lengths else 0,
         "range": _range(hint),
     }
 
 
 def _range(hint: Any) -> str:
-    """Interval of a number, behind "must be"; empty: any will do."""
+    """Describe the interval of a number, as the end of "must be". Return "" for no interval."""
     if isinstance(hint, Interval):
         low: Any = hint.ge if hint.gt is None else hint.gt
         high: Any = hint.le if hint.lt is None else hint.lt
@@ -303,45 +328,45 @@ def _range(hint: Any) -> str:
 
 
 def defaults_of(config: Any) -> dict[str, Any]:
-    """Defaults of the keys of a configuration, as JSON has them; keys without one are left out.
+    """Return the defaults of the keys of a configuration as JSON values, without required keys.
 
-    ``config``: a dataclass. The sections that it must be given are looked into.
+    ``config``: a dataclass. The defaults of required sections are those of their keys.
     """
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.default is not dataclasses.MISSING:
-            found[field.name] = field.default
+            defaults[field.name] = field.default
         elif field.default_factory is not dataclasses.MISSING:
-            found[field.name] = field.default_factory()
+            defaults[field.name] = field.default_factory()
         elif dataclasses.is_dataclass(value):
-            found[field.name] = defaults_of(value)
-    return json.loads(json.dumps(found, default=dataclasses.asdict))
+            defaults[field.name] = defaults_of(value)
+    return json.loads(json.dumps(defaults, default=dataclasses.asdict))
 
 
 def without_new_defaults(
-    now: Mapping[str, Any], before: Mapping[str, Any], defaults: Mapping[str, Any]
+    current: Mapping[str, Any], saved: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``now`` without the keys that ``before`` lacks and that have their default.
+    """Return ``current`` without keys that ``saved`` lacks and that have their default value.
 
-    All three are configurations as nested mappings. A section that ``before`` has as null was
-    switched off, so that its keys stay.
+    All three are configurations as nested mappings. The keys of a section that is null in ``saved``
+    are kept, because that section was switched off.
     """
-    kept: dict[str, Any] = {}
-    for key, value in now.items():
-        is_new, default = key not in before, defaults.get(key)
+    result: dict[str, Any] = {}
+    for key, value in current.items():
+        is_new, default = key not in saved, defaults.get(key)
         if is_new and key in defaults and value == default:
             continue
-        earlier = {} if is_new else before[key]
-        if isinstance(value, Mapping) and isinstance(earlier, Mapping):
+        saved_value = {} if is_new else saved[key]
+        if isinstance(value, Mapping) and isinstance(saved_value, Mapping):
             inner = default if isinstance(default, Mapping) else {}
-            value = without_new_defaults(value, earlier, inner)
-        kept[key] = value
-    return kept
+            value = without_new_defaults(value, saved_value, inner)
+        result[key] = value
+    return result
 
 
 def join(prefix: str, key: Any) -> str:
-    """Dotted key of ``key`` below ``prefix``, which may be empty."""
+    """Return the dotted key of ``key`` below ``prefix``, which may be empty."""
     return f"{prefix}.{key}" if prefix else str(key)
 
 
@@ -351,6 +376,6 @@ def _show(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
-        text = "too long a number to show"
+        text = "a number that is too long to show"
     text = text if len(text) <= 200 else f"{text[:200]}..."
     return f"{text} ({type(value).__name__})"

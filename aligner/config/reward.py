@@ -8,7 +8,7 @@ from pydantic import StrictBool, StrictFloat, StrictStr
 
 from aligner.config.environment import WITHOUT_ENVIRONMENT
 from aligner.config.fields import (
-    ASKED_FOR,
+    REQUIRED_BY_SCRIPTS,
     Count,
     FilePath,
     Function,
@@ -21,147 +21,147 @@ from aligner.foreign_keys import shown
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """A trained reward model on workers of the run, frozen, in the policy's layout."""
+    """A frozen reward model on workers of the run, in the policy's layout."""
 
     restore_from_path: ModelPath
-    """A `.nemo` file with a reward head.
-
-    Written by `examples/train_gpt_reward.py`, or by NeMo-Aligner.
-    """
+    """A `.nemo` file with a reward head, from `examples/train_gpt_reward.py` or NeMo-Aligner."""
 
     micro_batch_size: Count = 16
     """Sequences per forward pass, per data-parallel rank."""
 
     add_bos: StrictBool | None = None
-    """Begin sequences with the BOS token; null: as its file says.
+    """Begin sequences with the BOS token. `null` means as in the reward model's training.
 
-    The file remembers what training did; another value than its is refused. Of files that say
-    nothing: not.
+    The file stores the setting of its training, and a different value is refused. If a file lacks
+    the setting, `null` means `false`.
     """
 
     workers: Count | None = None
-    """On Ray: workers of its own; null: beside the policy's."""
+    """On Ray: number of separate workers. `null` means the policy's workers."""
 
     offload_weights: StrictBool = False
-    """Its weights wait in host memory while it is idle."""
+    """Keep the weights in host memory while the reward model is idle."""
 
     share_body_with_critic: StrictBool = False
     """Score on the critic's backbone, with weights swapped in from host memory.
 
-    It has no backbone of its own then; the two must have one architecture
+    The reward model then builds no backbone, and both models must have the same architecture
     (docs/reward.md#one-backbone-with-the-critic).
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse workers that no layout divides, and a body that cannot be shared."""
+        """Refuse workers that the layout does not divide, and a backbone that cannot be shared."""
+        # Separate workers.
         size = run.model.parallel.model_parallel_size
         if self.workers is not None and run.cluster.engine != "ray":
             yield (
-                f"{key}.workers={self.workers} needs cluster.engine=ray; set it, or leave "
-                f"{key}.workers at null"
+                f"{key}.workers={self.workers} needs cluster.engine=ray. Set it, or set "
+                f"{key}.workers=null"
             )
         elif self.workers is not None and self.workers % size:
             yield (
                 f"{key}.workers={self.workers} is not a multiple of tensor x pipeline x context = "
-                f"{size}, the layout that the reward model shares with the policy; use "
+                f"{size}, the layout that the reward model shares with the policy. Use "
                 f"{-(-self.workers // size) * size}"
             )
+
+        # Backbone of the critic.
         if not self.share_body_with_critic:
             return
         key = f"{key}.share_body_with_critic=true"
         if getattr(run, "critic", None) is None:
-            yield f"{key}, but this run has no critic; set it to false"
+            yield f"{key} needs a critic, but this run has none. Set it to false"
         if run.value_parallel != run.model.parallel:
             yield (
-                f"{key}: a reward model has the policy's layout, and this critic one of its own; "
-                "leave the critic's sizes at null, or set share_body_with_critic to false"
+                f"{key} needs a critic in the policy's layout, but the critic's layout differs. "
+                "Set the critic's sizes to null, or share_body_with_critic to false"
             )
         if run.policy.backend != "megatron":
             yield (
-                f"{key} swaps weights of megatron-core models, and policy.backend="
-                f"{run.policy.backend}; set one of them to false or megatron"
+                f"{key} needs megatron-core models, but policy.backend={run.policy.backend}. Set "
+                "it to false, or policy.backend=megatron"
             )
         if run.model.peft.lora is not None:
             yield (
-                f"{key}, but with model.peft.peft_scheme=lora the critic is adapters beside frozen "
-                "weights; set one of them to false or null"
+                f"{key} needs a critic whose weights are all trained, but "
+                "model.peft.peft_scheme=lora. Set it to false, or model.peft.peft_scheme=null"
             )
         for name, unset in (("workers", None), ("offload_weights", False)):
             if value := getattr(self, name):
                 yield (
-                    f"{key} has the reward model score on the critic's workers, and reward.model."
-                    f"{name}={shown(value)} is for workers of its own; set one of them to "
-                    f"{shown(unset)}"
+                    f"{key} scores on the critic's workers, but reward.model.{name}={shown(value)} "
+                    f"needs separate workers. Set {name} to {shown(unset)}, or "
+                    "share_body_with_critic to false"
                 )
 
 
 @dataclass(frozen=True)
 class RewardServerConfig:
-    """A server of `examples/serve_reward_model.py`, or any that speaks its protocol."""
+    """A server of `examples/serve_reward_model.py`, or of another program with its protocol."""
 
     url: Annotated[StrictStr, not_empty("one such as http://host:5555")]
-    """Such as `http://host:5555`."""
+    """Address of the server, such as `http://host:5555`."""
 
     token_env: StrictStr | None = None
-    """Environment variable that holds the bearer token; null: none."""
+    """Environment variable with the bearer token. `null` means no variable."""
 
     token_file: FilePath | None = None
-    """Or a file that holds it."""
+    """File with the bearer token, instead of `token_env`."""
 
     timeout_s: Seconds = 60.0
     """Longest wait for one answer, in seconds."""
 
     retry_for_s: Seconds = 300.0
-    """Seconds for which a server that does not answer is asked again; then the run stops."""
+    """Seconds for which requests without an answer are repeated. The run then stops."""
 
     samples_per_request: Count = 64
-    """The samples of a rollout are asked for in parts of so many."""
+    """Most samples of a rollout in one request."""
 
     concurrent_requests: Count = 4
-    """Parts asked for at the same time."""
+    """Requests at the same time."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse two tokens, and waits that are longer than the other processes'."""
+        """Refuse two tokens, and waits that exceed the time limit of the other processes."""
         if self.token_env is not None and self.token_file is not None:
-            yield f"{key}.token_env and {key}.token_file are both given; set one to null"
+            yield f"{key}.token_env and {key}.token_file are both set. Set one of them to null"
         longest, limit = self.retry_for_s + self.timeout_s, run.cluster.timeout_s
         if run.cluster.engine == "local" and longest >= limit:
             yield (
-                f"{key}.retry_for_s={self.retry_for_s:g} and timeout_s={self.timeout_s:g} together "
-                f"must stay below cluster.timeout_s={limit:g}, for which the other processes wait; "
-                "lower them, or raise it"
+                f"the sum of {key}.retry_for_s={self.retry_for_s:g} and timeout_s="
+                f"{self.timeout_s:g} must be below cluster.timeout_s={limit:g}, the longest wait "
+                "of the other processes. Lower them, or raise cluster.timeout_s"
             )
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Source of the scores: a Python function, a reward model, a server, or an environment."""
+    """Source of rewards: a Python function, a reward model, a server, or an environment."""
 
     kind: Literal["function", "model", "server", "environment"] = "function"
-    """Source of the scores: `function`, `model`, `server` or `environment` (docs/reward.md).
+    """Source of rewards: `function`, `model`, `server` or `environment` (docs/reward.md).
 
-    `environment`: that of the section `environment` (docs/environments.md).
+    `environment` means the environment in the section `environment` (docs/environments.md).
     """
 
-    function: Annotated[Function | None, ASKED_FOR] = None
-    """Function that scores, `package.module:function` or `path/to/file.py:function`; null: none.
+    function: Annotated[Function | None, REQUIRED_BY_SCRIPTS] = None
+    """Function that scores, `package.module:function` or `path/to/file.py:function`.
 
-    Called as `reward(prompts, responses, ground_truths, **columns)`; returns one float per sample,
-    or one dict per sample with at least `reward`. With another kind a verifier: it gives the metric
-    `accuracy`, and nobody learns from it.
+    `null` means no function. It is called as `reward(prompts, responses, ground_truths, **columns)`
+    and returns one float per sample, or one dict per sample with at least `reward`. With another
+    kind the function is a verifier, whose result is only the metric `accuracy`.
     """
 
     kwargs: Annotated[Mapping[str, Any], WITHOUT_ENVIRONMENT] = field(default_factory=dict)
-    """Further keyword arguments of the function."""
+    """Additional keyword arguments of the function."""
 
     time_limit_s: Annotated[Seconds, WITHOUT_ENVIRONMENT] = 60.0
-    """Seconds of the function for one whole batch."""
+    """Time limit of the function for a batch, in seconds."""
 
     timeout_reward: Annotated[StrictFloat | None, WITHOUT_ENVIRONMENT] = 0.0
-    """Reward of a sample that is not scored in time; null: that ends the run."""
+    """Reward of a sample that is not scored in time. `null` ends the run instead."""
 
     max_concurrency: Count = 1
-    """Parts of a batch scored at the same time, each in a process of its own."""
+    """Parts of a batch that are scored at the same time, each in a separate process."""
 
     model: RewardModelConfig | None = None
     """Section of `reward=model`: a trained reward model on workers of the run."""
@@ -170,13 +170,14 @@ class RewardConfig:
     """Section of `reward=server`: a reward model behind HTTP."""
 
     attribute_weights: tuple[StrictFloat, ...] | None = None
-    """A number for each attribute that a model or server rates; null: it rates one.
+    """Weights of the attributes that a model or server rates. `null` means a single attribute.
 
-    The reward is the weighted sum.
+    The reward is the weighted sum of the attributes.
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse a source without its section, and sections that nobody reads."""
+        """Refuse a source without its section, and sections that the run ignores."""
+        # Function, reward model and server.
         examples = {
             "function": "reward.function=my_rewards.py:reward",
             "model": "reward=model reward.model.restore_from_path=REWARD.nemo",
@@ -184,27 +185,29 @@ class RewardConfig:
         }
         if self.kind in examples and getattr(self, self.kind) is None:
             yield (
-                f"{key}.kind={self.kind} needs {key}.{self.kind}; give it, for example "
+                f"{key}.kind={self.kind} needs {key}.{self.kind}. Set it, for example "
                 f"{examples[self.kind]}"
             )
-        for other in ("model", "server"):
-            if other != self.kind and getattr(self, other) is not None:
+        for source in ("model", "server"):
+            if source != self.kind and getattr(self, source) is not None:
                 yield (
-                    f"{key}.{other} is given, and {key}.kind={self.kind} does not read it; set "
-                    f"{key}.kind={other}, or {key}.{other}=null"
+                    f"{key}.{source} is set, but {key}.kind={self.kind} ignores it. Set "
+                    f"{key}.kind={source}, or {key}.{source}=null"
                 )
         if self.attribute_weights is not None and self.kind not in ("model", "server"):
             yield (
-                f"{key}.attribute_weights weighs what a reward model or a server rates, and "
-                f"{key}.kind={self.kind}; set it to null"
+                f"{key}.attribute_weights needs a reward model or a server, but {key}.kind="
+                f"{self.kind}. Set it to null"
             )
+
+        # Environment.
         if (self.kind == "environment") != run.environment.is_set:
             yield (
-                f"{key}.kind={self.kind} and {run.environment.named}: set reward=environment and "
-                "environment.factory=my_game.py:Class, or neither"
+                f"{key}.kind={self.kind} and {run.environment.setting} do not match. Set both "
+                "reward=environment and environment.factory=my_game.py:Class, or neither"
             )
         if run.environment.is_set and self.function is not None:
             yield (
-                f"{key}.function={self.function} scores single responses, and the rewards are the "
-                "environment's; set it to null"
+                f"{key}.function={self.function} scores single responses, but the environment "
+                "provides the rewards. Set it to null"
             )

@@ -1,4 +1,4 @@
-"""The roots of the configuration."""
+"""Configurations of training runs, one class per algorithm."""
 
 import json
 from collections.abc import Iterator
@@ -40,18 +40,18 @@ from aligner.config.validation import ValidationConfig
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRunConfig:
-    """Options of a run of any algorithm; each has its own ``model``, ``data`` and ``trainer``."""
+    """Options of every training run. Subclasses specialise ``model``, ``data`` and ``trainer``."""
 
     model: TrainedModelConfig
     trainer: TrainingConfig
     seed: Natural = 1234
-    """Seed of sampling, shuffling, dropout and fresh weights."""
+    """Seed of sampling, shuffling, dropout and new weights."""
 
     dry_run: StrictBool = False
-    """Two steps on the longest batch that the run can meet, of random tokens; nothing is saved.
+    """Run two steps on the longest possible batch of random tokens, without saving.
 
-    Peak memory and time of every phase are printed, and the run's directory is neither read nor
-    written (docs/plan.md#on-the-real-device).
+    Peak memory and time of every phase are printed. The run's directory is neither read nor written
+    (docs/plan.md#on-the-real-device).
     """
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -65,27 +65,27 @@ class BaseRunConfig:
 
     @property
     def value_parallel(self) -> ParallelConfig:
-        """The critic's layout."""
+        """Layout of the critic."""
         return self.model.parallel
 
     @property
     def monitor(self) -> str:
-        """Metric that decides which run state is best."""
+        """Metric that determines the best run state."""
         return self.exp_manager.monitor or "val_rollouts/accuracy"
 
     @property
     def value_world_size(self) -> int:
-        """Workers of the critic; 0: there is none."""
+        """Number of the critic's workers, 0 without a critic."""
         return 0
 
     @property
     def generation_world_size(self) -> int:
-        """Workers that only generate and have room of their own; 0: there are none."""
+        """Number of workers on separate devices that only generate."""
         return 0
 
     @property
     def reward_world_size(self) -> int:
-        """Workers of a reward model that have room of their own; 0: there are none."""
+        """Number of a reward model's separate workers."""
         return 0
 
     @property
@@ -95,7 +95,7 @@ class BaseRunConfig:
 
     @property
     def algorithm(self) -> str:
-        """Name of the algorithm, in a few words."""
+        """Name of the algorithm."""
         return algorithm_of(self.as_dict()).name
 
     @property
@@ -104,7 +104,7 @@ class BaseRunConfig:
         return f"trainer.{algorithm_of(self.as_dict()).section}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole tree as JSON has it: mappings, lists and plain values."""
+        """Return the configuration as JSON values: dicts, lists and scalars."""
         return json.loads(json.dumps(asdict(self)))
 
     @property
@@ -113,19 +113,20 @@ class BaseRunConfig:
         return False
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse batches that the processes cannot share evenly."""
+        """Refuse batches that the data-parallel ranks do not divide."""
         return self.share_problems(self.trainer.world_size, self.value_world_size)
 
     def share_problems(self, world_size: int, value_world_size: int = 0) -> Iterator[str]:
-        """Yield a message for each global batch that data-parallel ranks cannot share evenly.
+        """Yield a message for each global batch that the data-parallel ranks do not divide.
 
-        Token budgets level tokens instead: any number of sequences will do.
+        Token budgets accept any number of sequences.
 
         Args:
             world_size: processes of the policy.
             value_world_size: processes of the critic.
         """
         for role, section in self.trained_roles.items() if not self.model.token_budgets else ():
+            # The critic may have another layout and other workers.
             is_critic = role == "critic"
             layout = self.value_parallel if is_critic else self.model.parallel
             ranks = max(1, layout.data_size(value_world_size if is_critic else world_size))
@@ -136,14 +137,14 @@ class BaseRunConfig:
                 yield (
                     f"{role}.global_batch_size={batch} is not a multiple of "
                     f"{role}.micro_batch_size={section.micro_batch_size} x {ranks} data-parallel "
-                    f"ranks = {per_pass}{processes if ranks > 1 else ''}; nearest that work: "
+                    f"ranks = {per_pass}{processes if ranks > 1 else ''}. Use "
                     f"{multiples_near(batch, per_pass)}"
                 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRunConfig(BaseRunConfig):
-    """Options of a run that learns from responses it samples."""
+    """Options of a run that samples responses and learns from them."""
 
     reward: RewardConfig
     data: DataConfig
@@ -165,21 +166,21 @@ class SamplingRunConfig(BaseRunConfig):
 
     @property
     def generation_world_size(self) -> int:
-        """Workers that only generate and have room of their own; 0: there are none."""
+        """Number of workers on separate devices that only generate."""
         resources = self.generation.resources(has_gpu=True)
         return 0 if resources is None else resources.own_workers
 
     @property
     def reward_world_size(self) -> int:
-        """Workers of a reward model that have room of their own; 0: there are none."""
+        """Number of a reward model's separate workers."""
         return 0 if self.reward.model is None else self.reward.model.workers or 0
 
     @property
     def monitor(self) -> str:
-        """Metric that decides which run state is best.
+        """Metric that determines the best run state.
 
-        Without a verifier ``accuracy`` is the share of rewards of at least 1, which of a reward
-        model's scores means little.
+        Without a verifier ``accuracy`` is the share of rewards of at least 1, which is not
+        meaningful for the scores of a reward model.
         """
         if self.exp_manager.monitor is None and self.reward.function is None:
             return "val_rollouts/rewards"
@@ -191,7 +192,7 @@ class SamplingRunConfig(BaseRunConfig):
         return self.environment.is_set
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also token budgets that a sequence exceeds."""
+        """Refuse also token budgets that the longest sequence exceeds."""
         yield from super().problems(key, run)
         yield from self.length_problems(self.data.max_prompt_length or 1)
 
@@ -202,9 +203,9 @@ class SamplingRunConfig(BaseRunConfig):
         for name, tokens in self.model.token_limits.items():
             if tokens < longest:
                 yield (
-                    f"model.{name}={tokens}: a prompt of {longest_prompt} tokens and "
-                    f"{self.model.rollout_key}.length_params.max_length={response} more do not "
-                    f"fit; raise it to at least {longest}"
+                    f"model.{name}={tokens} is too small for a prompt of {longest_prompt} tokens "
+                    f"and {self.model.rollout_key}.length_params.max_length={response}. Raise it "
+                    f"to at least {longest}"
                 )
 
 
@@ -215,17 +216,17 @@ class RunConfig(SamplingRunConfig):
     model: ModelConfig
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     critic: CriticConfig | None = field(default_factory=CriticConfig)
-    """The critic; null: none is built."""
+    """The critic. `null` means no critic."""
 
     @property
     def value_parallel(self) -> ParallelConfig:
-        """The critic's layout; the policy's unless it has its own."""
+        """Layout of the critic."""
         critic = self.critic
-        return (self.model if critic is None else critic.laid_out(self.model)).parallel
+        return (self.model if critic is None else critic.with_layout(self.model)).parallel
 
     @property
     def value_world_size(self) -> int:
-        """Workers of the critic; 0: there is none."""
+        """Number of the critic's workers, 0 without a critic."""
         if self.critic is None:
             return 0
         return self.cluster.value_workers or self.trainer.world_size
@@ -243,7 +244,7 @@ class RunConfig(SamplingRunConfig):
             if samples % section.global_batch_size:
                 yield (
                     f"model.ppo.num_rollout_samples={samples} is not a multiple of "
-                    f"{role}.global_batch_size={section.global_batch_size}; nearest that work: "
+                    f"{role}.global_batch_size={section.global_batch_size}. Use "
                     f"{multiples_near(samples, section.global_batch_size)}"
                 )
 
@@ -256,17 +257,17 @@ class RSRunConfig(SamplingRunConfig):
     trainer: RSTrainerConfig = field(default_factory=RSTrainerConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also kept responses that a global batch does not divide."""
+        """Refuse also selected responses that a global batch does not divide."""
         yield from super().problems(key, run)
         rs, batch = self.model.rs, self.model.global_batch_size
-        kept = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
-        if kept % batch:
+        selected = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
+        if selected % batch:
             yield (
-                f"a step keeps {kept} responses (model.rs.num_rollout_samples="
+                f"a step selects {selected} responses (model.rs.num_rollout_samples="
                 f"{rs.num_rollout_samples} / num_rollouts_per_prompt={rs.num_rollouts_per_prompt} "
                 f"x top_n_rollouts={rs.top_n_rollouts}), which is not a multiple of "
-                f"model.global_batch_size={batch}; nearest that work: "
-                f"{multiples_near(kept, batch)}"
+                f"model.global_batch_size={batch}. Use "
+                f"{multiples_near(selected, batch)}"
             )
 
 
@@ -278,18 +279,18 @@ class SupervisedRunConfig(BaseRunConfig):
 
     @property
     def rows_per_example(self) -> int:
-        """Adjacent rows of a batch that belong together."""
+        """Number of adjacent rows that form an example."""
         return 1
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also batches that cut examples, and token budgets that an example exceeds."""
+        """Refuse also batches that split examples, and token budgets that an example exceeds."""
         yield from super().problems(key, run)
         for name in ("micro_batch_size", "global_batch_size"):
             if (size := getattr(self.model, name)) % self.rows_per_example:
                 yield (
-                    f"model.{name}={size} counts rows, and an example of this run has "
-                    f"{self.rows_per_example}, the chosen and the rejected response; nearest that "
-                    f"work: {multiples_near(size, self.rows_per_example)}"
+                    f"model.{name}={size} counts rows, and an example has "
+                    f"{self.rows_per_example}, the chosen and the rejected response. "
+                    f"Use {multiples_near(size, self.rows_per_example)}"
                 )
         yield from self.length_problems(self.data.max_length or 1)
 
@@ -301,14 +302,14 @@ class SupervisedRunConfig(BaseRunConfig):
         multiple = self.model.length_multiple
         for name, tokens in self.model.token_limits.items():
             rows = self.rows_per_example if name.endswith("train_mb_tokens") else 1
-            needed = rows * -(-longest // multiple) * multiple
-            if tokens < needed:
+            length = rows * -(-longest // multiple) * multiple
+            if tokens < length:
                 example = f"an example may have {longest} tokens"
                 if rows > 1:
                     example = f"the {rows} rows of an example may have {longest} tokens each"
                 yield (
-                    f"model.{name}={tokens}: {example}; raise it to at least {needed}, or lower "
-                    "data.max_length"
+                    f"model.{name}={tokens} is too small, because {example}. Raise it to at least "
+                    f"{length}, or lower data.max_length"
                 )
 
 
@@ -339,7 +340,7 @@ class DPORunConfig(SupervisedRunConfig):
 
     @property
     def rows_per_example(self) -> int:
-        """Adjacent rows of a batch that belong together."""
+        """Number of adjacent rows that form an example."""
         return 2 if self.trainer.dpo.is_paired else 1
 
 
@@ -352,5 +353,5 @@ class RewardRunConfig(SupervisedRunConfig):
 
     @property
     def rows_per_example(self) -> int:
-        """Adjacent rows of a batch that belong together."""
+        """Number of adjacent rows that form an example."""
         return 1 if self.trainer.reward_model.loss == "regression" else 2

@@ -1,9 +1,8 @@
-"""Sampling of answers to held-out prompts: while a run trains, and by an evaluation."""
+"""Sampling of answers to held-out prompts, in the validations of a run and in an evaluation."""
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 from annotated_types import Interval
@@ -24,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Sampling of the responses to a run's validation prompts. null: as in training's rollouts."""
+    """Sampling of the responses to a run's validation prompts. None means as in rollouts."""
 
     samples_per_prompt: Count = 1
     """Responses to each prompt.
@@ -34,45 +33,48 @@ class ValidationConfig:
     """
 
     temperature: Positive | None = None
-    """Temperature of these responses only; null: as in training's rollouts."""
+    """Temperature of validation responses. `null` means as in rollouts."""
 
     top_k: Natural | None = None
-    """Draw among the so many likeliest tokens; 0: off; null: as in training's rollouts."""
+    """Sample among this number of most probable tokens. `0` means all, `null` as in rollouts."""
 
     top_p: Annotated[StrictFloat, Interval(gt=0, le=1)] | None = None
-    """Draw among the likeliest tokens with this probability; 1: off; null: as in training."""
+    """Sample among the fewest tokens whose total probability reaches this value.
+
+    `1` means all tokens, `null` as in rollouts.
+    """
 
     use_greedy: StrictBool | None = None
-    """Always take the likeliest token; null: as in training's rollouts."""
+    """Always select the most probable token. `null` means as in rollouts."""
 
     max_length: Count | None = None
-    """Most new tokens; null: as in training's rollouts."""
+    """Most new tokens. `null` means as in rollouts."""
 
     final_answer: Function = FINAL_ANSWER
-    """Function that finds a response's final answer.
+    """Function that extracts the final answer from the text of a response.
 
-    It is given the text and returns None where there is no answer; `maj_at_k` compares the answers.
+    It returns None if the response contains no answer. `maj_at_k` compares the answers.
     """
 
     sets: Mapping[str, PromptSourceConfig] = field(default_factory=dict)
-    """Further sets of prompts, `NAME: {source, arguments, limit}`.
+    """Additional sets of prompts, `NAME: {source, arguments, limit}`.
 
     On the command line `validation.sets.NAME.source=...`. Their metrics are `val_sets/NAME/*`.
     """
 
     def sampling_options(self, rollout: RolloutConfig) -> SamplingOptions | None:
-        """Sampling of one response; None: as in ``rollout``."""
-        length, sampling = rollout.length_params, rollout.sampling_params
+        """Return the sampling of one response, or None if it equals the sampling in ``rollout``."""
         keys = ("temperature", "top_k", "top_p", "use_greedy")
-        given = {key: value for key in keys if (value := getattr(self, key)) is not None}
-        own = SamplingOptions(length, dataclasses.replace(sampling, **given))
+        changes = {key: value for key in keys if (value := getattr(self, key)) is not None}
+        length, sampling = rollout.length_params, replace(rollout.sampling_params, **changes)
         if self.max_length is not None:
-            least = min(length.min_length, self.max_length)
-            own = dataclasses.replace(own, length=LengthParams(self.max_length, least))
-        return None if own == SamplingOptions(length, sampling) else own
+            length = LengthParams(self.max_length, min(length.min_length, self.max_length))
+        options = SamplingOptions(length, sampling)
+        is_same = options == SamplingOptions(rollout.length_params, rollout.sampling_params)
+        return None if is_same else options
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse what `answer_problems` names."""
+        """Refuse settings as `answer_problems` describes."""
         greedy = self.use_greedy
         if greedy is None:
             greedy = run.model.rollout.sampling_params.use_greedy
@@ -89,33 +91,32 @@ class SampleCount:
 
 @dataclass(frozen=True)
 class AnswerSamplingConfig(SamplingParams, LengthParams, SampleCount):
-    """Sampling of a model that answers without being trained."""
+    """Sampling of a model that is not trained."""
 
     max_length: Count = 256
     """Most new tokens, the end-of-sequence token included."""
 
     batch_size: Count = 64
-    """Sequences in flight together, per rank."""
+    """Sequences that are generated at the same time, per rank."""
 
     @property
     def sampling_options(self) -> SamplingOptions:
-        """The same as the engines have it."""
-        names = [one.name for one in dataclasses.fields(SamplingParams)]
+        """The options in the form of the engines."""
         return SamplingOptions(
             LengthParams(max_length=self.max_length, min_length=self.min_length),
-            SamplingParams(**{name: getattr(self, name) for name in names}),
+            SamplingParams(**{key.name: getattr(self, key.name) for key in fields(SamplingParams)}),
         )
 
 
 def answer_problems(
     key: str, samples_per_prompt: int, greedy: bool, sets_key: str, sets: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Samples of a prompt that would all be equal, and names that cannot be part of a metric's."""
+    """Refuse several greedy samples of a prompt, and set names that do not fit a metric name."""
     if greedy and samples_per_prompt > 1:
         yield (
-            f"{key}.samples_per_prompt={samples_per_prompt} with use_greedy=true draws the same "
-            f"response so many times; set {key}.samples_per_prompt=1, or {key}.use_greedy=false"
+            f"{key}.samples_per_prompt={samples_per_prompt} with use_greedy=true samples identical "
+            f"responses. Set {key}.samples_per_prompt=1, or {key}.use_greedy=false"
         )
     for name in sets:
         if not _NAME.fullmatch(name):
-            yield (f"{sets_key}.{name}: a set's name is made of letters, digits, '_', '.' and '-'")
+            yield f"{sets_key}.{name}: a set's name consists of letters, digits, '_', '.' and '-'"

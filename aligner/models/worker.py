@@ -100,7 +100,7 @@ def read_published(
 ) -> PublishedRole:
     """Parse `published_role`, and check the keys of experts against the model."""
     role = published_role(config, name)
-    if role.of_experts:
+    if role.dense_only:
         with open_model(role.model.restore_from_path) as source:
             role.check_experts(source.architecture.num_moe_experts)
     return role

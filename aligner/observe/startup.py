@@ -218,7 +218,7 @@ def _memory_line(summary: StartupSummary) -> Text:
 
 def _package_line(status: PackageStatus, has_gpu: bool) -> Text:
     package = status.package
-    if status.found:
+    if status.is_installed:
         return Text(f"{package.name} {status.version or 'found'}", "green")
     if package.gpu_only and not has_gpu:
         return Text(f"{package.name} not installed (used on GPUs only)", "dim")

@@ -1,7 +1,7 @@
-"""Python files of a user's as modules: ``aligner.user_files.<path of the file>``.
+"""Import of a user's Python files as modules ``aligner.user_files.<path of the file>``.
 
-The name is the same in every process and leads to the file, so objects of its classes can be
-pickled, and its functions run in processes of any start method of multiprocessing.
+The name is the same in every process and contains the path of the file. Objects of its classes can
+therefore be pickled, and its functions can be used with every start method of multiprocessing.
 """
 
 import importlib
@@ -15,19 +15,19 @@ from types import ModuleType
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import one file as a module of its own; its directory does not join ``sys.path``."""
+    """Import a file as a module, without adding its directory to ``sys.path``."""
     escaped = re.sub(rb"[^A-Za-z0-9]", lambda byte: b"_%02x" % byte[0][0], str(path).encode())
     return importlib.import_module(f"{__name__}.{escaped.decode()}")
 
 
 class _Finder:
-    """Finds the file that a name in this package escapes."""
+    """Finder of files whose escaped path is the name of a module in this package."""
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Specification of a user's file; None of other modules."""
+        """Return the specification of a user's file, or None for other modules."""
         del path, target
         package, _, escaped = name.rpartition(".")
         if package != __name__:

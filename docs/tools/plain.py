@@ -71,9 +71,9 @@ def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def prose(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of docstrings, comments and strings that contain a space."""
     for node in ast.walk(tree):
-        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if is_text and " " in node.value.strip():
-            yield node.lineno, node.value
+        match node:
+            case ast.Constant(value=str(text)) if " " in text.strip():
+                yield node.lineno, text
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("# ")

@@ -1,9 +1,9 @@
-"""Estimators of advantages of one's own, by path.
+"""User-defined estimators of advantages, selected by path.
 
 python examples/train_gpt_reinforce.py --config-name recipes/grpo_tiny_cpu \
     trainer.ppo.advantage.estimator=examples/extend/my_advantage.py:leave_one_out
 
-What such a function may name: `aligner.algorithms.ppo.user_estimator.AdvantageEstimator`.
+`aligner.algorithms.ppo.user_estimator.AdvantageEstimator` describes the possible arguments.
 """
 
 import torch
@@ -15,17 +15,17 @@ from aligner.losses.advantages import generalized_advantage_estimate, token_rewa
 def leave_one_out(
     rewards: Tensor, groups: Tensor, sample_mask: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """RLOO, float [B]: a response's reward less the mean of the prompt's other responses.
+    """Compute RLOO: a response's reward minus the mean of the prompt's other responses, float [B].
 
-    ``scale`` comes from ``trainer.ppo.advantage.kwargs``.
+    ``trainer.ppo.advantage.kwargs`` sets ``scale``.
     """
-    counts = sample_mask.bool()
-    same = (groups[:, None] == groups[None, :]) & counts[None, :]
-    same.fill_diagonal_(False)
-    reward = torch.where(counts, rewards, 0).double()
-    others = same.sum(1)
-    baseline = (same * reward).sum(1) / others.clamp(min=1)
-    return torch.where(counts & (others > 0), scale * (reward - baseline), 0).float()
+    is_valid = sample_mask.bool()
+    in_group = (groups[:, None] == groups[None, :]) & is_valid[None, :]
+    in_group.fill_diagonal_(False)
+    reward = torch.where(is_valid, rewards, 0).double()
+    count = in_group.sum(1)
+    baseline = (in_group * reward).sum(1) / count.clamp(min=1)
+    return torch.where(is_valid & (count > 0), scale * (reward - baseline), 0).float()
 
 
 def gae(
@@ -36,6 +36,8 @@ def gae(
     discount_factor: float,
     gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
-    """What the built-in ``gae`` does: advantages and the critic's targets, both [B, S]."""
-    each = token_rewards(rewards, penalty, token_mask, beta=1.0)
-    return generalized_advantage_estimate(values, each, token_mask, discount_factor, gae_lambda)
+    """Compute advantages and the critic's targets as the built-in ``gae``, both float [B, S]."""
+    per_token = token_rewards(rewards, penalty, token_mask, beta=1.0)
+    return generalized_advantage_estimate(
+        values, per_token, token_mask, discount_factor, gae_lambda
+    )

@@ -1,4 +1,4 @@
-"""A rollout engine: it answers every prompt with the same tokens.
+"""A rollout engine that answers every prompt with the same tokens.
 
     python examples/train_gpt_reinforce.py --config-name recipes/grpo_tiny_cpu \
         generation.backend=examples/extend/my_engine.py:FixedAnswers \
@@ -20,35 +20,36 @@ from aligner.refit.segments import accept
 
 @dataclass(frozen=True)
 class FixedAnswers(EngineConfig):
-    """Settings of the engine: its keys are `generation.kwargs.*`."""
+    """Settings of the engine, with the keys `generation.kwargs.*`."""
 
     answer: tuple[int, ...] = (48,)
     """Tokens of every answer."""
 
     probability: float = 0.5
-    """Probability that the engine states for each of them."""
+    """Probability that the engine returns for each token."""
 
     def engine_problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse answers that are empty or longer than a response may be."""
+        """Refuse empty answers, and answers longer than `length_params.max_length`."""
         longest = run.model.rollout.length_params.max_length
         if not 0 < len(self.answer) <= longest:
-            yield f"{key}.answer: {len(self.answer)} tokens; give 1 to {longest}"
+            yield f"{key}.answer: {len(self.answer)} tokens. Give 1 to {longest}"
 
-    def start(self, given: EngineStart) -> "FixedGeneration":
+    def start(self, arguments: EngineStart) -> "FixedGeneration":
         """Start the engine."""
-        return FixedGeneration(self, given)
+        return FixedGeneration(self, arguments)
 
 
 class FixedGeneration(GenerationInterface):
-    """Handle of the engine. ``weights``: those of the policy, by their Hugging Face names."""
+    """Handle of the engine. ``weights``: the policy's weights by their Hugging Face names."""
 
-    def __init__(self, settings: FixedAnswers, given: EngineStart) -> None:
-        self._settings, self._policy, self._tokenizer = settings, given.policy, given.tokenizer
+    def __init__(self, settings: FixedAnswers, arguments: EngineStart) -> None:
+        self._settings, self._policy = settings, arguments.policy
+        self._tokenizer = arguments.tokenizer
         self.weights: dict[str, torch.Tensor] = {}
         self._is_stale = True
 
     def weights_changed(self) -> None:
-        """Mark the weights as old."""
+        """Mark the weights as stale."""
         self._is_stale = True
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -70,7 +71,7 @@ class FixedGeneration(GenerationInterface):
         seed: int | None = None,
         sampling_options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
-        """Continue the prompts; see `GenerationOutputSpec`."""
+        """Continue the prompts. See `GenerationOutputSpec`."""
         answer, starts = torch.tensor(self._settings.answer), data["input_lengths"]
         rows, count = len(starts), len(answer)
         ids = torch.full((rows, int(starts.max()) + count), self._tokenizer.pad_id)
@@ -90,5 +91,5 @@ class FixedGeneration(GenerationInterface):
         )
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Nothing is to be released."""
+        """Release no resources."""
         return True

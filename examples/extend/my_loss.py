@@ -1,9 +1,9 @@
-"""Policy losses of one's own, by path: ``model.ppo.loss=examples/extend/my_loss.py:ClippedLoss``.
+"""User-defined policy losses: ``model.ppo.loss=examples/extend/my_loss.py:ClippedLoss``.
 
 python examples/train_gpt_ppo.py --config-name recipes/ppo_tiny_cpu \
     model.ppo.loss=examples/extend/my_loss.py:ClippedLoss
 
-What such a class gets and must return: `aligner.losses.user.PolicyLoss`.
+`aligner.losses.user.PolicyLoss` describes the arguments and the result.
 """
 
 from collections.abc import Mapping
@@ -16,21 +16,22 @@ from aligner.types import Denominators, TokenOutputs
 
 
 class ClippedLoss:
-    """PPO's clipped surrogate. A run learns what it does with the built-in loss, to the bit."""
+    """PPO's clipped surrogate, with the same results as the built-in loss, to the bit."""
 
     def __init__(self, ratio_eps_low: float, ratio_eps_high: float) -> None:
-        """The clip range: ``model.ppo.ratio_eps``, which the run gives because it is named."""
+        """Set the clip range. The run passes ``model.ppo.ratio_eps`` by these argument names."""
         self.low, self.high = 1 - ratio_eps_low, 1 + ratio_eps_high
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Share of the loss of one micro-batch."""
+        """Compute the share of the loss of one micro-batch."""
         logprobs = outputs.values_or_logprobs  # [B, S]
         mask = batch["token_mask"].bool() & batch["sample_mask"].bool()[:, None]
-        # A sum over the tokens of this micro-batch that count, over those of the global batch.
+        # The sum over the unmasked tokens of the micro-batch, divided by the count of the global
+        # batch.
         average = BatchAverage(mask, denominators)
-        # Masked before exp: elsewhere the difference may be anything.
+        # Masked before exp, because the difference is arbitrary at masked positions.
         ratio = torch.where(mask, logprobs - batch["prev_logprobs"], 0).exp()
         advantages = torch.where(mask, batch["advantages"], 0)
         clipped = ratio.clamp(self.low, self.high)
@@ -40,21 +41,21 @@ class ClippedLoss:
 
 
 class ReinforceLoss:
-    """REINFORCE with an entropy bonus: ``-A·logprob - weight·entropy``, a mean over tokens.
+    """REINFORCE with an entropy bonus: the mean over tokens of ``-A·logprob - weight·entropy``.
 
-    Learns without a ratio, so with one pass over each rollout (``model.ppo.ppo_epochs=1``).
+    The loss uses no ratio and allows one pass over each rollout (``model.ppo.ppo_epochs=1``).
     """
 
-    needs_entropy = True  # has the run compute outputs.entropy
+    needs_entropy = True  # the run computes outputs.entropy
 
     def __init__(self, weight: float = 0.0) -> None:
-        """``weight`` comes from ``model.ppo.loss_kwargs``."""
+        """Set the weight of the entropy, a key of ``model.ppo.loss_kwargs``."""
         self.weight = weight
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Share of the loss of one micro-batch."""
+        """Compute the share of the loss of one micro-batch."""
         assert outputs.entropy is not None
         counts = batch["token_mask"] * batch["sample_mask"][:, None]
         gain = batch["advantages"] * outputs.values_or_logprobs + self.weight * outputs.entropy

@@ -10,9 +10,9 @@ and the response is right when it is exactly ``21``, ended by a newline or the e
 token (:mod:`aligner.examples.tasks.exact_number`).
 
 * Training and validation *problems* are disjoint. A problem and its mirror image (``3+4`` and
-  ``4+3``) always fall on the same side, so commutativity leaks nothing either.
-* The solved examples are training problems only, all different; none of them is the asked problem
-  or its mirror image, and none has the asked problem's answer, so copying an example never pays.
+  ``4+3``) are always in the same split, so that commutativity reveals no validation problem.
+* The solved examples are different training problems. None is the problem in question or its mirror
+  image, or has the same answer, so that copying an example is never right.
 * Row ``i`` depends only on (seed, split, i), not on the number of rows.
 """
 
@@ -33,7 +33,7 @@ _COMMUTATIVE = frozenset("+*")
 
 
 class Problem(NamedTuple):
-    """``a operator b``."""
+    """A problem ``a operator b``."""
 
     a: int
     operator: str
@@ -41,12 +41,12 @@ class Problem(NamedTuple):
 
     @property
     def answer(self) -> int:
-        """The value of the problem."""
+        """Value of the problem."""
         return _OPERATORS[self.operator](self.a, self.b)
 
     @property
     def canonical(self) -> "Problem":
-        """The same for a problem and its mirror image."""
+        """The problem or its mirror image, the same for both."""
         if self.operator in _COMMUTATIVE and self.b < self.a:
             return Problem(self.b, self.operator, self.a)
         return self
@@ -69,29 +69,30 @@ def arithmetic_prompts(
     """Yield ``size`` rows with the columns prompt, ground_truth, a, b, operator.
 
     Args:
-        split: ``train`` or ``validation``; their problems are disjoint.
-        size: number of rows. Every problem of the split occurs once before any is repeated,
-            each time with fresh examples.
-        seed: decides the split, the order of problems and the examples.
+        split: ``train`` or ``validation``, whose problems are disjoint.
+        size: number of rows. All problems of the split occur once before a problem is repeated,
+            each time with new examples.
+        seed: seed of the split, the order of problems and the examples.
         low: smallest operand.
         high: largest operand (included).
         operators: any of ``+``, ``-``, ``*``. Differences are never negative.
         shots: solved examples before the question.
         validation_fraction: share of the problems that are held out.
-        question: how a problem is written, up to where the response begins.
-        answer: how an answer is written after its question in the solved examples.
-        separator: what stands between problems.
+        question: template of a question, at whose end the response begins.
+        answer: template of an answer in the solved examples.
+        separator: text between problems.
 
-    ``ground_truth`` is the plain decimal answer, whatever the form of ``answer``.
+    ``ground_truth`` is the plain decimal answer, independent of ``answer``.
     """
     pools = split_problems(
         seed=seed, low=low, high=high, operators=operators, validation_fraction=validation_fraction
     )
     if split not in pools:
-        raise ConfigError(f"arithmetic: split={split!r} is not one of {', '.join(pools)}")
+        raise ConfigError(f"arithmetic: split={split!r} must be one of {', '.join(pools)}")
     if shots < 0 or size < 1:
         raise ConfigError(f"arithmetic: shots={shots} must be >= 0 and size={size} >= 1")
     for index, problem in enumerate(_ask_in_turn(pools[split], size, f"{seed}/{split}")):
+        # A generator per row, so that a row does not depend on the others.
         rng = random.Random(f"{seed}/{split}/row/{index}")
         examples = _sample_examples(problem, pools["train"], shots, rng)
         solved = [_write(question + answer, example) for example in examples]
@@ -113,10 +114,10 @@ def arithmetic_examples(**arguments: Any) -> Iterator[dict[str, Any]]:
 def arithmetic_pairs(
     *, wrong_by: Sequence[int] = (1, 9), **arguments: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows with the columns prompt, chosen and rejected: the right answer and a wrong one.
+    """Yield rows with the columns prompt, chosen and rejected: a right and a wrong answer.
 
-    It takes the arguments of `arithmetic_prompts` too. The wrong answer differs by ``wrong_by[0]``
-    to ``wrong_by[1]``, is never negative, and depends only on (seed, split, row).
+    The other arguments are those of `arithmetic_prompts`. The wrong answer differs by
+    ``wrong_by[0]`` to ``wrong_by[1]``, is never negative, and depends only on (seed, split, row).
     """
     nearest, farthest = wrong_by
     if not 1 <= nearest <= farthest:
@@ -133,9 +134,9 @@ def arithmetic_pairs(
 
 
 def arithmetic_labels(**arguments: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows with the columns prompt, response and label: in turn a right and a wrong answer.
+    """Yield rows with the columns prompt, response and label, alternately right and wrong answers.
 
-    Arguments as in `arithmetic_pairs`.
+    The arguments are those of `arithmetic_pairs`.
     """
     for index, row in enumerate(arithmetic_pairs(**arguments)):
         is_right = index % 2 == 0
@@ -146,7 +147,8 @@ def arithmetic_labels(**arguments: Any) -> Iterator[dict[str, Any]]:
 def split_problems(
     *, seed: int, low: int, high: int, operators: Sequence[str], validation_fraction: float
 ) -> dict[str, list[Problem]]:
-    """Every problem of the range, dealt to ``train`` and ``validation`` by its canonical form."""
+    """Split all problems of the range into ``train`` and ``validation`` by canonical form."""
+    # Arguments.
     if not 0 <= low <= high:
         raise ConfigError(f"arithmetic: needs 0 <= low <= high, got low={low}, high={high}")
     unknown = [operator for operator in operators if operator not in _OPERATORS]
@@ -156,6 +158,8 @@ def split_problems(
         raise ConfigError(
             f"arithmetic: validation_fraction={validation_fraction} must lie between 0 and 1"
         )
+
+    # Problems and split.
     problems = [
         problem
         for operator in dict.fromkeys(operators)
@@ -168,7 +172,7 @@ def split_problems(
     if not 0 < held_out_count < len(canonical):
         raise ConfigError(
             f"arithmetic: {len(canonical)} different problems cannot be split with "
-            f"validation_fraction={validation_fraction}; widen low..high"
+            f"validation_fraction={validation_fraction}. Widen low..high"
         )
     held_out = set(random.Random(f"{seed}/split").sample(canonical, held_out_count))
     return {
@@ -178,35 +182,35 @@ def split_problems(
 
 
 def _ask_in_turn(problems: list[Problem], size: int, key: str) -> Iterator[Problem]:
-    """Rounds through all problems, each in an order of its own, until there are ``size``."""
+    """Yield ``size`` problems in rounds of all problems, each round in a different order."""
     order: list[Problem] = []
     for index in range(size):
-        round_number, place = divmod(index, len(problems))
-        if place == 0:
-            order = random.Random(f"{key}/round/{round_number}").sample(problems, len(problems))
-        yield order[place]
+        round_index, position = divmod(index, len(problems))
+        if position == 0:
+            order = random.Random(f"{key}/round/{round_index}").sample(problems, len(problems))
+        yield order[position]
 
 
 def _sample_examples(
-    asked: Problem, pool: list[Problem], shots: int, rng: random.Random
+    question: Problem, pool: list[Problem], shots: int, rng: random.Random
 ) -> list[Problem]:
-    """``shots`` different problems that reveal neither the problem in question nor its answer."""
+    """Sample different problems that reveal neither the problem in question nor its answer."""
     chosen: dict[Problem, Problem] = {}
     for problem in _shuffled(pool, rng):
         if len(chosen) == shots:
             break
-        if problem.answer != asked.answer:
+        if problem.answer != question.answer:
             chosen.setdefault(problem.canonical, problem)
     if len(chosen) < shots:
         raise ConfigError(
             f"arithmetic: shots={shots} but only {len(chosen)} training problems have an answer "
-            f"other than {asked.answer}; widen low..high or lower shots"
+            f"other than {question.answer}. Widen low..high or lower shots"
         )
     return list(chosen.values())
 
 
 def _shuffled(pool: list[Problem], rng: random.Random) -> Iterator[Problem]:
-    """A random order of ``pool``, computed only as far as it is read (lazy Fisher-Yates)."""
+    """Yield ``pool`` in random order (Fisher-Yates, evaluated lazily)."""
     moved: dict[int, int] = {}
     for index in range(len(pool)):
         picked = rng.randrange(index, len(pool))

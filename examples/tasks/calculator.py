@@ -1,7 +1,7 @@
-"""A calculator as a tool: the environment, and conversations with it as examples.
+"""A calculator as a tool: an environment, and conversations as examples for fine-tuning.
 
-`calculation_traces` are written by a rule, for a warm start before PPO. They are made by the
-environment itself (`Calculation`), so that what is learned from is what the policy will read.
+`calculation_traces` follow a rule and provide a warm start before PPO. The environment
+(`Calculation`) generates them, so that the policy later reads messages of the same form.
 """
 
 import ast
@@ -32,9 +32,9 @@ def calculator(expression: str) -> str:
 
 
 class Calculation(ToolEnv):
-    """Arithmetic with a calculator: 1 for the right number at the end of the answer, 0 else.
+    """Arithmetic with a calculator: reward 1 if the last number of the answer is right, else 0.
 
-    Reads the columns ``prompt``, the question, and ``ground_truth``, the number, as those of
+    Reads the columns ``prompt`` (the question) and ``ground_truth`` (the number), such as those of
     `aligner.examples.tasks.arithmetic`.
     """
 
@@ -48,29 +48,33 @@ class Calculation(ToolEnv):
         call_reward: float | None = None,
         **columns: Any,
     ) -> None:
-        """``call_reward``: of a message with a call that gave a number; None: it is not scored."""
+        """Create the environment of a row.
+
+        ``call_reward``: reward of a message whose calls returned numbers. None leaves such messages
+        unscored.
+        """
         del seed, columns
         super().__init__(self.tools(), form)
         self._prompt, self._truth, self._call_reward = prompt, ground_truth, call_reward
 
     def tools(self) -> Sequence[Callable[..., Any]]:
-        """The functions that are offered."""
+        """Return the functions that the policy may call."""
         return [calculator]
 
     def question(self) -> str:
-        """The row's question."""
+        """Return the question of the row."""
         return self._prompt
 
     def answered(self, text: str) -> Turn:
-        """Compare the last number of the answer."""
+        """Compare the last number of the answer with the ground truth."""
         numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
         right = bool(numbers) and float(numbers[-1]) == float(self._truth)
         return Turn(reward={"reward": float(right), "accuracy": float(right)}, done=True)
 
     def call_reward(self, calls: Sequence[ToolCall], results: Sequence[str]) -> float | None:
-        """The configured reward where every call gave a number."""
+        """Return the configured reward if every call returned a number."""
         del calls
-        if self._call_reward is None or any(each.startswith("error") for each in results):
+        if self._call_reward is None or any(result.startswith("error") for result in results):
             return None
         return self._call_reward
 
@@ -78,14 +82,14 @@ class Calculation(ToolEnv):
 def calculation_traces(
     *, form: Form = "plain", tool_share: float = 0.3, **arguments: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows with the column messages, a whole chat, and tools where the template shows them.
+    """Yield rows with the column messages, a complete chat, and tools if the template shows them.
 
     Args:
-        form: of calls; see `aligner.environments.calls`.
-        tool_share: probability that the answer is computed with the calculator; else it is given at
-            once, right as well, which a small model cannot learn to do for large numbers. So a
-            model that learned from these calls about as often, and PPO finds out what pays.
-        arguments: of `aligner.examples.tasks.arithmetic.arithmetic_prompts`.
+        form: form of calls (`aligner.environments.calls`).
+        tool_share: probability that the answer is computed with the calculator. Otherwise the right
+            answer follows directly, which a small model cannot learn for large numbers. A model
+            trained on the rows calls the tool about as often, and PPO learns when a call is useful.
+        arguments: arguments of `aligner.examples.tasks.arithmetic.arithmetic_prompts`.
 
     Row ``i`` depends only on (seed, split, i).
     """
@@ -128,7 +132,8 @@ _LARGEST = 10**50
 
 
 def _value(node: ast.expr) -> int | float:
-    """Value of an arithmetic expression; whatever else Python has is refused."""
+    """Compute an arithmetic expression, and refuse all other expressions of Python."""
+    # The whitelist bounds the size of values, so that no expression takes long.
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             value = number

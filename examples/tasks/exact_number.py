@@ -1,10 +1,10 @@
-"""The verifier of the arithmetic task: exactly the number, terminated."""
+"""Verifier of the arithmetic task: the response must be exactly the number, and end properly."""
 
 import re
 from typing import Any
 
-# A number has one spelling here: ASCII digits, no plus sign, no leading zero, no minus zero, no
-# separators, no trailing zeros after the point. Otherwise a policy could find odd spellings.
+# Each number has one valid spelling: ASCII digits, no plus sign, no leading zero, no minus zero, no
+# separators, no trailing zeros after the point. Otherwise a policy could learn odd spellings.
 _NUMBER = re.compile(r"(?!-0$)-?(0|[1-9][0-9]*)(\.[0-9]*[1-9])?")
 
 
@@ -16,22 +16,23 @@ def reward(
     *,
     prefix: str = "",
 ) -> list[dict[str, float]]:
-    r"""Reward 1 where the response is the ground truth and nothing else, and terminated.
+    r"""Return reward 1 if the response is exactly the ground truth and ends properly, else 0.
 
-    Right for the ground truth 21: ``"21\n"``; ``"21\n\n"``; ``"21"`` with ``is_end`` (EOS, or a
-    stop string that was cut off). Wrong: ``"21"`` cut off by the length limit, ``"21 "``,
-    ``" 21\n"``, ``"021\n"``, ``"+21\n"``, ``"21.\n"``, ``"21\n5+5="``, ``"2１\n"``.
+    For the ground truth 21 these responses are right: ``"21\n"``, ``"21\n\n"``, and ``"21"`` with
+    ``is_end`` (EOS, or a removed stop string). These are wrong: ``"21"`` truncated by the length
+    limit, ``"21 "``, ``" 21\n"``, ``"021\n"``, ``"+21\n"``, ``"21.\n"``, ``"21\n5+5="``,
+    ``"2１\n"``.
 
     Args:
-        prompts: not looked at.
+        prompts: ignored.
         responses: text without the end-of-sequence token.
-        ground_truths: numbers, or text that spells one.
+        ground_truths: numbers, or numbers as text.
         is_end: whether the response ended by itself.
-        prefix: must stand before the number, such as ``" "`` for prompts that end in ``=``
+        prefix: required text before the number, such as ``" "`` for prompts that end in ``=``
             without a space.
 
     Returns:
-        ``reward`` and ``accuracy`` (the same), and ``well_formed``: some number, terminated.
+        ``reward`` and ``accuracy`` (equal), and ``well_formed``: 1 for any proper number.
     """
     scores = []
     for response, ground_truth, ended in zip(responses, ground_truths, is_end, strict=True):
@@ -56,5 +57,7 @@ def _spell(ground_truth: Any) -> str:
         ground_truth = int(ground_truth)
     text = str(ground_truth).strip()
     if not _NUMBER.fullmatch(text):
-        raise ValueError(f"the ground truth {ground_truth!r} is not a plainly spelt number")
+        raise ValueError(
+            f"the ground truth {ground_truth!r} is not a number. Write plain digits, such as 21"
+        )
     return text

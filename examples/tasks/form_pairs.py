@@ -1,8 +1,7 @@
-"""Answers of the right form against others: a preference that an untrained model can learn.
+"""Preferences for answers of the right form, which an untrained model can learn in seconds.
 
-The prompts are those of `aligner.examples.tasks.arithmetic`. An answer that begins with a digit is
-better than one that does not, whatever follows; so the tiny recipes have something to learn in
-seconds.
+The prompts are those of `aligner.examples.tasks.arithmetic`. The chosen answer begins with a digit,
+the rejected answer with another character. The tiny recipes use these pairs.
 """
 
 import random
@@ -25,8 +24,8 @@ _ANY = _OTHERS + string.digits
 def form_pairs(*, longest: int = 4, **arguments: Any) -> Iterator[dict[str, Any]]:
     """Yield rows with the columns prompt, chosen and rejected.
 
-    Both answers have the same number of characters, up to ``longest``, so that length is no
-    signal; they depend only on (seed, split, row). The other arguments are those of
+    Both answers have the same number of characters, up to ``longest``, so that the length carries
+    no information. They depend only on (seed, split, row). The other arguments are those of
     `arithmetic_prompts`.
     """
     key = f"{arguments.get('seed', 0)}/{arguments.get('split', 'train')}/form"

@@ -1,4 +1,4 @@
-"""Games for small models: a reward for every turn, and rows of data to play them on."""
+"""Games for small models, with a reward for every turn, and generators of their data."""
 
 import random
 import re
@@ -12,17 +12,17 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 def _number(message: dict[str, Any]) -> int | None:
-    """The number that a message begins with; None: it begins with none."""
-    found = _NUMBER.match(message["content"].strip())
-    return None if found is None else int(found.group()[:9])
+    """Return the number at the beginning of a message, or None if there is none."""
+    match = _NUMBER.match(message["content"].strip())
+    return None if match is None else int(match.group()[:9])
 
 
 class GuessingGame:
-    """A number is to be found; every guess is answered with ``higher`` or ``lower``.
+    """A game in which the policy guesses a number, with the answers ``higher`` and ``lower``.
 
-    A turn earns 1 where it names the number, ``hint_reward`` where it names another one that fits
-    all that was said before, and 0 else. The game is over when the number was found or ``guesses``
-    are used up. ``accuracy`` is 1 where it was found.
+    The reward of a turn is 1 for the number, ``hint_reward`` for another number that agrees with
+    all earlier answers, and 0 otherwise. The game ends with the right guess or after ``guesses``.
+    ``accuracy`` is 1 if the number was found.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class GuessingGame:
         hint_reward: float = 0.1,
         **columns: Any,
     ) -> None:
-        """Choose the number by ``seed``, unless the row has it in the column ``secret``."""
+        """Choose the number by ``seed``, unless the row contains the column ``secret``."""
         del columns
         if not low < high:
             raise ConfigError(f"the guessing game needs low < high, got low={low} and high={high}")
@@ -45,26 +45,27 @@ class GuessingGame:
         self._left, self._hint_reward = guesses, hint_reward
 
     def init(self) -> Start:
-        """Say between which numbers it lies."""
+        """Return the prompt with the range of the number."""
         return Start([{"role": "user", "content": f"{self._low}-{self._high}?"}])
 
     def step(self, message: dict[str, Any]) -> Turn:
-        """Compare the first number of a message with the one that is to be found."""
+        """Compare the number at the beginning of a message with the secret number."""
         self._left -= 1
         guess = _number(message)
         right = guess == self._secret
         reward = {"reward": 1.0 if right else 0.0, "accuracy": float(right)}
-        said = "a number?"
+        # A guess narrows the range, inside of which later guesses earn `hint_reward`.
+        answer = "a number?"
         if guess is not None and not right:
             if self._low <= guess <= self._high:
                 reward["reward"] = self._hint_reward
-            said = "higher" if guess < self._secret else "lower"
+            answer = "higher" if guess < self._secret else "lower"
             if guess < self._secret:
                 self._low = max(self._low, guess + 1)
             else:
                 self._high = min(self._high, guess - 1)
         return Turn(
-            [] if right else [{"role": "user", "content": said}],
+            [] if right else [{"role": "user", "content": answer}],
             reward,
             done=right or self._left == 0,
         )
@@ -83,12 +84,11 @@ def guessing_games(
 
 
 class NextNumber:
-    """Numbers are named one after another, and each is answered with the next larger one.
+    """A game in which the policy answers each of several numbers with the next larger number.
 
-    A turn earns 1 where it says that number, ``hint_reward`` where it says what is right for
-    another number of the game, and 0 else. No turn depends on the ones before: what a turn earns is
-    its own doing, and all other rewards of the conversation are noise to it. ``accuracy`` is the
-    share of turns that were right.
+    The reward of a turn is 1 for that number, ``hint_reward`` for a number that would be right in
+    another turn of such a game, and 0 otherwise. Turns are independent, so that all other rewards
+    of the conversation are noise for a turn. ``accuracy`` is the share of right turns.
     """
 
     def __init__(
@@ -102,36 +102,38 @@ class NextNumber:
         hint_reward: float = 0.1,
         **columns: Any,
     ) -> None:
-        """Choose ``turns`` numbers by ``seed``, unless the row has them in the column ``asked``.
+        """Choose ``turns`` numbers by ``seed``, unless the row contains the column ``asked``.
 
         Raises:
-            ConfigError: no number to ask for.
+            ConfigError: the range or the sequence of numbers is empty.
         """
         del columns
         _check_numbers(low, high, turns if asked is None else len(asked))
-        self._asked = _asked(random.Random(seed), low, high, turns) if asked is None else [*asked]
+        rng = random.Random(seed)
+        self._numbers = _draw_numbers(rng, low, high, turns) if asked is None else [*asked]
         self._low, self._high, self._hint_reward = low, high, hint_reward
-        self._at = self._right = 0
+        self._turn = self._right_turns = 0
 
     def init(self) -> Start:
-        """Name the first number."""
-        return Start([{"role": "user", "content": str(self._asked[0])}])
+        """Return the prompt with the first number."""
+        return Start([{"role": "user", "content": str(self._numbers[0])}])
 
     def step(self, message: dict[str, Any]) -> Turn:
-        """Compare the number that a message begins with; name the next one."""
-        said = _number(message)
-        right = said == self._asked[self._at] + 1
-        fits = said is not None and self._low < said <= self._high + 1
-        self._at += 1
-        self._right += right
-        done = self._at == len(self._asked)
+        """Compare the number at the beginning of a message, and answer with the next number."""
+        answer = _number(message)
+        right = answer == self._numbers[self._turn] + 1
+        # Right for another number between `low` and `high`.
+        fits = answer is not None and self._low < answer <= self._high + 1
+        self._turn += 1
+        self._right_turns += right
+        is_over = self._turn == len(self._numbers)
         return Turn(
-            [] if done else [{"role": "user", "content": str(self._asked[self._at])}],
+            [] if is_over else [{"role": "user", "content": str(self._numbers[self._turn])}],
             {
                 "reward": 1.0 if right else self._hint_reward if fits else 0.0,
-                "accuracy": self._right / len(self._asked),
+                "accuracy": self._right_turns / len(self._numbers),
             },
-            done,
+            is_over,
         )
 
 
@@ -151,10 +153,11 @@ def next_numbers(
     _check_split(split, "next numbers")
     _check_numbers(low, high, turns)
     for index in range(size):
-        yield {"asked": _asked(random.Random(f"{seed}/{split}/{index}"), low, high, turns)}
+        rng = random.Random(f"{seed}/{split}/{index}")
+        yield {"asked": _draw_numbers(rng, low, high, turns)}
 
 
-def _asked(rng: random.Random, low: int, high: int, turns: int) -> list[int]:
+def _draw_numbers(rng: random.Random, low: int, high: int, turns: int) -> list[int]:
     return [rng.randint(low, high) for _ in range(turns)]
 
 
@@ -167,15 +170,14 @@ def _check_numbers(low: int, high: int, turns: int) -> None:
 
 
 class SlidingPuzzle:
-    """Tiles with numbers around a gap are to be put in order, the gap last.
+    """A puzzle of numbered tiles around a gap, to be sorted with the gap at the end.
 
-    A message names the direction in which a tile slides into the gap. A turn earns
-    ``progress_reward`` times the fall of the tiles' distances to their places (steps along rows and
-    columns, summed), and 1 more where all are in place. There and back earns nothing, for the
-    rewards are differences of a potential (Ng et al., 1999, "Policy Invariance Under Reward
-    Transformations"). A message without a move that is possible earns 0 and counts. The game is
-    over when the tiles are in order or ``moves`` are used up. ``accuracy`` is 1 where they are in
-    order.
+    A message names the direction in which a tile slides into the gap. The reward of a turn is
+    ``progress_reward`` times the decrease of the tiles' distances to their target positions (steps
+    along rows and columns, summed), and 1 more if all tiles are sorted. Moving back and forth earns
+    0 in total, because the rewards are differences of a potential (Ng et al., 1999, "Policy
+    Invariance Under Reward Transformations"). A message without a possible move earns 0 and counts.
+    The game ends when the tiles are sorted or after ``moves``. ``accuracy`` is 1 if sorted.
     """
 
     def __init__(
@@ -190,12 +192,12 @@ class SlidingPuzzle:
         progress_reward: float = 0.1,
         **columns: Any,
     ) -> None:
-        """Mix the tiles by ``seed`` in ``scramble`` moves, unless the row has a ``board``.
+        """Mix the tiles by ``seed`` in ``scramble`` moves, unless the row contains a ``board``.
 
-        ``board``: the tiles row by row, 0 the gap.
+        ``board``: the tiles row by row, with 0 for the gap.
 
         Raises:
-            ConfigError: fewer than two rows or columns, or a board that cannot be put in order.
+            ConfigError: there are fewer than two rows or columns, or the board cannot be sorted.
         """
         del columns
         self._width, self._height = width, height
@@ -205,25 +207,28 @@ class SlidingPuzzle:
         self._left, self._progress_reward = moves, progress_reward
 
     def init(self) -> Start:
-        """Show the board and say what moves there are."""
+        """Return the prompt with the board and the names of the moves."""
         text = f"{self._shown()}\n{', '.join(_SLIDES)}?"
         return Start([{"role": "user", "content": text}])
 
     def step(self, message: dict[str, Any]) -> Turn:
-        """Make the move that a message begins with."""
+        """Make the move at the beginning of a message."""
         self._left -= 1
-        found = _SLIDE.match(message["content"].lower())
-        gap = self._board.index(0)
-        tile = None if found is None else _tile(gap, _named(found[1]), self._width, self._height)
-        before = _distance(self._board, self._width)
+        match = _SLIDE.match(message["content"].lower())
+        gap, tile = self._board.index(0), None
+        if match is not None:
+            slide = next(name for name in _SLIDES if name.startswith(match[1]))
+            tile = _tile(gap, slide, self._width, self._height)
+        # Slide the tile, and compare the distances.
+        old_distance = _distance(self._board, self._width)
         if tile is not None:
             self._board[gap], self._board[tile] = self._board[tile], 0
-        after = _distance(self._board, self._width)
-        right = after == 0
-        reward = self._progress_reward * (before - after) + (1.0 if right else 0.0)
-        said = self._shown() if tile is not None else f"no such move\n{self._shown()}"
+        distance = _distance(self._board, self._width)
+        right = distance == 0
+        reward = self._progress_reward * (old_distance - distance) + (1.0 if right else 0.0)
+        answer = self._shown() if tile is not None else f"no such move\n{self._shown()}"
         return Turn(
-            [] if right else [{"role": "user", "content": said}],
+            [] if right else [{"role": "user", "content": answer}],
             {"reward": reward, "accuracy": float(right)},
             done=right or self._left == 0,
         )
@@ -253,35 +258,31 @@ def sliding_puzzles(
         yield {"board": _mixed(rng, width, height, scramble)}
 
 
-# Where the tile that slides is, seen from the gap: rows down, columns to the right.
+# Position of the sliding tile relative to the gap: rows down, columns to the right.
 _SLIDES = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
 _SLIDE = re.compile(r"\W*(up|down|left|right|[udlr])\b")
 
 
-def _named(word: str) -> str:
-    return next(name for name in _SLIDES if name.startswith(word))
-
-
 def _tile(gap: int, slide: str, width: int, height: int) -> int | None:
-    """Place of the tile that slides into the gap; None: the board ends there."""
+    """Return the position of the tile that slides into the gap, or None outside of the board."""
     row, column = gap // width + _SLIDES[slide][0], gap % width + _SLIDES[slide][1]
     inside = 0 <= row < height and 0 <= column < width
     return row * width + column if inside else None
 
 
 def _distance(board: Sequence[int], width: int) -> int:
-    """Steps of all tiles to their places, along rows and columns; 0: they are in order."""
-    return sum(_steps(place, tile - 1, width) for place, tile in enumerate(board) if tile)
+    """Return the steps of all tiles to their target positions, 0 if they are sorted."""
+    return sum(_steps(position, tile - 1, width) for position, tile in enumerate(board) if tile)
 
 
-def _steps(one: int, other: int, width: int) -> int:
-    return abs(one // width - other // width) + abs(one % width - other % width)
+def _steps(position: int, target: int, width: int) -> int:
+    return abs(position // width - target // width) + abs(position % width - target % width)
 
 
 def _mixed(rng: random.Random, width: int, height: int, scramble: int) -> list[int]:
-    """A board that ``scramble`` moves, none of which undoes the one before, have put out of order.
+    """Return a board after ``scramble`` random moves, none of which undoes the previous move.
 
-    One more is made where that left it in order.
+    Moves are added until the board is not sorted.
     """
     if min(width, height) < 2 or scramble < 1:
         raise ConfigError(
@@ -289,36 +290,38 @@ def _mixed(rng: random.Random, width: int, height: int, scramble: int) -> list[i
             f"scramble={scramble} of at least 1"
         )
     board, gap = [*range(1, width * height), 0], width * height - 1
-    before: int | None = None
-    made = 0
-    while made < scramble or _distance(board, width) == 0:
+    previous_gap: int | None = None
+    moves = 0
+    while moves < scramble or _distance(board, width) == 0:
+        # A random tile next to the gap, except the one that was moved last.
         tiles = [_tile(gap, slide, width, height) for slide in _SLIDES]
-        tile = rng.choice([one for one in tiles if one is not None and one != before])
+        tile = rng.choice([item for item in tiles if item is not None and item != previous_gap])
         board[gap], board[tile] = board[tile], 0
-        gap, before, made = tile, gap, made + 1
+        gap, previous_gap, moves = tile, gap, moves + 1
     return board
 
 
 def _checked(board: Sequence[int], width: int, height: int) -> list[int]:
-    """The board, which must have every tile once and be one that moves can put in order.
+    """Return the board, or raise an error if it is incomplete or cannot be sorted.
 
-    A move changes the parity of the permutation, and of the gap's distance to its place.
+    A move changes the parity of the permutation, and of the gap's distance to its target.
     """
     size = width * height
-    wrong = sorted(board) != list(range(size))
-    if not wrong:
-        places = [(tile - 1) % size for tile in board]
-        swaps = sum(a > b for at, a in enumerate(places) for b in places[at + 1 :])
-        wrong = (swaps + _steps(list(board).index(0), size - 1, width)) % 2 == 1
-    if wrong:
+    is_valid = sorted(board) == list(range(size))
+    if is_valid:
+        # The parities of permutation and gap must agree.
+        targets = [(tile - 1) % size for tile in board]
+        swaps = sum(a > b for index, a in enumerate(targets) for b in targets[index + 1 :])
+        is_valid = (swaps + _steps(list(board).index(0), size - 1, width)) % 2 == 0
+    if not is_valid:
         raise ConfigError(
-            f"the sliding puzzle cannot be put in order from board={list(board)} with "
-            f"width={width} and height={height}: it needs every number from 0 to {size - 1} once, "
-            "0 the gap, in an order that moves can come to"
+            f"the sliding puzzle board={list(board)} with width={width} and height={height} cannot "
+            f"be sorted. Give every number from 0 (the gap) to {size - 1} once, in an order that "
+            "moves can reach"
         )
     return list(board)
 
 
-def _check_split(split: str, what: str) -> None:
+def _check_split(split: str, game: str) -> None:
     if split not in ("train", "validation"):
-        raise ConfigError(f"{what}: split={split!r} is not one of train, validation")
+        raise ConfigError(f"{game}: split={split!r} must be train or validation")

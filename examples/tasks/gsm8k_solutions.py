@@ -1,7 +1,8 @@
-"""Right against wrong solutions of GSM8K problems, as models wrote them.
+"""Pairs of right and wrong solutions of GSM8K problems, written by models.
 
-A row of the published ``example_model_solutions.jsonl`` has a question and, from each of four
-models, ``{"is_correct": ..., "solution": ...}``. A problem that has both kinds makes pairs.
+A row of the published ``example_model_solutions.jsonl`` contains a question and, from each of four
+models, ``{"is_correct": ..., "solution": ...}``. A problem with right and wrong solutions yields
+pairs.
 """
 
 import random
@@ -26,25 +27,26 @@ def solution_pairs(
 
     Args:
         path: ``example_model_solutions.jsonl`` as published, or files with the same columns.
-        split: ``train`` or ``validation``: of the problems, so that they share none.
-        seed: decides the split and, in each problem by itself, which solutions meet.
+        split: ``train`` or ``validation``, whose problems are disjoint.
+        seed: seed of the split, and of the selection of pairs in each problem.
         validation_fraction: share of the problems that is held out.
-        pairs_per_problem: most pairs of a problem, none twice.
-        prefix: written before each question.
-        suffix: written after it.
+        pairs_per_problem: most pairs of a problem, all different.
+        prefix: text before each question.
+        suffix: text after each question.
 
     Raises:
-        DataError: a row without a question, or without solutions; the message names its place.
+        DataError: a row lacks a question or solutions. The message names file and line.
     """
     if split not in ("train", "validation"):
-        raise ConfigError(f"gsm8k solutions: split={split!r} is not train or validation")
+        raise ConfigError(f"gsm8k solutions: split={split!r} must be train or validation")
     if not 0 < validation_fraction < 1 or pairs_per_problem < 1:
         raise ConfigError(
             f"gsm8k solutions: validation_fraction={validation_fraction} must lie between 0 and 1 "
             f"and pairs_per_problem={pairs_per_problem} be at least 1"
         )
     for row in read_rows(path):
-        question, right, wrong = _solutions(row.columns, row.place)
+        question, right, wrong = _solutions(row.columns, row.location)
+        # The question decides the split, so that its pairs are in one split.
         generator = random.Random(f"{seed}/{question}")
         if (generator.random() < validation_fraction) != (split == "validation"):
             continue
@@ -54,17 +56,17 @@ def solution_pairs(
             yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def _solutions(columns: Mapping[str, Any], place: str) -> tuple[str, list[str], list[str]]:
-    """The question, and its right and its wrong solutions, each once, in order."""
+def _solutions(columns: Mapping[str, Any], location: str) -> tuple[str, list[str], list[str]]:
+    """Return the question and its different right and wrong solutions in order."""
     question = columns.get("question")
-    found = [value for value in columns.values() if _is_solution(value)]
-    if not isinstance(question, str) or not found:
+    solutions = [value for value in columns.values() if _is_solution(value)]
+    if not isinstance(question, str) or not solutions:
         raise DataError(
-            f"{place}: needs a question and solutions {{is_correct, solution}}; columns found: "
+            f"{location}: needs a question and solutions {{is_correct, solution}}. Columns found: "
             f"{sorted(columns)}"
         )
     right, wrong = (
-        list(dict.fromkeys(one["solution"] for one in found if one["is_correct"] is kind))
+        list(dict.fromkeys(item["solution"] for item in solutions if item["is_correct"] is kind))
         for kind in (True, False)
     )
     return question, right, wrong

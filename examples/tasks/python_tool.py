@@ -1,6 +1,6 @@
-"""A Python interpreter as a tool: programs of the policy, each in a process without rights.
+"""A Python interpreter as a tool. Each program of the policy runs in a separate sandboxed process.
 
-Every call starts a process of its own (`aligner.environments.sandbox`).
+`aligner.environments.sandbox` describes the isolation.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ _LEAST_MEMORY_MB = 64  # Python itself needs about half of it
 
 
 class Interpreter:
-    """Runs Python programs, each by itself.
+    """Interpreter of independent Python programs.
 
     Args:
-        timeout_s: longest time of a program, in seconds, its start included.
+        timeout_s: time limit of a program, in seconds, including its start.
         memory_mb: address space of a program, in MiB.
         isolation: see `aligner.environments.sandbox.run_program`.
 
     Raises:
-        ConfigError: a value that cannot work, or a kernel without what ``isolation=kernel`` needs.
+        ConfigError: a value is invalid, or the kernel does not support ``isolation=kernel``.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Interpreter:
     ) -> None:
         if isolation not in get_args(Isolation):
             raise ConfigError(
-                f"interpreter: isolation={isolation!r} is not one of "
+                f"interpreter: isolation={isolation!r} must be one of "
                 f"{', '.join(get_args(Isolation))}"
             )
         if not timeout_s > 0 or memory_mb < _LEAST_MEMORY_MB:
@@ -62,10 +62,10 @@ class Interpreter:
 
 
 class Programming(Calculation):
-    """Problems with a number as answer, and a Python interpreter.
+    """Problems with a number as answer, and a Python interpreter as a tool.
 
-    Columns, reward and the further arguments are those of `Calculation`; ``timeout_s``,
-    ``memory_mb`` and ``isolation`` those of `Interpreter`.
+    ``timeout_s``, ``memory_mb`` and ``isolation`` are arguments of `Interpreter`. Columns, reward
+    and the other arguments are those of `Calculation`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Programming(Calculation):
         isolation: Isolation = "kernel",
         **columns: Any,
     ) -> None:
-        """Offer the interpreter."""
+        """Create the environment of a row with an interpreter."""
         self._interpreter = Interpreter(
             timeout_s=timeout_s, memory_mb=memory_mb, isolation=isolation
         )
@@ -95,5 +95,5 @@ class Programming(Calculation):
         )
 
     def tools(self) -> Sequence[Callable[..., Any]]:
-        """The interpreter."""
+        """Return the interpreter as the only tool."""
         return [self._interpreter.python]

@@ -1,4 +1,4 @@
-"""The procedural tasks in the package reasoning-gym: their prompts and their verifiers."""
+"""Prompts and verifiers of the procedural tasks in the package reasoning-gym."""
 
 import re
 from collections.abc import Iterator
@@ -24,14 +24,14 @@ def reasoning_gym_prompts(
     Args:
         task: a name in reasoning-gym's registry, such as ``basic_arithmetic``.
         size: number of rows.
-        seed: of the task; give validation prompts another one.
-        prefix: written before each question.
-        suffix: written after it, such as instructions for the format of the answer.
-        options: further settings of the task.
+        seed: seed of the task. Use different seeds for training and validation.
+        prefix: text before each question.
+        suffix: text after each question, such as instructions for the format of the answer.
+        options: other settings of the task.
 
     Score the responses with `reward`.
     """
-    import reasoning_gym  # some seconds
+    import reasoning_gym  # takes seconds
 
     try:
         dataset = reasoning_gym.create_dataset(task, size=size, seed=seed, **options)
@@ -56,19 +56,20 @@ def reward(
     *,
     answer_tag: str | None = None,
 ) -> list[dict[str, float]]:
-    """The verdict of the task's own verifier, from 0 to 1.
+    """Return the score of the task's verifier, from 0 to 1.
 
     Args:
-        prompts: not looked at.
+        prompts: ignored.
         responses: text without the end-of-sequence token.
-        ground_truths: not looked at; the entry holds more than one right answer may be.
+        ground_truths: ignored, because an entry may have several right answers.
         task: name of each sample's task.
-        entry: what reasoning-gym made the prompt from.
-        answer_tag: take the answer from the last ``<answer_tag>...</answer_tag>``, and give
-            nothing where there is none; None takes the whole response without outer blanks.
+        entry: reasoning-gym's entry of each prompt.
+        answer_tag: read the answer from the last ``<answer_tag>...</answer_tag>``, and score 0
+            without the tag. None means the response without surrounding blanks.
 
     Returns:
-        ``reward``; ``accuracy``, 1 where the reward is full; ``well_formed``, an answer was found.
+        ``reward``, ``accuracy`` (1 for a reward of 1), and ``well_formed`` (1 if there is an
+        answer).
     """
     from reasoning_gym import get_score_answer_fn
 
@@ -89,5 +90,5 @@ def reward(
 def _extract(response: str, tag: str | None) -> str | None:
     if tag is None:
         return response.strip() or None
-    found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", response, re.DOTALL)
-    return found[-1].strip() if found else None
+    answers = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", response, re.DOTALL)
+    return answers[-1].strip() if answers else None

@@ -1,4 +1,4 @@
-"""Search over a local corpus as a tool: BM25, without an index on disk and without a server."""
+"""Search in a local corpus as a tool: BM25 in memory, without a server."""
 
 import math
 import re
@@ -23,60 +23,60 @@ _MOST_CHARACTERS = 600  # of a document in a result
 
 
 class Document(NamedTuple):
-    """A text of the corpus; ``title``: empty where it has none."""
+    """A text of the corpus. ``title`` may be empty."""
 
     title: str
     text: str
 
 
 class Corpus:
-    """Documents, and the words in them.
+    """Documents with an index of their words.
 
-    The score of a document d for a query q is that of BM25 (Robertson and Zaragoza, 2009, "The
-    Probabilistic Relevance Framework: BM25 and Beyond"), with the weight of words that Lucene
-    uses, which is never negative::
+    The score of a document d for a query q is BM25 (Robertson and Zaragoza, 2009, "The
+    Probabilistic Relevance Framework: BM25 and Beyond"), with Lucene's weight of words, which is
+    never negative::
 
         score(d, q) = Σ over words w of q:  ln(1 + (N - n_w + 0.5) / (n_w + 0.5))
                         · f_wd / (f_wd + k1 · (1 - b + b · |d| / mean |d|))
 
-    N documents, n_w of them with w, f_wd times in d; k1 = 1.2, b = 0.75. Words are runs of letters
-    and digits, whatever their case.
+    N is the number of documents, n_w the number of documents with w, f_wd the count of w in d,
+    k1 = 1.2, b = 0.75. Words are sequences of letters and digits, without regard to case.
     """
 
     def __init__(self, documents: Sequence[Document]) -> None:
-        """Count the words."""
+        """Build the index."""
         self.documents = list(documents)
-        self._found: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        self._counts: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         lengths = []
         for index, document in enumerate(self.documents):
             words = words_of(f"{document.title} {document.text}")
             lengths.append(len(words))
             for word, count in Counter(words).items():
-                self._found[word].append((index, count))
+                self._counts[word].append((index, count))
         mean = sum(lengths) / max(1, len(lengths)) or 1.0
         self._norms = [_K1 * (1 - _B + _B * length / mean) for length in lengths]
 
     def search(self, query: str, top: int) -> list[tuple[float, Document]]:
-        """The ``top`` documents with the greatest scores, of those that have a word of the query.
+        """Return the ``top`` documents with the highest scores that contain a word of the query.
 
-        Of equal scores the earlier document comes first.
+        For equal scores the earlier document precedes the later.
         """
         scores: defaultdict[int, float] = defaultdict(float)
         for word in words_of(query):
-            found = self._found.get(word, [])
-            weight = math.log1p((len(self.documents) - len(found) + 0.5) / (len(found) + 0.5))
-            for index, count in found:
+            counts = self._counts.get(word, [])
+            weight = math.log1p((len(self.documents) - len(counts) + 0.5) / (len(counts) + 0.5))
+            for index, count in counts:
                 scores[index] += weight * count / (count + self._norms[index])
         best = nsmallest(top, scores, key=lambda index: (-scores[index], index))
         return [(scores[index], self.documents[index]) for index in best]
 
 
 class Lookup(ToolEnv):
-    """Questions with a search over a corpus: 1 for the right answer, 0 else.
+    """Questions with a search in a corpus: reward 1 for the right answer, else 0.
 
-    Reads the columns ``prompt``, the question, and ``ground_truth``, a text or a list of texts of
-    which each is right. The last line of the answer is compared as SQuAD compares (Rajpurkar et
-    al., 2016): without case, punctuation, articles and white space.
+    Reads the columns ``prompt`` (the question) and ``ground_truth`` (a right answer or a list of
+    right answers). The last line of the answer is compared as in SQuAD (Rajpurkar et al., 2016):
+    without case, punctuation, articles and white space.
     """
 
     def __init__(
@@ -90,7 +90,10 @@ class Lookup(ToolEnv):
         form: Form = "hermes",
         **columns: Any,
     ) -> None:
-        """``corpus``: a file of documents, see `load_corpus`; ``top``: documents of a result."""
+        """Create the environment of a row.
+
+        ``corpus``: a file of documents (`load_corpus`). ``top``: number of documents of a result.
+        """
         del seed, columns
         if top < 1:
             raise ConfigError(f"search: top={top} must be at least 1")
@@ -105,15 +108,15 @@ class Lookup(ToolEnv):
         Args:
             query: Words that the documents should have.
         """
-        found = [document for _, document in self._corpus.search(query, self._top)]
-        return "\n".join(map(_shown, found)) or "nothing found"
+        documents = [document for _, document in self._corpus.search(query, self._top)]
+        return "\n".join(map(_shown, documents)) or "nothing found"
 
     def question(self) -> str:
-        """The row's question."""
+        """Return the question of the row."""
         return self._prompt
 
     def answered(self, text: str) -> Turn:
-        """Compare the last line of the answer."""
+        """Compare the last line of the answer with the ground truth."""
         lines = text.strip().splitlines()
         right = float(bool(lines) and normalised(lines[-1]) in self._accepted)
         return Turn(reward={"reward": right, "accuracy": right}, done=True)
@@ -122,44 +125,44 @@ class Lookup(ToolEnv):
 def load_corpus(path: str) -> Corpus:
     """Read a ``.jsonl`` or ``.parquet`` file, a folder of such files, or a ``.txt`` file.
 
-    A row is a document, with the column ``text`` and perhaps ``title``; of a ``.txt`` each line is
-    one. A file is read once a process.
+    A row is a document with the column ``text`` and optionally ``title``. Each line of a ``.txt``
+    file is a document. A process reads a file once.
 
     Raises:
-        ConfigError: no such file.
-        DataError: a row that is no document, or none at all.
+        ConfigError: the file does not exist.
+        DataError: a row is not a document, or there are no rows.
     """
-    place = Path(path).expanduser()
-    if not place.exists():
-        raise ConfigError(f"search: corpus={path!r} does not exist; name a .jsonl or .txt file")
-    return _load(str(place), place.stat().st_mtime_ns)
+    file = Path(path).expanduser()
+    if not file.exists():
+        raise ConfigError(f"search: corpus={path!r} does not exist. Name a .jsonl or .txt file")
+    return _load(str(file), file.stat().st_mtime_ns)
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, in small letters."""
+    """Return the words of a text in lower case."""
     return _WORD.findall(text.lower())
 
 
 def normalised(text: str) -> str:
-    """Text without case, punctuation, English articles and superfluous white space."""
-    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return " ".join(_ARTICLES.sub(" ", kept).split())
+    """Return a text in lower case, without punctuation, English articles and extra white space."""
+    letters = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(_ARTICLES.sub(" ", letters).split())
 
 
 @lru_cache(maxsize=4)
 def _load(path: str, modified: int) -> Corpus:
-    del modified  # a file that changed is read again
+    del modified  # part of the cache's key, so that a changed file is read again
     documents, column = [], "prompt" if path.endswith(".txt") else "text"
     for row in read_rows(path):
         text, title = row.columns.get(column), row.columns.get("title")
         if not isinstance(text, str) or not isinstance(title, str | None):
             raise DataError(
-                f"{row.place}: a document needs the column text, and title is text where there is "
-                f"one; columns found: {sorted(row.columns)}"
+                f"{row.location}: a document needs the column text, and an optional title must be "
+                f"text. Columns found: {sorted(row.columns)}"
             )
         documents.append(Document(title or "", text))
     if not documents:
-        raise DataError(f"search: corpus={path!r} holds no document")
+        raise DataError(f"search: corpus={path!r} contains no document. Add rows with text")
     return Corpus(documents)
 
 

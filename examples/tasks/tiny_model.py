@@ -1,7 +1,7 @@
-"""A small random model, the same bytes every time.
+"""A small random model, whose file is identical in every run.
 
-``python -m aligner.examples.tasks.tiny_model --output models/tiny.nemo`` writes it.
-Layers, heads, groups, widths and vocabulary divide by 2 and by 4, so every layout can be tried.
+``python -m aligner.examples.tasks.tiny_model --output models/tiny.nemo`` writes the model. Layers,
+heads, groups, widths and vocabulary are multiples of 4, so that every layout can be tried.
 """
 
 import argparse
@@ -34,8 +34,10 @@ TINY_ARCHITECTURE = GPTArchitecture(
 def random_weights(
     architecture: GPTArchitecture, *, seed: int = 0, scale: float | None = None
 ) -> dict[str, Tensor]:
-    """Canonical float32 weights: matrices normal with ``scale`` (default the architecture's
-    ``init_std``), norm weights the identity, biases zero.
+    """Return canonical float32 weights.
+
+    Matrices are normal with the standard deviation ``scale`` (default: the architecture's
+    ``init_std``), norms are the identity, biases are zero.
     """
     generator = torch.Generator().manual_seed(seed)
     identity = 0.0 if architecture.normalization == "layernorm1p" else 1.0
@@ -60,8 +62,8 @@ def write_tiny_nemo(
 ) -> None:
     """Write the tiny Llama-like model with its byte-level tokenizer.
 
-    ``hidden_size``: another width. ``scale``: see `random_weights`; with large weights the model is
-    decided about what comes next, as a teacher is.
+    ``hidden_size``: another width. ``scale``: as in `random_weights`. Large weights give a model
+    with low entropy, such as a teacher.
     """
     architecture = TINY_ARCHITECTURE
     if hidden_size is not None:
@@ -71,11 +73,11 @@ def write_tiny_nemo(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", required=True, help="the .nemo file to write")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
-    parser.add_argument("--hidden-size", type=int, help="another width, for instance a teacher's")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    parser.add_argument("--hidden-size", type=int, help="another width, for example of a teacher")
     parser.add_argument("--scale", type=float, help="standard deviation of the weights")
     options = parser.parse_args(arguments)
     write_tiny_nemo(

@@ -94,7 +94,7 @@ def test_functions_of_ones_own_and_truncation(folder):
     [
         (GYMNASIUM, {"id": "NoSuch-v0"}, r"environment.kwargs.id='NoSuch-v0'"),
         (GYMNASIUM, {"id": "Pendulum-v1"}, r"Box.* environment.kwargs.action"),
-        (GYMNASIUM, {"id": "CartPole-v1", "action": "no_file.py:act"}, "there is no file"),
+        (GYMNASIUM, {"id": "CartPole-v1", "action": "no_file.py:act"}, "does not exist"),
         (SKYRL, {"id": "no_such"}, r"environment.kwargs.id='no_such' is none of .*gsm8k"),
         (MCP, {"command": []}, r"environment.kwargs.command=\[\] must be a list of words"),
     ],

@@ -154,7 +154,7 @@ def test_rows_become_json_lines(tmp_path, kind):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "no rows"),
+        ([], "empty"),
         ([{"prompt": "a"}, "text"], "row 1.*mapping.*str"),
         ([{"prompt": object()}], "row 0.*JSON.*object"),
     ],

@@ -136,7 +136,7 @@ def test_every_key_is_accepted_or_refused_with_what_to_use(name):
             check_overrides([f"{key}=1"], root)
             accepted += 1
         except ConfigError as error:
-            names_ours = "NeMo-Aligner" in str(error) or "did you mean trainer." in str(error)
+            names_ours = "NeMo-Aligner" in str(error) or "Did you mean trainer." in str(error)
             if not names_ours or not str(error).startswith(key):
                 bad.append(str(error))
     assert bad == []
@@ -170,7 +170,7 @@ def test_the_keys_that_are_named_instead_exist():
 def test_a_group_of_theirs_in_a_file_says_what_becomes_of_each_key():
     with pytest.raises(ConfigError) as caught:
         build(ExpManagerConfig, {"checkpoint_callback_params": {"mode": "max"}}, "exp_manager")
-    assert "mode: NeMo-Aligner's name; here it is exp_manager.mode" in str(caught.value)
+    assert "mode: NeMo-Aligner's name. Use exp_manager.mode" in str(caught.value)
 
 
 def test_a_group_of_another_algorithm_of_ours_is_not_called_theirs():
@@ -212,7 +212,7 @@ def test_lightnings_precisions(given, meant):
 
 @pytest.mark.parametrize("given", [16, "16", "16-mixed", "16-true"])
 def test_float16_is_refused_with_what_to_use(given):
-    with pytest.raises(ConfigError, match=r"trainer.precision=16.*loss scale.*bf16"):
+    with pytest.raises(ConfigError, match=r"trainer.precision=16.*loss scaling.*bf16"):
         build(ProcessConfig, {"precision": given}, "trainer")
 
 

@@ -197,7 +197,7 @@ def test_a_backend_that_is_not_enabled_is_not_read():
                       ["*linear_qkv*"]}, "exclude_modules"),
         ("megatron", {"draft": {"enabled": True}}, "policy.draft"),
         ("megatron", {"generation__bad_words": ["<img>"]}, "bad_words"),
-        ("megatron", {"generation__temperatur": 0}, "did you mean policy.generation.temperature"),
+        ("megatron", {"generation__temperatur": 0}, "Did you mean policy.generation.temperature"),
         ("megatron", {"quant_cfg": "nvfp4.yaml"}, "quant_cfg"),
         ("megatron", {"fsdp_offload_enabled": True}, "fsdp_offload_enabled"),
     ],
@@ -220,7 +220,7 @@ def test_all_refusals_are_one_table():
     with pytest.raises(ConfigError) as refused:
         published_role(values)
     head, titles, *rows = str(refused.value).splitlines()
-    assert head == "policy: asks for what cannot be done here"
+    assert head == "policy: these settings are not supported"
     assert titles.split("  ")[1] == "their key"
     assert [row.split()[:2] for row in rows] == [
         ["policy.model_name", "null"],

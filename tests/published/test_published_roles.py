@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_refused_by_name(tiny_nemo):
     typed = RSModelConfig(restore_from_path=str(tiny_nemo))
     assert load_from_nemo(MegatronGPTRSModel, typed).settings.micro_batch_size == 8
     for cfg, words in (
-        ({"micro_batch": 2}, r"model\.micro_batch: unknown key; did you mean"),
+        ({"micro_batch": 2}, r"model\.micro_batch: unknown key. Did you mean"),
         ({"rs": {"sampling_params": {"temperatur": 1}}}, r"model\.rs\.sampling_params\.temperatur"),
         ({"loss_clip_val": 0.2}, r"model\.loss_clip_val: .*critic\.value_clip"),
         (7, "cfg is int"),

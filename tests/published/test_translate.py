@@ -113,7 +113,7 @@ def test_a_configuration_of_nemo_aligner(tmp_path):
 def test_a_file_of_neither_is_refused(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("trainer: {devices: 1}\n")
-    with pytest.raises(ConfigError, match="trainer has none of ppo, sft, dpo, rs, rm"):
+    with pytest.raises(ConfigError, match="trainer has none of the sections ppo, sft, dpo, rs, rm"):
         translate(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         translate(tmp_path / "absent.yaml")

@@ -102,7 +102,7 @@ def test_an_error_comes_back_as_itself_or_with_its_trace(group):
         group.get_all_worker_results(future)
     assert "teller rank" in caught.value.__notes__[0]
     future = group.run_single_worker_single_data("need", extra="gguf")
-    said = 'x.gguf needs gguf, not installed here; pip install "aligner[gguf]"'
+    said = 'x.gguf needs gguf, which is not installed. Run: pip install "aligner[gguf]"'
     with pytest.raises(MissingPackageError) as caught:
         future.get_results()
     assert str(caught.value) == said

@@ -229,7 +229,7 @@ def test_runs_and_evaluations_side_by_side(tmp_path, prompts, models, capsys):
     assert "Mine &amp; yours" in page
     left = [path for path in sorted(tmp_path.rglob("*")) if tmp_path / "out" not in path.parents]
     assert [path for path in left if path != tmp_path / "out"] == before
-    with pytest.raises(DataError, match=r"holds neither metrics\.jsonl"):
+    with pytest.raises(DataError, match=r"contains neither metrics\.jsonl"):
         compare_runs([tmp_path], tmp_path / "out", "x")
 
 
@@ -329,15 +329,15 @@ def test_prompts_arrive_as_they_were_typed():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prompt": ()}, "nothing is asked"),
-        ({"chat": True}, "chat=true is a conversation"),
+        ({"prompt": ()}, "no prompts"),
+        ({"chat": True}, "chat=true reads prompts"),
         ({"prompt": (), "chat": True, "trainer": {"devices": 2}}, "chat=true with 2 processes"),
         (
             {"sampling": {"use_greedy": True, "samples_per_prompt": 2}},
             r"sampling\.samples_per_prompt=2",
         ),
-        ({"sampling": {"min_length": 300}}, r"sampling\.min_length=300 is more than"),
-        ({"sampling": {"max_new_tokens": 3}}, r"did you mean sampling\.max_length"),
+        ({"sampling": {"min_length": 300}}, r"sampling\.min_length=300 exceeds"),
+        ({"sampling": {"max_new_tokens": 3}}, r"Did you mean sampling\.max_length"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes, words):
@@ -381,7 +381,9 @@ def test_the_commands_of_the_page(tmp_path, models, prompts):
 def test_settings_of_training_runs_are_refused(section, key, value, kept):
     values = {"model": {"restore_from_path": "m.nemo"}, "prompt": ["a"], section: {key: value}}
     told = str(value).lower()
-    with pytest.raises(ConfigError, match=rf"^{section}.{key}={told} is of .*; set it to {kept}$"):
+    with pytest.raises(
+        ConfigError, match=rf"^{section}.{key}={told} applies to .*\. Set it to {kept}$"
+    ):
         parse_config(values, GenerateConfig)
     del values["prompt"]
     # There are no prompts either, and both are named.

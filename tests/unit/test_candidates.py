@@ -137,15 +137,15 @@ def configuration(**changes):
     [
         ({"policy__backend": "dtensor"}, "policy.backend=dtensor: student and teacher are"),
         ({"teacher__restore_from_path": ""}, "teacher.restore_from_path: empty"),
-        ({"distill": {"mixed_weight": 0.3}}, "weighs the two divergences of kl=mixed"),
+        ({"distill": {"mixed_weight": 0.3}}, "mixed_weight=0.3 needs kl=mixed"),
         ({"distill": {"mixed_weight": 1.5, "kl": "mixed"}}, "between 0 and 1"),
         (
             {"distill": {"on_policy": True}, "data__messages_column": "chat"},
-            "data.messages_column=chat is a chat with its answers",
+            "data.messages_column=chat contains answers",
         ),
         (
             {"model__distill": {"length_params": {"max_length": 2, "min_length": 3}}},
-            "model.distill.length_params.min_length=3 is more than",
+            "model.distill.length_params.min_length=3 exceeds",
         ),
     ],
 )

@@ -2,10 +2,12 @@
 
 import copy
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
@@ -82,7 +84,7 @@ def test_configuration_is_frozen():
     ("overrides", "words"),
     [
         ({"model__ppo__ratio_epss": 0.1}, ["model.ppo.ratio_epss", "model.ppo.ratio_eps?"]),
-        ({"sead": 1}, ["sead: unknown key", "did you mean seed?"]),
+        ({"sead": 1}, ["sead: unknown key", "Did you mean seed?"]),
         ({"model__optim__sched__warmup": 3}, ["model.optim.sched.warmup", "warmup_steps"]),
         ({"trainer__precision": "fp8"}, ["trainer.precision", "32, bf16", "fp8"]),
         ({"trainer__ppo__kl_estimator": "k4"}, ["trainer.ppo.kl_estimator", "k1, k2, k3, abs"]),
@@ -110,7 +112,7 @@ def test_configuration_is_frozen():
                 "cluster__colocated": False,
                 "model__tensor_model_parallel_size": 2,
             },
-            ["cluster.value_workers=3", "multiple", "use 4"],
+            ["cluster.value_workers=3", "multiple", "Use 4"],
         ),
         ({"cluster__object_store_mb": 8}, ["cluster.object_store_mb", "at least 80"]),
         ({"policy__backend": "jax"}, ["policy.backend", "jax", "dtensor"]),
@@ -129,7 +131,7 @@ def test_configuration_is_frozen():
                 "model__sequence_parallel": True,
                 "trainer__devices": 2,
             },
-            ["model.sequence_parallel=true", "set model.sequence_parallel=false"],
+            ["model.sequence_parallel=true", "Set model.sequence_parallel=false"],
         ),
         ({"generation__backend": "vllm"}, ["generation.backend=vllm", "megatron"]),
         (
@@ -145,7 +147,7 @@ def test_configuration_is_frozen():
                 "model__context_parallel_size": 2,
                 "trainer__devices": 2,
             },
-            ["model.sequence_packing.train_mb_tokens=1001", "by 4", "1000 or 1004"],
+            ["model.sequence_packing.train_mb_tokens=1001", "multiple of 4", "1000 or 1004"],
         ),
         (
             {
@@ -182,7 +184,7 @@ def test_configuration_is_frozen():
                 "trainer__ppo__advantage__estimator": "grpo",
                 "model__ppo__num_rollouts_per_prompt": 4,
             },
-            ["trainer.ppo.normalize_advantages=true", "estimator=grpo", "set it to false"],
+            ["trainer.ppo.normalize_advantages=true", "estimator=grpo", "Set it to false"],
         ),
         (
             {
@@ -201,7 +203,7 @@ def test_configuration_is_frozen():
                 "model__ppo__num_rollouts_per_prompt": 4,
                 "model__optim__sched__name": "cosine",
             },
-            ["model.optim.sched.name=cosine", "max_epochs", "set model.optim.sched.max_steps"],
+            ["model.optim.sched.name=cosine", "max_epochs", "Set model.optim.sched.max_steps"],
         ),
         ({"data__train__source": ""}, ["data.train.source", "empty"]),
         ({"model__restore_from_path": ""}, ["model.restore_from_path", ".nemo"]),
@@ -225,7 +227,7 @@ def test_all_values_that_do_not_fit_are_named_at_once():
         *("- data.train.source", "- model.optim.lrr", "- model.ppo.ratio_eps"),
         *("- seed", "- critic.optim"),
     ]
-    assert "did you mean model.optim.lr?" in messages[1]
+    assert "Did you mean model.optim.lr?" in messages[1]
     assert "a list of 2 values, got [0.1]" in messages[2]
 
 
@@ -355,7 +357,7 @@ def test_batches_of_other_runs_follow_too():
     ],
 )
 def test_misspelt_overrides_are_refused_before_hydra(argument, suggestion):
-    with pytest.raises(ConfigError, match=f"did you mean {suggestion}"):
+    with pytest.raises(ConfigError, match=f"Did you mean {suggestion}"):
         check_overrides([argument])
 
 
@@ -364,17 +366,17 @@ def test_misspelt_overrides_are_refused_before_hydra(argument, suggestion):
     [
         ("model=1.5", "model is a group of settings"),
         ("data=[nan]", "Options: arithmetic"),
-        ("critic=null", "chosen by name"),
+        ("critic=null", "critic is a group of settings"),
         (f"exp_manager={'x' * 5000}", "Options: default"),
-        ("data=gsm8", "did you mean gsm8k"),
-        ("paralel@model=tensor2", "did you mean parallel"),
-        ("reward.function=a(b", "into quotes of its own: 'reward.function=\"a\\(b\"'"),
-        ("seed=1,2", "write a list as"),
+        ("data=gsm8", "Did you mean gsm8k"),
+        ("paralel@model=tensor2", "Did you mean parallel"),
+        ("reward.function=a(b", "into inner quotes: 'reward.function=\"a\\(b\"'"),
+        ("seed=1,2", "Write a list as"),
         ("recipes/ppo_tiny_cpu", "--config-name recipes/NAME"),
         ("=3", "names no key"),
         ("trainer.ppo.max_steps.first=1", "trainer.ppo.max_steps has no keys below it"),
-        ("model.optim.learning_rate=1", "did you mean model.optim.lr"),
-        ("trainer.max_steps=1", "did you mean trainer.ppo.max_steps"),
+        ("model.optim.learning_rate=1", "Did you mean model.optim.lr"),
+        ("trainer.max_steps=1", "Did you mean trainer.ppo.max_steps"),
     ],
 )
 def test_what_hydra_cannot_take_is_refused_in_one_line(argument, words):
@@ -401,10 +403,52 @@ def test_what_hydra_cannot_take_is_refused_in_one_line(argument, words):
     ],
 )
 def test_an_option_of_another_script_is_refused(root, argument, options):
-    reason = f"{argument}: it is an option of other scripts, and nothing reads it in this one. "
+    reason = f"{argument}: this is an option of other scripts, and this script does not read it. "
     with pytest.raises(ConfigError) as refusal:
         check_overrides([argument], root, CONF)
     assert str(refusal.value).startswith(reason + options)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "words"),
+    [
+        (["/gpt_ppo", {"override /data": "arithmetic_pairs"}], "data=arithmetic_pairs: this is an"),
+        (["/gpt_ppo", {"override /data": "gsm8"}], r"data=gsm8: .*Did you mean gsm8k\?"),
+        (["/gpt_ppo", {"override /model@model": "student"}], "model=student: this is an option"),
+        (["/gpt_ppo", {"override /modle": "gpt"}], r"modle=gpt: no config group .*mean model\?"),
+        (["/parent"], "parent.yaml: reward=foo: reward is a group of settings"),
+    ],
+)
+def test_options_of_a_users_recipe_are_checked(tmp_path, defaults, words):
+    """As on the command line: key, value, remedy, before hydra composes the recipe."""
+    parent = {"defaults": ["/gpt_ppo", {"override /reward": "foo"}, "_self_"]}
+    for name, content in (("mine", {"defaults": [*defaults, "_self_"]}), ("parent", parent)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError, match=words):
+        check_overrides(["--config-dir", str(tmp_path), "--config-name=mine"], RunConfig, CONF)
+
+
+def test_a_users_recipe_may_use_options_of_its_folder(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.yaml").write_text("# data\ntrain:\n  source: t.jsonl\n")
+    defaults = ["/gpt_ppo", {"override /data": "mine"}, {"override /reward": "model"}]
+    defaults += [{"override /parallel@model": "tensor2"}, {"override hydra/job_logging": "none"}]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"defaults": [*defaults, "_self_"]}))
+    arguments = ["--config-dir", str(tmp_path), "--config-name=mine", "data=mine"]
+    assert check_overrides(arguments, RunConfig, CONF) == arguments
+    with pytest.raises(ConfigError, match=r"data=nine: .*Did you mean mine"):
+        check_overrides([*arguments[:3], "data=nine"], RunConfig, CONF)
+
+
+def test_several_refused_options_of_a_recipe_are_one_table(tmp_path):
+    recipe = {"defaults": ["/gpt_ppo", {"override /data": "rewards"}]}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    arguments = ["--config-dir", str(tmp_path), "--config-name=mine", "sead=1"]
+    with pytest.raises(ConfigError, match="2 arguments cannot be used") as caught:
+        check_overrides(arguments, RunConfig, CONF)
+    assert re.search(
+        rf"  sead +1 .*seed.*\n  {tmp_path}/mine.yaml: data +rewards +this is", str(caught.value)
+    )
 
 
 @pytest.mark.parametrize("root", [RunConfig, RSRunConfig])
@@ -541,17 +585,17 @@ def architecture(**changes):
         (ParallelConfig(tensor=2), 2, ["9 attention heads", "3 query groups", "1, 3"]),
         (ParallelConfig(pipeline=4), 4, ["6 layers", "3", "2, 3, 6"]),
         (ParallelConfig(tensor=3), 4, ["4 processes", "3", "3 or 6"]),
-        (ParallelConfig(tensor=3), 2, ["2 processes", "start 3"]),
+        (ParallelConfig(tensor=3), 2, ["2 processes", "Start 3"]),
         (ParallelConfig(sequence_parallel=True), 1, ["model.sequence_parallel=true"]),
         (ParallelConfig(expert=2), 2, ["no experts"]),
         (
             ParallelConfig(first_stage=2),
             1,
-            ["first_pipeline_stage=2", "4 are left"],
+            ["first_pipeline_stage=2", "4 of 6 layers"],
         ),
-        (ParallelConfig(pipeline=3, first_stage=3), 3, ["of 6 layers 3", "other 2 stages"]),
-        (ParallelConfig(pipeline=2, first_stage=6), 2, ["of 6 layers 0", "other 1 stages"]),
-        (ParallelConfig(pipeline=2, first_stage=2, last_stage=3), 2, ["of 6 layers 1"]),
+        (ParallelConfig(pipeline=3, first_stage=3), 3, ["3 of 6 layers", "2 other stages"]),
+        (ParallelConfig(pipeline=2, first_stage=6), 2, ["0 of 6 layers", "1 other stages"]),
+        (ParallelConfig(pipeline=2, first_stage=2, last_stage=3), 2, ["1 of 6 layers"]),
     ],
 )
 def test_impossible_layouts_are_refused_with_numbers(parallel, world, words):
@@ -590,7 +634,7 @@ def test_experts_under_tensor_parallelism():
     check_layout(moe, shared, 3)
     with pytest.raises(LayoutError, match="64 expert columns"):
         check_layout(moe, dataclasses.replace(shared, expert=1), 3)
-    with pytest.raises(LayoutError, match=r"needs model\.sequence_parallel=true"):
+    with pytest.raises(LayoutError, match=r"Set model\.sequence_parallel=true"):
         check_layout(moe, dataclasses.replace(shared, sequence_parallel=False), 3)
 
 
@@ -598,8 +642,8 @@ def test_a_critic_with_a_pipeline_of_its_own_has_equal_stages():
     policy = ModelConfig(
         "m.nemo", pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1
     )
-    assert CriticConfig().laid_out(policy).parallel.first_stage == 1
-    own = CriticConfig(pipeline_model_parallel_size=3).laid_out(policy).parallel
+    assert CriticConfig().with_layout(policy).parallel.first_stage == 1
+    own = CriticConfig(pipeline_model_parallel_size=3).with_layout(policy).parallel
     assert (own.pipeline, own.first_stage) == (3, None)
 
 

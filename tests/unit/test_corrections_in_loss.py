@@ -209,33 +209,36 @@ def test_the_section_reaches_the_loss():
     ("ppo", "message"),
     [
         ({"correction": {"weights": "tokens"}}, r"correction.weights: must be one of none, token"),
-        ({"correction": {"weight": "token"}}, r"correction.weight.*did you mean.*weights"),
+        ({"correction": {"weight": "token"}}, r"correction.weight.*Did you mean.*weights"),
         ({"correction": {"weights": "token", "bounds": [2, 0.5]}}, r"bounds=\[2,0.5\].*low <= 1"),
         ({"correction": {"weights": "token", "bounds": [-1, 2]}}, r"correction.bounds.*at least 0"),
-        ({"correction": {"weights": "token", "bounds": [0.5, 0.9]}}, r"must lie between them"),
+        (
+            {"correction": {"weights": "token", "bounds": [0.5, 0.9]}},
+            r"bounds=\[0.5,0.9\] excludes 1",
+        ),
         ({"correction": {"geometric_bounds": [1.1, 2]}}, r"geometric_bounds=\[1.1,2\]"),
-        ({"correction": {"bounds": [0.5, 5]}}, r"bounds=\[0.5,5\] is of the weights"),
-        ({"correction": {"outside": "mask"}}, r"outside=mask is of the weights"),
+        ({"correction": {"bounds": [0.5, 5]}}, r"bounds=\[0.5,5\] needs weights"),
+        ({"correction": {"outside": "mask"}}, r"outside=mask needs weights"),
         ({"correction": {"second_moment": 0}}, r"second_moment.*greater than 0"),
         (
             {"correction": {"weights": "token"}, "truncated_importance_sampling": 2},
-            r"truncated_importance_sampling=2 is model.ppo.correction.weights=token.*leave one",
+            r"truncated_importance_sampling=2 means model.ppo.correction.weights=token.*Leave one",
         ),
         (
             {"correction": {"weights": "token"}, "ratio_level": "sequence"},
-            r"weights=token with model.ppo.ratio_level=sequence.*set .*weights=sequence",
+            r"weights=token with model.ppo.ratio_level=sequence.*Set .*weights=sequence",
         ),
         (
             {"correction": {"weights": "token", "old_logprobs": "sampler"}},
-            r"old_logprobs=sampler.*nothing is left for model.ppo.correction.weights=token",
+            r"old_logprobs=sampler.*model.ppo.correction.weights=token has no effect",
         ),
         (
             {"correction": {"old_logprobs": "sampler"}, "truncated_importance_sampling": 2},
-            r"nothing is left for model.ppo.truncated_importance_sampling=2",
+            r"model.ppo.truncated_importance_sampling=2 has no effect",
         ),
         (
             {"correction": {"old_logprobs": "sampler", "second_moment": 0.04}},
-            r"second_moment=0.04 compares.*set model.ppo.correction.old_logprobs=trainer",
+            r"second_moment=0.04 needs.*Set model.ppo.correction.old_logprobs=trainer",
         ),
     ],
 )

@@ -77,7 +77,7 @@ def test_an_evaluation(tiny_nemo, tmp_path):
             "environment.factory=b.py:c",
         ),
         (["environment.command=''"], "is empty. Set a program"),
-        (['environment.command="a \'b"'], "No closing quotation; write it as a list of words"),
+        (['environment.command="a \'b"'], "No closing quotation. Write it as a list of words"),
         (["environment.kind=messages", "environment.command=a"], "Set environment.kind=endpoint"),
         (["environment.command=a", "environment.rewritten_history=keep"], "Set it to fork"),
         (
@@ -103,4 +103,4 @@ def test_a_command_is_a_text_or_words():
     for given in (f"environment.command={text}", f"environment.command={words}"):
         config = load_config(composed("gpt_ppo", [*BASE, given]))
         assert config.environment.words == ["python", "my.py", "-a", "b c"]
-        assert config.environment.named == "environment.command=\"python my.py -a 'b c'\""
+        assert config.environment.setting == "environment.command=\"python my.py -a 'b c'\""

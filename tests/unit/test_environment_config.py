@@ -30,13 +30,16 @@ def loaded(*overrides, script="gpt_ppo"):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["environment.factory=null"], r"set reward=environment and environment.factory=my_game"),
+        (["environment.factory=null"], r"reward=environment and environment.factory=my_game"),
         (["reward.function=a.b:f"], r"reward.function=a.b:f scores single responses"),
         (["environment.max_tokens=64"], "leaves no room for a prompt before a response of"),
-        (["data.max_prompt_length=9"], "prompts are the environment's"),
-        (["trainer.ppo.reward.shift=1"], "would be paid for every turn"),
-        (["trainer.ppo.reward.overlong_cache=1"], "speaks of the length of a single response"),
-        (["trainer.ppo.advantage.credit=turn"], "what is compared inside a group"),
+        (["data.max_prompt_length=9"], "max_prompt_length=9: the environment provides"),
+        (["trainer.ppo.reward.shift=1"], "would be added in every turn"),
+        (["trainer.ppo.reward.overlong_cache=1"], "applies to single responses"),
+        (
+            ["trainer.ppo.advantage.credit=turn"],
+            "credit=turn needs an estimator that compares groups",
+        ),
         (["environment.memory_mb=63"], "must be between 64 and"),
         (["environment.max_turns=0"], "must be between 1 and 1000"),
     ],
@@ -51,20 +54,20 @@ def test_conversations_one_step_ahead_need_a_correction():
         *("generation.async_rollouts=true", "generation.backend=vllm", "cluster.engine=ray"),
         f"generation.vllm.python={sys.executable}",
     ]
-    with pytest.raises(ConfigError, match="leave uncorrected"):
+    with pytest.raises(ConfigError, match="needs a correction"):
         loaded(*ahead)
     assert loaded(*ahead, "model.ppo.correction.weights=token").generation.async_rollouts
 
 
 def test_turns_need_an_environment():
     for key in ("timestep", "advantage.credit"):
-        with pytest.raises(ConfigError, match=rf"trainer.ppo.{key}=turn is for conversations"):
+        with pytest.raises(ConfigError, match=rf"trainer.ppo.{key}=turn needs conversations"):
             load_config(
                 composed("gpt_ppo", [*BASE, "reward.function=a.b:f", f"trainer.ppo.{key}=turn"])
             )
-    with pytest.raises(ConfigError, match=r"timestep=turn is the unit of gae's"):
+    with pytest.raises(ConfigError, match=r"timestep=turn works only with gae"):
         loaded("trainer.ppo.timestep=turn", script="gpt_reinforce")
-    with pytest.raises(ConfigError, match=r"set reward=environment and environment.factory"):
+    with pytest.raises(ConfigError, match=r"reward=environment and environment.factory"):
         load_config(
             composed("gpt_rs", [*SINGLE, "environment.factory=a.b:Game"]),
             RSRunConfig,

@@ -76,7 +76,7 @@ def test_boards_that_cannot_be_solved_are_refused():
         assert taken == can
         assert len(taken) in (12, 360)
     for board in ([1, 2, 3], [1, 1, 2, 0], [1, 2, 3, 4]):
-        with pytest.raises(ConfigError, match="from 0 to 3 once"):
+        with pytest.raises(ConfigError, match=r"from 0 .* to 3 once"):
             SlidingPuzzle(seed=0, board=board, width=2, height=2)
     with pytest.raises(ConfigError, match="width=1 and height=3"):
         SlidingPuzzle(seed=0, width=1)
@@ -114,7 +114,7 @@ def test_rows_of_numbers():
     assert rows != list(next_numbers("validation", size=20, high=9, turns=3))
     assert {len(row["asked"]) for row in rows} == {3}
     assert {number for row in rows for number in row["asked"]} == set(range(1, 10))
-    assert NextNumber(seed=4)._asked == NextNumber(seed=4)._asked != NextNumber(seed=5)._asked
+    assert NextNumber(seed=4)._numbers == NextNumber(seed=4)._numbers != NextNumber(seed=5)._numbers
     for settings in ({"low": 5}, {"turns": 0}):
         with pytest.raises(ConfigError, match="next numbers needs low="):
             NextNumber(seed=0, **settings)

@@ -64,13 +64,13 @@ def test_conversations_in_slots_of_their_own(pool):
     [
         ("raises", r"raised ZeroDivisionError: of the environment .*in step"),
         ("is_killed", r"died \(exit code -9\)"),
-        ("floods", r"answered with \d{8} bytes; at most 16777216 are read"),
+        ("floods", r"an answer of \d{8} bytes \(at most 16777216\)"),
         ("closes_its_pipe", r"died \(exit code 1\)"),
-        ("writes_everywhere", "sent what is no answer"),
+        ("writes_everywhere", "sent an invalid answer"),
         ("is_no_turn", "step returned .*; it must return a Turn"),
         ("is_no_number", "reward is nan; it must be finite"),
         ("says_nothing", "neither a message nor done=True"),
-        ("has_a_step_outside", r"steps has \(6, 1.0\); .* from 1 to 5, the number"),
+        ("has_a_step_outside", r"steps has \(6, 1.0\). .* from 1 to 5, the number"),
         ("has_a_step_of_nothing", "the step that ends at 5 has no reward. Leave it out"),
     ],
 )
@@ -158,16 +158,16 @@ def test_one_that_reads_nothing_is_killed_in_time(pool):
 
 def test_one_that_dies_while_it_starts_fails_its_conversation_only(pool, monkeypatch):
     pool.call([begin(0), begin(1)])
-    started = pool._started
+    start = child_process.ChildProcess
 
-    def dies():
-        process = started()
+    def dies(program):
+        process = start(program)
         os.kill(process.pid, signal.SIGKILL)
         return process
 
     os.kill(pool.pid(0), signal.SIGKILL)
     pool.call([step(0)])
-    monkeypatch.setattr(pool, "_started", dies)
+    monkeypatch.setattr(child_process, "ChildProcess", dies)
     failed, fine = pool.call([begin(0), begin(1)])
     assert failed.reason == "env_error"
     assert re.search(r"died \(exit code -9\)", failed.text)
@@ -308,6 +308,30 @@ def test_what_environments_return_is_checked():
     scored = check_turn(Turn(reward={"reward": None, "part": 2}, done=True))
     assert (scored.score, scored.parts) == (None, {"part": 2.0})
     assert check_turn(Turn(reward=True, done=True)).score == 1.0
+
+
+DIES_WHILE_KILLING = """
+import os, signal
+from aligner import process_tree
+from aligner.child_process import ChildProcess, Program
+from aligner.errors import DataError
+
+process = ChildProcess(Program("sleeper", (), "a child", "", DataError, DataError))
+print(process.wait_until_ready(), flush=True)
+process_tree._kill_all = lambda list_processes: os.kill(os.getpid(), signal.SIGKILL)
+process.close()
+"""
+
+
+def test_a_child_ends_if_its_parent_dies_while_it_kills_the_child(tmp_path):
+    """Between the signal that stops the child and the one that kills it."""
+    load = "import os\n\ndef load():\n    return os.getpid(), lambda: ()\n"
+    (tmp_path / "sleeper.py").write_text(load)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-c", DIES_WHILE_KILLING]
+    parent = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+    assert parent.returncode == -signal.SIGKILL, parent.stderr
+    assert gone(int(parent.stdout))
 
 
 def test_child_processes_stay_light():

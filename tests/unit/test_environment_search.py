@@ -65,7 +65,7 @@ def test_what_is_no_corpus_is_refused(tmp_path):
         load_corpus(str(file))
     file.write_text("\n")
     os.utime(file, ns=(1, 1))
-    with pytest.raises(DataError, match="holds no document"):
+    with pytest.raises(DataError, match="contains no document"):
         load_corpus(str(file))
     with pytest.raises(ConfigError, match="top=0"):
         Lookup(seed=0, prompt="?", ground_truth="x", corpus=str(file), top=0)

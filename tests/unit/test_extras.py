@@ -76,7 +76,8 @@ def test_the_error_names_the_setting_the_packages_and_the_command(without, extra
     with pytest.raises(MissingPackageError) as raised:
         require_extra(extra, "a=b")
     assert str(raised.value) == (
-        f'a=b needs {", ".join(EXTRAS[extra])}, not installed here; pip install "aligner[{extra}]"'
+        f"a=b needs {', '.join(EXTRAS[extra])}, which is not installed. "
+        f'Run: pip install "aligner[{extra}]"'
     )
 
 
@@ -105,7 +106,7 @@ def test_a_run_is_refused_before_anything_starts(without, package, overrides, se
     without(package)
     with ExitStack() as closing, pytest.raises(MissingPackageError, match=setting) as raised:
         open_engine(config, closing)
-    assert f"needs {package}, not installed" in str(raised.value)
+    assert f"needs {package}, which is not installed" in str(raised.value)
 
 
 def test_files_are_refused(without, tmp_path):
@@ -141,7 +142,7 @@ def test_functions_are_refused(without, monkeypatch, package, function, extra):
 def test_servers_are_refused(tmp_path, script, arguments):
     done = run_without(["fastapi"], script, arguments, tmp_path)
     assert done.returncode != 0
-    assert 'needs fastapi, not installed here; pip install "aligner[serve]"' in done.stderr
+    assert 'needs fastapi, which is not installed. Run: pip install "aligner[serve]"' in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -149,7 +150,7 @@ def test_reports_name_what_is_missing(without):
     without("gguf")
     statuses = {status.package.name: status for status in find_packages()}
     assert statuses["gguf"].package.without == "GGUF files are refused"
-    assert not statuses["gguf"].found
+    assert not statuses["gguf"].is_installed
     assert "pyarrow" not in statuses  # it is installed
 
 

@@ -60,9 +60,9 @@ def test_what_is_no_number_is_refused(final):
     ("row", "words"),
     [
         ({"question": "Q?", "answer": "no mark: 4"}, "has no ####"),
-        ({"question": "Q?"}, "'answer' must hold text and is missing"),
-        ({"question": "", "answer": "#### 4"}, "'question' must hold text and is ''"),
-        ({"question": "Q?", "answer": 4}, "'answer' must hold text and is 4"),
+        ({"question": "Q?"}, "'answer' must contain text and is missing"),
+        ({"question": "", "answer": "#### 4"}, "'question' must contain text and is ''"),
+        ({"question": "Q?", "answer": 4}, "'answer' must contain text and is 4"),
         ("{not json", "JSON"),
     ],
 )

@@ -165,7 +165,7 @@ def test_packing_and_dynamic_batching_exclude_each_other():
         context_parallel_size=2,
         sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=4098),
     )
-    for model, words in ((both, "exclude each other"), (uncut, "4098 does not divide by 4")):
+    for model, words in ((both, "exclude each other"), (uncut, "4098 is not a multiple of 4")):
         for make in handles(cluster := Recorder(), model):
             with pytest.raises(ConfigError, match=words):
                 make()

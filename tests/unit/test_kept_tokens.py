@@ -263,7 +263,7 @@ def test_a_policy_scores_over_what_it_recorded(policy):
         (
             {"sampling_params": {"top_k": 9}},
             {},
-            r"record_kept_tokens=8 is below .*top_k=9.*set it to 9",
+            r"record_kept_tokens=8 is below .*top_k=9.*Set it to 9",
         ),
         ({}, VLLM, r"record_kept_tokens=8 with .*vllm: .* but model.ppo.sampling_params.top_k=0"),
         (

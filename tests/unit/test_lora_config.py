@@ -31,24 +31,24 @@ def run(peft, critic=None, **model):
     ("peft", "model", "message"),
     [
         ({"peft_scheme": "ptuning"}, {}, r"model\.peft\.peft_scheme: must be one of lora"),
-        ({"restore_from_path": "a"}, {}, r"peft_scheme is null; set it to lora"),
-        (LORA | {"lora_tuning": {"target_modules": []}}, {}, "nothing would be trained"),
+        ({"restore_from_path": "a"}, {}, r"peft_scheme is null. Set it to lora"),
+        (LORA | {"lora_tuning": {"target_modules": []}}, {}, "no weight would be trained"),
         (LORA | {"lora_tuning": {"target_modules": ["mlp_fc3"]}}, {}, r"must be one of all, att"),
         (LORA | {"lora_tuning": {"adapter_dim": 0}}, {}, r"adapter_dim: must be at least 1"),
         (LORA | {"lora_tuning": {"alpha": 0}}, {}, r"alpha: must be greater than 0"),
         (LORA | {"lora_tuning": {"adapter_dropout": 1.0}}, {}, "between 0 and 0.9"),
-        (LORA, {"fp8": "e4m3"}, r"model\.fp8=e4m3: adapters .* set model\.fp8=null"),
-        (LORA, {"layer_spec": "transformer_engine"}, r"model\.layer_spec=transf.* set .*=auto"),
+        (LORA, {"fp8": "e4m3"}, r"model\.fp8=e4m3 .* adapters .* Set model\.fp8=null"),
+        (LORA, {"layer_spec": "transformer_engine"}, r"model\.layer_spec=transf.* Set .*=auto"),
         (
             LORA,
             {"overlap_grad_reduce": True, "overlap_param_gather": True},
-            r"model\.overlap_param_gather=true, and .*=lora: .* set .*=false",
+            r"model\.overlap_param_gather=true .*=lora.* Set .*=false",
         ),
-        ({}, {"overlap_param_gather": True}, r"set model\.overlap_grad_reduce=true too"),
+        ({}, {"overlap_param_gather": True}, r"Set model\.overlap_grad_reduce=true too"),
         (
             LORA | {"lora_tuning": {"adapter_dropout": 0.1}},
             {"activations_checkpoint_granularity": "full"},
-            r"adapter_dropout=0\.1: .* set it to 0",
+            r"adapter_dropout=0\.1: .* Set it to 0",
         ),
     ],
 )
@@ -58,7 +58,7 @@ def test_refused(peft, model, message):
 
 
 def test_the_dtensor_backend_says_who_has_adapters():
-    with pytest.raises(ConfigError, match=r"policy\.backend=dtensor .* set policy\.backend=megat"):
+    with pytest.raises(ConfigError, match=r"policy\.backend=dtensor .* Set policy\.backend=megat"):
         parse_config(
             {**run(LORA).as_dict(), "policy": {"backend": "dtensor"}},
             RunConfig,

@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import tarfile
+from pathlib import Path
 
 import nemo_writers as writers
 import pytest
@@ -179,6 +180,14 @@ def test_no_weights(tmp_path):
         open_nemo(tmp_path / "m.nemo") as n,
     ):
         _ = n.weights
+
+
+def test_a_directory_without_a_model_is_not_listed(tmp_path, monkeypatch):
+    """Such as the root of the file system, whose files vanish while they are listed."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.setattr(Path, "rglob", None)
+    with pytest.raises(CheckpointError, match=r"model_config\.yaml"), open_nemo(tmp_path) as nemo:
+        _ = nemo.architecture
 
 
 def test_an_unpacked_directory_reads_the_same(good, tmp_path):

@@ -146,7 +146,7 @@ def test_what_failed_is_run_again_and_nothing_before_it(place):
     Path("reward.order").write_text("fail")
     with pytest.raises(WorkerError, match="stage reward ended with status 3"):
         run()
-    assert "1 runs are still to be made" in Path("results/stubs/report.html").read_text()
+    assert "1 runs are missing" in Path("results/stubs/report.html").read_text()
     ran()
     Path("reward.order").unlink()
     run()
@@ -171,7 +171,7 @@ def test_sigterm_is_for_the_stage_which_saves_and_is_continued(place):
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert "stage sft was stopped; the same command goes on" in errors
+    assert "stage sft was stopped. The same command continues" in errors
     ran()
     Path("sft.order").unlink()
     run()
@@ -214,22 +214,22 @@ def test_an_option_that_came_with_an_upgrade_makes_nothing_stale(place):
 def test_a_directory_with_a_run_of_its_own_is_not_taken_over(place):
     Path("results/stubs/sft").mkdir(parents=True)
     Path("results/stubs/sft/metrics.jsonl").write_text("")
-    with pytest.raises(ConfigError, match="holds a run of its own"):
+    with pytest.raises(ConfigError, match="contains another run"):
         run()
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("name: reward", "name: sft", "stages.1..name: 'sft' must be"),
-        ("path: sft", "path: ppo", "'ppo' is no earlier stage; use one of start, sft"),
-        ("script: train_gpt_reward", "script: train_gpt_rewards", "did you mean train_gpt_reward"),
+        ("name: reward", "name: sft", "stages.1..name: 'sft' must consist"),
+        ("path: sft", "path: ppo", "'ppo' is not an earlier stage. Use one of start, sft"),
+        ("script: train_gpt_reward", "script: train_gpt_rewards", "Did you mean train_gpt_reward"),
         ("recipe: reward_tiny_cpu", "recipe: no_such", "recipe no_such"),
         ("data.validation.arguments.size=10", "sed=1", "recipe reward_tiny_cpu with sed=1"),
-        ("data.validation.arguments.size=10", "dry_run=true", "leaves nothing for later stages"),
+        ("data.validation.arguments.size=10", "dry_run=true", "saves no model for later stages"),
         ("size=10", "size=[", "expected ',' or ']'"),
         ("start: start.nemo", "begin: start.nemo", "begin: unknown key"),
-        (", exp_manager.save_nemo=false", "", "an evaluation leaves no model"),
+        (", exp_manager.save_nemo=false", "", "an evaluation saves no model"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_run(place, old, new, message):
@@ -281,7 +281,7 @@ def test_the_page_is_balanced_safe_and_shows_changes_both_ways():
     )
     document = Document(render_comparison(Comparison("A & B", policies, [run], {}, missing=3)))
     text = "".join(document.text)
-    assert "3 runs are still to be made" in text
+    assert "3 runs are missing" in text
     assert "0.125 [0.065" in text
     assert "−0.125" in text
     assert "alert(1)" in text

@@ -116,7 +116,7 @@ def test_bad_values_are_refused(argument, words):
 
 @pytest.mark.parametrize("name", ["gpt_evaluate", "gpt_generate", "recipes/nothing"])
 def test_other_configurations_are_refused(name):
-    with pytest.raises(ConfigError, match="no training configuration"):
+    with pytest.raises(ConfigError, match="not a training configuration"):
         plan_request(["--config-name", name], CONF)
 
 

@@ -46,7 +46,7 @@ def test_options_reach_the_loss(options, loss):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "kto", "label_smoothing": 0.1}, "label_smoothing=0.1 is an option of dpo, and"),
+        ({"loss": "kto", "label_smoothing": 0.1}, "label_smoothing=0.1 is an option of dpo, but"),
         ({"distance": "square"}, "distance=square is an option of rpo"),
         ({"loss": "ipo", "target_margin": 2}, "target_margin=2.0 is an option of simpo"),
         ({"loss": "simpo", "average_logprobs": True}, "is an option of dpo, ipo, rpo"),
@@ -83,12 +83,14 @@ def test_a_token_budget_holds_both_rows_of_a_pair(section, multiple, needed):
     data = {"max_length": 21}
     parsed(model=budget(needed), data=data)
     parsed({"loss": "kto"}, model=budget(24), data=data)
-    with pytest.raises(ConfigError, match=f"raise it to at least {needed}, or lower data.max_len"):
+    with pytest.raises(ConfigError, match=f"Raise it to at least {needed}, or lower data.max_len"):
         parsed(model=budget(needed - (8 if multiple else 1)), data=data)
 
 
 def test_both_rewards_or_none():
-    with pytest.raises(ConfigError, match=r"data\.rejected_reward_column=None: give both or none"):
+    with pytest.raises(
+        ConfigError, match=r"data\.rejected_reward_column=None: .*Set both or neither"
+    ):
         parsed(data={"chosen_reward_column": "good"})
 
 

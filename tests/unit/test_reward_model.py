@@ -243,14 +243,14 @@ DATA = {"train": {"source": "x.jsonl"}}
     ("trainer", "data", "said"),
     [
         ({"loss": "regression"}, {}, "data.attribute_columns is empty"),
-        ({}, {"attribute_columns": ["a"]}, "are for trainer.reward_model.loss=regression"),
-        ({"variant": "margin"}, {}, "variant=margin reads how strong a preference is"),
-        ({}, {"chosen_reward_column": "a"}, "give both or none"),
+        ({}, {"attribute_columns": ["a"]}, "needs trainer.reward_model.loss=regression"),
+        ({"variant": "margin"}, {}, "variant=margin needs the strength of each preference"),
+        ({}, {"chosen_reward_column": "a"}, "Set both or neither"),
         ({"standardize_on": "validation"}, {}, "data.validation is null"),
         (
             {"loss": "regression", "standardize_on": "train"},
             {"attribute_columns": ["a"]},
-            "standardize_on=train: ratings have a scale",
+            "standardize_on=train, but .*loss=regression",
         ),
     ],
 )
@@ -266,9 +266,7 @@ def test_a_loss_without_its_data_is_refused(trainer, data, said):
 
 def test_half_a_pair_is_refused():
     values = {"model": {"restore_from_path": "m.nemo", "micro_batch_size": 3}, "data": DATA}
-    with pytest.raises(
-        ConfigError, match=r"micro_batch_size=3 counts rows.* nearest that work: 2 or 4"
-    ):
+    with pytest.raises(ConfigError, match=r"micro_batch_size=3 counts rows.* Use 2 or 4"):
         parse_config(values, RewardRunConfig)
 
 
@@ -279,17 +277,17 @@ def test_half_a_pair_is_refused():
         ({"kind": "model"}, "reward=model reward.model.restore_from_path="),
         (
             {"function": "a:b", "server": {"url": "http://h"}},
-            "reward.server is given, and reward.kind=function",
+            "reward.server is set, but reward.kind=function",
         ),
-        ({"function": "a:b", "attribute_weights": [1.0]}, "set it to null"),
+        ({"function": "a:b", "attribute_weights": [1.0]}, "Set it to null"),
         ({"kind": "model", "model": {"restore_from_path": "r", "workers": 1}}, "needs cluster.eng"),
         (
             {"kind": "server", "server": {"url": "http://h", "retry_for_s": 1800}},
-            "must stay below cluster.timeout_s=1800",
+            "must be below cluster.timeout_s=1800",
         ),
         (
             {"kind": "server", "server": {"url": "http://h", "token_env": "A", "token_file": "b"}},
-            "both given",
+            "both set",
         ),
     ],
 )

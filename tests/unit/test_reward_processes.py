@@ -30,7 +30,7 @@ def test_a_function_that_forks_answers_once(load):
         ("base", "raised BaseException: base"),
         ("interrupt", "raised KeyboardInterrupt: "),
         ("exit", "raised GeneratorExit: g"),
-        ("odd", r"raised Odd: \(its text cannot be had: RuntimeError\)"),
+        ("odd", r"raised Odd: \(the text is not available: RuntimeError\)"),
         ("huge", r"raised ValueError: z+… and 4998000 characters more"),
     ],
 )
@@ -52,7 +52,7 @@ def test_answers_are_bounded_and_of_this_library(load):
         score(load("returns_much"), ["x"])
     assert len(str(refusal.value)) < 400
     with pytest.raises(
-        RewardError, match=r"sent what is no answer \((JSON|Unicode)DecodeError\)|died"
+        RewardError, match=r"sent an invalid answer \((JSON|Unicode)DecodeError\)|died"
     ):
         score(load("writes_everywhere"), ["x"])
 

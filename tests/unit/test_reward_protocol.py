@@ -84,12 +84,12 @@ def test_exception_no_single_sample_causes(load):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("{module}:missing", r"has no function 'missing' \(its functions: .*lengths"),
+        ("{module}:missing", r"has no function 'missing'\. Its functions: .*lengths"),
         ("{module}:not_callable", "has no function 'not_callable'"),
         ("{module}:too_few", r"must take \(prompts, responses, ground_truths"),
-        ("nowhere.py:f", "there is no file"),
+        ("nowhere.py:f", "does not exist"),
         ("no.such.module:f", "no module named 'no'"),
-        ("plain", "must look like"),
+        ("plain", "is not a path"),
         ("{folder}/broken.py:f", "failed with ZeroDivisionError"),
     ],
 )

@@ -64,7 +64,7 @@ def test_grpo_learns_from_an_engine_of_a_users(tiny_nemo, tmp_path, monkeypatch)
     [
         (
             [ENGINE, "+generation.kwargs={answer: []}"],
-            r"generation.kwargs.answer: 0 tokens; give 1",
+            r"generation.kwargs.answer: 0 tokens. Give 1",
         ),
         ([ENGINE, "+generation.kwargs={answers: []}"], r"generation.kwargs.answers: unknown key"),
         ([f"{ENGINE}s"], r"generation.backend=.*has no class 'FixedAnswerss'"),
@@ -72,10 +72,10 @@ def test_grpo_learns_from_an_engine_of_a_users(tiny_nemo, tmp_path, monkeypatch)
             [f"generation.backend={FILE}:FixedGeneration"],
             r"generation.backend=.*must be a subclass of aligner.config.EngineConfig",
         ),
-        (["+generation.kwargs={answer: []}"], r"generation.kwargs.*is of an engine of your own"),
+        (["+generation.kwargs={answer: []}"], r"generation.kwargs.*needs a user-defined engine"),
         (
             [ENGINE, "generation.async_rollouts=true"],
-            r"async_rollouts=true needs an engine that draws while.*set generation.backend=vllm",
+            r"async_rollouts=true needs an engine that samples while.*Set generation.backend=vllm",
         ),
         (
             [ENGINE, "model.ppo.record_kept_tokens=2", "model.ppo.sampling_params.top_k=2"],

@@ -313,7 +313,7 @@ def test_values_that_change_nothing_are_accepted(served):
     [
         (
             {"sampling": {"samples_per_prompt": 2}},
-            r"sampling\.samples_per_prompt=2: a request says",
+            r"sampling\.samples_per_prompt=2: each request chooses",
         ),
         ({"server": {"port": 70000}}, r"server\.port"),
         (

@@ -155,9 +155,9 @@ def test_another_architecture_is_refused(tmp_path, tiny_nemo):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("policy.backend=dtensor", "swaps weights of megatron-core models"),
-        ("reward.model.offload_weights=true", "is for workers of its own"),
-        ("model.peft.peft_scheme=lora", "the critic is adapters"),
+        ("policy.backend=dtensor", "needs megatron-core models, but policy.backend=dtensor"),
+        ("reward.model.offload_weights=true", "offload_weights=true needs separate workers"),
+        ("model.peft.peft_scheme=lora", "but model.peft.peft_scheme=lora"),
     ],
 )
 def test_what_cannot_share_is_refused(tmp_path, tiny_nemo, override, message):
@@ -168,5 +168,5 @@ def test_what_cannot_share_is_refused(tmp_path, tiny_nemo, override, message):
 
 def test_without_a_critic_there_is_no_body_to_share(tmp_path, tiny_nemo):
     share = "reward.model.share_body_with_critic=true"
-    with pytest.raises(ConfigError, match="this run has no critic"):
+    with pytest.raises(ConfigError, match="needs a critic, but this run has none"):
         ppo(tmp_path, tiny_nemo, "r.nemo", share, recipe="grpo_tiny_cpu")

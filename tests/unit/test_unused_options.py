@@ -51,7 +51,7 @@ def with_value(values, key, value):
 )
 def test_an_option_that_nothing_reads_is_refused(root, values, key, value):
     parse_config(values, root)
-    with pytest.raises(ConfigError, match="Nothing reads it in this run") as refusal:
+    with pytest.raises(ConfigError, match="This run ignores it") as refusal:
         parse_config(with_value(values, key, value), root)
     assert key in str(refusal.value)
 

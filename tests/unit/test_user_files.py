@@ -24,7 +24,7 @@ def test_objects_of_a_file_travel_and_columns_that_are_not_taken_stay(module, lo
     assert pickle.loads(pickle.dumps(row["ground_truth"])) == row["ground_truth"]
     columns = {"check": [row["check"]]}
     assert score(load("of_truths"), ["a"], [row["ground_truth"]], columns).rewards.tolist() == [2.0]
-    with pytest.raises(DataError, match=r"takes_checks'.* object that cannot travel .*lambda"):
+    with pytest.raises(DataError, match=r"takes_checks'.* object that cannot be pickled.*lambda"):
         score(load("takes_checks"), ["a"], columns=columns)
 
 
@@ -80,5 +80,5 @@ def test_nothing_of_an_answer_runs_here(load):
     ids=lambda value: value[:20],
 )
 def test_forged_answers_are_no_answers(load, answer, said):
-    with pytest.raises(RewardError, match=rf"sent what is no answer \({said}\)"):
+    with pytest.raises(RewardError, match=rf"sent an invalid answer \({said}\)"):
         score(load("forges"), [answer])

@@ -114,7 +114,7 @@ def loss_of(name, **overrides):
     ("path", "words"),
     [
         ("no_such_module:Loss", ["no module named 'no_such_module'", "PYTHONPATH"]),
-        ("gone.py:Loss", ["there is no file"]),
+        ("gone.py:Loss", ["does not exist"]),
         ("my_losses.py:Los", ["has no class 'Los'", "Local"]),
         ("my_losses.py:VALUE", ["has no class 'VALUE'"]),
         ("my_losses", ["package.module:function"]),

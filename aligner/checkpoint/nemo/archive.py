@@ -61,7 +61,9 @@ class ArchiveReader:
                 )
             raise CheckpointNotFoundError(text)
         if self.path.is_dir():
-            paths = list(self.path.rglob("*"))
+            # Any other directory, such as /, can be large and can change while it is listed.
+            is_model = (self.path / "model_config.yaml").is_file()
+            paths = list(self.path.rglob("*")) if is_model else []
             for path in paths:
                 if path.is_symlink():
                     raise CheckpointError(

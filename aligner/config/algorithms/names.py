@@ -1,4 +1,4 @@
-"""Names of the algorithms, by the configuration of a run."""
+"""Name of the algorithm that the configuration of a run describes."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from aligner.catalog import ESTIMATORS, SURROGATES
 
 
 class Algorithm(NamedTuple):
-    """An algorithm by its name, and what its run state is made of."""
+    """Name of an algorithm, its section of ``trainer``, and whether it trains a critic."""
 
     name: str
     section: str  # of ``trainer``
@@ -16,20 +16,23 @@ class Algorithm(NamedTuple):
 
     @property
     def directory(self) -> str:
-        """The name as part of a directory's, such as ``dr_grpo``."""
+        """The name as part of a directory name, such as ``dr_grpo``."""
         plain = self.name.lower().replace("reinforce++", "reinforce_plus_plus")
         return re.sub(r"[^a-z0-9]+", "_", plain.replace(" with a baseline", "_baseline")).strip("_")
 
 
 def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
-    """The algorithm of a run whose configuration is ``config`` (`BaseRunConfig.as_dict`).
+    """Return the algorithm of a configuration in the form of `BaseRunConfig.as_dict`.
 
-    Also of a saved run's, which may be of an earlier version.
+    The configuration may be that of a run saved by an earlier version.
     """
+    # Section of the trainer.
     sections = ("ppo", "rs", "sft", "dpo", "reward_model", "distill")
     trainer = config["trainer"]
     section = next(name for name in sections if name in trainer)
     loop = trainer[section]
+
+    # Name, with the variant of the algorithm.
     names = {
         "rs": "Rejection sampling",
         "sft": "Fine-tuning",
@@ -46,15 +49,15 @@ def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
         elif variants:
             name += f" ({', '.join(variants)})"
     elif section == "distill":
-        where = "on-policy" if loop.get("on_policy") else "offline"
-        name = f"Distillation ({where}, {loop.get('kl')} KL)"
+        source = "on-policy" if loop.get("on_policy") else "offline"
+        name = f"Distillation ({source}, {loop.get('kl')} KL)"
     else:
         name = names[section]
     return Algorithm(name, section, config.get("critic") is not None)
 
 
 def _variants(loop: Mapping[str, Any], policy: Mapping[str, Any]) -> list[str]:
-    """Names of the published variants of GRPO whose options are set, as in docs/reinforce.md."""
+    """Return the published variants of GRPO whose options are set (docs/reinforce.md)."""
     eps = policy.get("ratio_eps")
     clips_higher = isinstance(eps, Sequence) and len(set(eps)) > 1
     surrogate = SURROGATES.get(policy.get("surrogate", ""))

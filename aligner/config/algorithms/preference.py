@@ -1,4 +1,4 @@
-"""Preferences and ratings, and loops over them: preference optimisation and reward models."""
+"""Data and trainer of preference optimisation and of reward models."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from aligner.config.fields import Count, MinorShare, NonNegative, Positive
 
 PreferenceLossName = Literal["dpo", "ipo", "rpo", "simpo", "kto"]
 
-# The options that each loss has beside beta.
+# Options of each loss in addition to beta.
 LOSS_OPTIONS: dict[PreferenceLossName, tuple[str, ...]] = {
     "dpo": ("label_smoothing", "average_logprobs", "sft_weight"),
     "ipo": ("average_logprobs", "sft_weight"),
@@ -25,84 +25,90 @@ LOSS_OPTIONS: dict[PreferenceLossName, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class PairDataConfig(PromptColumns, TrainingSets):
-    """Training and validation pairs, and how a row becomes one."""
+    """Training and validation pairs, and the columns of their rows."""
 
     chosen_column: StrictStr = "chosen"
-    """Column of the better response: text, the assistant's message, or a whole chat."""
+    """Column of the better response: text, the assistant's message, or a complete chat."""
 
     rejected_column: StrictStr = "rejected"
     """Column of the worse response."""
 
     chosen_reward_column: StrictStr | None = None
-    """Column of a number, the reward of the chosen response; null: 1.
+    """Column with the reward of the chosen response. `null` means a reward of 1.
 
-    RPO reads both rewards, and the variants `margin` and `scaled` of reward models, to which their
-    difference is the strength of the preference.
+    RPO and the variants `margin` and `scaled` of reward models read both rewards. For these
+    variants the difference of the rewards is the strength of the preference.
     """
 
     rejected_reward_column: StrictStr | None = None
-    """Column of a number, the reward of the rejected response; null: 0."""
+    """Column with the reward of the rejected response. `null` means a reward of 0."""
 
     max_length: Count | None = None
-    """Tokens of a sequence; examples with a longer one are dropped and counted; null: none are.
+    """Most tokens of a sequence. `null` means no limit.
 
-    Never cut.
+    An example with a longer sequence is dropped and counted. Sequences are never truncated.
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse the reward of one response without that of the other."""
+        """Refuse a reward column of only one of the two responses."""
         chosen, rejected = self.chosen_reward_column, self.rejected_reward_column
         if (chosen is None) != (rejected is None):
             yield (
                 f"{key}.chosen_reward_column={chosen} and {key}.rejected_reward_column={rejected}: "
-                "give both or none"
+                "only one of them is set. Set both or neither"
             )
 
 
 @dataclass(frozen=True)
 class PreferenceDataConfig(PairDataConfig):
-    """The same, or for KTO rows that hold one response and its label, good or bad."""
+    """Pairs, or for KTO single responses with a label, good or bad."""
 
     response_column: StrictStr = "response"
     """KTO: column of the response."""
 
     label_column: StrictStr = "label"
-    """KTO: column of true (or 1) where the response is good."""
+    """KTO: column that is true (or 1) for a good response."""
 
 
 @dataclass(frozen=True)
 class TrainerDPOConfig(SupervisedLoopConfig):
-    """The loop; a step is one optimizer update."""
+    """Training loop of preference optimisation. A step is one optimizer update."""
 
     loss: PreferenceLossName = "dpo"
     """`dpo`, `ipo`, `rpo`, `simpo` or `kto`.
 
-    SimPO has no reference; KTO learns from single responses.
+    SimPO uses no reference. KTO learns from single responses.
     """
 
     beta: Positive | None = None
-    """Weight of the implicit reward, the cost of leaving the reference; null: 0.1, SimPO 2."""
+    """Weight β of the implicit reward. `null` means 0.1, or 2 for SimPO.
+
+    A larger weight keeps the policy closer to the reference.
+    """
 
     label_smoothing: MinorShare = 0.0
-    """DPO: share of pairs labelled the wrong way round (cDPO); below 0.5.
+    """DPO: assumed share of pairs with swapped labels (cDPO), below 0.5.
 
-    From there on the rejected responses would be preferred.
+    With a share of 0.5 or more the rejected responses would be preferred.
     """
 
     average_logprobs: StrictBool = False
-    """DPO, IPO, RPO: mean over a response's tokens, not their sum."""
+    """DPO, IPO, RPO: average the log-probs over a response's tokens instead of summing them."""
 
     distance: Literal["square", "forward_kl", "backward_kl"] = "backward_kl"
-    """RPO: `square`, `forward_kl` or `backward_kl`, from the gap of rewards."""
+    """RPO: distance of the implicit reward gap from the data's reward gap.
+
+    `square`, `forward_kl` or `backward_kl`.
+    """
 
     reward_scale: Positive = 1.0
-    """RPO: the data's rewards are multiplied by it."""
+    """RPO: factor of the data's rewards."""
 
     target_margin: StrictFloat = 1.0
-    """SimPO: γ, by how much the chosen response is to lead."""
+    """SimPO: target γ of the margin between the chosen and the rejected response."""
 
     sft_weight: NonNegative = 0.0
-    """Not KTO: weight of the chosen response's negative log-likelihood per token."""
+    """All but KTO: weight of the chosen response's negative log-likelihood per token."""
 
     desirable_weight: NonNegative = 1.0
     """KTO: weight of good responses."""
@@ -112,12 +118,12 @@ class TrainerDPOConfig(SupervisedLoopConfig):
 
     @property
     def is_paired(self) -> bool:
-        """True if an example is two responses, in adjacent rows."""
+        """True if an example consists of two responses, in adjacent rows."""
         return self.loss != "kto"
 
     @property
     def has_reference(self) -> bool:
-        """True if the loss reads the log-probs of the initial weights."""
+        """True if the loss uses the log-probs of the initial weights."""
         return self.loss != "simpo"
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
@@ -128,98 +134,101 @@ class TrainerDPOConfig(SupervisedLoopConfig):
             if name not in LOSS_OPTIONS[self.loss] and value != default:
                 owners = [loss for loss, names in LOSS_OPTIONS.items() if name in names]
                 yield (
-                    f"{key}.{name}={value} is an option of {', '.join(owners)}, and {key}.loss="
-                    f"{self.loss}; leave it at {default}, or change the loss"
+                    f"{key}.{name}={value} is an option of {', '.join(owners)}, but {key}.loss="
+                    f"{self.loss}. Set it to {default}, or change the loss"
                 )
 
 
 @dataclass(frozen=True)
 class DPOTrainerConfig(TrainingConfig):
-    """The trainer of a preference run."""
+    """Section ``trainer`` of preference optimisation."""
 
     dpo: TrainerDPOConfig = field(default_factory=TrainerDPOConfig)
 
 
 @dataclass(frozen=True)
 class RewardDataConfig(PairDataConfig):
-    """Comparisons, or for regression rows that hold one response and its ratings."""
+    """Pairs, or for regression single responses with ratings."""
 
     response_column: StrictStr = "response"
-    """`regression`: column of the response that is rated."""
+    """`regression`: column of the rated response."""
 
     attribute_columns: tuple[StrictStr, ...] = ()
-    """`regression`: columns of ratings, a number or null each.
+    """`regression`: columns of ratings. Each cell is a number or null.
 
-    The head has an output for each, in this order.
+    The reward head has one output per column, in this order.
     """
 
 
 @dataclass(frozen=True)
 class TrainerRewardModelConfig(SupervisedLoopConfig):
-    """The loop; a step is one optimizer update."""
+    """Training loop of a reward model. A step is one optimizer update."""
 
     loss: Literal["bradley_terry", "regression"] = "bradley_terry"
-    """From comparisons, `bradley_terry`, or from ratings, `regression`."""
+    """`bradley_terry` learns from pairs, `regression` from ratings."""
 
     variant: Literal["plain", "margin", "scaled"] = "plain"
-    """Use of the strength s of a preference, by `bradley_terry`.
+    """`bradley_terry`: use of the strength s of a preference.
 
-    With the difference d of the rewards: `plain`: -log sigmoid(d); `margin`: -log sigmoid(d - s);
-    `scaled`: -s log sigmoid(d).
+    The loss is -log sigmoid(d) with `plain`, -log sigmoid(d - s) with `margin`, and -s log
+    sigmoid(d) with `scaled`, where d is the difference of the two rewards.
     """
 
     standardize_on: Literal["train", "validation"] | None = None
-    """Data on which the trained model's rewards are measured.
+    """`bradley_terry`: data that standardise the rewards of the trained model.
 
-    `bradley_terry`: mean and deviation on `train` or `validation`, and the model then standardises
-    by them; null: it does not.
+    Mean and deviation are measured on `train` or `validation` and stored in the model. `null`
+    leaves rewards unchanged.
     """
 
     limit_standardize_examples: Count = 1024
-    """Pairs there that are measured, the first so many."""
+    """Number of pairs to measure, from the beginning of the data."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Refuse a loss without its data, and options and data of the other loss."""
         data, rates = run.data, self.loss == "regression"
         if run.policy.backend != "megatron":
             yield (
-                f"policy.backend={run.policy.backend}: reward models are trained on megatron-core; "
-                "set policy.backend=megatron"
+                f"policy.backend={run.policy.backend}: reward models are trained on megatron-core. "
+                "Set policy.backend=megatron"
             )
+        # Regression of ratings.
         if rates and not data.attribute_columns:
             yield (
-                f"{key}.loss=regression rates attributes, and data.attribute_columns is empty; "
-                "name the columns of ratings, for example data.attribute_columns=[helpfulness]"
+                f"{key}.loss=regression needs ratings, but data.attribute_columns is empty. Name "
+                "their columns, for example data.attribute_columns=[helpfulness]"
             )
         if rates and self.variant != "plain":
             yield (
-                f"{key}.variant={self.variant} is one of bradley_terry, and {key}.loss=regression; "
-                "leave it at plain"
+                f"{key}.variant={self.variant} is an option of bradley_terry, but {key}.loss="
+                "regression. Set it to plain"
             )
         if rates and self.standardize_on is not None:
             yield (
-                f"{key}.standardize_on={self.standardize_on}: ratings have a scale of their own, "
-                "which regression keeps; set it to null"
+                f"{key}.standardize_on={self.standardize_on}, but {key}.loss=regression keeps the "
+                "scale of the ratings. Set it to null"
             )
+
+        # Bradley-Terry on pairs.
         if not rates and data.attribute_columns:
             yield (
-                f"data.attribute_columns={list(data.attribute_columns)} are for {key}.loss="
-                "regression; set that, or leave them empty"
+                f"data.attribute_columns={list(data.attribute_columns)} needs {key}.loss="
+                "regression. Set the loss, or leave the columns empty"
             )
         if not rates and self.variant != "plain" and data.chosen_reward_column is None:
             yield (
-                f"{key}.variant={self.variant} reads how strong a preference is; give "
-                "data.chosen_reward_column and data.rejected_reward_column, or set variant=plain"
+                f"{key}.variant={self.variant} needs the strength of each preference. Set "
+                "data.chosen_reward_column and data.rejected_reward_column, or variant=plain"
             )
         if self.standardize_on == "validation" and data.validation is None:
             yield (
-                f"{key}.standardize_on=validation, and data.validation is null; give it, or use "
-                "train"
+                f"{key}.standardize_on=validation, but data.validation is null. Set "
+                "data.validation.source, or use train"
             )
 
 
 @dataclass(frozen=True)
 class RewardTrainerConfig(TrainingConfig):
-    """The trainer of a reward model."""
+    """Section ``trainer`` of reward models."""
 
     reward_model: TrainerRewardModelConfig = field(default_factory=TrainerRewardModelConfig)

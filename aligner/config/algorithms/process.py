@@ -1,4 +1,4 @@
-"""Processes of a run, their precision and time limit, and the user's callbacks."""
+"""Processes of a run, precision, time limit and callbacks."""
 
 import re
 from collections.abc import Mapping
@@ -12,24 +12,24 @@ from aligner.config.fields import Count, UserClass
 
 
 def _precision(value: Any) -> Any:
-    """A number as YAML reads it, and Lightning's spellings."""
+    """Normalise a precision in Lightning's spelling, or as the number that YAML reads."""
     if str(value) in ("16", "16-mixed", "16-true", "fp16"):
         raise PydanticCustomError(
             "float16",
-            "{key}={value}: float16 needs a loss scale, which no role here keeps; use bf16, or 32 "
-            "where there is none",
+            "{key}={value}: float16 needs loss scaling, which is not available. Use bf16, or 32 "
+            "on devices without bf16",
             {"value": value},
         )
-    known = {"32": "32", "32-true": "32", "bf16-mixed": "bf16", "bf16-true": "bf16"}
-    return known.get(str(value), value)
+    spellings = {"32": "32", "32-true": "32", "bf16-mixed": "bf16", "bf16-true": "bf16"}
+    return spellings.get(str(value), value)
 
 
-# bf16 is megatron-core's: bfloat16 weights in the passes, float32 ones in the optimizer.
+# megatron-core's bf16: bfloat16 weights in forward and backward, float32 weights in the optimizer.
 Precision = Annotated[Literal["32", "bf16"], BeforeValidator(_precision)]
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of ``DD:HH:MM:SS``; ``ValueError`` where it is not that."""
+    """Convert ``DD:HH:MM:SS`` to seconds. Raise ``ValueError`` for other text."""
     match = re.fullmatch(r"(\d{1,6}):(\d\d):([0-5]\d):([0-5]\d)", text)
     if match is None:
         raise ValueError(f"{text!r} is not DD:HH:MM:SS")
@@ -43,8 +43,8 @@ def _duration(text: str) -> str:
     except ValueError as error:
         raise PydanticCustomError(
             "duration",
-            "{key}={text}: expected DD:HH:MM:SS, minutes and seconds below 60, for example "
-            "00:04:00:00 for four hours",
+            "{key}={text}: expected DD:HH:MM:SS with minutes and seconds below 60. For example, "
+            "four hours are 00:04:00:00",
             {"text": text},
         ) from error
     return text
@@ -63,29 +63,28 @@ class ProcessConfig:
     devices: Count = 1
     """Processes per machine.
 
-    The script starts them itself, unless torchrun has; with `cluster.engine=ray`, Ray does.
+    The script starts them, unless torchrun does. With `cluster.engine=ray`, Ray starts them.
     """
 
     precision: Precision = "32"
     """Format of the weights in forward and backward passes.
 
-    `32` or `bf16` (Lightning's `32-true`, `bf16-true`, `bf16-mixed` are these). Value heads,
-    losses, gradients and optimizer states are float32 in both.
+    `32` or `bf16` (Lightning's spellings `32-true`, `bf16-true` and `bf16-mixed` are accepted).
+    Value heads, losses, gradients and optimizer states are float32 in both.
     """
 
     deterministic: StrictBool = False
-    """On GPUs too the same run twice is the same to the bit, resumed or not; slower.
+    """Make runs on GPUs repeatable to the bit, whether resumed or not. Slower.
 
-    Operations are chosen whose sums are always made in one order (PyTorch's deterministic
-    algorithms, flash attention's backward among them, one cuBLAS workspace, NCCL's ring). vLLM's
-    samples are left out. CPUs repeat in any case.
+    All operations sum in a fixed order (PyTorch's deterministic algorithms including flash
+    attention's backward, one cuBLAS workspace, NCCL's ring). vLLM's samples may still differ. Runs
+    on CPUs are always repeatable.
     """
 
     max_time: Duration | None = None
-    """`DD:HH:MM:SS`, after which the run saves and ends; null: no limit.
+    """Time limit of the run as `DD:HH:MM:SS`. `null` means no limit.
 
-    After the step during which it passes, the run validates, saves and ends. The same command
-    continues.
+    The run finishes the current step, validates, saves and ends. The same command continues it.
     """
 
     @property
@@ -95,13 +94,13 @@ class ProcessConfig:
 
     @property
     def world_size(self) -> int:
-        """Processes that the run asks for."""
+        """Number of processes of the run."""
         return self.num_nodes * self.devices
 
 
 @dataclass(frozen=True)
 class CallbackConfig:
-    """A callback with arguments."""
+    """A callback with keyword arguments."""
 
     callback: UserClass
     """`package.module:Class` or `path/to/file.py:Class`."""
@@ -112,11 +111,11 @@ class CallbackConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig(ProcessConfig):
-    """Processes of a run that trains, and its callbacks."""
+    """Processes and callbacks of a training run."""
 
     callbacks: tuple[UserClass | CallbackConfig, ...] = ()
-    """Classes of your own that are called after steps, validations and saved states.
+    """User-defined classes that are called after steps, validations and saved states.
 
-    `package.module:Class` or `path/to/file.py:Class`, or `{callback: CLASS, kwargs: {NAME: VALUE}}`
-    (docs/howto.md#a-callback).
+    Each is `package.module:Class`, `path/to/file.py:Class`, or `{callback: CLASS, kwargs: {NAME:
+    VALUE}}` (docs/howto.md#a-callback).
     """

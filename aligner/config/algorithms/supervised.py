@@ -1,4 +1,4 @@
-"""Worked examples, and loops over them: fine-tuning and distillation."""
+"""Data, models and trainer of supervised fine-tuning and of distillation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,27 +16,30 @@ from aligner.config.roles.sampling import LengthParams, RolloutConfig, SamplingP
 
 @dataclass(frozen=True)
 class ExampleDataConfig(PromptColumns, TrainingSets):
-    """Training and validation examples, and how a row becomes one."""
+    """Training and validation examples, and the columns of their rows."""
 
     response_column: Annotated[StrictStr, SEPARATE_RESPONSE] = "response"
-    """Column of text, of the assistant's message, or of a whole chat."""
+    """Column of the response: text, the assistant's message, or a complete chat."""
 
     messages_column: StrictStr | None = None
-    """Column of a whole chat that the assistant ends, instead of these two; null: none."""
+    """Column of complete chats, instead of the columns of prompt and response.
+
+    The assistant's message is the last of a chat. `null` means no such column.
+    """
 
     learn: Literal["last", "all"] = "all"
-    """Assistant messages of a chat that are learned: `all` or `last`."""
+    """Assistant messages of a chat that are learned: `all`, or only the `last`."""
 
     max_length: Count | None = None
-    """Tokens of an example; longer ones are dropped and counted; null: none are.
+    """Most tokens of an example. Longer examples are dropped and counted. `null` means no limit.
 
-    Never cut.
+    Examples are never truncated.
     """
 
 
 @dataclass(frozen=True)
 class SFTTrainerConfig(TrainingConfig):
-    """The trainer of a supervised run."""
+    """Section ``trainer`` of supervised fine-tuning."""
 
     sft: SupervisedLoopConfig = field(default_factory=SupervisedLoopConfig)
 
@@ -46,25 +49,25 @@ KLDirection = Literal["forward", "backward", "mixed"]
 
 @dataclass(frozen=True)
 class StudentSamplingConfig:
-    """Sampling of the student, where it learns from its own responses."""
+    """Sampling of the student's responses in on-policy distillation."""
 
     rollout_micro_batch_size: Count = 64
-    """On-policy: sequences in flight together while sampling, per rank."""
+    """On-policy: sequences that are sampled at the same time, per rank."""
 
     length_params: LengthParams = field(default_factory=LengthParams)
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    """Sampling of the responses; the temperature is also that of the compared distributions."""
+    """Sampling of responses. The temperature also applies to the compared distributions."""
 
 
 @dataclass(frozen=True)
 class StudentConfig(TrainedModelConfig):
-    """The model that learns."""
+    """The trained model of a distillation."""
 
     distill: StudentSamplingConfig = field(default_factory=StudentSamplingConfig)
 
     @property
     def rollout_key(self) -> str:
-        """Section of its sampling options."""
+        """Key of the section with the sampling options."""
         return "model.distill"
 
     @property
@@ -80,10 +83,10 @@ class StudentConfig(TrainedModelConfig):
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """The model that is learned from: frozen, in the student's layout and batching by tokens."""
+    """The frozen teacher, which uses the student's layout and token budgets."""
 
     restore_from_path: ModelPath
-    """A `.nemo` file whose tokenizer is the student's."""
+    """A `.nemo` file with the same tokenizer as the student."""
 
     micro_batch_size: Count = 8
     """Sequences per forward pass of the teacher, per data-parallel rank."""
@@ -91,48 +94,48 @@ class TeacherConfig:
 
 @dataclass(frozen=True)
 class TrainerDistillConfig(SupervisedLoopConfig):
-    """The loop; a step is one optimizer update on one global batch."""
+    """Training loop of a distillation. A step is one optimizer update on one global batch."""
 
     on_policy: StrictBool = False
-    """Learn on the student's own responses to the prompts, anew each step, not on the data's."""
+    """Learn from responses that the student samples in each step, not from the data's responses."""
 
     kl: KLDirection = "forward"
-    """Divergence of teacher and student.
+    """Divergence between teacher and student.
 
     `forward` (teacher to student), `backward` (student to teacher) or `mixed`.
     """
 
     mixed_weight: Fraction = 0.5
-    """`mixed`: weight of the forward divergence; the backward one has the rest."""
+    """`mixed`: weight w of the forward divergence. The backward divergence has weight 1 - w."""
 
     top_k: Count = 64
-    """The teacher's likeliest tokens at each position, which the loss reads."""
+    """Number of the teacher's most probable tokens at each position that the loss uses."""
 
     zero_outside_topk: StrictBool = True
-    """The teacher gives other tokens probability 0; false: they are not looked at."""
+    """Give all other tokens teacher probability 0. `false` ignores them."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse models and options that distillation does not have."""
+        """Refuse backends and options that distillation does not support."""
         if run.policy.backend != "megatron":
             yield (
                 f"policy.backend={run.policy.backend}: student and teacher are megatron-core "
-                "models; set policy.backend=megatron"
+                "models. Set policy.backend=megatron"
             )
         default = TrainerDistillConfig.mixed_weight
         if self.kl != "mixed" and self.mixed_weight != default:
             yield (
-                f"{key}.mixed_weight={self.mixed_weight} weighs the two divergences of kl=mixed, "
-                f"and {key}.kl={self.kl}; leave it at {default}, or set kl=mixed"
+                f"{key}.mixed_weight={self.mixed_weight} needs kl=mixed, but {key}.kl={self.kl}. "
+                f"Set it to {default}, or set kl=mixed"
             )
         if self.on_policy and run.data.messages_column is not None:
             yield (
-                f"data.messages_column={run.data.messages_column} is a chat with its answers, and "
-                f"{key}.on_policy=true reads prompts alone; name data.prompt_column instead"
+                f"data.messages_column={run.data.messages_column} contains answers, but "
+                f"{key}.on_policy=true reads only prompts. Use data.prompt_column instead"
             )
 
 
 @dataclass(frozen=True)
 class DistillTrainerConfig(TrainingConfig):
-    """The trainer of a distillation run."""
+    """Section ``trainer`` of distillation."""
 
     distill: TrainerDistillConfig = field(default_factory=TrainerDistillConfig)

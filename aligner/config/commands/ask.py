@@ -1,6 +1,5 @@
-"""Commands that ask a model and train nothing: answers to prompts, a chat, an evaluation."""
+"""Commands that sample from a model without training it: generate, chat, evaluate, serve."""
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -45,7 +44,7 @@ from aligner.foreign_keys import shown
 
 @dataclass(frozen=True)
 class AskedModelConfig:
-    """A model that is only asked, and its layout."""
+    """A model that only generates, and its layout."""
 
     restore_from_path: Annotated[
         StrictStr, not_empty("a .nemo file, a Hugging Face directory or the directory of a run")
@@ -53,13 +52,13 @@ class AskedModelConfig:
     """A `.nemo`, a Hugging Face directory, or the directory of a run: its newest state."""
 
     tokenizer: FilePath | None = None
-    """Path of another tokenizer; null: the model's own."""
+    """Path of another tokenizer. `null` means the model's tokenizer."""
 
     tensor_model_parallel_size: Count = 1
     """Processes that share every layer."""
 
     pipeline_model_parallel_size: Count = 1
-    """Processes that hold a run of layers each."""
+    """Pipeline stages: processes with consecutive layers each."""
 
     context_parallel_size: Count = 1
     """Processes that share every sequence, in chunks."""
@@ -79,65 +78,66 @@ class AskedModelConfig:
 
 @dataclass(frozen=True)
 class AskedDataConfig(AnsweredColumns):
-    """Prompts, and how a row becomes one."""
+    """Sets of prompts, and the columns of their rows."""
 
     prompts: PromptSourceConfig | None = None
-    """A set of prompts, with `source`, `arguments` and `limit`; null: none."""
+    """A set of prompts, with `source`, `arguments` and `limit`. `null` means no such set."""
 
     sets: Mapping[str, PromptSourceConfig] = field(default_factory=dict)
-    """Further sets of prompts, `NAME: {source, arguments, limit}`."""
+    """Additional sets of prompts, `NAME: {source, arguments, limit}`."""
 
 
 @dataclass(frozen=True)
 class ServedDataConfig:
-    """Prompts of requests."""
+    """Conversion of requests into prompts."""
 
     system_prompt: StrictStr | None = None
-    """Put before chat messages that bring none; null: nothing."""
+    """System message for chats without one. `null` adds none."""
 
     chat_template_kwargs: Mapping[StrictStr, Any] = field(default_factory=dict)
-    """Variables for the chat template, as `{enable_thinking: false}`; it must name each.
+    """Variables for the chat template, such as `{enable_thinking: false}`.
 
-    The request's own `chat_template_kwargs` go before them.
+    The template must use each variable. A request's `chat_template_kwargs` take precedence.
     """
 
     special_tokens_in_text: SpecialTokensInText = "keep"
-    """Special and added tokens that requests spell: `keep`, `refuse`, or `escape` with U+200B."""
+    """Special and added tokens in the text of requests: `keep`, `refuse`, or `escape` with U+200B.
+    """
 
     add_bos: StrictBool = False
-    """Begin with the BOS token, unless the text already does."""
+    """Begin a prompt with the BOS token, unless its text already does."""
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Address of a server, and what requests can take of it."""
+    """Address, authentication and limits of a server."""
 
     host: Annotated[StrictStr, not_empty("an address to listen on")] = "127.0.0.1"
-    """Address to listen on; `0.0.0.0`: all of the machine's."""
+    """Address to listen on. `0.0.0.0` means all addresses of the machine."""
 
     port: Annotated[Integer, Interval(ge=0, le=65535)] = 8000
-    """Port; 0: any that is free."""
+    """Port. `0` means any free port."""
 
     token_env: StrictStr | None = None
-    """Environment variable that holds the bearer token; null: none."""
+    """Environment variable with the bearer token. `null` means no variable."""
 
     token_file: FilePath | None = None
-    """Or a file that holds it, written with a new one where there is none.
+    """File with the bearer token. If the file does not exist, it is created with a new token.
 
-    With neither a new token is made and printed.
+    Without `token_env` and `token_file` the server creates a token and prints it.
     """
 
     model_name: Annotated[StrictStr, not_empty("a name")] | None = None
-    """Name of the model in requests; null: that of its file or directory."""
+    """Name of the model in requests. `null` means the name of its file or directory."""
 
     max_waiting: Count = 1024
-    """Answers that may wait; further requests are asked to come later."""
+    """Most queued answers. The server then refuses new requests, which the client may retry."""
 
     timeout_s: Seconds = 600.0
-    """Longest wait of a request for its whole answer, in seconds."""
+    """Longest wait of a request for its complete answer, in seconds."""
 
     session_idle_s: Seconds = 3600.0
-    """A session that nobody used for so long, in seconds, is forgotten and its key refused."""
+    """Seconds without a request after which a session is deleted and its key refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +155,11 @@ class AskConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole tree as JSON has it: mappings, lists and plain values."""
+        """Return the configuration as JSON values: dicts, lists and scalars."""
         return json.loads(json.dumps(asdict(self)))
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse lengths that no response can have, and settings of training runs."""
+        """Refuse contradictory length limits, and settings of training runs."""
         yield from self.sampling.problems("sampling", run)
         for option, value, default in (
             ("trainer.max_time", self.trainer.max_time, None),
@@ -168,8 +168,8 @@ class AskConfig:
         ):
             if value != default:
                 yield (
-                    f"{option}={shown(value)} is of training runs, and nothing is trained here; "
-                    f"set it to {shown(default)}"
+                    f"{option}={shown(value)} applies to training runs only. "
+                    f"Set it to {shown(default)}"
                 )
 
 
@@ -180,7 +180,7 @@ class PromptedConfig(AskConfig):
     data: AskedDataConfig = field(default_factory=AskedDataConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also samples that would all be equal."""
+        """Check also the names of sets, and refuse several greedy samples of a prompt."""
         yield from super().problems(key, run)
         samples, greedy = self.sampling.samples_per_prompt, self.sampling.use_greedy
         yield from answer_problems("sampling", samples, greedy, "data.sets", self.data.sets)
@@ -194,12 +194,12 @@ class ServeConfig(AskConfig):
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also a number of answers, which each request gives."""
+        """Refuse also a number of samples, which each request chooses."""
         yield from super().problems(key, run)
         if self.sampling.samples_per_prompt != 1:
             yield (
-                f"sampling.samples_per_prompt={self.sampling.samples_per_prompt}: a request says "
-                "how many answers it wants (n); set it to 1"
+                f"sampling.samples_per_prompt={self.sampling.samples_per_prompt}: each request "
+                "chooses its number of answers (n). Set it to 1"
             )
 
 
@@ -208,30 +208,31 @@ class GenerateConfig(PromptedConfig):
     """All options of generating."""
 
     prompt: tuple[StrictStr, ...] = ()
-    """Prompts on the command line, beside `data.prompts`: `--prompt TEXT`."""
+    """Prompts in addition to `data.prompts`. `--prompt TEXT` adds one."""
 
     chat: StrictBool = False
-    """A conversation in the terminal instead: `--chat`."""
+    """Converse in the terminal instead: `--chat`."""
 
     output: FilePath | None = None
-    """A `.jsonl` file to write: `--output FILE`; null: answers are printed."""
+    """A `.jsonl` file for the answers: `--output FILE`. `null` prints them."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also nothing to answer, and a chat that has no terminal."""
+        """Refuse also a command without prompts, and a chat of several processes."""
         yield from super().problems(key, run)
+        # A chat reads its prompts from the terminal.
         has_prompts = bool(self.prompt or self.data.prompts or self.data.sets)
         if self.chat and (has_prompts or self.output is not None):
             yield (
-                "chat=true is a conversation in the terminal; leave out prompt, data.prompts, "
+                "chat=true reads prompts from the terminal. Leave out prompt, data.prompts, "
                 "data.sets and output"
             )
         if self.chat and self.cluster.engine == "local" and self.trainer.world_size > 1:
             yield (
-                f"chat=true with {self.trainer.world_size} processes: each would wait for the "
-                "terminal; set trainer.devices=1, or cluster.engine=ray"
+                f"chat=true with {self.trainer.world_size} processes: each process would wait for "
+                "the terminal. Set trainer.devices=1, or cluster.engine=ray"
             )
         if not self.chat and not has_prompts:
-            yield "nothing is asked: give --prompt TEXT, data.prompts.source=FILE, or --chat"
+            yield "no prompts: give --prompt TEXT, data.prompts.source=FILE, or --chat"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,30 +242,30 @@ class EvaluateConfig(PromptedConfig):
     reward: RewardConfig
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     final_answer: Function = FINAL_ANSWER
-    """Function that finds a response's final answer.
+    """Function that extracts the final answer from the text of a response.
 
-    It is given the text and returns None where there is no answer; maj@k compares the answers.
+    It returns None if the response contains no answer. `maj@k` compares the answers.
     """
 
     output: FilePath = "results/evaluation"
     """Directory of evaluation.json, answers.jsonl and report.html."""
 
     samples_shown: Count = 12
-    """Answers of each set on the page."""
+    """Answers of each set in the HTML report."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also no prompts, and conversations without room for one."""
+        """Refuse also an evaluation without prompts, and conversations without room for one."""
         yield from super().problems(key, run)
         environment, response = self.environment, self.sampling.max_length
         if environment.is_set and environment.max_tokens <= response:
             yield (
                 f"environment.max_tokens={environment.max_tokens} leaves no room for a prompt "
-                f"before a response of sampling.max_length={response}; raise the one, or lower the "
-                "other"
+                f"before a response of sampling.max_length={response}. Raise "
+                "environment.max_tokens or lower sampling.max_length"
             )
         if self.data.prompts is None and not self.data.sets:
             yield (
-                "data.prompts.source: not given, and no data.sets; name a .jsonl or .parquet file "
+                "data.prompts.source: not given, and no data.sets. Name a .jsonl or .parquet file "
                 "or a generator function (package.module:function)"
             )
 
@@ -272,25 +273,31 @@ class EvaluateConfig(PromptedConfig):
 def as_run(
     config: AskConfig, restore_from_path: str, peft: PeftConfig, tokenizer: str | None = None
 ) -> RSRunConfig:
-    """The run, of no step, that engines, roles and rewards are built for.
+    """Return a rejection-sampling run without steps, for which models and engines are built.
 
-    ``restore_from_path``, ``peft`` and ``tokenizer``: the model's, where ``config`` names a run.
+    ``restore_from_path``, ``peft`` and ``tokenizer`` describe the model. They differ from
+    ``config.model`` if it names the directory of a run.
     """
     sampling_options, rows = config.sampling.sampling_options, config.sampling.batch_size
-    layout = dataclasses.asdict(config.model)
-    layout |= {"restore_from_path": restore_from_path, "peft": peft}
+    layout = asdict(config.model) | {"restore_from_path": restore_from_path, "peft": peft}
     layout["tokenizer"] = config.model.tokenizer or tokenizer
-    reward, folder = RewardConfig(function=FINAL_ANSWER), "."  # nobody asks it
-    environment = EnvironmentConfig()
+    process = {
+        option.name: getattr(config.trainer, option.name) for option in fields(ProcessConfig)
+    }
+
+    # Sections that only some commands have. A run requires a reward, which is not called here.
+    reward, folder, environment = RewardConfig(function=FINAL_ANSWER), ".", EnvironmentConfig()
+    sections = ["policy", "cluster", "generation"]
     if isinstance(config, EvaluateConfig):
         reward, folder, environment = config.reward, config.output, config.environment
-    process = {one.name: getattr(config.trainer, one.name) for one in fields(ProcessConfig)}
+        sections += ["reward", "environment"]
     data: dict[str, Any] = {}
     source = None
     if isinstance(config, PromptedConfig):
-        data = dataclasses.asdict(config.data)
+        data = asdict(config.data)
         del data["prompts"], data["sets"]
         source = config.data.prompts
+
     run = RSRunConfig(
         model=RSModelConfig(
             **layout,
@@ -312,8 +319,5 @@ def as_run(
         data=DataConfig(train=source or PromptSourceConfig(source=""), **data),
         exp_manager=ExpManagerConfig(explicit_log_dir=folder),
     )
-    sections = ["policy", "cluster", "generation"]
-    if isinstance(config, EvaluateConfig):
-        sections += ["reward", "environment"]
     refuse(chain.from_iterable(broken_rules(getattr(run, key), key, run) for key in sections))
     return run

@@ -1,4 +1,4 @@
-"""Single changes of a configuration that change what a run takes, and how they are written."""
+"""Single changes of a configuration that affect the memory or the speed of a run."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,24 +8,28 @@ from aligner.foreign_keys import shown
 
 RECOMPUTE = "model.activations_checkpoint_granularity"
 TENSOR = "model.tensor_model_parallel_size"
-_GRANULARITIES = (None, "selective", "full")  # the more is recomputed, the less is kept
+_GRANULARITIES = (None, "selective", "full")  # in order of decreasing memory
 
 
 def overrides_of(changes: Mapping[str, Any]) -> list[str]:
-    """``key=value`` as on the command line."""
+    """Return changes as arguments of the command line, ``key=value``."""
     return [f"{key}={shown(value)}" for key, value in changes.items()]
 
 
 def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[dict[str, Any]]:
-    """One thing after the other; ``saving``: only what saves memory on a device.
+    """Yield changes of the configuration, each independent of the others.
 
-    Without ``saving``, bf16 and larger tensor-parallel groups of a node come last.
+    ``saving``: yield only changes that save memory on a device. Otherwise bf16 and larger
+    tensor-parallel groups of a node follow at the end.
     """
+    # Recomputation.
     model = config.model
-    now = model.activations_checkpoint_granularity
-    for place, granularity in enumerate(_GRANULARITIES):
-        if granularity != now and not (saving and place < _GRANULARITIES.index(now)):
+    level = _GRANULARITIES.index(model.activations_checkpoint_granularity)
+    for index, granularity in enumerate(_GRANULARITIES):
+        if index != level and not (saving and index < level):
             yield {RECOMPUTE: granularity}
+
+    # Size of a micro-batch, by tokens or by sequences.
     budgets = model.token_budgets
     name = "sequence_packing" if model.sequence_packing.enabled else "dynamic_batching"
     for factor in (0.5,) if saving else (0.5, 2):
@@ -37,6 +41,8 @@ def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[d
                 size = max(1, int(config.critic.micro_batch_size * factor))
                 changes["critic.micro_batch_size"] = size
             yield changes
+
+    # Storage in host memory.
     if isinstance(config, SamplingRunConfig) and not model.rollout.offload_adam_states:
         yield {f"{model.rollout_key}.offload_adam_states": True}
     critic = config.critic if isinstance(config, RunConfig) else None
@@ -46,6 +52,8 @@ def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[d
         yield {f"{model.rollout_key}.offload_weights": True}
     if isinstance(config, RunConfig) and config.model.reference.mode == "keep":
         yield {"model.reference.mode": "swap"}
+
+    # Layout and precision.
     if model.tensor_model_parallel_size > 1 and not model.sequence_parallel:
         yield {"model.sequence_parallel": True}
     if not saving:
@@ -53,7 +61,7 @@ def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[d
 
 
 def _faster_changes(config: BaseRunConfig) -> Iterator[dict[str, Any]]:
-    """Yield bf16, and each larger tensor-parallel group that a node has devices for."""
+    """Yield bf16, and each larger tensor-parallel group that fits a node."""
     model = config.model
     if config.trainer.precision == "32":
         yield {"trainer.precision": "bf16"}

@@ -9,7 +9,7 @@ from aligner.config.run import (
 from aligner.errors import ConfigError
 
 _MOST_POSITIONS = 1 << 30
-# Tokens, where neither the configuration nor the data give a number.
+# Default lengths in tokens, if neither the configuration nor the data determine them.
 _PROMPT, _EXAMPLE = 512, 2048
 
 
@@ -21,47 +21,52 @@ def longest_lengths(
     length: int | None = None,
     read: int | None = None,
 ) -> tuple[int, int]:
-    """Tokens of a prompt and of what follows it, of a run's longest sequences.
+    """Return the most tokens of a prompt and of a response in a run.
 
-    Of examples the second number is the whole example, the first is 0.
+    For a run on given examples the result is 0 and the most tokens of an example.
 
     Args:
-        config: of a training run.
-        positions: the model has no more; None: it has any number.
-        prompt: tokens of a prompt; None: the longest that the configuration lets pass and the
-            response leaves room for.
-        length: tokens of a response, or of an example; None: as configured.
-        read: tokens of the longest prompt, or example, of the data, which counts where the
-            configuration lets any pass; None: nobody has looked.
+        config: configuration of a training run.
+        positions: most positions of the model. None means no limit.
+        prompt: tokens of a prompt. None means the longest prompt that the configuration accepts and
+            that leaves room for the response.
+        length: tokens of a response, or of an example. None means as configured.
+        read: tokens of the longest prompt or example in the data. It is used if the configuration
+            sets no limit. None means that the data were not read.
 
     Raises:
-        ConfigError: the response leaves no room for a prompt.
+        ConfigError: prompt and response together exceed the positions of the model.
     """
+    # Limit of a prompt, or of an example, by the configuration.
     most = positions or _MOST_POSITIONS
     limit = None
     if isinstance(config, SamplingRunConfig):
         limit = config.data.max_prompt_length
-        if config.environment.is_set:  # what a response is added to, of any turn
+        if config.environment.is_set:  # a conversation before the response of its last turn
             answer = config.model.rollout.length_params.max_length
             limit = config.environment.max_tokens - answer
     elif isinstance(config, SupervisedRunConfig):
         limit = config.data.max_length
+
+    # Given examples.
     if not samples_responses(config):
         budgets = config.model.token_budgets
         usual = _EXAMPLE if budgets is None else budgets.train_mb_tokens
         return 0, length or min(limit or read or usual, most)
+
+    # Sampled responses.
     response = length or config.model.rollout.length_params.max_length
     prompt = prompt or max(1, min(limit or read or _PROMPT, most - response))
     if prompt + response > most:
         raise ConfigError(
-            f"a prompt of {prompt} tokens and a response of {response} are more than the model's "
-            f"{most} positions; set plan.prompt_length or plan.length"
+            f"a prompt of {prompt} tokens and a response of {response} exceed the model's {most} "
+            "positions. Set plan.prompt_length or plan.length"
         )
     return prompt, response
 
 
 def samples_responses(config: BaseRunConfig) -> bool:
-    """Return whether the model learns from responses that it samples, not from given examples."""
+    """Return whether the model learns from its own samples rather than from given examples."""
     if isinstance(config, DistillRunConfig):
         return config.trainer.distill.on_policy
     return isinstance(config, SamplingRunConfig)

@@ -1,4 +1,4 @@
-"""Short options of commands that are used by hand, written as the keys that they stand for."""
+"""Short options of commands for interactive use, and the configuration keys that they set."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,39 +18,37 @@ def as_overrides(
     flags: Mapping[str, str] | None = None,
     repeated: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """``arguments`` with options replaced by ``key=value``, the value quoted; others stay.
+    """Replace short options by overrides ``key=value`` with a quoted value.
+
+    Other arguments are returned unchanged.
 
     Args:
-        arguments: what follows the name of the script.
-        options: the key that an option with a value sets.
-        flags: the override that an option without a value stands for.
-        repeated: the key of a list, to which every such option adds a value.
+        arguments: the command line without the name of the script.
+        options: key that each option with a value sets.
+        flags: override of each option without a value.
+        repeated: key of a list to which each occurrence of an option adds a value.
 
     Raises:
-        ConfigError: an option's value is missing.
+        ConfigError: an option lacks its value.
     """
     flags, repeated = flags or {}, repeated or {}
-    found: list[str] = []
+    overrides: list[str] = []
     lists: dict[str, list[str]] = {}
-    rest = list(arguments)
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
+    remaining = iter(arguments)
+    for argument in remaining:
+        name, equals, value = argument.partition("=")
         if name in flags and not equals:
-            found.append(flags[name])
+            overrides.append(flags[name])
         elif name in options or name in repeated:
-            if not equals:
-                if not rest:
-                    raise ConfigError(f"{name}: its value is missing")
-                value = rest.pop(0)
+            text = value if equals else next(remaining, None)
+            if text is None:
+                raise ConfigError(f"{name}: its value is missing. Write it as {name} VALUE")
+            # A form that hydra and omegaconf parse back to the same text.
+            quoted = QuotedString(text.replace("${", "\\${"), Quote.double).with_quotes()
             if name in options:
-                found.append(f"{options[name]}={_quoted(value)}")
+                overrides.append(f"{options[name]}={quoted}")
             else:
-                lists.setdefault(repeated[name], []).append(_quoted(value))
+                lists.setdefault(repeated[name], []).append(quoted)
         else:
-            found.append(f"{name}{equals}{value}")
-    return [*found, *(f"{key}=[{','.join(values)}]" for key, values in lists.items())]
-
-
-def _quoted(text: str) -> str:
-    """``text`` as hydra and omegaconf read it back, whatever is in it."""
-    return QuotedString(text.replace("${", "\\${"), Quote.double).with_quotes()
+            overrides.append(argument)
+    return [*overrides, *(f"{key}=[{','.join(values)}]" for key, values in lists.items())]

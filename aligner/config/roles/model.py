@@ -1,4 +1,4 @@
-"""Policy and critic: where they come from, how they are cut, and how they are trained."""
+"""Policy and critic: checkpoint, parallel layout, batching and training."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from aligner.config.roles.optim import OptimConfig
 from aligner.config.roles.peft import PeftConfig
 from aligner.config.roles.sampling import PolicyPPOConfig, PolicyRSConfig, RolloutConfig
 
-FP8_MULTIPLE = 16  # rows of 8-bit matrix products come in multiples of it
+FP8_MULTIPLE = 16  # 8-bit matrix products need a multiple of 16 rows
 LAYOUT_KEYS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -34,14 +34,14 @@ Model = TypeVar("Model", bound="TrainedModelConfig")
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """Frozen reference policy. Not built at all where no KL term needs it."""
+    """Frozen reference policy, which is built only if a KL term needs it."""
 
     mode: Literal["keep", "swap"] = "keep"
-    """Place of the reference's weights.
+    """Storage of the reference's weights.
 
-    `keep`: the reference is a second model on the device. `swap`: its weights wait in host memory
-    and change places with the policy's when needed. With adapters it is the policy without them,
-    and this says nothing.
+    `keep`: the reference is a second model on the device. `swap`: its weights are in host memory
+    and swapped with the policy's weights when needed. With adapters the reference is the policy
+    without adapters, and this key has no effect.
     """
 
 
@@ -52,22 +52,25 @@ PackingAlgorithmName = Literal[
 
 @dataclass(frozen=True)
 class MegatronOnly:
-    """Mark in a field's type: with ``policy.backend=dtensor`` only its default can be used."""
+    """Mark in a field's type: ``policy.backend=dtensor`` accepts only the default."""
 
-    instead: str
-    """What dtensor has in its place, as the end of a sentence."""
+    alternative: str
+    """Alternative with dtensor, as the end of a sentence."""
 
 
 @dataclass(frozen=True)
 class TokenBudgets:
-    """Micro-batches of a number of tokens, not of sequences; the critic has the policy's."""
+    """Micro-batches of a number of tokens, for policy and critic."""
 
     enabled: StrictBool = False
     train_mb_tokens: Count = 4096
-    """Tokens of a micro-batch in training, with padding, per rank; no sequence may be longer."""
+    """Most tokens of a micro-batch in training, with padding, per rank.
+
+    No sequence may be longer.
+    """
 
     logprob_mb_tokens: Count | None = None
-    """Tokens of a micro-batch in log-probs and values; null: as in training."""
+    """Most tokens of a micro-batch for log-probs and values. `null` means as in training."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,11 @@ class SequencePackingConfig(TokenBudgets):
     enabled: StrictBool = False
     """Micro-batches of several sequences in one row, without padding between them.
 
-    Policy and critic; `micro_batch_size` then says nothing.
+    Applies to policy and critic. `micro_batch_size` then has no effect.
     """
 
     algorithm: PackingAlgorithmName = "modified_first_fit_decreasing"
-    """Choice of the sequences that share a row.
+    """Algorithm that assigns sequences to rows.
 
     `modified_first_fit_decreasing`, `first_fit_decreasing`, `first_fit_shuffle` or `concatenative`
     (in order).
@@ -95,62 +98,64 @@ class DynamicBatchingConfig(TokenBudgets):
     enabled: StrictBool = False
     """Padded micro-batches of a token budget, of sequences of similar length.
 
-    Policy and critic. Not together with packing; `micro_batch_size` then says nothing.
+    Applies to policy and critic, not together with packing. `micro_batch_size` then has no effect.
     """
 
     sequence_length_round: Count = 8
-    """Padded lengths are rounded up to a multiple of it."""
+    """Multiple to which padded lengths are rounded up."""
 
 
 @dataclass(frozen=True)
 class TrainedModelConfig:
-    """A model that a run trains. Its parallel layout is the layout of every role of the run."""
+    """A model that a run trains. Its parallel layout applies to all roles of the run."""
 
     restore_from_path: ModelPath
-    """The model to train: a `.nemo` file, an unpacked one, or a Hugging Face directory."""
+    """The model to train: a `.nemo` file, an unpacked `.nemo`, or a Hugging Face directory."""
 
     tokenizer: FilePath | None = None
-    """Path of another tokenizer; null: the one in the `.nemo`.
+    """Path of another tokenizer. `null` means the tokenizer in the `.nemo`.
 
-    Or a function that makes one, `package.module:function` or `path/to/file.py:function`
-    (docs/howto.md#own-code-by-path).
+    Or a function that returns a tokenizer, `package.module:function` or
+    `path/to/file.py:function` (docs/howto.md#own-code-by-path).
     """
 
     micro_batch_size: Annotated[Count, DERIVED] = 8
-    """Sequences per forward and backward pass, per rank; null: up to 8, evenly.
+    """Sequences per forward and backward pass, per rank.
 
-    The most up to 8 that divide a rank's share. Memory and speed, never results.
+    `null` means the largest divisor up to 8 of a rank's share. The size affects memory and speed,
+    not results.
     """
 
     global_batch_size: Annotated[BatchSize, DERIVED] = 64
-    """Sequences per optimizer update, over all ranks; null: a rollout in equal parts.
+    """Sequences per optimizer update, over all ranks.
 
-    The fewest parts of up to 64, or of up to 16 of the responses that rejection sampling keeps.
-    Divides the samples of a step; a multiple of `micro_batch_size` × ranks.
+    It must divide the samples of a step, and be a multiple of `micro_batch_size` × ranks. `null`
+    divides a rollout into the fewest equal parts of up to 64 samples, and the responses that
+    rejection sampling keeps into parts of up to 16.
     """
 
     tensor_model_parallel_size: Count = 1
     """Processes that share every layer.
 
-    Divides heads, query groups, feed-forward and hidden columns. `parallel@model=tensor2` sets 2
-    with sequence parallelism.
+    It must divide heads, query groups, feed-forward and hidden columns. `parallel@model=tensor2`
+    sets 2 with sequence parallelism.
     """
 
     pipeline_model_parallel_size: Annotated[
         Count, MegatronOnly("fits more layers by model.tensor_model_parallel_size")
     ] = 1
-    """Processes that hold a run of layers each.
+    """Pipeline stages: processes with consecutive layers each.
 
-    Divides the layers, unless stages are given their numbers. `parallel@model=pipeline2` sets 2.
+    It must divide the layers, unless sizes of stages are set. `parallel@model=pipeline2` sets 2.
     """
 
     num_layers_in_first_pipeline_stage: Annotated[Count | None, MegatronOnly("has one stage")] = (
         None
     )
-    """Layers of the first pipeline stage; null: as many as stages in between have."""
+    """Layers of the first pipeline stage. `null` means as many as middle stages."""
 
     num_layers_in_last_pipeline_stage: Annotated[Count | None, MegatronOnly("has one stage")] = None
-    """Layers of the last pipeline stage; null: as many as stages in between have."""
+    """Layers of the last pipeline stage. `null` means as many as middle stages."""
 
     context_parallel_size: Annotated[
         Count,
@@ -165,20 +170,17 @@ class TrainedModelConfig:
     """
 
     expert_model_parallel_size: Annotated[
-        Count, MegatronOnly("holds every expert on every rank")
+        Count, MegatronOnly("keeps every expert on every rank")
     ] = 1
     """Processes that share the experts of a mixture of experts.
 
-    Divides the experts and the processes of a pipeline stage.
+    It must divide the experts and the processes of a pipeline stage.
     """
 
     freeze_moe_router: Annotated[StrictBool, MegatronOnly("has no experts")] = False
-    """Train all but the routers of a mixture of experts.
+    """Freeze the routers of a mixture of experts, in policy and critic."""
 
-    Policy and critic. A dense model has none.
-    """
-
-    sequence_parallel: Annotated[StrictBool, MegatronOnly("splits layers alone")] = False
+    sequence_parallel: Annotated[StrictBool, MegatronOnly("splits only layers")] = False
     """Shard norms and dropouts over the tensor-parallel processes.
 
     Needs `tensor_model_parallel_size` above 1.
@@ -187,58 +189,61 @@ class TrainedModelConfig:
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
     shared_prefixes: StrictBool = True
-    """Pass what sequences begin with in common through the model once.
+    """Compute common prefixes of sequences once.
 
-    Responses to one prompt, forks of a conversation, pairs: what token ids of one micro-batch share
-    (docs/shared_prefixes.md). Memory and speed; results differ in rounding only.
+    Prefixes are compared by token ids within a micro-batch: responses to one prompt, forks of a
+    conversation, pairs (docs/shared_prefixes.md). Saves memory and time. Results differ in rounding
+    only.
     """
 
     activations_checkpoint_granularity: Literal["full", "selective"] | None = None
-    """Parts recomputed in the backward pass.
+    """Parts that are recomputed in the backward pass, in policy and critic.
 
-    `full` (layers), `selective` (attention) or null (nothing: all is kept). Policy and critic.
+    `full` (layers), `selective` (attention) or `null` (none, all activations are kept).
     """
 
     dropout: Annotated[StrictFloat, Interval(ge=0, le=0.9)] | None = 0.0
-    """Probability of dropping hidden states and attention weights; null: the checkpoint's.
+    """Probability of dropping hidden states and attention weights in training.
 
-    In training, of policy and critic, whatever the checkpoint says: old log-probs, the reference's
-    and samples are without, and the ratio would measure the dropout. null (a `.nemo` without the
-    keys means NeMo's 0.1) is what SFT begins with. With `policy.backend=dtensor` a Llama-like model
-    has no dropout of hidden states, and other values than 0 of it are refused.
+    Applies to policy and critic. Old log-probs, reference and samples are computed without dropout,
+    so that a positive probability distorts the ratio. `null` means the checkpoint's probability (a
+    `.nemo` without the keys means NeMo's 0.1) and is the default of SFT. With
+    `policy.backend=dtensor` a Llama-like model has no dropout of hidden states, and other values
+    than 0 for it are refused.
     """
 
     fp8: Annotated[Literal["e4m3", "hybrid"] | None, MegatronOnly("has no 8-bit products")] = None
-    """Format of 8-bit matrix products.
+    """Format of 8-bit matrix products in policy and critic. Sampling uses bf16.
 
-    `e4m3`, `hybrid` with e5m2 in the backward pass, or null (none). Policy and critic; sampling
-    stays in bf16. Needs Transformer Engine, a GPU with such products and `trainer.precision=bf16`.
+    `e4m3`, `hybrid` with e5m2 in the backward pass, or `null` (none). Needs Transformer Engine, a
+    GPU with 8-bit products and `trainer.precision=bf16`.
     """
 
     layer_spec: Annotated[LayerSpec, MegatronOnly("has transformers' layers")] = "auto"
-    """Library of the layers; the weights are the same.
+    """Implementation of the layers. The weights are the same.
 
-    `transformer_engine`'s, `local` (megatron-core's and this library's), or by `auto` the former on
-    GPUs where Transformer Engine is installed and no adapters are trained.
+    `transformer_engine`, or `local` (megatron-core and this library). `auto` selects
+    Transformer Engine on GPUs if it is installed and no adapters are trained.
     """
 
     fusions: StrictBool = True
-    """On GPUs: SwiGLU, rotary embedding, biases and the products of experts in one kernel each.
+    """On GPUs: use fused kernels for SwiGLU, rotary embedding, biases and experts.
 
-    A bias with its residual, and the experts of a layer one product each way in bf16. Needs Triton
-    and a C compiler with Python's headers; without them, and on CPUs, operations run one by one.
+    A bias is fused with its residual. In bf16 the experts of a layer are one matrix product each
+    way. Needs Triton and a C compiler with Python's headers. Without them, and on CPUs, operations
+    run separately.
     """
 
     overlap_grad_reduce: Annotated[StrictBool, MegatronOnly("has FSDP2's overlap")] = False
     """Sum gradients over data-parallel ranks during the backward pass.
 
-    For training over nodes; on NVLink there is little to hide.
+    Useful for training on several nodes. Over NVLink the gain is small.
     """
 
     overlap_param_gather: Annotated[StrictBool, MegatronOnly("has FSDP2's overlap")] = False
     """Collect updated weights from data-parallel ranks during the next forward pass.
 
-    Needs `overlap_grad_reduce`; not with adapters.
+    Needs `overlap_grad_reduce`. Not available with adapters.
     """
 
     peft: PeftConfig = field(default_factory=PeftConfig)
@@ -246,17 +251,17 @@ class TrainedModelConfig:
 
     @property
     def rollout_key(self) -> str:
-        """Section of its sampling options; empty where it does not sample."""
+        """Key of the section with the sampling options. Empty if the model does not sample."""
         return ""
 
     @property
     def rollout(self) -> RolloutConfig:
-        """Sampling of rollouts, where the algorithm uses them; else the defaults."""
+        """Sampling options of rollouts. Defaults if the algorithm does not sample."""
         return RolloutConfig(forward_micro_batch_size=self.micro_batch_size)
 
     @property
     def reference_mode(self) -> Literal["keep", "swap"]:
-        """Storage of the frozen copy of the initial weights, where one is needed."""
+        """Storage of the frozen copy of the initial weights, if one is needed."""
         return "keep"
 
     @property
@@ -279,18 +284,18 @@ class TrainedModelConfig:
 
     @property
     def token_budgets(self) -> SequencePackingConfig | DynamicBatchingConfig | None:
-        """Token budgets that form micro-batches; None: ``micro_batch_size`` forms them."""
+        """Token budgets of micro-batches. None means batches of ``micro_batch_size`` sequences."""
         if self.sequence_packing.enabled:
             return self.sequence_packing
         return self.dynamic_batching if self.dynamic_batching.enabled else None
 
     @property
     def token_limits(self) -> dict[str, int]:
-        """Token budgets in force, by their keys below the section."""
-        name = "sequence_packing" if self.sequence_packing.enabled else "dynamic_batching"
+        """Effective token budgets by their keys in this section."""
         budgets = self.token_budgets
         if budgets is None:
             return {}
+        name = "sequence_packing" if budgets is self.sequence_packing else "dynamic_batching"
         limits = {
             "train_mb_tokens": budgets.train_mb_tokens,
             "logprob_mb_tokens": budgets.logprob_mb_tokens,
@@ -308,12 +313,12 @@ class TrainedModelConfig:
 
     @property
     def plans_shared_prefixes(self) -> bool:
-        """Formation of micro-batches of rows that share; only of a model that drops nothing out."""
+        """True if micro-batches are planned for shared prefixes, which dropout excludes."""
         return self.shared_prefixes and self.dropout == 0.0
 
     @property
     def sequence_length_round(self) -> int:
-        """Multiple to which padded lengths of micro-batches are rounded up."""
+        """Multiple to which padded lengths in micro-batches are rounded up."""
         dynamic = self.dynamic_batching
         multiple = dynamic.sequence_length_round if dynamic.enabled else 1
         if self.fp8 is None:
@@ -330,12 +335,12 @@ class ModelConfig(TrainedModelConfig):
 
     @property
     def rollout_key(self) -> str:
-        """Section of its sampling options."""
+        """Key of the section with the sampling options."""
         return "model.ppo"
 
     @property
     def rollout(self) -> RolloutConfig:
-        """Sampling of rollouts."""
+        """Sampling options of rollouts."""
         return self.ppo
 
     @property
@@ -352,12 +357,12 @@ class RSModelConfig(TrainedModelConfig):
 
     @property
     def rollout_key(self) -> str:
-        """Section of its sampling options."""
+        """Key of the section with the sampling options."""
         return "model.rs"
 
     @property
     def rollout(self) -> RolloutConfig:
-        """Sampling of rollouts."""
+        """Sampling options of rollouts."""
         return self.rs
 
 
@@ -365,45 +370,45 @@ class RSModelConfig(TrainedModelConfig):
 class CriticConfig:
     """The critic: the policy's architecture with a value head.
 
-    It has the policy's parallel layout unless it is given sizes of its own, which need workers of
-    its own: ``cluster.engine=ray``.
+    It uses the policy's parallel layout, unless its sizes are set. A different layout needs
+    separate workers, ``cluster.engine=ray``.
     """
 
     restore_from_path: FilePath | None = None
-    """A `.nemo` file; null: the policy's, with a fresh head that says 0.
+    """A `.nemo` file. `null` means the policy's file, with a new value head that outputs 0.
 
-    For instance a reward model, whose `rm_head` becomes the value head.
+    The `rm_head` of a reward model becomes the value head.
     """
 
     micro_batch_size: Annotated[Count, DERIVED] = 8
     """As `model.micro_batch_size`."""
 
     global_batch_size: Annotated[BatchSize, DERIVED] = 64
-    """As `model.global_batch_size`; the two may differ."""
+    """As `model.global_batch_size`. The two sizes may differ."""
 
     forward_micro_batch_size: Count = 16
     """Sequences per forward pass of values, per rank."""
 
     value_clip: Positive | None = 0.2
-    """Clip of the new value around the rollout's; null: off."""
+    """Clip range of the new value around the rollout's value. `null` turns clipping off."""
 
     tensor_model_parallel_size: Count | None = None
-    """Size in the critic's own layout; null: `model.tensor_model_parallel_size`.
+    """Size in the critic's layout. `null` means `model.tensor_model_parallel_size`.
 
-    With `cluster.engine=ray`. The numbers do not depend on it.
+    Needs `cluster.engine=ray`. Results do not depend on the layout.
     """
 
     pipeline_model_parallel_size: Count | None = None
-    """The same; null: `model.pipeline_model_parallel_size`."""
+    """Size in the critic's layout. `null` means `model.pipeline_model_parallel_size`."""
 
     context_parallel_size: Count | None = None
-    """The same; null: `model.context_parallel_size`."""
+    """Size in the critic's layout. `null` means `model.context_parallel_size`."""
 
     expert_model_parallel_size: Count | None = None
-    """The same; null: `model.expert_model_parallel_size`."""
+    """Size in the critic's layout. `null` means `model.expert_model_parallel_size`."""
 
     sequence_parallel: StrictBool | None = None
-    """The same; null: `model.sequence_parallel`."""
+    """As `model.sequence_parallel`, in the critic's layout. `null` means the policy's value."""
 
     offload_adam_states: StrictBool = False
     """As `model.ppo.offload_adam_states`."""
@@ -412,23 +417,23 @@ class CriticConfig:
     """As `model.ppo.offload_gradients`."""
 
     offload_weights: StrictBool = False
-    """All it has on its device waits in host memory while it is idle.
+    """Keep the critic in host memory while it neither scores nor trains. GPUs only.
 
-    Weights, gradient buffers and optimizer state (float32 weights of a bf16 critic included), while
-    it is neither asked nor trained. GPUs only.
+    Offloads weights, gradient buffers and optimizer state (with the float32 weights of a bf16
+    critic).
     """
 
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
 
     @property
-    def own_layout(self) -> dict[str, int | bool]:
-        """The sizes that are given, by their keys."""
-        given = {key: getattr(self, key) for key in LAYOUT_KEYS}
-        return {key: size for key, size in given.items() if size is not None}
+    def layout_overrides(self) -> dict[str, int | bool]:
+        """Sizes that are set for the critic, by their keys."""
+        sizes = {key: getattr(self, key) for key in LAYOUT_KEYS}
+        return {key: size for key, size in sizes.items() if size is not None}
 
-    def laid_out(self, model: Model) -> Model:
-        """The policy's section in the critic's layout: what the critic shares with the policy."""
-        layout: dict[str, Any] = self.own_layout
+    def with_layout(self, model: Model) -> Model:
+        """Return the policy's section with the critic's layout."""
+        layout: dict[str, Any] = self.layout_overrides
         if "pipeline_model_parallel_size" in layout:
             layout |= dict.fromkeys(STAGE_KEYS)
         return replace(model, **layout) if layout else model

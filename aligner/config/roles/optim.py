@@ -1,11 +1,11 @@
-"""Optimizer and learning-rate schedule of one role; NeMo's names."""
+"""Optimizer and learning-rate schedule of one role, with NeMo's names."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from aligner.config.fields import Beta, Count, Natural, NonNegative, Positive, aliases
 
-# NeMo's optimizers that are this one: AdamW by megatron-core, its state shared out over ranks.
+# NeMo's names for AdamW of megatron-core, whose state is sharded over ranks.
 _ADAM_OF_NEMO = (
     "adamw",
     "fused_adam",
@@ -17,32 +17,28 @@ _ADAM_OF_NEMO = (
 
 @dataclass(frozen=True)
 class SchedConfig:
-    """Learning-rate schedule, counted in optimizer steps.
-
-    constant: warm up, then ``lr``. linear: warm up, then a straight line to ``min_lr``.
-    cosine: warm up, half a cosine to ``min_lr``, then ``constant_steps`` at ``min_lr``.
-    """
+    """Learning-rate schedule, counted in optimizer steps."""
 
     name: Annotated[
         Literal["constant", "cosine", "linear"], aliases({"CosineAnnealing": "cosine"})
     ] = "constant"
-    """Course of the learning rate, counted in optimizer updates.
+    """Shape of the schedule, counted in optimizer updates.
 
     `constant`: warm up, then `lr`. `linear`: warm up, then a straight line to `min_lr`. `cosine`
     (NeMo's `CosineAnnealing`): warm up, half a cosine to `min_lr`, then `constant_steps` there.
     """
 
     warmup_steps: Natural = 0
-    """Updates of linear rise from 0 to `lr`."""
+    """Updates of linear increase from 0 to `lr`."""
 
     constant_steps: Natural = 0
-    """`cosine`: updates held at `min_lr` at the end."""
+    """`cosine`: updates at `min_lr` at the end."""
 
     min_lr: NonNegative = 0.0
-    """End of the decay of `cosine` and `linear`."""
+    """Learning rate at the end of `cosine` and `linear`."""
 
     max_steps: Count | None = None
-    """Updates that the schedule spans; null: those of the run."""
+    """Length of the schedule in updates. `null` means all updates of the run."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +48,21 @@ class OptimConfig:
     name: Annotated[Literal["adam", "sgd"], aliases(dict.fromkeys(_ADAM_OF_NEMO, "adam"))] = "adam"
     """`adam` (AdamW, decoupled weight decay) or `sgd`.
 
-    NeMo's `distributed_fused_adam`, `mcore_distributed_optim`, `fused_adam`, `megatron_fused_adam`
-    and `adamw` are `adam`. The groups `optim@model.optim=sgd` and `optim@critic.optim=sgd` set the
-    matching defaults.
+    NeMo's names `distributed_fused_adam`, `mcore_distributed_optim`, `fused_adam`,
+    `megatron_fused_adam` and `adamw` mean `adam`. The options `optim@model.optim=sgd` and
+    `optim@critic.optim=sgd` set the defaults for `sgd`.
     """
 
     lr: Positive = 1e-6
     """Peak learning rate."""
 
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay of matrices; biases and norms have none."""
+    """Decoupled weight decay of matrices. Biases and norms are not decayed."""
 
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Decay of the first and second moment; `adam` only."""
+    """`adam`: decay rates of the first and second moment."""
 
     eps: Positive = 1e-8
-    """Added to the root of the second moment; `adam` only."""
+    """`adam`: constant added to the root of the second moment."""
 
     sched: SchedConfig = field(default_factory=SchedConfig)

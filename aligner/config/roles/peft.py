@@ -1,4 +1,4 @@
-"""Choice of the few weights that are trained beside frozen ones."""
+"""Parameter-efficient fine-tuning: adapters that are trained while all other weights are frozen."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -28,27 +28,27 @@ class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): a linear layer W becomes W + alpha / rank · B A."""
 
     target_modules: tuple[AdapterTarget, ...] = ("all",)
-    """Linear layers with adapters, of every transformer layer.
+    """Linear layers with adapters, in every transformer layer.
 
-    `all`, `attention` (`attention_qkv`, `attention_dense`), `mlp` (`mlp_fc1`, `mlp_fc2`), or some
-    of those in brackets.
+    `all`, `attention` (`attention_qkv`, `attention_dense`), `mlp` (`mlp_fc1`, `mlp_fc2`), or any
+    single names.
     """
 
     adapter_dim: Count = 32
-    """Rank."""
+    """Rank of the adapters."""
 
     alpha: Positive = 32.0
-    """The product of an adapter's matrices is multiplied by alpha / adapter_dim."""
+    """Scale of the adapters: the product of the matrices is multiplied by alpha / adapter_dim."""
 
     adapter_dropout: Annotated[StrictFloat, Interval(ge=0, le=0.9)] = 0.0
-    """Probability of dropping a number that an adapter reads, in training; at most 0.9.
+    """Probability of dropping an input element of an adapter in training, at most 0.9.
 
-    A token's draw depends on seed, update and the tokens up to it, never on the layout.
+    The random numbers of a token depend on seed, update and the tokens up to it, not on the layout.
     """
 
     @property
     def linears(self) -> frozenset[str]:
-        """megatron-core's names of the adapted linears, within a transformer layer."""
+        """megatron-core's names of the adapted linears in a transformer layer."""
         return frozenset(name for target in self.target_modules for name in _LINEARS[target])
 
     @property
@@ -59,16 +59,17 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """Adapters instead of all weights; the critic follows."""
+    """Training of adapters instead of all weights, in policy and critic."""
 
     peft_scheme: Annotated[Literal["lora"] | None, aliases({"none": None})] = None
-    """Adapters and heads are trained, all other weights frozen.
+    """Kind of adapters, in policy and critic.
 
-    `lora`; null, or NeMo's `none`: all weights are trained. Policy and critic. See docs/lora.md.
+    `lora` trains adapters and heads and freezes all other weights (docs/lora.md). `null`, or NeMo's
+    `none`, trains all weights.
     """
 
     restore_from_path: FilePath | None = None
-    """Adapters to begin with: the `*.lora.safetensors` of another run; null: fresh ones."""
+    """Initial adapters: the `*.lora.safetensors` of another run. `null` means new adapters."""
 
     lora_tuning: Annotated[
         LoraConfig,
@@ -77,5 +78,5 @@ class PeftConfig:
 
     @property
     def lora(self) -> LoraConfig | None:
-        """The adapters; None: there are none."""
+        """Settings of the adapters. None if all weights are trained."""
         return self.lora_tuning if self.peft_scheme == "lora" else None

@@ -1,4 +1,4 @@
-"""Models of policy and critic, and what the two backends do not have."""
+"""Backend of policy and critic, and rules for models that depend on the backend."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,120 +13,128 @@ from aligner.foreign_keys import shown
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """The library behind policy and critic."""
+    """Implementation of policy and critic."""
 
     backend: Literal["megatron", "dtensor"] = "megatron"
-    """Library behind policy and critic.
+    """Implementation of policy and critic.
 
-    `megatron`: megatron-core, all layouts. `dtensor`: transformers' models, sharded by FSDP2 and
-    tensor-parallel DTensors (docs/value_parity.md).
+    `megatron`: megatron-core, in all layouts. `dtensor`: models of transformers, sharded by FSDP2
+    and tensor-parallel DTensors (docs/value_parity.md).
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse layouts, adapters and token budgets that the backend does not have."""
+        """Refuse layouts, adapters and token budgets that the backend does not support."""
         yield from model_problems(self.backend, run.model)
         critic = getattr(run, "critic", None)
-        if critic is not None and critic.own_layout:
-            of_critic = critic.laid_out(run.model)
-            yield from _budget_problems(of_critic, "critic")
+        if critic is not None and critic.layout_overrides:
+            critic_model = critic.with_layout(run.model)
+            yield from _budget_problems(critic_model, "critic")
             if self.backend == "dtensor":
-                yield from _dtensor_problems(of_critic, "critic", LAYOUT_KEYS)
+                yield from _dtensor_problems(critic_model, "critic", LAYOUT_KEYS)
 
 
 def check_policy_backend(backend: str, model: TrainedModelConfig) -> None:
-    """Refuse a model's layout, adapters or token budgets that a backend does not have."""
+    """Refuse a layout, adapters or token budgets that a backend does not support."""
     refuse(model_problems(backend, model))
 
 
 def model_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
     """Yield a message for each rule that the section ``model`` breaks with a backend."""
+    # Micro-batches and communication.
     if model.sequence_packing.enabled and model.dynamic_batching.enabled:
         yield (
             "model.sequence_packing.enabled=true and model.dynamic_batching.enabled=true exclude "
-            "each other; set one of them to false (packing wastes less)"
+            "each other. Set one of them to false (packing wastes less)"
         )
     yield from _budget_problems(model, "model")
     if model.overlap_param_gather and not model.overlap_grad_reduce:
         yield (
-            "model.overlap_param_gather=true collects weights by the buckets that gradients are "
-            "summed in; set model.overlap_grad_reduce=true too, or model.overlap_param_gather=false"
+            "model.overlap_param_gather=true uses the buckets of model.overlap_grad_reduce. Set "
+            "model.overlap_grad_reduce=true too, or model.overlap_param_gather=false"
         )
+
+    # Adapters and backend.
     if model.peft.lora is not None:
         yield from _adapter_problems(backend, model)
     elif model.peft.restore_from_path is not None:
         yield (
-            f"model.peft.restore_from_path={model.peft.restore_from_path} names adapters, and "
-            "model.peft.peft_scheme is null; set it to lora"
+            f"model.peft.restore_from_path={model.peft.restore_from_path} names adapters, but "
+            "model.peft.peft_scheme is null. Set it to lora"
         )
     if backend == "dtensor":
-        yield from _dtensor_problems(model, "model", [each.name for each in fields(model)])
+        yield from _dtensor_problems(model, "model", [option.name for option in fields(model)])
 
 
 def _budget_problems(model: TrainedModelConfig, key: str) -> Iterator[str]:
-    parallel, rounded = model.parallel, model.sequence_length_round
+    """Yield a message for each token budget that lengths in the layout do not fill."""
+    parallel, length_round = model.parallel, model.sequence_length_round
     multiple = math.lcm(
-        parallel.sequence_multiple, parallel.context * parallel.row_multiple(rounded)
+        parallel.sequence_multiple, parallel.context * parallel.row_multiple(length_round)
     )
     for name, tokens in model.token_limits.items():
         if tokens % multiple:
             yield (
-                f"model.{name}={tokens} does not divide by {multiple}, which "
+                f"model.{name}={tokens} is not a multiple of {multiple}, which "
                 f"{key}.context_parallel_size={parallel.context}, "
                 f"{key}.tensor_model_parallel_size={parallel.tensor} with "
                 f"{key}.sequence_parallel={shown(parallel.sequence_parallel)} and lengths in "
-                f"multiples of {rounded} need; nearest that work: "
-                f"{multiples_near(tokens, multiple)}"
+                f"multiples of {length_round} require. Use {multiples_near(tokens, multiple)}"
             )
 
 
 def _adapter_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
-    lora, whole = model.peft.lora_tuning, "model.peft.peft_scheme=null"
+    """Yield a message for each option that excludes adapters, or that adapters exclude."""
+    # Backend and adapters.
+    lora, full_training = model.peft.lora_tuning, "model.peft.peft_scheme=null"
     if backend != "megatron":
         yield (
-            f"policy.backend={backend} trains all weights, and model.peft.peft_scheme=lora; set "
-            f"policy.backend=megatron, or {whole}"
+            f"policy.backend={backend} trains all weights, but model.peft.peft_scheme=lora. Set "
+            f"policy.backend=megatron, or {full_training}"
         )
     if not lora.target_modules:
         yield (
-            "model.peft.lora_tuning.target_modules is empty, so nothing would be trained; give "
-            "all, or some of attention_qkv, attention_dense, mlp_fc1 and mlp_fc2"
+            "model.peft.lora_tuning.target_modules is empty, so no weight would be trained. Set it "
+            "to all, or to some of attention_qkv, attention_dense, mlp_fc1 and mlp_fc2"
         )
     if lora.adapter_dropout and model.activations_checkpoint_granularity == "full":
         yield (
-            f"model.peft.lora_tuning.adapter_dropout={lora.adapter_dropout:g}: layers that are "
-            "computed again (model.activations_checkpoint_granularity=full) no longer know their "
-            "tokens; set it to 0, or activations_checkpoint_granularity to selective or null"
+            f"model.peft.lora_tuning.adapter_dropout={lora.adapter_dropout:g}: the dropout depends "
+            "on tokens, which recomputed layers (model.activations_checkpoint_granularity=full) do "
+            "not receive. Set it to 0, or activations_checkpoint_granularity to selective or null"
         )
+
+    # Layers and communication.
     if model.fp8 is not None:
         yield (
-            f"model.fp8={model.fp8}: adapters sit on megatron-core's own linears, and 8-bit "
-            f"products are Transformer Engine's; set model.fp8=null, or {whole}"
+            f"model.fp8={model.fp8} needs Transformer Engine's linears, and adapters need "
+            f"megatron-core's. Set model.fp8=null, or {full_training}"
         )
     if model.layer_spec == "transformer_engine":
         yield (
-            "model.layer_spec=transformer_engine: adapters sit on megatron-core's own linears; set "
-            f"model.layer_spec=auto, or {whole}"
+            "model.layer_spec=transformer_engine: adapters need megatron-core's linears. Set "
+            f"model.layer_spec=auto, or {full_training}"
         )
     if model.overlap_param_gather:
         yield (
-            "model.overlap_param_gather=true, and model.peft.peft_scheme=lora: adapters are too "
-            "small to be worth it; set model.overlap_param_gather=false"
+            "model.overlap_param_gather=true does not work with model.peft.peft_scheme=lora, whose "
+            "weights are too few to benefit. Set model.overlap_param_gather=false"
         )
 
 
 def _dtensor_problems(model: TrainedModelConfig, key: str, names: Sequence[str]) -> Iterator[str]:
-    """Options among ``names`` that megatron-core alone has."""
+    """Yield a message for each option among ``names`` that needs megatron-core."""
     if model.rollout.offload_gradients:
         yield (
-            f"{model.rollout_key}.offload_gradients=true: policy.backend=dtensor keeps no gradient "
-            "buffers; set it to false"
+            f"{model.rollout_key}.offload_gradients=true: policy.backend=dtensor has no gradient "
+            "buffers. Set it to false"
         )
     for name in names:
         value, default = getattr(model, name), getattr(TrainedModelConfig, name, None)
+        # `MegatronOnly` marks the options in their types.
         for mark in get_args(field_types(type(model))[name]):
             if isinstance(mark, MegatronOnly) and value != default:
                 yield (
-                    f"{key}.{name}={shown(value)}: policy.backend=dtensor has data and tensor "
-                    f"parallelism alone, and {mark.instead}; set {key}.{name}={shown(default)}, or "
-                    "policy.backend=megatron, which has it"
+                    f"{key}.{name}={shown(value)}: policy.backend=dtensor supports only data and "
+                    f"tensor parallelism, and {mark.alternative}. Set {key}.{name}="
+                    f"{shown(default)}, or policy.backend=megatron"
                 )

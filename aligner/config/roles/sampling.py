@@ -1,4 +1,4 @@
-"""Rollouts of a policy: how many, how long and how drawn; and what PPO makes of them."""
+"""Rollouts of a policy: number, length and sampling, and their use by PPO."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,14 +34,14 @@ class LengthParams:
     """Most new tokens, the end-of-sequence token included."""
 
     min_length: Natural = 1
-    """A response cannot end before so many tokens."""
+    """Fewest new tokens of a response."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse limits that no response can meet."""
+        """Refuse a lower limit above the upper limit."""
         if self.min_length > self.max_length:
             yield (
-                f"{key}.min_length={self.min_length} is more than {key}.max_length="
-                f"{self.max_length}; lower the one or raise the other"
+                f"{key}.min_length={self.min_length} exceeds {key}.max_length="
+                f"{self.max_length}. Lower min_length or raise max_length"
             )
 
 
@@ -50,39 +50,36 @@ class SamplingParams:
     """Sampling of the next token."""
 
     temperature: Positive = 1.0
-    """Logits are divided by it, in training log-probs too."""
+    """Divisor of the logits, in sampling and in the log-probs of training."""
 
     top_k: Natural = 0
-    """Draw among the so many likeliest tokens; 0: off."""
+    """Sample among this number of most probable tokens. `0` turns top-k off."""
 
     top_p: Annotated[StrictFloat, Interval(gt=0, le=1)] = 1.0
-    """Draw among the fewest likeliest tokens with this much probability; 1: off.
+    """Sample among the fewest tokens whose total probability reaches this value.
 
-    After top-k.
+    Applied after top-k. `1` turns top-p off.
     """
 
     repetition_penalty: Positive = 1.0
-    """Penalty of tokens that occurred; 1: off.
+    """Penalty of tokens that already occurred. `1` turns the penalty off.
 
-    CTRL's (Keskar et al. 2019): their logits are divided by it where positive, multiplied where
-    negative.
+    As in CTRL (Keskar et al. 2019), positive logits of these tokens are divided by the penalty and
+    negative logits multiplied by it.
     """
 
     use_greedy: StrictBool = False
-    """Always take the likeliest token."""
+    """Always select the most probable token."""
 
     end_strings: tuple[StrictStr, ...] = ()
-    """A response ends, properly, after the first of these strings, e.g. `["\\n"]`.
-
-    They stay in the response.
-    """
+    """Strings that end a response properly, such as `["\\n"]`. They are part of the response."""
 
     end_tokens: tuple[StrictStr, ...] = ()
-    """Further tokens, as text, that end a response, e.g. `["<end_of_turn>"]`.
+    """Additional tokens, as text, that end a response, such as `["<end_of_turn>"]`.
 
-    Beside the tokenizer's EOS, those of `generation_config.json` and the end of a turn in the chat
-    template. They count as part of it, but their text is not shown to the reward; the trained
-    `.nemo` remembers them.
+    The tokenizer's EOS, the EOS tokens of `generation_config.json` and the end-of-turn token of the
+    chat template always end a response. The token is part of the response, but the reward does not
+    receive its text. The trained `.nemo` stores these tokens.
     """
 
 
@@ -96,39 +93,40 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class KLLossConfig:
-    """KL to the reference policy as a term of the loss (GRPO's place for it)."""
+    """KL to the reference policy as a term of the loss, as in GRPO."""
 
     coef: NonNegative = 0.0
-    """Weight of the KL to the initial policy in the loss; 0: off."""
+    """Weight of the KL to the initial policy in the loss. `0` turns the term off."""
 
     estimator: Annotated[
         KLEstimator,
         ReadIf(lambda run: run.model.ppo.kl_loss.coef > 0, "needs model.ppo.kl_loss.coef above 0"),
     ] = "k3"
-    """Estimator of that KL: `k2`, `k3` or `abs`, not `k1`.
+    """Estimator of the KL in the loss: `k2`, `k3` or `abs`, not `k1`.
 
-    `k2` has the gradient of the KL itself, `k3` that of KL(reference ‖ policy). `k1` is refused: in
-    a loss its mean gradient is 0.
+    The gradient of `k2` is the gradient of the KL, the gradient of `k3` is the gradient of
+    KL(reference ‖ policy). `k1` is refused because its mean gradient is 0.
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Refuse an estimator without gradient."""
         if self.coef > 0 and self.estimator == "k1":
             yield (
-                f"{key}.estimator=k1: its gradient has mean 0 whatever the KL, so as a term of the "
-                "loss it holds the policy to nothing; use k2 (the gradient of the reverse KL) or "
-                "k3 (of the forward KL)"
+                f"{key}.estimator=k1: the mean of its gradient is 0, so that the term does not "
+                "change the policy. Use k2 (gradient of the reverse KL) or k3 (gradient of the "
+                "forward KL)"
             )
 
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    """Correction for the distance between the policy that sampled and the one that is trained."""
+    """Correction of the difference between the sampling policy and the trained policy."""
 
     weights: Literal["none", "token", "sequence"] = "none"
-    """Weights, trainer's probability over sampler's: of a `token`, of a `sequence`, or `none`.
+    """Importance weights: the trainer's probability divided by the sampler's.
 
-    `token`: each token has its own. `sequence`: a response has one, the product over its tokens.
+    `token`: one weight per token. `sequence`: one weight per response, the product over its tokens.
+    `none`: no weights.
     """
 
     bounds: tuple[NonNegative, Positive] = (0.0, 2.0)
@@ -137,42 +135,46 @@ class CorrectionConfig:
     outside: Literal["truncate", "mask"] = "truncate"
     """Treatment of a weight outside the bounds.
 
-    `truncate`: it is moved to the bound. `mask`: it is 0 (IcePop).
+    `truncate` replaces it by the bound, `mask` by 0 (IcePop).
     """
 
     geometric_bounds: tuple[NonNegative, Positive] | None = None
-    """Bounds of a response's mean ratio, outside which it is not learned; null: off.
+    """Bounds of the geometric mean of a response's ratios. `null` turns the filter off.
 
-    The mean is the geometric one over its tokens.
+    Responses outside the bounds are excluded from training.
     """
 
     second_moment: Positive | None = None
-    """Largest mean of the squared log-ratio over the tokens of an update; null: off.
+    """Largest mean of the squared log-ratio over the tokens of an update. `null` turns it off.
 
-    The tokens of the largest are not learned, as few as it takes (M2PO, which has 0.04).
+    The fewest tokens with the largest ratios are excluded from training until the mean is reached
+    (M2PO, which uses 0.04).
     """
 
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """Log-probs that the loss's ratio begins at.
+    """Old log-probs in the ratio of the loss.
 
-    `trainer`: of the policy before it is trained on the rollout (decoupled PPO). `sampler`: those
-    that the engine recorded; no pass is made for others.
+    `trainer`: log-probs of the policy before training on the rollout (decoupled PPO). `sampler`:
+    log-probs that the engine recorded, which saves the forward pass of the trainer.
     """
 
     @property
     def is_on(self) -> bool:
-        """True if anything is corrected."""
+        """True if any correction is configured."""
         return self != CorrectionConfig()
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse bounds that nothing can meet, and options that cancel one another."""
+        """Refuse bounds that exclude a ratio of 1, and options that cancel one another."""
+        # Bounds.
         for name in ("bounds", "geometric_bounds"):
             bounds = getattr(self, name)
             if bounds is not None and not (bounds[0] <= 1 <= bounds[1] and bounds[0] < bounds[1]):
                 yield (
-                    f"{key}.{name}={shown(bounds)}: where sampler and trainer agree the ratio is "
-                    "1, which must lie between them; give low <= 1 <= high, such as [0.5,2.0]"
+                    f"{key}.{name}={shown(bounds)} excludes 1, the ratio if sampler and trainer "
+                    "agree. Set low <= 1 <= high, such as [0.5,2.0]"
                 )
+
+        # Weights of the correction and of truncated_importance_sampling.
         ppo, weights = run.model.ppo, f"{key}.weights={self.weights}"
         cap = ppo.truncated_importance_sampling
         capped = f"model.ppo.truncated_importance_sampling={shown(cap)}"
@@ -180,36 +182,37 @@ class CorrectionConfig:
             for name in ("bounds", "outside"):
                 if (value := getattr(self, name)) != getattr(CorrectionConfig, name):
                     yield (
-                        f"{key}.{name}={shown(value)} is of the weights, and {weights}; set it to "
-                        "token or sequence, or leave the key out"
+                        f"{key}.{name}={shown(value)} needs weights, but {weights}. Set {key}."
+                        f"weights to token or sequence, or leave out {name}"
                     )
         elif cap is not None:
             yield (
-                f"{capped} is {key}.weights={ppo.ratio_level} with {key}.bounds=[0,{cap:g}], and "
-                f"{weights} is given, too; leave one of them out"
+                f"{capped} means {key}.weights={ppo.ratio_level} with {key}.bounds=[0,{cap:g}], "
+                f"but {weights} is also set. Leave one of them out"
             )
         if self.weights == "token" and ppo.ratio_level == "sequence":
             yield (
-                f"{weights} with model.ppo.ratio_level=sequence: a response has one ratio there, "
-                f"and one weight goes with it; set {key}.weights=sequence"
+                f"{weights} with model.ppo.ratio_level=sequence: one ratio per response needs one "
+                f"weight per response. Set {key}.weights=sequence"
             )
+
+        # Old log-probs of the sampler.
         sampler = f"{key}.old_logprobs=sampler"
         if self.old_logprobs == "sampler" and (self.weights != "none" or cap is not None):
             yield (
-                f"{sampler} has the loss's ratio begin at the sampler, so nothing is left for "
-                f"{weights if cap is None else capped} to weigh; leave one of them out"
+                f"{sampler} already corrects the ratio of the loss, so that "
+                f"{weights if cap is None else capped} has no effect. Leave one of them out"
             )
         if self.old_logprobs == "sampler" and self.second_moment is not None:
             yield (
-                f"{key}.second_moment={self.second_moment:g} compares the sampler with the "
-                f"trainer's log-probs before training, which {sampler} leaves out; set "
-                f"{key}.old_logprobs=trainer"
+                f"{key}.second_moment={self.second_moment:g} needs the trainer's log-probs before "
+                f"training, which {sampler} does not compute. Set {key}.old_logprobs=trainer"
             )
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Sampling of a policy's rollouts, in every algorithm that learns from its own samples."""
+    """Sampling of a policy's rollouts, in every algorithm that learns from samples."""
 
     num_rollout_samples: BatchSize = 64
     """Responses per step, over all ranks."""
@@ -217,174 +220,176 @@ class RolloutConfig:
     num_rollouts_per_prompt: Count = 1
     """Responses to the same prompt.
 
-    Divides `num_rollout_samples`; a step draws the quotient of prompts.
+    It must divide `num_rollout_samples`. The quotient is the number of prompts of a step.
     """
 
     rollout_micro_batch_size: Count = 64
-    """Sequences in flight together while generating, per rank.
+    """Sequences that are generated at the same time, per rank.
 
-    One that ends leaves and a waiting one enters. The KV cache grows with it.
+    The next sequence begins when one ends. The size of the KV cache is proportional to it.
     """
 
     forward_micro_batch_size: Count = 16
     """Sequences per forward pass of log-probs, per rank."""
 
     offload_adam_states: StrictBool = False
-    """Keep the policy's Adam moments in host memory while it does not train.
+    """Keep the policy's Adam moments in host memory while the policy does not train.
 
-    Changes nothing on a CPU.
+    No effect on CPUs.
     """
 
     offload_gradients: StrictBool = False
-    """Gradient buffers and float32 weights leave the device while it does not train.
+    """Remove gradient buffers and float32 weights from the device while the policy does not train.
 
-    The policy's gradient buffers are freed and the optimizer's float32 weights (of a bf16 model)
-    kept in host memory: 8 bytes a parameter on one process. Saving a run state brings them back
-    until the next phase. Changes nothing on a CPU.
+    Gradient buffers are freed. The optimizer's float32 weights (of a bf16 model) are kept in host
+    memory. Saves 8 bytes per parameter on one process. When a run state is saved, they are on the
+    device until the next phase. No effect on CPUs.
     """
 
     offload_weights: StrictBool = False
-    """All it has on its device waits in host memory while other roles work.
+    """Keep the policy in host memory while other roles use the device. GPUs only.
 
-    Weights, its reference's with `model.reference.mode=keep`, gradient buffers, float32 weights and
-    moments, while it neither generates, scores nor trains, so that critic, reward model or engine
-    have the device. Costs a copy of the weights each way in each of its phases. Saving a run state
-    brings the weights back until the next phase. GPUs only.
+    Offloads weights (with `model.reference.mode=keep` also those of the reference), gradient
+    buffers, float32 weights and moments while the policy neither generates, scores nor trains.
+    Each phase of the policy costs a copy of the weights in each direction. When a run state is
+    saved, the weights are on the device until the next phase.
     """
 
     length_params: LengthParams = field(default_factory=LengthParams)
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse responses that the prompts of a step cannot share evenly."""
+        """Refuse a number of responses that the prompts of a step do not divide."""
         samples, per_prompt = self.num_rollout_samples, self.num_rollouts_per_prompt
         if samples % per_prompt:
             yield (
                 f"{key}.num_rollout_samples={samples} is not a multiple of "
-                f"{key}.num_rollouts_per_prompt={per_prompt}; nearest that work: "
+                f"{key}.num_rollouts_per_prompt={per_prompt}. Use "
                 f"{multiples_near(samples, per_prompt)}"
             )
 
 
 @dataclass(frozen=True)
 class PolicyRSConfig(RolloutConfig):
-    """One step of rejection sampling, seen from the policy."""
+    """The policy's part in a step of rejection sampling."""
 
     num_rollouts_per_prompt: Count = 4
     top_n_rollouts: Count = 1
-    """Of them the best so many are learned; of equals the earlier."""
+    """Responses to each prompt that are learned: those with the highest rewards.
+
+    Earlier responses precede later responses of the same reward.
+    """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also to keep more responses than there are."""
+        """Refuse also more selected responses than sampled responses."""
         yield from super().problems(key, run)
         if self.top_n_rollouts > self.num_rollouts_per_prompt:
             yield (
-                f"{key}.top_n_rollouts={self.top_n_rollouts} is more than "
-                f"{key}.num_rollouts_per_prompt={self.num_rollouts_per_prompt}; lower it"
+                f"{key}.top_n_rollouts={self.top_n_rollouts} exceeds "
+                f"{key}.num_rollouts_per_prompt={self.num_rollouts_per_prompt}. Lower it"
             )
 
 
 @dataclass(frozen=True)
 class PolicyPPOConfig(RolloutConfig):
-    """One PPO step, seen from the policy."""
+    """The policy's part in a PPO step."""
 
     ppo_epochs: Count = 1
     """Passes over the same rollout."""
 
     ratio_eps: Fraction | tuple[Fraction, NonNegative] = 0.2
-    """Clip range ε of the ratio: one number, or `[low, high]` for different sides (clip-higher).
+    """Clip range ε of the ratio: a number, or `[low, high]` for different bounds (clip-higher).
 
     `low` is below 1.
     """
 
     ratio_level: Literal["token", "sequence"] = "token"
-    """Ratio of each token, or of a response.
+    """Level of the ratio.
 
-    `token`, or `sequence`: one ratio for a response, the geometric mean of its tokens' (GSPO).
+    `token`: one ratio per token. `sequence`: one ratio per response, the geometric mean of the
+    ratios of its tokens (GSPO).
     """
 
     surrogate: Surrogate = "clip"
-    """Objective that the ratio enters.
+    """Objective as a function of the ratio.
 
-    `clip`: PPO's pessimistic bound. `cispo`: the clipped ratio is a weight without gradient of `A ·
-    logprob`.
+    `clip`: PPO's pessimistic bound. `cispo`: `A · logprob`, weighted by the clipped ratio without
+    its gradient.
     """
 
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
-    """Mean of the tokens' losses.
+    """Mean of the token losses.
 
-    `token_mean`: over all tokens of the global batch. `sequence_mean`: over responses of their
-    token means (GRPO). `fixed_length`: over responses of token sums divided by the most tokens of
-    a response (Dr. GRPO): `length_params.max_length`, and of a conversation the smaller of
-    `environment.max_tokens` and `environment.max_turns` times it.
+    `token_mean`: mean over all tokens of the global batch. `sequence_mean`: mean over responses of
+    their token means (GRPO). `fixed_length`: mean over responses of their token sums, divided by
+    the most tokens of a response (Dr. GRPO). For a single response this is
+    `length_params.max_length`, for a conversation the smaller of `environment.max_tokens` and
+    `environment.max_turns` times `length_params.max_length`.
     """
 
     dual_clip: AboveOne | None = None
-    """Bound c > 1 of the ratio where the advantage is negative; null: off.
-
-    Dual clip (Ye et al. 2020).
-    """
+    """Bound c > 1 of the ratio for negative advantages (Ye et al. 2020). `null` turns it off."""
 
     entropy_bonus: NonNegative = 0.0
-    """Weight of the entropy in the loss; 0: off."""
+    """Weight of the entropy in the loss. `0` turns the bonus off."""
 
     kl_loss: KLLossConfig = field(default_factory=KLLossConfig)
     loss: UserClass | None = None
-    """A loss of your own in place of the built-in one; null: the built-in one.
+    """A user-defined loss instead of the built-in loss. `null` means the built-in loss.
 
     `package.module:Class` or `path/to/file.py:Class` (docs/howto.md#a-policy-loss).
     """
 
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of its constructor."""
+    """Keyword arguments of the constructor of the user-defined loss."""
 
     truncated_importance_sampling: Positive | None = None
-    """Cap of the trainer/sampler probability ratio as a weight; null: off.
+    """Upper bound of importance weights, the trainer's probability divided by the sampler's.
 
-    It weights each token, or with `ratio_level=sequence` each response (the product over its
-    tokens): short for weights of `correction` within `[0, cap]`.
+    The weights apply to tokens, or with `ratio_level=sequence` to responses (the product over
+    tokens). Short for weights of `correction` within `[0, bound]`. `null` turns them off.
     """
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     record_kept_tokens: Natural = 0
-    """Most tokens kept by top-k and top-p that are recorded with each sampled one; 0: none.
+    """Most tokens per position that are recorded after top-k and top-p. `0` records none.
 
-    Recorded, they are used again in training and by the reference, so that ratios and KL are exact.
-    Where more are kept, none is recorded, and the trainer filters anew. vLLM records where `top_k`
-    is set; of an agent behind an endpoint nothing is recorded.
+    Policy and reference then compute log-probs over the recorded tokens, so that ratios and KL are
+    exact. If more tokens remain at a position, none is recorded and the trainer repeats the
+    filtering. vLLM records them if `top_k` is set. For agents that use an endpoint they are not
+    recorded.
     """
 
     @property
     def ratio_eps_range(self) -> tuple[float, float]:
-        """Clip range as (low, high): the ratio stays in [1 - low, 1 + high]."""
+        """Clip range as (low, high). The ratio is clipped to [1 - low, 1 + high]."""
         if isinstance(self.ratio_eps, tuple):
             return self.ratio_eps
         return self.ratio_eps, self.ratio_eps
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also arguments of no loss, and to record tokens that no engine records."""
+        """Refuse also arguments without a loss, and recording that has no effect."""
         yield from super().problems(key, run)
         if self.loss_kwargs and self.loss is None:
             yield (
-                f"{key}.loss_kwargs={dict(self.loss_kwargs)} are of a loss of your own, and "
-                f"{key}.loss is null; leave them out, or give its path as {key}.loss"
+                f"{key}.loss_kwargs={dict(self.loss_kwargs)} needs a user-defined loss, but "
+                f"{key}.loss is null. Leave it out, or set {key}.loss to the path of the class"
             )
-        if self.record_kept_tokens:
-            yield from self._recording_problems(key, run)
+        if self.record_kept_tokens == 0:
+            return
 
-    def _recording_problems(self, key: str, run: Any) -> Iterator[str]:
-        """Sets of kept tokens that are all tokens, or that an engine does not have."""
+        # Recording of filtered tokens.
         sampling, most = self.sampling_params, self.record_kept_tokens
         record = f"{key}.record_kept_tokens={most}"
         if sampling.top_k == 0 and sampling.top_p == 1:
             yield (
-                f"{record}: top_k=0 and top_p=1 keep all tokens; set it to 0, or one of "
-                f"{key}.sampling_params.top_k and top_p"
+                f"{record}: top_k=0 and top_p=1 keep all tokens. Set it to 0, or set "
+                f"{key}.sampling_params.top_k or top_p"
             )
         if sampling.top_k > most:
             yield (
-                f"{record} is below {key}.sampling_params.top_k={sampling.top_k}, so that nothing "
-                f"would be recorded; set it to {sampling.top_k}"
+                f"{record} is below {key}.sampling_params.top_k={sampling.top_k}, so that no "
+                f"tokens would be recorded. Set it to {sampling.top_k}"
             )
         if run.generation.backend != "megatron":
             record = f"{record} with generation.backend={run.generation.backend}"

@@ -78,7 +78,7 @@ class Value(RoleHandle, ValueInterface):
             raise ConfigError(
                 "model is required in addition to a CriticConfig. Pass the policy's section"
             )
-        model = config.laid_out(model)
+        model = config.with_layout(model)
         run = run or RunSettings()
         check_policy_backend(backend, model)
         tokenizer = as_tokenizer(tokenizer)

@@ -25,7 +25,7 @@ class Endpoint(EnvironmentKind):
             )
         if command is not None and factory is not None:
             yield (
-                f"{environment.named} and {key}.factory={factory} are both set, but an agent is "
+                f"{environment.setting} and {key}.factory={factory} are both set, but an agent is "
                 "one of them. Set the other to null"
             )
         if command is not None and not environment.words:

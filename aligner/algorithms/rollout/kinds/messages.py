@@ -16,6 +16,6 @@ class Messages(EnvironmentKind):
         """Refuse a command."""
         if run.environment.command is not None:
             yield (
-                f"{run.environment.named} is an agent that queries the policy, but {key}.kind="
+                f"{run.environment.setting} is an agent that queries the policy, but {key}.kind="
                 f"messages. Set {key}.kind=endpoint"
             )

@@ -119,7 +119,7 @@ def critic_settings(
     Layout and adapters default to the policy's. If the critic starts from the policy's weights, it
     also starts from the policy's adapters.
     """
-    settings = _settings(critic, critic, critic.laid_out(model), run, max_optimizer_steps)
+    settings = _settings(critic, critic, critic.with_layout(model), run, max_optimizer_steps)
     if critic.restore_from_path is None:
         return settings
     return dataclasses.replace(settings, adapters_path=None)

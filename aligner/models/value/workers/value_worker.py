@@ -51,7 +51,7 @@ class ValueWorker(RoleWorker[Critic]):
                 "model is required in addition to a CriticConfig. Pass the policy's section"
             )
         run = run or RunSettings()
-        model = config.laid_out(model)
+        model = config.with_layout(model)
         parallel = place_of(model.parallel, worker_sharding_annotations, parallel, run.seed)
         tokenizer = as_tokenizer(tokenizer)
         # The model. Errors about the file name the key of its path.
