@@ -56,12 +56,15 @@ def file_calls(device: Any, mode: FakeTensorMode) -> Iterator[tuple[Any, str, An
     # More memory than this machine has: no page is allocated before it is written.
     mapped = partial(accelerator.private_memory, extra_flags=_NO_RESERVE)
     yield accelerator, "private_memory", mapped
-    # Fake tensors have no memory at their addresses.
-    yield (
-        state_tree,
-        "copy_on_host",
-        lambda source, target: np.copyto(target.numpy(), source.numpy()),
-    )
+    real_copy_bytes = state_tree._copy_bytes
+
+    def copy_bytes(source: Tensor, target: Tensor) -> None:
+        if source.is_cpu:  # fake tensors have no memory at their addresses
+            np.copyto(target.numpy(), source.numpy())
+        else:
+            real_copy_bytes(source, target)
+
+    yield state_tree, "_copy_bytes", copy_bytes
     # A run state refuses unknown tensor types.
     yield state_tree, "_TENSOR_TYPES", (*state_tree._TENSOR_TYPES, FakeTensor)
 
