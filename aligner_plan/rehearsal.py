@@ -36,7 +36,7 @@ from aligner.config import (
 from aligner.config.commands.lengths import samples_responses
 from aligner.config.commands.plan import PlanConfig, with_length
 from aligner.config.roles.model import STAGE_KEYS
-from aligner.data.dataset import Dataset, Split
+from aligner.data.dataset import Dataset
 from aligner.data.labelled import Labelled, LabelledDataset
 from aligner.data.preferences import Pair, PairDataset
 from aligner.data.prompts import Prompt, PromptDataset
@@ -339,7 +339,7 @@ class _Rehearsal:
             for module in algorithms:
                 for name in substitutes.keys() & vars(module).keys():
                     stack.enter_context(mock.patch.object(module, name, substitutes[name]))
-            stack.enter_context(mock.patch.object(Split, "load", _synthetic_split))
+            stack.enter_context(mock.patch.object(Dataset, "load", classmethod(_synthetic_set)))
             stack.enter_context(mock.patch.object(Attempt, "loop", self._loop))
             yield
 
@@ -380,9 +380,11 @@ def _short_lengths(config: BaseRunConfig, *_: Any, **__: Any) -> tuple[int, int]
     return 0, _PROMPT + _RESPONSE
 
 
-def _synthetic_split(kind: type[Dataset[Any]], data: Any, tokenizer: object) -> Split[Any]:
-    """Substitute for `Split.load`, with one item of an arbitrary length."""
-    del tokenizer
+def _synthetic_set(
+    kind: type[Dataset[Any]], source: object, tokenizer: object, data: Any
+) -> Dataset[Any]:
+    """Substitute for `Dataset.load`, which returns one item of an arbitrary length."""
+    del source, tokenizer
     ratings = tuple(1.0 for _ in getattr(data, "attribute_columns", ()))
     items: dict[type[Dataset[Any]], Any] = {
         PromptDataset: Prompt(0, "", [0], None),
@@ -391,4 +393,4 @@ def _synthetic_split(kind: type[Dataset[Any]], data: Any, tokenizer: object) -> 
         RatedDataset: Rated(_EXAMPLE, ratings),
         LabelledDataset: Labelled(_EXAMPLE, True, _EXAMPLE),
     }
-    return Split(kind([next(item for base, item in items.items() if issubclass(kind, base))]))
+    return kind([next(item for base, item in items.items() if issubclass(kind, base))])
