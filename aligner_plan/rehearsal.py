@@ -339,7 +339,8 @@ class _Rehearsal:
             for module in algorithms:
                 for name in substitutes.keys() & vars(module).keys():
                     stack.enter_context(mock.patch.object(module, name, substitutes[name]))
-            stack.enter_context(mock.patch.object(Dataset, "load", classmethod(_synthetic_set)))
+            for dataset in (Dataset, PromptDataset, LabelledDataset):  # each has a method load
+                stack.enter_context(mock.patch.object(dataset, "load", classmethod(_synthetic_set)))
             stack.enter_context(mock.patch.object(Attempt, "loop", self._loop))
             yield
 
