@@ -223,29 +223,19 @@ class PromptBatch:
         return len(self.texts)
 
 
-def pad_right(
-    sequences: Sequence[Sequence[int]], pad_id: int, *, pad_to_multiple_of: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Stack token lists into ``(ids int64 [B, P], lengths int64 [B])``.
-
-    ``P`` is the longest length rounded up to a multiple of ``pad_to_multiple_of``.
-    """
+def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Stack token lists into ``(ids int64 [B, P], lengths int64 [B])``, P the longest length."""
     lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
     longest = int(lengths.max()) if len(sequences) else 0
-    width = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
-    ids = torch.full((len(sequences), width), pad_id, dtype=torch.int64)
+    ids = torch.full((len(sequences), longest), pad_id, dtype=torch.int64)
     for row, sequence in enumerate(sequences):
         ids[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
     return ids, lengths
 
 
-def collate_prompts(
-    prompts: Sequence[Prompt], pad_id: int, *, pad_to_multiple_of: int = 1
-) -> PromptBatch:
+def collate_prompts(prompts: Sequence[Prompt], pad_id: int) -> PromptBatch:
     """Collate ``prompts`` to one batch in their order."""
-    input_ids, input_lengths = pad_right(
-        [prompt.ids for prompt in prompts], pad_id, pad_to_multiple_of=pad_to_multiple_of
-    )
+    input_ids, input_lengths = pad_right([prompt.ids for prompt in prompts], pad_id)
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     return PromptBatch(
         input_ids=input_ids,

@@ -131,24 +131,40 @@ def run_ranks(size: int, work) -> list:
     return results
 
 
+class Role:
+    """A role whose workers write by a function of their folder."""
+
+    num_shares = 0
+
+    def __init__(self, write):
+        self.write = write
+
+    def begin_saving(self, folder, in_background):
+        assert not in_background
+        folder.mkdir(exist_ok=True)
+        self.write(folder)
+
+    def check_saving(self, wait):
+        """Nothing is written in the background."""
+
+
 def test_each_rank_writes_its_share_and_rank_0_the_rest(tmp_path):
     def work(rank: int, exchange) -> tuple:
         store = RunStateStore(tmp_path, rank=rank, exchange=exchange)
 
         def write(folder) -> None:
-            (folder / "policy").mkdir(exist_ok=True)
-            (folder / "policy" / f"rank{rank}").write_bytes(b"share")
+            (folder / f"rank{rank}").write_bytes(b"share")
 
-        path = store.save(1, state_of(1), write=write)
+        path = store.save(1, state_of(1), roles={"role": Role(write)})
         assert store.latest() == path
         return store.load(path).state["counters"]
 
     assert run_ranks(3, work) == [{"step": 1}] * 3
     state = tmp_path / "step_000001"
-    shares = {f"policy/rank{rank}" for rank in range(3)}
+    shares = {f"role/rank{rank}" for rank in range(3)} | {"role/checksums.json"}
     names = {str(path.relative_to(state)) for path in state.rglob("*") if path.is_file()}
     assert names == shares | {"manifest.json", "state.json", "policy.pt"}
-    (state / "policy" / "rank1").write_bytes(b"sh")
+    (state / "role" / "rank1").write_bytes(b"sh")
     assert RunStateStore(tmp_path).latest() is None  # a share that is not whole
 
 
@@ -161,7 +177,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_nothing_is_committed(tmp_path
             if rank == 1:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-        store.save(1, {}, write=write)
+        store.save(1, {}, roles={"role": Role(write)})
 
     errors = run_ranks(2, work)
     assert all(isinstance(error, StorageError) for error in errors)

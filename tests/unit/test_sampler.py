@@ -108,8 +108,8 @@ def test_validation_goes_through_once():
 
 
 def test_padding_goes_by_length():
-    ids, lengths = pad_right([[7, 0, 0], [5], []], pad_id=0, pad_to_multiple_of=4)
-    assert ids.tolist() == [[7, 0, 0, 0], [5, 0, 0, 0], [0, 0, 0, 0]]
+    ids, lengths = pad_right([[7, 0, 0], [5], []], pad_id=0)
+    assert ids.tolist() == [[7, 0, 0], [5, 0, 0], [0, 0, 0]]
     assert lengths.tolist() == [3, 1, 0]  # zeros that are tokens count
     assert ids.dtype == lengths.dtype == torch.int64
     assert pad_right([[1, 2, 3]], 9)[0].shape == (1, 3)

@@ -110,7 +110,7 @@ def _settings(
         pad_id=model.tokenizer.pad_id,
         end_ids=frozenset(model.tokenizer.end_ids),
         seed=config.seed,
-        # Rank 0 receives tokens of its own rows only.
+        # Rank 0 receives tokens of its rows only.
         listens=local and model.run.model.parallel.data_size(world) == 1,
         has_peers=not local or world > 1,
     )

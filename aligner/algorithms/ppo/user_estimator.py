@@ -127,7 +127,7 @@ class UserEstimator:
         return spread
 
     def try_out(self, rollouts_per_prompt: int) -> None:
-        """Call the function with a generated rollout of ``rollouts_per_prompt`` x 2 responses.
+        """Call the function with a test rollout: ``rollouts_per_prompt`` responses to 2 prompts.
 
         Raises:
             ConfigError: the function raised an exception, or `__call__` rejects its result.

@@ -159,7 +159,6 @@ class RunStateStore:
         metric: float | None = None,
         *,
         roles: Mapping[str, SavedRole] | None = None,
-        write: Callable[[Path], None] = lambda folder: None,
         in_background: bool = False,
         on_saved: Callable[[], None] = lambda: None,
     ) -> Path:
@@ -173,7 +172,6 @@ class RunStateStore:
             state: named trees (`run_state.tree`), equal on every rank. Rank 0 writes them.
             metric: value of ``monitor`` at this step, or None if it was not measured.
             roles: folder name → role whose workers write into this folder.
-            write: called on every rank with the directory, to write additional folders.
             in_background: whether threads write the state.
             on_saved: called on rank 0 when the state is complete.
         """
@@ -206,7 +204,6 @@ class RunStateStore:
                     require_free_space(self.root, size)
                     temporary.mkdir()
             with self._raised_on_all(), _as_storage_error(temporary, size):
-                write(temporary)
                 for name, role in roles.items():
                     role.begin_saving(temporary / name, in_background)
             if in_background:

@@ -43,11 +43,8 @@ class VllmGeneration(BackgroundGeneration):
     ) -> None:
         """Start the engines on ``cluster``. The first rollout sends them ``policy``'s weights.
 
-        The first call raises exceptions of an engine's start, for instance if its torch cannot
-        receive the policy's weights (`aligner.refit.ends`).
-
-        Raises:
-            CheckpointError: no Hugging Face family can express ``architecture``.
+        Raises `CheckpointError` if no Hugging Face family can express ``architecture``. Exceptions
+        of an engine's start, such as those of `aligner.refit.ends`, are raised by the first call.
         """
         config_to_hf(architecture)
         self.tokenizer = tokenizer
@@ -56,7 +53,6 @@ class VllmGeneration(BackgroundGeneration):
         self._settings = settings.on_device(
             has_gpu=cluster.use_gpus, ahead=config.generation.async_rollouts
         )
-        # Checks and addresses that the engines need.
         _check_allocator(self._settings, cluster.use_gpus, config.cluster.env_vars)
         meeting_place = None
         if self._settings.tensor_parallel_size > 1:

@@ -41,7 +41,7 @@ def add_sets(sets: list[Sequence[int]], output: Any, tokens: int) -> None:
     """Add the sets of an output to the sets of a response, in place.
 
     The first releases with sampling masks return the sets of all tokens with the last output of a
-    response. Release 0.32 returns with each output the sets of its own tokens.
+    response. Release 0.32 returns with each output the sets of the output's tokens.
 
     Args:
         sets: sets of the response's earlier tokens.
