@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 import aligner
-import aligner_plan
 from aligner_plan.dry.known import Operation
 
 _aten = torch.ops.aten
 # In-location operations without a formula in torch's table, by the operation with the same cost.
 _SAME_FLOPS = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}
-_LIBRARIES = tuple(
-    f"{Path(str(library.__file__)).parent}/" for library in (aligner, aligner_plan, megatron.core)
+_LIBRARIES = (
+    *(f"{Path(str(library.__file__)).parent}/" for library in (aligner, megatron.core)),
+    f"{Path(__file__).parents[1]}/",
 )
 _DRY = f"{Path(__file__).parent}/"
 # Lookups read as much of the first operand as they return. Scatters write as much of it as the
