@@ -18,14 +18,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def make_environment(folder: Path, packages: Sequence[Sequence[str]]) -> Path:
-    """A virtual environment with ``packages``, installed group by group; made once.
+    """Create a virtual environment with ``packages``, installed group by group, once.
 
     Returns its interpreter. A half-made environment is continued.
     """
     python = folder / "bin" / "python"
-    wanted = json.dumps([list(group) for group in packages])
+    required = json.dumps([list(group) for group in packages])
     ready = folder / ".ready"
-    if ready.exists() and ready.read_text() == wanted:
+    if ready.exists() and ready.read_text() == required:
         return python
     log(f"making {folder.name}: {', '.join(name for group in packages for name in group)}")
     if not python.exists():
@@ -33,12 +33,12 @@ def make_environment(folder: Path, packages: Sequence[Sequence[str]]) -> Path:
     install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     for group in packages:
         subprocess.run([*install, *group], check=True, timeout=1800, stdout=sys.stderr)
-    ready.write_text(wanted)
+    ready.write_text(required)
     return python
 
 
 def with_repository() -> dict[str, str]:
-    """This process's environment for another one, which imports from the repository too."""
+    """Return this process's environment with the repository on the import path."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path}
 
@@ -50,8 +50,8 @@ def read_json(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 3600,
 ) -> dict[str, Any]:
-    """Run ``python -m module arguments`` from the repository's root; its one line of JSON."""
-    done = subprocess.run(
+    """Run ``python -m module arguments`` from the repository's root. Its one line of JSON."""
+    completed = subprocess.run(
         [str(python), "-m", module, *arguments],
         check=True,
         timeout=timeout_s,
@@ -60,25 +60,25 @@ def read_json(
         stdout=subprocess.PIPE,
         text=True,
     )
-    return json.loads(done.stdout)
+    return json.loads(completed.stdout)
 
 
 @contextlib.contextmanager
 def stdout_reserved() -> Iterator[None]:
     """Send everything written to standard output inside, by whomever, to standard error."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    saved_stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)
 
 
 def peak_mb() -> float:
-    """Largest resident memory of this process so far, in MiB.
+    """Return the largest resident memory of this process so far, in MiB.
 
     Where the kernel has it, of this program only: `getrusage` on Linux also remembers the size that
     the parent had when it started us.
@@ -97,7 +97,7 @@ def log(text: str) -> None:
 
 
 def verdict(name: str, ratio: float, mark: float | None) -> str:
-    """``time 0.43 (mark 0.50: kept)``."""
+    """Format a result, such as ``time 0.43 (mark 0.50: kept)``."""
     if mark is None:
         return f"{name} {ratio:.3f}"
     return f"{name} {ratio:.3f} (mark {mark:.2f}: {'kept' if ratio <= mark else 'MISSED'})"

@@ -8,8 +8,8 @@ on two cores: Ray adds its calls to a step, about twenty, and the batches that p
 object store. Both engines compute with the same number of threads, and must write the same metrics,
 or the benchmark fails.
 
-Each reading is a run of its own, the way users start it; the engines take turns, ``--rounds``
-times. A run's time is the median of ``timers/total`` over its steps after the first; an engine's
+Each reading is a separate run, the way users start it. The engines take turns, ``--rounds``
+times. A run's time is the median of ``timers/total`` over its steps after the first. An engine's
 is the median of its runs. Mark (Ray over local): at most 1.15, of a step of 2 s or more.
 """
 
@@ -45,7 +45,7 @@ def main() -> None:
         lines = {}
         for engine in ENGINES:
             lines[engine] = run(engine, options)
-            times = [line["timers/total"] for line in lines[engine][2:]]  # step 0 is no step
+            times = [line["timers/total"] for line in lines[engine][2:]]  # step 0 is not a step
             seconds[engine].append(statistics.median(times))
             log(f"round {number + 1}, {engine}: {seconds[engine][-1]:.3f} s a step")
         if without_times(lines["local"]) != without_times(lines["ray"]):
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def run(engine: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The metrics of one run."""
+    """Run a configuration and return its metrics."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "cluster.engine": engine,
@@ -79,30 +79,30 @@ def run(engine: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             "critic.global_batch_size": options.samples,
             "data.train.arguments.size": options.samples * options.steps,
         }
-        done = subprocess.run(
+        completed = subprocess.run(
             [
                 *(sys.executable, str(ROOT / "examples" / "train_gpt_ppo.py")),
                 *("--config-name", "recipes/ppo_tiny_cpu"),
                 *(f"{key}={value}" for key, value in settings.items()),
             ],
             cwd=ROOT,
-            # Under Ray a worker's threads are the cores its group shares; be explicit for both.
+            # Under Ray a worker's threads are the cores its group shares. Be explicit for both.
             env={"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=3600,
         )
-        if done.returncode:
-            sys.exit(done.stdout)
+        if completed.returncode:
+            sys.exit(completed.stdout)
         text = (Path(folder) / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 
 def without_times(lines: list[dict[str, Any]]) -> str:
-    """Everything but the times, as text (NaN is not equal to itself)."""
-    kept = [{k: v for k, v in line.items() if not k.startswith("timers/")} for line in lines]
-    return json.dumps(kept)
+    """Return everything except times as text (NaN is not equal to itself)."""
+    untimed = [{k: v for k, v in line.items() if not k.startswith("timers/")} for line in lines]
+    return json.dumps(untimed)
 
 
 if __name__ == "__main__":

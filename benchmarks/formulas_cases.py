@@ -63,25 +63,25 @@ class Comparisons:
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Largest absolute difference, relative to our largest value where that is above 1."""
+    """Compute the largest absolute difference, relative to our largest value if above 1."""
     assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
     scale = max(1.0, ours.abs().max().item())
     return (ours - theirs).abs().max().item() / scale
 
 
 def _with_gradient(function: Callable[[Tensor], Tensor], leaf: Tensor) -> tuple[Tensor, Tensor]:
-    own = leaf.detach().clone().requires_grad_()
-    value = function(own)
+    copy = leaf.detach().clone().requires_grad_()
+    value = function(copy)
     value.sum().backward()
-    assert own.grad is not None
-    return value.detach(), own.grad
+    assert copy.grad is not None
+    return value.detach(), copy.grad
 
 
 class Inputs:
-    """A batch of ``ROWS`` responses, all that any of the formulas takes; always the same numbers.
+    """A batch of ``ROWS`` responses, all that any of the formulas takes. Always the same numbers.
 
-    Prompts of 2 tokens, responses of 1 to 15; rows ``GROUP`` by ``GROUP`` answer the same prompt;
-    rows 2i and 2i + 1 are a pair.
+    Prompts of 2 tokens, responses of 1 to 15. Rows ``GROUP`` by ``GROUP`` answer the same prompt.
+    Rows 2i and 2i + 1 are a pair.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -108,7 +108,7 @@ class Inputs:
         self.ones = torch.ones(ROWS, dtype=torch.float64)
 
     def loss(self, function: LossFunction, leaf: Tensor, **columns: Tensor) -> Tensor:
-        """One of our losses on the whole batch in one piece; ``columns`` join or replace."""
+        """Compute one of our losses on the whole batch. ``columns`` are added or replaced."""
         batch = {
             "token_mask": self.mask,
             "sample_mask": self.ones,
@@ -134,14 +134,14 @@ class Nothing(abc.ABCMeta):
 
 
 def nothing(name: str) -> Nothing:
-    """A class to be named, called and inherited from."""
+    """Return a class that can be named, called and inherited from."""
     if name.startswith("__"):
         raise AttributeError(name)
     return Nothing(name, (), {"__init__": lambda self, *_, **__: None})
 
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for packages that a peer's module imports and its formulas do not use."""
+    """Replace packages that a peer's module imports and its formulas do not use."""
 
     def __init__(self, packages: Iterable[str]) -> None:
         self.packages = set(packages)

@@ -1,6 +1,6 @@
-"""Our formulas against NeMo-Aligner's; run by `benchmarks.formulas`.
+"""Our formulas against NeMo-Aligner's. Run by `benchmarks.formulas`.
 
-It needs versions of its dependencies that have gone; its formulas need none of them.
+It needs versions of its dependencies that have gone. Its formulas need none of them.
 """
 
 import importlib
@@ -210,7 +210,7 @@ def advantages(table: Comparisons, inputs: Inputs) -> None:
 
 
 def bound(peer: type, methods: tuple[str, ...], **attributes: Any) -> SimpleNamespace:
-    """A stand-in for a model: ``attributes`` and some of the methods of its class."""
+    """Return a substitute of a model: ``attributes`` and some methods of its class."""
     model = SimpleNamespace(**attributes)
     for name in methods:
         setattr(model, name, getattr(peer, name).__get__(model))

@@ -1,4 +1,4 @@
-"""Our formulas against OpenRLHF's; run by `benchmarks.formulas`."""
+"""Our formulas against OpenRLHF's. Run by `benchmarks.formulas`."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -34,11 +34,11 @@ def compare(table: Comparisons) -> None:
 def token_losses(table: Comparisons, inputs: Inputs) -> None:
     from openrlhf.models.loss import PolicyLoss, SFTLoss, ValueLoss
 
-    def add(name: str, ours: PPOPolicyLoss, theirs: PolicyLoss, given: Tensor) -> None:
+    def add(name: str, ours: PPOPolicyLoss, theirs: PolicyLoss, advantage_values: Tensor) -> None:
         table.add(
             name,
-            lambda leaf: inputs.loss(ours, leaf, advantages=given),
-            lambda leaf: theirs(leaf, inputs.prev_logprobs, given, inputs.mask)[0],
+            lambda leaf: inputs.loss(ours, leaf, advantages=advantage_values),
+            lambda leaf: theirs(leaf, inputs.prev_logprobs, advantage_values, inputs.mask)[0],
             inputs.logprobs,
         )
 

@@ -1,4 +1,4 @@
-"""Our formulas against TRL's; run by `benchmarks.formulas` in TRL's environment.
+"""Our formulas against TRL's. Run by `benchmarks.formulas` in TRL's environment.
 
 Most of TRL's losses are methods of trainers that run a model. The model here has two tokens: the
 first one, which is the right one everywhere, has just the log-prob it is to have.
@@ -27,13 +27,13 @@ def compare(table: Comparisons) -> None:
     policy_losses(table, inputs)
     pair_losses(table, inputs)
     kto(table, inputs)
-    rest(table, inputs)
+    compare_others(table, inputs)
 
 
 def policy_losses(table: Comparisons, inputs: Inputs) -> None:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    def theirs(leaf: Tensor, given: Tensor, loss_type: str, level: str, beta: float) -> Tensor:
+    def theirs(leaf: Tensor, advantages: Tensor, loss_type: str, level: str, beta: float) -> Tensor:
         trainer = fake_trainer(
             aux_loss_enabled=False,
             top_entropy_quantile=1.0,
@@ -56,7 +56,7 @@ def policy_losses(table: Comparisons, inputs: Inputs) -> None:
             "prompt_mask": none,
             "completion_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64),
             "completion_mask": inputs.mask,
-            "advantages": given,
+            "advantages": advantages,
             "old_per_token_logps": inputs.prev_logprobs,
             "ref_per_token_logps": inputs.ref_logprobs,
             "num_items_in_batch": inputs.mask.sum(),
@@ -76,15 +76,15 @@ def policy_losses(table: Comparisons, inputs: Inputs) -> None:
         ("GSPO", {**row_wise, "ratio_level": "sequence"}, "grpo", "sequence"),
         ("CISPO, upper bound only", unbounded, "cispo", "token"),
     ):
-        given = inputs.row_advantages if level == "sequence" else inputs.token_advantages
+        advantages = inputs.row_advantages if level == "sequence" else inputs.token_advantages
         beta = 0.2 if "KL" in name else 0.0
         table.add(
             name,
-            lambda leaf, options=options, given=given: inputs.loss(
-                PPOPolicyLoss(**options), leaf, advantages=given
+            lambda leaf, options=options, advantages=advantages: inputs.loss(
+                PPOPolicyLoss(**options), leaf, advantages=advantages
             ),
-            lambda leaf, given=given, loss_type=loss_type, level=level, beta=beta: theirs(
-                leaf, given, loss_type, level, beta
+            lambda leaf, advantages=advantages, loss_type=loss_type, level=level, beta=beta: theirs(
+                leaf, advantages, loss_type, level, beta
             ),
             inputs.logprobs,
         )
@@ -208,7 +208,7 @@ def kto(table: Comparisons, inputs: Inputs) -> None:
     table.add("KTO", ours, theirs, inputs.logprobs)
 
 
-def rest(table: Comparisons, inputs: Inputs) -> None:
+def compare_others(table: Comparisons, inputs: Inputs) -> None:
     from trl.experimental.ppo.ppo_trainer import masked_whiten as peer_whiten
     from trl.rewards import get_soft_overlong_punishment
     from trl.trainer.reward_trainer import RewardTrainer
@@ -251,7 +251,7 @@ def rest(table: Comparisons, inputs: Inputs) -> None:
 
 
 def fake_trainer(**attributes: Any) -> SimpleNamespace:
-    """A stand-in for a trainer: ``attributes``, and one process that evaluates."""
+    """Return a substitute of a trainer: ``attributes``, and one process that evaluates."""
     gather = {name: lambda value, **_: value for name in ("gather", "gather_for_metrics", "reduce")}
     return SimpleNamespace(
         model=SimpleNamespace(training=False),
@@ -263,7 +263,7 @@ def fake_trainer(**attributes: Any) -> SimpleNamespace:
 
 
 def two_tokens(logprobs: Tensor) -> Any:
-    """A model whose token 0 has at position t the log-prob ``logprobs[:, t]`` [B, S]."""
+    """Return a model in which token 0 at position t has log-prob ``logprobs[:, t]`` [B, S]."""
     ahead = torch.roll(logprobs, -1, dims=1)
     logits = torch.stack([ahead, torch.log1p(-ahead.exp())], dim=-1)
     return lambda **_: SimpleNamespace(logits=logits)

@@ -1,4 +1,4 @@
-"""Our formulas against verl's; run by `benchmarks.formulas`."""
+"""Our formulas against verl's. Run by `benchmarks.formulas`."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -96,7 +96,7 @@ def policy_losses(table: Comparisons, inputs: Inputs) -> None:
 
 
 def corrections(table: Comparisons, inputs: Inputs) -> None:
-    """Weights, masks and measures of rollouts by another policy."""
+    """Compare weights, masks and metrics of rollouts by another policy."""
     from verl.trainer.ppo import rollout_corr_helper as helper
 
     mask = inputs.mask.bool()
@@ -119,18 +119,18 @@ def corrections(table: Comparisons, inputs: Inputs) -> None:
         size = effective_sample_size(
             *(shares[key].item() for key in ("importance_weight", "importance_weight_square"))
         )
-        wanted = measures["rollout_is_eff_sample_size"]
+        expected = measures["rollout_is_eff_sample_size"]
         table.add(
             f"effective sample size, {name}",
             lambda size=size: torch.tensor(size),
-            lambda wanted=wanted: torch.tensor(wanted),
+            lambda expected=expected: torch.tensor(expected),
         )
     low, high = 0.9, 1.1
-    kept, _ = helper.compute_rollout_rejection_mask(
+    accepted, _ = helper.compute_rollout_rejection_mask(
         log_ratio, inputs.mask, "seq_mean_k1", f"{1 / high}_{1 / low}"
     )
     rejected = geometric_rejection(log_ratio, mask, (low, high))
-    table.add("geometric rejection", lambda: inputs.mask * ~rejected[:, None], lambda: kept)
+    table.add("geometric rejection", lambda: inputs.mask * ~rejected[:, None], lambda: accepted)
     measures = helper.compute_offpolicy_metrics(
         inputs.prev_logprobs, inputs.ref_logprobs, inputs.mask
     )

@@ -3,7 +3,7 @@
     python -m benchmarks.gae
 
 verl is installed into `.venv-bench-verl` on the first run, without its dependencies, and is seen by
-the measuring subprocess only. Prints one JSON line; `ratio` is aligner's time over verl's, the
+the measuring subprocess only. Prints one JSON line. `ratio` is aligner's time over verl's, the
 median over alternating pairs. Mark: at most 0.2. One thread by default: verl's loop of small
 operations uses no more, and two would measure how busy the machine is.
 """
@@ -39,7 +39,7 @@ def make_peer() -> None:
 
 
 def make_inputs(batch: int, length: int, holes: bool) -> tuple[torch.Tensor, ...]:
-    """Values, rewards, mask: a prompt of up to 64 tokens, a response of varying length."""
+    """Return values, rewards, mask: prompts of up to 64 tokens, responses of varying length."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(batch, length, generator=generator)
     rewards = 0.1 * torch.randn(batch, length, generator=generator)
@@ -58,7 +58,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def measure(batch: int, length: int, repeats: int, holes: bool) -> dict[str, object]:
-    """Time both in turn; the results must agree."""
+    """Time both in turn. The results must agree."""
     from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 
     values, rewards, mask = make_inputs(batch, length, holes)
@@ -107,10 +107,10 @@ def main() -> None:
     make_peer()
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{PEER}"}
     command = [sys.executable, "-m", "benchmarks.gae", "--measure", *sys.argv[1:]]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, check=True, timeout=600, env=environment, stdout=subprocess.PIPE, text=True
     )
-    print(done.stdout.strip().splitlines()[-1])
+    print(completed.stdout.strip().splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def load_both(path: Path) -> tuple[GPTModel, GPTArchitecture, Any]:
-    """One set of weights in a megatron-core model and in transformers' model."""
+    """Load one set of weights into a megatron-core model and into transformers' model."""
     from transformers import AutoModelForCausalLM
 
     initialize_parallel()
@@ -59,7 +59,7 @@ def load_both(path: Path) -> tuple[GPTModel, GPTArchitecture, Any]:
 def logprob_difference(
     gpt: GPTModel, architecture: GPTArchitecture, peer: Any, prompts: torch.Tensor
 ) -> float:
-    """Largest difference between the log-probs of aligner's greedy tokens and transformers'."""
+    """Compute the largest log-prob difference at aligner's greedy tokens."""
     # No end-of-sequence token: banning it would renormalise the log-probs.
     generate = make_generator(gpt, architecture, 8, prompts.shape[0], eos_ids=())
     output = generate(prompts, greedy=True)
@@ -156,7 +156,7 @@ def measure(
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL, help="a .nemo; absent: random")
     parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])

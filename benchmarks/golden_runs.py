@@ -76,7 +76,7 @@ CASES = {
 
 
 def record(case: str, folder: Path) -> dict[str, Any]:
-    """Run ``case`` below ``folder``; its metrics by step and the hashes of its last run state."""
+    """Run ``case`` below ``folder``. Its metrics by step and the hashes of its last run state."""
     (agent := folder / "agent.py").write_text(AGENT)
     script, *options = CASES[case].replace("{agent}", str(agent)).split()
     log_dir = folder / "run"
@@ -97,7 +97,7 @@ def record(case: str, folder: Path) -> dict[str, Any]:
 
 
 def _hashes(folder: Path) -> Iterator[tuple[str, str]]:
-    """Name and hash of each tensor of the newest run state below ``folder``."""
+    """Return name and hash of each tensor of the newest run state below ``folder``."""
     import torch
 
     if not (states := sorted(folder.glob("step_*"))):
@@ -118,9 +118,9 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, tree
 
 
-def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """One line for each value that two records of a case do not share."""
-    old, new = (dict(_leaves(record, "")) for record in (before, after))
+def differences(expected: dict[str, Any], actual: dict[str, Any]) -> Iterator[str]:
+    """Yield one line for each value that differs between two records of a case."""
+    old, new = (dict(_leaves(record, "")) for record in (expected, actual))
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             yield f"{name}: {old.get(name)} -> {new.get(name)}"

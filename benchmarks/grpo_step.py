@@ -3,13 +3,13 @@
     python -m benchmarks.grpo_step
     python -m benchmarks.grpo_step --only aligner --layers 2 --hidden 64 --vocab 512 --json
 
-The same job for both: a random Llama of SmolLM2's shape (float32, tied embeddings); 4 prompts of
-256 tokens, 8 responses of exactly 64 to each; no reference; one epoch, one mini-batch, so one
-optimizer step; clipping 0.2; a reward that costs nothing. Every pass takes the 32 sequences at once
+The same job for both: a random Llama of SmolLM2's shape (float32, tied embeddings). 4 prompts of
+256 tokens, 8 responses of exactly 64 to each. No reference. One epoch, one mini-batch, so one
+optimizer step. Clipping 0.2. A reward that costs nothing. Every pass takes the 32 sequences at once
 unless ``--micro-batch`` is given.
 
-Each reading is a process of its own; the two sides take turns, ``--rounds`` times. TRL lives in
-`.venv-bench`, made on the first run. Time is the median over the steps after the first; memory is
+Each reading is a separate process. The two sides take turns, ``--rounds`` times. TRL lives in
+`.venv-bench`, made on the first run. Time is the median over the steps after the first. Memory is
 the whole process's largest resident set, libraries included. Marks (aligner over TRL): at most 0.25
 of the time and 0.4 of the memory.
 """
@@ -37,7 +37,7 @@ MARK = Mark(SMOLLM2.layers, SMOLLM2.hidden, SMOLLM2.vocab, 0.25, 0.4)
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

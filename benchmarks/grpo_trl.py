@@ -1,6 +1,6 @@
-"""TRL's side of `grpo_step`: its GRPOTrainer on transformers' Llama, in an environment of its own.
+"""TRL's side of `grpo_step`: its GRPOTrainer on transformers' Llama, in a separate environment.
 
-No reference and one epoch, as TRL's own defaults have it; every pass takes ``--micro-batch`` rows.
+No reference and one epoch, as TRL's own defaults have it. Every pass takes ``--micro-batch`` rows.
 TRL's gradient checkpointing is off: that is its faster setting. A step is the time from one
 `on_step_end` to the next: generation, scoring where TRL does it, the update, TRL's own logging.
 """
@@ -21,7 +21,7 @@ from benchmarks.words import END, text_of, word_backend
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    """One step to warm up, then ``shape.steps`` of them."""
+    """Run one step to warm up, then ``shape.steps`` steps."""
     torch.set_num_threads(shape.threads)
     watch = StepWatch()
     lengths: set[int] = set()
@@ -37,7 +37,7 @@ def measure(shape: Shape) -> dict[str, Any]:
 
 
 def make_trainer(shape: Shape, folder: str, reward: Any, watch: StepWatch) -> GRPOTrainer:
-    """TRL's trainer with its defaults, and the settings of both sides."""
+    """Build TRL's trainer with its defaults and the settings of both sides."""
     end = shape.vocab - 1
     torch.manual_seed(SEED)
     model = LlamaForCausalLM(
@@ -62,7 +62,7 @@ def make_trainer(shape: Shape, folder: str, reward: Any, watch: StepWatch) -> GR
 
 
 def grpo_config(shape: Shape, folder: str) -> GRPOConfig:
-    """Float32 on CPU; no recomputation of activations, which would only cost time here."""
+    """Return a float32 CPU configuration without recomputation of activations."""
     return GRPOConfig(
         output_dir=folder,
         bf16=False,

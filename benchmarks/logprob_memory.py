@@ -2,12 +2,12 @@
 
     python -m benchmarks.logprob_memory
 
-Every reading is a process of its own, the two forms in turn. Memory is counted over the inputs
+Every reading is a separate process, the two forms in turn. Memory is counted over the inputs
 (hidden states and weight), so the gradients that both must return are part of it: `peak_MB` is the
 peak of what the tensor allocator has handed out, `rss_MB` the growth of the process's peak resident
 memory (which also holds the libraries' code and buffers, some 30 MB that come and go). Prints a
-JSON line per reading and one with the ratios and verdicts per hidden size; exits with 1 when a mark
-is missed. Marks: memory at most 0.1; time at most 1.25 at hidden size 576 and 1.0 at 64.
+JSON line per reading and one with the ratios and verdicts per hidden size. Exits with 1 when a mark
+is missed. Marks: memory at most 0.1. Time at most 1.25 at hidden size 576 and 1.0 at 64.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MARKS = {64: {"time": 1.0, "memory": 0.1}, 576: {"time": 1.25, "memory": 0.1}}
 
 
 def gathered(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The plain form."""
+    """Compute the plain form."""
     logits = hidden @ weight.t()
     return torch.log_softmax(logits, dim=-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
@@ -43,7 +43,7 @@ def rss_mb() -> float:
 
 
 def peak_allocated_mb(function: Callable[[], None]) -> float:
-    """Most bytes that tensors made by ``function`` hold at one time."""
+    """Measure the largest total of tensors that ``function`` allocates, in MB."""
     with torch.profiler.profile(profile_memory=True) as profile:
         function()
     events = profile.profiler.kineto_results.events()
@@ -53,17 +53,17 @@ def peak_allocated_mb(function: Callable[[], None]) -> float:
 
 
 def measure(form: str, size: int, tokens: int, vocab: int, repeats: int) -> dict[str, object]:
-    """One form in this process: the median of its repeats after one warm-up."""
+    """Measure one form in this process: the median of its repeats after one warm-up."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.empty(tokens, size).normal_(generator=generator).requires_grad_()
     weight = torch.empty(vocab, size).normal_(0, size**-0.5, generator=generator).requires_grad_()
     target = torch.randint(0, vocab, (tokens,), generator=generator)
     upstream = torch.empty(tokens).normal_(generator=generator)
     function = {"fused": fused, "gathered": gathered}[form]
-    # The libraries' own pages come with the first product, however small; they are not counted.
+    # The libraries' own pages appear with the first product of any size. They are not counted.
     small = torch.ones(64, size, requires_grad=True)
     function(small[:8], small, target[:8] % 64).sum().backward()
-    before = rss_mb()
+    rss_before = rss_mb()
 
     def step() -> None:
         hidden.grad = weight.grad = None
@@ -76,7 +76,7 @@ def measure(form: str, size: int, tokens: int, vocab: int, repeats: int) -> dict
         step()
         wall.append(time.perf_counter() - start)
         cpu.append(time.process_time() - start_cpu)
-    rss = rss_mb() - before  # before the profiler adds its own
+    rss = rss_mb() - rss_before  # before the profiler adds its own
     return {
         "form": form,
         "hidden": size,
@@ -91,7 +91,7 @@ def measure(form: str, size: int, tokens: int, vocab: int, repeats: int) -> dict
 
 
 def verdicts(size: int, ratios: dict[str, float]) -> dict[str, str]:
-    """For each mark of this hidden size: kept or missed, with both numbers."""
+    """Return each mark of this hidden size as kept or missed, with both numbers."""
     return {
         key: f"{'kept' if ratios[key] <= mark else 'MISSED'}: {ratios[key]} (at most {mark})"
         for key, mark in MARKS.get(size, {}).items()
@@ -99,7 +99,7 @@ def verdicts(size: int, ratios: dict[str, float]) -> dict[str, str]:
 
 
 def compare(arguments: argparse.Namespace, size: int) -> bool:
-    """Alternate the two forms, print the ratios of their medians; whether every mark is kept."""
+    """Alternate the two forms, print the ratios of their medians. Whether every mark is kept."""
     readings: dict[str, list[dict[str, float]]] = {"fused": [], "gathered": []}
     for _ in range(arguments.rounds):
         for form, rows in readings.items():
@@ -107,10 +107,10 @@ def compare(arguments: argparse.Namespace, size: int) -> bool:
             for name in ("tokens", "vocab", "repeats", "threads"):
                 command += [f"--{name}", str(getattr(arguments, name))]
             command += ["--hidden", str(size)]
-            done = subprocess.run(
+            completed = subprocess.run(
                 command, check=True, timeout=900, stdout=subprocess.PIPE, text=True
             )
-            line = done.stdout.strip().splitlines()[-1]
+            line = completed.stdout.strip().splitlines()[-1]
             print(line, flush=True)
             rows.append(json.loads(line))
 
@@ -146,8 +146,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.form is None:
-        kept = [compare(arguments, size) for size in arguments.hidden]
-        sys.exit(0 if all(kept) else 1)
+        results = [compare(arguments, size) for size in arguments.hidden]
+        sys.exit(0 if all(results) else 1)
     for size in arguments.hidden:
         reading = measure(
             arguments.form, size, arguments.tokens, arguments.vocab, arguments.repeats

@@ -3,10 +3,10 @@
     python -m benchmarks.packing
 
 A log-normal mix of lengths whose mean is a third of the longest. Padded micro-batches have
-``--micro-batch`` sequences, each padded to the longest of its micro-batch; packed ones are a row of
+``--micro-batch`` sequences, each padded to the longest of its micro-batch. Packed ones are a row of
 as many tokens as such a micro-batch can have at the most, so both need about the same memory. Both
-go through `Policy.train`, in turn, with one optimizer step per update; their losses must agree.
-Prints one JSON line; ``ratio`` is packed real tokens per second over padded, the median over
+go through `Policy.train`, in turn, with one optimizer step per update. Their losses must agree.
+Prints one JSON line. ``ratio`` is packed real tokens per second over padded, the median over
 alternating pairs. Mark: at least 1.8. ``cpu_ratio`` is the same of processor time.
 """
 
@@ -35,7 +35,7 @@ SIGMA = 0.6  # of the logarithm of a length
 
 
 def make_lengths(count: int, longest: int) -> np.ndarray:
-    """int64 ``[count]``: log-normal, cut at ``longest``, which one has; mean a third of it."""
+    """Return int64 ``[count]``, log-normal up to ``longest``, with a third of it as mean."""
     quantiles = np.random.default_rng(0).lognormal(0.0, SIGMA, count)
     quantiles[0] = np.inf
     low, high = 1.0, float(longest)
@@ -48,7 +48,7 @@ def make_lengths(count: int, longest: int) -> np.ndarray:
 
 
 def make_batch(count: int, longest: int, vocab: int) -> BatchedDataDict:
-    """A rollout; a quarter of each sequence is its prompt."""
+    """Return a rollout. A quarter of each sequence is its prompt."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.from_numpy(make_lengths(count, longest))
     position = torch.arange(longest)
@@ -67,7 +67,7 @@ def make_batch(count: int, longest: int, vocab: int) -> BatchedDataDict:
 
 
 def make_both(options: argparse.Namespace, model: Path) -> tuple[Policy, Policy]:
-    """A policy that trains on padded micro-batches, and one that trains on packed ones."""
+    """Return two policies, for padded and for packed micro-batches."""
     padded, packed = (
         make_policy(
             model,
@@ -83,14 +83,14 @@ def make_both(options: argparse.Namespace, model: Path) -> tuple[Policy, Policy]
 
 
 def update(policy: Policy, batch: BatchedDataDict) -> tuple[float, float, float]:
-    """Loss, wall seconds and processor seconds of one update."""
+    """Measure loss, wall seconds and processor seconds of one update."""
     wall, cpu = time.perf_counter(), time.process_time()
     loss = policy.train(batch, PPOPolicyLoss())["loss"]
     return loss, time.perf_counter() - wall, time.process_time() - cpu
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Both in turn, after one update of each that is not counted."""
+    """Alternate both forms, after one uncounted update of each."""
     architecture = GPTArchitecture(
         num_layers=options.layers,
         hidden_size=options.hidden,
@@ -139,8 +139,8 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--longest", type=int, default=512)
     result = run(parser, measure, micro_batch=16, repeats=5)
-    kept = result["ratio"] >= MARK
-    log(f"packed over padded {result['ratio']} (mark {MARK}: {'kept' if kept else 'MISSED'})")
+    passed = result["ratio"] >= MARK
+    log(f"packed over padded {result['ratio']} (mark {MARK}: {'kept' if passed else 'MISSED'})")
 
 
 if __name__ == "__main__":

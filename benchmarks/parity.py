@@ -3,9 +3,9 @@
     python -m benchmarks.parity [--write docs/parity.md] [--limit 1e-5] [--keep FOLDER]
 
 Starts real processes, at most four at a time. A cell is the largest relative difference from one
-process with padded micro-batches and every row for itself (`difference`); generation must give
+process with padded micro-batches and every row for itself (`difference`). Generation must give
 identical tokens. The exit status is 1 when a cell is above the limit, differs, or could not be had
-because processes failed; a layout that refuses something is a hole, named below the tables.
+because processes failed. A layout that refuses something is a hole, named below the tables.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.common import ROOT, log
 
 LIMIT = 1e-5
 MODES = ("padded", "dynamic", "packed", "shared")
-REFERENCES = {"shared": "separate"}  # of one process; of the others: padded
+REFERENCES = {"shared": "separate"}  # of one process. Of the others: padded
 MODELS = {
     "dense": TINY_ARCHITECTURE,
     "experts": dataclasses.replace(
@@ -77,28 +77,28 @@ class Cell(NamedTuple):
 
 
 def run_all(folder: Path) -> dict[Column, dict[str, Any]]:
-    """Results of every column, by mode; a sentence where its processes failed."""
-    seen: dict[Column, dict[str, Any]] = {}
-    wanted = [*COLUMNS.values(), *(ONE._replace(model=model) for model in MODELS)]
-    for start in dict.fromkeys((column.processes, column.model) for column in wanted):
+    """Return the results of every column by mode, or a sentence if its processes failed."""
+    outputs: dict[Column, dict[str, Any]] = {}
+    columns_to_run = [*COLUMNS.values(), *(ONE._replace(model=model) for model in MODELS)]
+    for start in dict.fromkeys((column.processes, column.model) for column in columns_to_run):
         modes = (*MODES, *REFERENCES.values()) if start[0] == 1 else MODES
-        columns = dict.fromkeys(column for column in wanted if column[:2] == start)
-        found = launch(folder, *start, [column.sizes for column in columns], modes)
+        columns = dict.fromkeys(column for column in columns_to_run if column[:2] == start)
+        results = launch(folder, *start, [column.sizes for column in columns], modes)
         for column in columns:
-            seen[column] = {mode: found[f"{column.sizes},{mode}"] for mode in modes}
-    return seen
+            outputs[column] = {mode: results[f"{column.sizes},{mode}"] for mode in modes}
+    return outputs
 
 
 def launch(
     folder: Path, processes: int, model: str, sizes: Sequence[str], modes: Sequence[str]
 ) -> dict[str, Any]:
-    """One start of ``processes`` for all their layouts; reads what an earlier one left."""
+    """Start ``processes`` once for all their layouts, or read the results of an earlier start."""
     output, file = folder / f"{model}-{processes}.pt", folder / f"{model}.nemo"
     layouts = [f"{size},{mode}" for size in sizes for mode in modes]
     if not output.exists():
         write_model(model, file)
         log(f"{processes} processes, {model} model: {len(layouts)} layouts")
-        done = subprocess.run(
+        completed = subprocess.run(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
                 *("--nproc-per-node", str(processes), "-m", "benchmarks.parity_worker"),
@@ -111,14 +111,14 @@ def launch(
             stderr=subprocess.STDOUT,
             text=True,
         )
-        if done.returncode:
-            log(done.stdout[-6000:])
+        if completed.returncode:
+            log(completed.stdout[-6000:])
             return dict.fromkeys(layouts, f"{processes} processes failed")
     return torch.load(output, weights_only=True)
 
 
 def write_model(name: str, path: Path) -> None:
-    """The tiny model with weights large enough that tokens differ."""
+    """Write the tiny model with weights large enough that tokens differ."""
     if not path.exists():
         architecture = MODELS[name]
         weights = random_weights(architecture, scale=SCALE)
@@ -129,7 +129,7 @@ def write_model(name: str, path: Path) -> None:
 
 
 def difference(expected: Any, actual: Any, name: str = "") -> float:
-    """The largest relative difference, over all entries of a dict.
+    """Compute the largest relative difference, over all entries of a dict.
 
     Of a tensor: the largest absolute difference over the largest absolute value. Of a number:
     relative to it, or to 1e-3 where that is more (to 1 where it is a difference of log-probs,
@@ -143,56 +143,56 @@ def difference(expected: Any, actual: Any, name: str = "") -> float:
         if expected.shape != actual.shape:
             return float("inf")
         largest = expected.double().abs().max().clamp(min=1e-6)
-        found = ((expected.double() - actual.double()).abs().max() / largest).item()
+        gap = ((expected.double() - actual.double()).abs().max() / largest).item()
     else:
         least = 1.0 if any(part in name for part in NATS) else 1e-3
-        found = abs(expected - actual) / max(abs(expected), least)
-    return found if found == found else float("inf")  # NaN is no agreement
+        gap = abs(expected - actual) / max(abs(expected), least)
+    return gap if gap == gap else float("inf")  # NaN is not an agreement
 
 
 def cell(row: str, expected: Any, actual: Any, limit: float) -> Cell:
-    """One cell; ``expected`` and ``actual`` as `parity_worker` has them, or a sentence."""
+    """Return one cell. ``expected`` and ``actual``: results of `parity_worker`, or a sentence."""
     if isinstance(actual, str):
         return Cell("—", reason=actual)
-    found = difference(expected, actual)
+    gap = difference(expected, actual)
     if row.endswith("generation"):
-        return Cell("same" if found == 0 else "differs", good=found == 0)
-    return Cell("0" if found == 0 else f"{found:.0e}", good=found <= limit)
+        return Cell("same" if gap == 0 else "differs", good=gap == 0)
+    return Cell("0" if gap == 0 else f"{gap:.0e}", good=gap <= limit)
 
 
 def table(
-    seen: dict[Column, dict[str, Any]], mode: str, limit: float, reasons: dict[str, int]
+    outputs: dict[Column, dict[str, Any]], mode: str, limit: float, reasons: dict[str, int]
 ) -> tuple[list[str], int]:
-    """Lines of one mode's table and its number of bad cells; holes are numbered in ``reasons``."""
+    """Return the lines of one mode's table and its number of bad cells, and number ``reasons``."""
     columns = [name for name, column in COLUMNS.items() if (mode, column) != ("padded", ONE)]
     lines = [f"| {mode} | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
     bad = 0
-    for row in seen[ONE]["padded"]:
+    for row in outputs[ONE]["padded"]:
         texts = []
         for name in columns:
             column = COLUMNS[name]
-            one = seen[ONE._replace(model=column.model)][REFERENCES.get(mode, "padded")]
-            many = seen[column][mode]
-            if isinstance(one, str) or isinstance(many, str):
+            reference = outputs[ONE._replace(model=column.model)][REFERENCES.get(mode, "padded")]
+            sharded = outputs[column][mode]
+            if isinstance(reference, str) or isinstance(sharded, str):
                 texts.append("**failed**")
                 bad += 1
                 continue
-            found = cell(row, one[row], many[row], limit)
-            text = found.text
-            if found.reason is not None:
-                text += f" [{reasons.setdefault(found.reason, len(reasons) + 1)}]"
-            bad += not found.good
-            texts.append(text if found.good else f"**{text}**")
+            shown = cell(row, reference[row], sharded[row], limit)
+            text = shown.text
+            if shown.reason is not None:
+                text += f" [{reasons.setdefault(shown.reason, len(reasons) + 1)}]"
+            bad += not shown.good
+            texts.append(text if shown.good else f"**{text}**")
         lines.append(f"| {row} | {' | '.join(texts)} |")
     return lines, bad
 
 
-def report(seen: dict[Column, dict[str, Any]], limit: float) -> tuple[str, int]:
-    """The four tables and the reasons of the holes, as Markdown; the number of bad cells."""
+def report(outputs: dict[Column, dict[str, Any]], limit: float) -> tuple[str, int]:
+    """Return the tables and the reasons of holes as Markdown, and the number of bad cells."""
     reasons: dict[str, int] = {}
     parts, bad = [], 0
     for mode in MODES:
-        lines, wrong = table(seen, mode, limit, reasons)
+        lines, wrong = table(outputs, mode, limit, reasons)
         parts.append("\n".join(lines))
         bad += wrong
     holes = [f"{number}. {reason}" for reason, number in reasons.items()]
@@ -243,15 +243,15 @@ def _largest(cells: Iterable[str]) -> str:
 
 
 def write_between_marks(path: Path, text: str) -> None:
-    """Replace what stands between the two marks of a page."""
+    """Replace the text between the two marks of a page."""
     page = path.read_text()
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+    head, tail = page.split(BEGIN)
+    _, foot = tail.split(END)
+    path.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{foot}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, help="page whose tables are replaced")
     parser.add_argument("--limit", type=float, default=LIMIT, help="largest difference that passes")
@@ -260,11 +260,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        seen = run_all(folder.resolve())
-    if isinstance(seen[ONE]["padded"], str):
+        outputs = run_all(folder.resolve())
+    if isinstance(outputs[ONE]["padded"], str):
         log("one process failed: nothing to compare with")
         return 1
-    text, bad = report(seen, options.limit)
+    text, bad = report(outputs, options.limit)
     print(text)
     if options.write is not None:
         write_between_marks(options.write, summary(text))

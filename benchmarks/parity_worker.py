@@ -1,8 +1,8 @@
-"""One process of `parity`: every row of the matrix in each layout; rank 0 writes what it saw.
+"""One process of `parity`: every row of the matrix in each layout. Rank 0 writes what it saw.
 
     torchrun --nproc-per-node N -m benchmarks.parity_worker MODEL OUTPUT LAYOUT [LAYOUT ...]
 
-Scores, training and layouts are those of the distributed tests (`layout_worker`); generation and
+Scores, training and layouts are those of the distributed tests (`layout_worker`). Generation and
 the whole PPO step are here. A row is a tensor, a number, a dict of them, or the sentence with which
 the layout refuses it.
 """
@@ -47,7 +47,7 @@ PROMPTS, SEED = 16, 7
 
 
 def rows_of(model: str, layout: str) -> dict[str, Row]:
-    """Every row of one column."""
+    """Return every row of one column."""
     policy, value = actor(model, layout), critic(model, layout)
     return {
         "log-probs": policy["before"],
@@ -59,18 +59,18 @@ def rows_of(model: str, layout: str) -> dict[str, Row]:
     }
 
 
-def _training(role: str, seen: dict[str, Any]) -> dict[str, Row]:
-    first = seen["first"]
+def _training(role: str, outputs: dict[str, Any]) -> dict[str, Row]:
+    first = outputs["first"]
     return {
         f"{role} loss": first["loss"],
         f"{role} gradient norm": first["grad_norm"],
-        f"{role} per-parameter gradients": seen["gradient"],
-        f"{role} parameters after 2 steps": seen["weights"],
+        f"{role} per-parameter gradients": outputs["gradient"],
+        f"{role} parameters after 2 steps": outputs["weights"],
     }
 
 
 def rollout_rows(model: str, layout: str) -> dict[str, Row]:
-    """Responses, greedy and sampled, and the metrics of one whole PPO step."""
+    """Return responses, greedy and sampled, and the metrics of one whole PPO step."""
     trainer = make_trainer(model, layout)
     return {
         "greedy generation": unless_refused(lambda: responses(trainer, greedy=True)),
@@ -80,7 +80,7 @@ def rollout_rows(model: str, layout: str) -> dict[str, Row]:
 
 
 def unless_refused(make: Any) -> Row:
-    """Result of ``make``, or the sentence with which the layout is refused."""
+    """Return the result of ``make``, or the message that refuses the layout."""
     try:
         return make()
     except LayoutError as error:
@@ -88,7 +88,7 @@ def unless_refused(make: Any) -> Row:
 
 
 def responses(trainer: PPOTrainer, *, greedy: bool) -> dict[str, torch.Tensor]:
-    """Tokens and lengths of the responses to the first prompts."""
+    """Return tokens and lengths of the responses to the first prompts."""
     prompts = collate_prompts([trainer.prompts.train[row] for row in range(ROWS)], trainer.pad_id)
     data: BatchedDataDict = BatchedDataDict(
         {
@@ -104,7 +104,7 @@ def responses(trainer: PPOTrainer, *, greedy: bool) -> dict[str, torch.Tensor]:
 
 
 def make_trainer(model: str, layout: str) -> PPOTrainer:
-    """A run's trainer, from the functions that a run uses."""
+    """Build a run's trainer with the functions of a run."""
     config = configuration(model, layout)
     parallel = initialize_parallel(config.model.parallel, seed=config.seed)
     tokenizer, architecture = describe_model(config.model)
@@ -129,7 +129,7 @@ def make_trainer(model: str, layout: str) -> PPOTrainer:
 
 
 def configuration(model: str, layout: str) -> RunConfig:
-    """Two updates of policy and critic in the step, with every term that the losses can have."""
+    """Return a step of two updates of policy and critic, with every term of the losses."""
     ppo = PolicyPPOConfig(
         num_rollout_samples=PROMPTS,
         rollout_micro_batch_size=3,  # fewer than a rank's share: sequences take freed slots
@@ -155,23 +155,23 @@ def configuration(model: str, layout: str) -> RunConfig:
 
 
 def prompt_rows() -> Iterator[dict[str, str]]:
-    """Prompts of 3 to 18 bytes."""
+    """Return prompts of 3 to 18 bytes."""
     for number in range(PROMPTS):
         yield {"prompt": "say it again, please"[number % 3 :][: 3 + number]}
 
 
 def letters(prompts: list[str], responses: list[str], ground_truths: list) -> list[float]:
-    """A reward that differs from response to response."""
+    """Return rewards that differ between responses."""
     del prompts, ground_truths
     return [sum(ord(letter) % 7 for letter in text) / 20 for text in responses]
 
 
 def main() -> None:
-    """Every layout, then the file."""
+    """Run every layout, then write the file."""
     model, output, *layouts = sys.argv[1:]
-    seen = {layout: rows_of(model, layout) for layout in layouts}
+    outputs = {layout: rows_of(model, layout) for layout in layouts}
     if torch.distributed.get_rank() == 0:
-        torch.save(seen, output)
+        torch.save(outputs, output)
     shutdown_parallel()
 
 

@@ -4,11 +4,11 @@
     python -m benchmarks.plan --models tiny --layouts one --batches padded
 
 For every model, layout and way to form micro-batches there is one process that predicts, on the dry
-device in the place of a CPU, from two short runs of few layers; and the processes of the layout,
+device in the place of a CPU, from two short runs of few layers. And the processes of the layout,
 which make the update with random weights. Compared are, on rank 0: bytes alive between updates and
 at the peak of one (counted in torch's allocator, from before the process takes its place in the
 layout), floating-point operations (torch's counter) and bytes that collectives were given (their
-calls, as they reach torch). Prints a JSON line per case; exits with 1 when a mark is missed. Marks:
+calls, as they reach torch). Prints a JSON line per case. Exits with 1 when a mark is missed. Marks:
 static 0.1 %, peak 10 %, operations and bytes of collectives equal. Needs a C++ compiler.
 """
 
@@ -46,7 +46,7 @@ MARKS = {"static_bytes": 0.001, "peak_bytes": 0.10, "flops": 0.0, "wire_bytes": 
 
 
 def planned(model: str, layout: str, batches: str) -> Any:
-    """The role of a fine-tuning run, `PlannedRole`, and its updates, a `Phase`."""
+    """Return the role of a fine-tuning run, a `PlannedRole`, and its updates, a `Phase`."""
     from aligner.config.commands.plan import PlanConfig, varied
     from aligner.config.load import parse_config
     from aligner.config.run import SFTRunConfig
@@ -80,7 +80,7 @@ def planned(model: str, layout: str, batches: str) -> Any:
 
 
 def predicted(model: str, layout: str, batches: str) -> dict[str, float]:
-    """Numbers of `aligner_plan`."""
+    """Return the numbers of `aligner_plan`."""
     from aligner_plan.dry.guard import load_guard
 
     load_guard()
@@ -88,8 +88,8 @@ def predicted(model: str, layout: str, batches: str) -> dict[str, float]:
     from aligner_plan.measure import measure
 
     role, train = planned(model, layout, batches)
-    found = measure(dataclasses.replace(role, phases=(train,)), 0, "cpu")
-    phase = found.phases["train"]
+    result = measure(dataclasses.replace(role, phases=(train,)), 0, "cpu")
+    phase = result.phases["train"]
     return {
         "static_bytes": total(phase.rest),
         "peak_bytes": total(phase.peaks[phase.peak_at]),
@@ -99,7 +99,7 @@ def predicted(model: str, layout: str, batches: str) -> dict[str, float]:
 
 
 def measured(model: str, layout: str, batches: str) -> dict[str, float]:
-    """Numbers of the update itself, in one of its processes."""
+    """Measure the update itself, in one of its processes."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -124,7 +124,9 @@ def measured(model: str, layout: str, batches: str) -> dict[str, float]:
     in_place = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}  # left out of its table
     counter = FlopCounterMode(
         display=False,
-        custom_mapping={op: formula(flop_registry[same]) for op, same in in_place.items()},
+        custom_mapping={
+            op: formula(flop_registry[flop_name]) for op, flop_name in in_place.items()
+        },
     )
     collectives = collective_counter()
     with counter, collectives:
@@ -138,7 +140,7 @@ def measured(model: str, layout: str, batches: str) -> dict[str, float]:
 
 
 def formula(registered: Any) -> Any:
-    """A formula of torch's table as its counter takes further ones."""
+    """Return a formula of torch's table that accepts additional arguments."""
 
     def count(*args: Any, **kwargs: Any) -> int:
         return int(registered(*args, **kwargs))
@@ -165,7 +167,7 @@ def collect_garbage() -> None:
 
 
 def collective_counter() -> Any:
-    """Counts what collectives among several processes are called with, by name."""
+    """Return a dispatch mode that records the calls of collectives between processes."""
     import torch.distributed as dist
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -180,13 +182,13 @@ def collective_counter() -> Any:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if func.namespace == "c10d":
-                names = (each.name for each in func._schema.arguments)
-                given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-                group = dist.ProcessGroup.unbox(given["process_group"])
+                names = (argument.name for argument in func._schema.arguments)
+                call_arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+                group = dist.ProcessGroup.unbox(call_arguments["process_group"])
                 if group.size() > 1:
                     self.sizes[func.overloadpacket.__name__] += max(
-                        sum(t.nbytes for t in tree_leaves(each) if isinstance(t, Tensor))
-                        for each in args
+                        sum(t.nbytes for t in tree_leaves(argument) if isinstance(t, Tensor))
+                        for argument in args
                     )
             return func(*args, **(kwargs or {}))
 
@@ -194,7 +196,7 @@ def collective_counter() -> Any:
 
 
 def run_case(model: str, layout: str, batches: str) -> dict[str, Any]:
-    """Both sides, and how far they are apart."""
+    """Run both sides and compare them."""
     case = [model, layout, batches]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     word = [sys.executable, "-m", "benchmarks.plan", "--side"]
@@ -221,11 +223,11 @@ def run_case(model: str, layout: str, batches: str) -> dict[str, Any]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         port = str(holder.getsockname()[1])
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+        rank_variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
         ranks = [
             start(
                 "measured",
-                {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {},
+                {**rank_variables, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {},
             )
             for rank in range(world)
         ]
@@ -243,7 +245,7 @@ def run_case(model: str, layout: str, batches: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -258,9 +260,9 @@ def main() -> None:
         return
     missed = False
     for case in itertools.product(arguments.models, arguments.layouts, arguments.batches):
-        found = run_case(*case)
-        missed |= not found["holds"]
-        print(json.dumps(found), flush=True)
+        result = run_case(*case)
+        missed |= not result["holds"]
+        print(json.dumps(result), flush=True)
     sys.exit(missed)
 
 

@@ -1,12 +1,12 @@
-"""Estimates of `plan` for runs whose speed was published, beside what was measured.
+"""Estimates of `plan` for runs whose speed was published, next to the measurements.
 
     python -m benchmarks.plan_published
 
 Prints a row per run, and exits with 1 if a deviation is more than `TOLERANCE`. Needs a C++ compiler
 and no GPU. Sources: Korthikanti et al. 2022 (GPT 22B), Narayanan et al. 2021 (GPT 1.7B, 7.5B),
 torchtitan's performance pages (Llama), gpt-fast (decoding). torchtitan recomputes half of the
-products (selective by operation), between our ``selective`` and ``full``; here it is ``full``.
-Attention of the GPT runs was not fused; ours is, which makes estimates of them faster.
+products (selective by operation), between our ``selective`` and ``full``. Here it is ``full``.
+Attention of the GPT runs was not fused. Ours is, which makes estimates of them faster.
 """
 
 # ruff: noqa: E402
@@ -33,7 +33,7 @@ from benchmarks.shapes import QWEN_1_5B
 
 TOLERANCE = {"train": 0.20, "generate": 0.25}
 _GIB = 1 << 30
-_MICRO_BATCH = 4  # sequences; not published for the runs of 2021
+_MICRO_BATCH = 4  # sequences. Not published for the runs of 2021
 
 LLAMA_8B = replace(
     QWEN_1_5B,
@@ -71,7 +71,7 @@ class Published:
 
 
 def gpt(layers: int, hidden: int, heads: int) -> GPTArchitecture:
-    """A GPT of the two Megatron papers: 2,048 positions, 51,200 tokens."""
+    """Return a GPT of the two Megatron papers: 2,048 positions, 51,200 tokens."""
     return architecture_from_hf(
         {
             "model_type": "gpt2",
@@ -85,7 +85,7 @@ def gpt(layers: int, hidden: int, heads: int) -> GPTArchitecture:
 
 
 def gpt_seconds(layers: int, hidden: int, devices: int, teraflops: float) -> float:
-    """Seconds of a step of 512 sequences, by the formula for operations of Narayanan et al."""
+    """Compute seconds of a step of 512 sequences by the operation count of Narayanan et al."""
     factor = 1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden)
     return 96 * 512 * 2048 * layers * hidden**2 * factor / devices / (teraflops * 1e12)
 
@@ -93,7 +93,7 @@ def gpt_seconds(layers: int, hidden: int, devices: int, teraflops: float) -> flo
 def trained(
     shape: GPTArchitecture, device: str, world: int, rows: int, size: int, **model: Any
 ) -> Estimate:
-    """A step on ``rows`` sequences in micro-batches of ``size``, of the most positions."""
+    """Estimate a step on ``rows`` full sequences in micro-batches of ``size``."""
     values = {
         "model": {"restore_from_path": "m"},
         "trainer": {"precision": "bf16"},
@@ -114,7 +114,7 @@ def trained(
 
 
 def sampled(shape: GPTArchitecture, device: str, prompt: int, response: int) -> Estimate:
-    """A rollout of one sequence."""
+    """Estimate a rollout of one sequence."""
     values = {
         "reward": {"function": "not.read:reward"},
         "data": {"train": {"source": "not-read.jsonl"}},
@@ -136,7 +136,7 @@ def sampled(shape: GPTArchitecture, device: str, prompt: int, response: int) -> 
 
 
 def runs() -> list[Published]:
-    """The table."""
+    """Return the table."""
     full: dict[str, Any] = {"activations_checkpoint_granularity": "full"}
     part = {"activations_checkpoint_granularity": "selective", "sequence_parallel": True}
     fsdp = {"backend": "dtensor", **full}

@@ -17,7 +17,7 @@ from benchmarks.common import stdout_reserved
 
 
 def make_policy(model: Path, **section: Any) -> Policy:
-    """A policy without reference, ready to train; ``section``: keys of ``model``."""
+    """Return a trainable policy without reference. ``section``: keys of ``model``."""
     config = ModelConfig(restore_from_path=str(model), optim=OptimConfig(lr=1e-6), **section)
     cluster = LocalCluster(initialize_parallel(config.parallel))
     policy = Policy(cluster, config, byte_level_tokenizer(), init_reference_model=False)

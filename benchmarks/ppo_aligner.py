@@ -50,7 +50,7 @@ from benchmarks.words import END, text_of, word_backend
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    """One step to warm up, then ``shape.steps`` of them."""
+    """Run one step to warm up, then ``shape.steps`` steps."""
     torch.set_num_threads(shape.threads)
     clock, timers = StepClock(), PhaseTimers()
     phases: list[dict[str, float]] = []
@@ -71,7 +71,7 @@ def measure(shape: Shape) -> dict[str, Any]:
 
 
 def make_trainer(shape: Shape, folder: Path) -> PPOTrainer:
-    """Everything that a run makes before its first step, from the same functions."""
+    """Build everything that a run builds before its first step, with the same functions."""
     config = configuration(shape, folder)
     write_model(shape, Path(config.model.restore_from_path))
     parallel = initialize_parallel(config.model.parallel, seed=config.seed)
@@ -98,7 +98,7 @@ def make_trainer(shape: Shape, folder: Path) -> PPOTrainer:
 
 
 def configuration(shape: Shape, folder: Path) -> RunConfig:
-    """The defaults, and the settings of both sides."""
+    """Return the defaults with the settings of both sides."""
     of_groups = shape.group > 1
     batches: dict[str, Any] = {
         "micro_batch_size": shape.micro_batch,
@@ -158,7 +158,7 @@ def configuration(shape: Shape, folder: Path) -> RunConfig:
 
 
 def write_model(shape: Shape, path: Path) -> None:
-    """A random Llama and its tokenizer as a `.nemo`."""
+    """Write a random Llama and its tokenizer as a `.nemo`."""
     architecture = GPTArchitecture(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -178,20 +178,20 @@ def write_model(shape: Shape, path: Path) -> None:
 
 
 def prompt_rows(count: int, length: int, vocab: int) -> Iterator[dict[str, str]]:
-    """Random prompts of ``length`` words."""
+    """Return random prompts of ``length`` words."""
     generator = torch.Generator().manual_seed(SEED)
     for ids in torch.randint(0, vocab - 1, (count, length), generator=generator).tolist():
         yield {"prompt": text_of(ids)}
 
 
 def constant_reward(prompts: list[str], responses: list[str], ground_truths: list) -> list[float]:
-    """Nothing to compute."""
+    """Return a constant reward."""
     del prompts, ground_truths
     return [1.0] * len(responses)
 
 
 def noise(prompts: list[str], responses: list[str], ground_truths: list) -> list[float]:
-    """Rewards that tell the responses to a prompt apart."""
+    """Return rewards that differ between the responses to a prompt."""
     del prompts, ground_truths
     return [float(len(response) % 7) for response in responses]
 

@@ -29,9 +29,9 @@ class Shape:
     vocab: int = 1024
     heads: int = 4
     kv_heads: int = 0  # 0: as many as heads
-    ffn: int = 0  # width of the gated MLP; 0: 8/3 of the hidden size, to a multiple of 32
+    ffn: int = 0  # width of the gated MLP. 0: 8/3 of the hidden size, to a multiple of 32
     tied: int = 0  # 1: the output layer is the embedding
-    group: int = 1  # responses to a prompt; of several GRPO is made, without a critic
+    group: int = 1  # responses to a prompt. Of several GRPO is made, without a critic
     batch: int = 32  # sequences of a rollout: one optimizer step of policy and critic each
     micro_batch: int = 32  # sequences of every forward and backward pass
     prompt: int = 32
@@ -50,7 +50,7 @@ class Shape:
         return self.kv_heads or self.heads
 
     def arguments(self) -> list[str]:
-        """The command line that `shape_of` reads back."""
+        """Return the command line that `shape_of` parses."""
         return [
             text
             for name, value in asdict(self).items()
@@ -59,27 +59,27 @@ class Shape:
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """One option per field of `Shape`; what is not given stays unset."""
+    """Add one option per field of `Shape`, unset by default."""
     for field in fields(Shape):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=int, help=f"default {field.default}")
 
 
-def given(options: argparse.Namespace) -> dict[str, int]:
-    """The fields that the command line set."""
+def shape_options(options: argparse.Namespace) -> dict[str, int]:
+    """Return the fields that the command line set."""
     values = {field.name: getattr(options, field.name) for field in fields(Shape)}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def shape_of(arguments: Sequence[str] | None = None) -> Shape:
-    """A shape from the command line of one side."""
+    """Return a shape from the command line of one side."""
     parser = argparse.ArgumentParser()
     add_shape_arguments(parser)
-    return Shape(**given(parser.parse_args(arguments)))
+    return Shape(**shape_options(parser.parse_args(arguments)))
 
 
 class StepClock:
-    """Wall and processor seconds of consecutive steps; the first is not measured."""
+    """Wall and processor seconds of consecutive steps. The first is not measured."""
 
     def __init__(self) -> None:
         self._readings: list[tuple[float, float]] = []
@@ -89,7 +89,7 @@ class StepClock:
         self._readings.append((time.perf_counter(), time.process_time()))
 
     def report(self, side: str, shape: Shape) -> dict[str, Any]:
-        """Result that one side prints; call when its last step is done."""
+        """Return the result that one side prints, after its last step."""
         pairs = list(pairwise(self._readings))[1:]
         wall, cpu = ([end[i] - start[i] for start, end in pairs] for i in range(2))
         return {

@@ -4,9 +4,9 @@
     python -m benchmarks.ppo_step --only aligner --layers 4 --hidden 128 --vocab 1024 --json
 
 The same job for both: a random Llama (float32, untied, 4 heads) as policy, as reference and, with a
-scalar head, as critic; 32 prompts of 32 tokens, 32 responses of exactly 64; KL to the reference in
-the reward; one epoch, one mini-batch, so one optimizer step of each model; clipping 0.2 on both
-losses; a reward that costs nothing. Every pass takes the 32 sequences at once unless
+scalar head, as critic. 32 prompts of 32 tokens, 32 responses of exactly 64. KL to the reference in
+the reward. One epoch, one mini-batch, so one optimizer step of each model. Clipping 0.2 on both
+losses. A reward that costs nothing. Every pass takes the 32 sequences at once unless
 ``--micro-batch`` is given. TRL's gradient checkpointing is off: that is its faster setting.
 
 What each does with it:
@@ -16,10 +16,10 @@ What each does with it:
 * TRL (`ppo_trl`): generate, keeping every logit → log-probs from those → reference log-probs →
   values → reward → advantages → one update of policy and critic together, gradients not clipped.
 
-Each reading is a process of its own; the two sides take turns, ``--rounds`` times. TRL lives in
-`.venv-bench`, made on the first run. Time is the median over the steps after the first; memory is
+Each reading is a separate process. The two sides take turns, ``--rounds`` times. TRL lives in
+`.venv-bench`, made on the first run. Time is the median over the steps after the first. Memory is
 the whole process's largest resident set, libraries included. Marks (aligner over TRL): at most 0.5
-of the time for 4 layers of 128 and 1,024 tokens; at most 0.25 of the time and 0.33 of the memory
+of the time for 4 layers of 128 and 1,024 tokens. At most 0.25 of the time and 0.33 of the memory
 for 2 layers of 64 and 128,256 tokens.
 """
 
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, log, make_environment, read_json, stdout_reserved, verdict
-from benchmarks.ppo_shape import Shape, add_shape_arguments, given
+from benchmarks.ppo_shape import Shape, add_shape_arguments, shape_options
 
 PEER = ROOT / ".venv-bench"
 # torch first: TRL's requirements would pull another build of it.
@@ -45,7 +45,7 @@ SIDES = ("aligner", "trl")
 
 @dataclass(frozen=True)
 class Mark:
-    """Largest ratios that count as kept; None: memory is not judged at this shape."""
+    """Largest ratios that count as kept. None: memory is not judged at this shape."""
 
     layers: int
     hidden: int
@@ -75,7 +75,7 @@ PPO = Comparison(
 
 
 def read(side: str, shape: Shape, comparison: Comparison, peer: Path | None) -> dict[str, Any]:
-    """One reading of one side, in a process of its own."""
+    """Read one side once, in a separate process."""
     if side == "trl":
         assert peer is not None
         return read_json(peer, comparison.peer_module, shape.arguments(), PEER_ENVIRONMENT)
@@ -85,7 +85,7 @@ def read(side: str, shape: Shape, comparison: Comparison, peer: Path | None) -> 
 def compare(
     shape: Shape, comparison: Comparison, sides: tuple[str, ...], rounds: int
 ) -> dict[str, Any]:
-    """The sides in turn; medians over the rounds, and their ratios where there are two sides."""
+    """Run the sides in turn, and compute medians over the rounds and ratios of two sides."""
     peer = make_environment(PEER, PEER_PACKAGES) if "trl" in sides else None
     readings: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for number in range(rounds):
@@ -115,7 +115,7 @@ def _medians(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def report(shape: Shape, comparison: Comparison, result: dict[str, Any]) -> str:
-    """One line: who took how long, and whether the marks are kept."""
+    """Print one line of times and verdicts."""
     ratios = [("time", result["time_ratio"]), ("memory", result["memory_ratio"])]
     mark = next((mark for mark in comparison.marks if mark.fits(shape)), None)
     limits = {} if mark is None else {"time": mark.time, "memory": mark.memory}
@@ -131,18 +131,18 @@ def report(shape: Shape, comparison: Comparison, result: dict[str, Any]) -> str:
 def run(
     parser: argparse.ArgumentParser, comparison: Comparison, shapes: Sequence[Mapping[str, int]]
 ) -> None:
-    """Command line of a comparison; ``shapes`` where it names none, the first one's the rest."""
+    """Run the command line of a comparison, by default for each of ``shapes``."""
     parser.add_argument("--only", choices=SIDES, help="measure one side")
     parser.add_argument("--rounds", type=int, help="readings of each side; default 3, --only 1")
     parser.add_argument("--json", action="store_true", help="one line of JSON per shape")
     add_shape_arguments(parser)
     options = parser.parse_args()
-    wanted = given(options)
+    wanted_shape = shape_options(options)
     sides = SIDES if options.only is None else (options.only,)
     rounds = options.rounds or (3 if options.only is None else 1)
-    own_shape = options.only is not None or wanted.keys() & {"layers", "hidden", "vocab"}
+    own_shape = options.only is not None or wanted_shape.keys() & {"layers", "hidden", "vocab"}
     for sizes in shapes[:1] if own_shape else shapes:
-        shape = Shape(**{**sizes, **wanted})
+        shape = Shape(**{**sizes, **wanted_shape})
         with stdout_reserved():
             result = compare(shape, comparison, sides, rounds)
         line = options.json or options.only is not None
@@ -150,7 +150,7 @@ def run(
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

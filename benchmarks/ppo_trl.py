@@ -1,4 +1,4 @@
-"""TRL's side of `ppo_step`: its PPOTrainer on transformers' Llama, in an environment of its own.
+"""TRL's side of `ppo_step`: its PPOTrainer on transformers' Llama, in a separate environment.
 
 TRL needs four models: policy, reference (a second Llama), value (Llama with a score head) and
 reward. The reward here is a module that returns ones at once. A step is the time from one
@@ -33,7 +33,7 @@ from benchmarks.trl_side import StepWatch, llama_config
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    """One step to warm up, then ``shape.steps`` of them."""
+    """Run one step to warm up, then ``shape.steps`` steps."""
     torch.set_num_threads(shape.threads)
     watch = StepWatch()
     reward = ConstantReward(shape.prompt)
@@ -55,13 +55,13 @@ class ConstantReward(nn.Module):
         self._prompt = prompt
 
     def backbone(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> SimpleNamespace:
-        """Ones [B, S, 1] in the place of hidden states."""
+        """Return ones [B, S, 1] in place of hidden states."""
         self.tokens_seen.add(int(attention_mask[:, self._prompt :].sum()))
         return SimpleNamespace(hidden_states=[torch.ones(*input_ids.shape, 1)])
 
 
 def make_trainer(shape: Shape, folder: str, reward: nn.Module, watch: StepWatch) -> PPOTrainer:
-    """TRL's trainer with its defaults, and the settings of both sides."""
+    """Build TRL's trainer with its defaults and the settings of both sides."""
     config = llama_config(
         shape, num_labels=1, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
@@ -84,7 +84,7 @@ def make_trainer(shape: Shape, folder: str, reward: nn.Module, watch: StepWatch)
 
 
 def ppo_config(shape: Shape, folder: str) -> PPOConfig:
-    """Float32 on CPU; no recomputation of activations, which would only cost time here."""
+    """Return a float32 CPU configuration without recomputation of activations."""
     return PPOConfig(
         output_dir=folder,
         bf16=False,

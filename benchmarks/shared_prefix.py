@@ -7,9 +7,9 @@ One policy of SmolLM2's shape with random weights, in one process, with ``model.
 on and off in turn: a training pass (forward and backward of a global batch, no update) and the
 log-probs of it, on ``--prompts`` prompts with ``--group`` responses each, and then on as many rows
 that share nothing. The losses and log-probs of both must agree. Prints one JSON line. ``train`` and
-``score`` are seconds shared over unshared, the median over alternating pairs; ``train_peak`` and
+``score`` are seconds shared over unshared, the median over alternating pairs. ``train_peak`` and
 ``score_peak`` the same of bytes allocated beyond what was there before (counted in torch's
-allocator, `allocations.cpp`; needs a C++ compiler). Marks: 0.40, 0.40 and 0.45; where nothing is
+allocator, `allocations.cpp`, needs a C++ compiler). Marks: 0.40, 0.40 and 0.45. Where nothing is
 shared at most 1.03.
 """
 
@@ -42,7 +42,7 @@ TOLERANCE = 1e-5
 
 
 def make_batch(options: argparse.Namespace, shared: bool) -> BatchedDataDict:
-    """A rollout of random tokens; ``shared``: the rows of a group have one prompt."""
+    """Return a rollout of random tokens. ``shared``: the rows of a group share one prompt."""
     generator = torch.Generator().manual_seed(0)
     rows, width = options.prompts * options.group, options.prompt + options.response
     ids = torch.randint(0, SMOLLM2.vocab_size, (rows, width), generator=generator)
@@ -63,13 +63,13 @@ def make_batch(options: argparse.Namespace, shared: bool) -> BatchedDataDict:
 
 
 def role_of(policy: Policy) -> Any:
-    """The model in this process."""
+    """Return the model in this process."""
     assert isinstance(policy.worker_group, LocalWorkerGroup)
     return policy.worker_group.worker.model
 
 
 def train(policy: Policy, batch: BatchedDataDict) -> Tensor:
-    """Forward and backward of a global batch; the loss, [1]."""
+    """Run forward and backward of a global batch and return the loss, [1]."""
     role = role_of(policy)
     role.optimizer.zero_grad()
     loss, _ = role.get_loss_and_metrics(batch, False, PPOPolicyLoss())
@@ -77,7 +77,7 @@ def train(policy: Policy, batch: BatchedDataDict) -> Tensor:
 
 
 def score(policy: Policy, batch: BatchedDataDict) -> Tensor:
-    """Log-probs, [B, S], of micro-batches of the same size."""
+    """Compute log-probs, [B, S], in micro-batches of the same size."""
     role = role_of(policy)
     return role.get_logprobs(batch, role.settings.micro_batch_size)
 
@@ -86,35 +86,42 @@ Work = Callable[[Policy, BatchedDataDict], Tensor]
 
 
 def reading(work: Work, policy: Policy, batch: BatchedDataDict, memory: Any) -> dict[str, Any]:
-    """Seconds, bytes at the peak beyond those before, and the result."""
-    before = memory.alive_bytes()
+    """Measure seconds, peak bytes above the initial bytes, and the result."""
+    bytes_before = memory.alive_bytes()
     memory.take_peak_bytes()
     start = time.perf_counter()
     result = work(policy, batch)
     seconds = time.perf_counter() - start
-    return {"s": seconds, "bytes": memory.take_peak_bytes() - before, "result": result}
+    return {"s": seconds, "bytes": memory.take_peak_bytes() - bytes_before, "result": result}
 
 
 def compared(
     policies: tuple[Policy, Policy], work: Work, batch: BatchedDataDict, repeats: int, memory: Any
 ) -> dict[str, float]:
-    """Shared over unshared, in turn; the first pair of a kind warms up on one group."""
+    """Alternate shared and unshared. The first pair of a kind warms up on one group."""
     pairs = [[reading(work, policy, batch, memory) for policy in policies] for _ in range(repeats)]
-    for one, other in pairs:
-        apart = (one["result"] - other["result"]).abs().max().item()
-        assert apart < TOLERANCE * max(1.0, other["result"].abs().max().item()), apart
+    for shared_run, unshared_run in pairs:
+        gap = (shared_run["result"] - unshared_run["result"]).abs().max().item()
+        assert gap < TOLERANCE * max(1.0, unshared_run["result"].abs().max().item()), gap
     return {
-        "ratio": round(statistics.median(one["s"] / other["s"] for one, other in pairs), 3),
+        "ratio": round(
+            statistics.median(
+                shared_run["s"] / unshared_run["s"] for shared_run, unshared_run in pairs
+            ),
+            3,
+        ),
         "peak": round(statistics.median(a["bytes"] / b["bytes"] for a, b in pairs), 3),
-        "shared_s": round(statistics.median(one["s"] for one, _ in pairs), 2),
-        "unshared_s": round(statistics.median(other["s"] for _, other in pairs), 2),
-        "shared_peak_MB": round(max(one["bytes"] for one, _ in pairs) / 2**20, 1),
-        "unshared_peak_MB": round(max(other["bytes"] for _, other in pairs) / 2**20, 1),
+        "shared_s": round(statistics.median(shared_run["s"] for shared_run, _ in pairs), 2),
+        "unshared_s": round(statistics.median(unshared_run["s"] for _, unshared_run in pairs), 2),
+        "shared_peak_MB": round(max(shared_run["bytes"] for shared_run, _ in pairs) / 2**20, 1),
+        "unshared_peak_MB": round(
+            max(unshared_run["bytes"] for _, unshared_run in pairs) / 2**20, 1
+        ),
     }
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Both kinds of work on both kinds of batches."""
+    """Measure both kinds of work on both kinds of batches."""
     memory = counting_allocator()
     architecture = dataclasses.replace(SMOLLM2, num_layers=options.layers)
     with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +135,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             make_policy(model, shared_prefixes=True, **rows),
             make_policy(model, shared_prefixes=False, **rows),
         )
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for kind in options.kinds:
         batch = make_batch(options, kind == "shared")
         few = batch.slice(0, options.micro_batch)
@@ -136,7 +143,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for policy in policies:
                 work(policy, few)
             compare = compared(policies, work, batch, options.repeats, memory)
-            found[f"{kind}_{work.__name__}"] = compare
+            results[f"{kind}_{work.__name__}"] = compare
             log(f"{kind} {work.__name__}: {compare}")
     return {
         "benchmark": "shared_prefix",
@@ -144,26 +151,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "layers", "prompts", "group", "prompt", "response", "micro_batch", "repeats"
         )},
         "threads": torch.get_num_threads(),
-        **summary(found),
-        "readings": found,
+        **summary(results),
+        "readings": results,
     }  # fmt: skip
 
 
-def summary(found: dict[str, Any]) -> dict[str, float]:
-    """What the marks speak of, as far as it was measured."""
+def summary(results: dict[str, Any]) -> dict[str, float]:
+    """Return the measured numbers of the marks."""
     numbers = {}
-    if "shared_train" in found:
+    if "shared_train" in results:
         for work in ("train", "score"):
-            numbers[work] = found[f"shared_{work}"]["ratio"]
-            numbers[f"{work}_peak"] = found[f"shared_{work}"]["peak"]
-    if "nothing_shared_train" in found:
-        ratios = (found[f"nothing_shared_{work}"]["ratio"] for work in ("train", "score"))
+            numbers[work] = results[f"shared_{work}"]["ratio"]
+            numbers[f"{work}_peak"] = results[f"shared_{work}"]["peak"]
+    if "nothing_shared_train" in results:
+        ratios = (results[f"nothing_shared_{work}"]["ratio"] for work in ("train", "score"))
         numbers["nothing_shared"] = max(ratios)
     return numbers
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=SMOLLM2.num_layers)
     parser.add_argument("--prompts", type=int, default=4)

@@ -4,7 +4,7 @@
 
 Prints one line of JSON: processor seconds of ``--help`` of the PPO script and of importing what PPO
 needs, and seconds on the clock from starting the main job (`make ppo`) to its first sampled token.
-Each reading is of a process of its own, the better one of ``--rounds``; the first round also warms
+Each reading is of a separate process, the better one of ``--rounds``. The first round also warms
 the disk cache. Needs `models/smollm2-135m-instruct.nemo` (make models/smollm2-135m-instruct.nemo),
 or another model as ``--model``.
 """
@@ -29,28 +29,28 @@ AIMS = {"help_cpu_s": 1.0, "import_cpu_s": 6.0, "first_token_s": 12.0}
 
 
 def processor_seconds(words: list[str]) -> float:
-    """User and system time of ``python words`` from its start to its end."""
+    """Measure user and system time of ``python words`` from start to end."""
 
     def spent() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         return used.ru_utime + used.ru_stime
 
-    before = spent()
+    start = spent()
     subprocess.run(
         [sys.executable, *words], check=True, cwd=ROOT, timeout=120, stdout=subprocess.DEVNULL
     )
-    return spent() - before
+    return spent() - start
 
 
 def first_token(model: Path, recipe: str, folder: str, started: float) -> NoReturn:
-    """Run the PPO script in this process up to the first token that is read back; print the time.
+    """Run the PPO script in this process up to the first token that is read back. Print the time.
 
     ``started``: `time.time` of whoever began this process, so that its own start counts.
     """
     from aligner.models.gpt.decode.scheduler import Rollout
 
     stdout = os.dup(1)
-    os.dup2(2, 1)  # what the run says is no result
+    os.dup2(2, 1)  # output of the run is not a result
     read = Rollout._read
 
     def until_read(self: Rollout, unread: int) -> None:
@@ -70,7 +70,7 @@ def first_token(model: Path, recipe: str, folder: str, started: float) -> NoRetu
 
 
 def readings(model: Path, recipe: str) -> dict[str, float]:
-    """One reading of each figure."""
+    """Read each figure once."""
     with tempfile.TemporaryDirectory() as folder:  # whoever has its first token leaves at once
         arguments = ["--model", str(model), "--recipe", recipe, "--folder", folder]
         arguments += ["--started", str(time.time())]
@@ -91,11 +91,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.started is not None:
-        first_token(asked.model, asked.recipe, asked.folder, asked.started)
-    rounds = [readings(asked.model, asked.recipe) for _ in range(asked.rounds)]
-    best: dict[str, Any] = {name: round(min(one[name] for one in rounds), 2) for name in AIMS}
+    arguments = parser.parse_args()
+    if arguments.started is not None:
+        first_token(arguments.model, arguments.recipe, arguments.folder, arguments.started)
+    rounds = [readings(arguments.model, arguments.recipe) for _ in range(arguments.rounds)]
+    best: dict[str, Any] = {name: round(min(timing[name] for timing in rounds), 2) for name in AIMS}
     print(json.dumps({**best, "aims": AIMS}))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from aligner.algorithms.callbacks import Callback, CallbackRun
 from benchmarks.common import ROOT
 
-# Of the run; the callback below is imported a second time, under this module's own name.
+# Of the run. The callback below is imported a second time, under this module's own name.
 FRAMES: list[str] = []
 CALLED: set[str] = set()
 
@@ -45,7 +45,7 @@ def _note_call(frame: FrameType, event: str, argument: Any) -> None:
 
 
 def _ours(file: str, *folders: str) -> str | None:
-    """Path of ``file`` in the repository, or None where it is not below one of ``folders``."""
+    """Return the path of ``file`` in the repository, or None outside ``folders``."""
     path = Path(file)
     if not path.is_relative_to(ROOT):
         return None
@@ -56,12 +56,12 @@ def _ours(file: str, *folders: str) -> str | None:
 def _note_frames(*step: Any) -> None:
     del step
     for frame in [] if FRAMES else traceback.extract_stack():
-        if place := _ours(frame.filename, "aligner", "examples"):
-            FRAMES.append(f"{place}:{frame.lineno} {frame.name}")
+        if source_file := _ours(frame.filename, "aligner", "examples"):
+            FRAMES.append(f"{source_file}:{frame.lineno} {frame.name}")
 
 
 def trace(model: Path) -> dict[str, Any]:
-    """Run three steps of ``model``; the frames from the outermost on, the files in order."""
+    """Run three steps of ``model``. The frames from the outermost on, the files in order."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from benchmarks import step_trace
@@ -94,14 +94,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON, the last one")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny.nemo")
     arguments = parser.parse_args()
-    found = trace(arguments.model)
+    traced = trace(arguments.model)
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(traced))
         return
-    print(*found["frames"], sep="\n")
-    print(f"\n{len(found['frames'])} frames in {found['frames_in_files']} files\n")
-    print(*found["files"], sep="\n")
-    print(f"\n{len(found['files'])} files of {found['lines']:,} lines")
+    print(*traced["frames"], sep="\n")
+    print(f"\n{len(traced['frames'])} frames in {traced['frames_in_files']} files\n")
+    print(*traced["files"], sep="\n")
+    print(f"\n{len(traced['files'])} files of {traced['lines']:,} lines")
 
 
 if __name__ == "__main__":

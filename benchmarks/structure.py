@@ -19,17 +19,17 @@ SHORT = 5  # lines of a function's body without its docstring
 
 
 def modules(folder: Path) -> dict[Path, ast.Module]:
-    """Parsed Python files below ``folder``."""
+    """Parse the Python files below ``folder``."""
     return {path: ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))}
 
 
 def lines_of(folder: Path) -> int:
-    """Number of lines of the Python files below ``folder``."""
+    """Count the lines of the Python files below ``folder``."""
     return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
 
 
 def functions(trees: dict[Path, ast.Module]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Every function and method of ``trees``."""
+    """Yield every function and method of ``trees``."""
     for tree in trees.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -37,7 +37,7 @@ def functions(trees: dict[Path, ast.Module]) -> Iterator[ast.FunctionDef | ast.A
 
 
 def short_helpers(trees: dict[Path, ast.Module]) -> int:
-    """Number of private functions with a body of at most ``SHORT`` lines that one place names."""
+    """Count private functions of at most ``SHORT`` lines that are used once."""
     names: Counter[str] = Counter()
     for tree in trees.values():
         for node in ast.walk(tree):
@@ -60,7 +60,7 @@ def _body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def measures(root: Path) -> dict[str, float]:
-    """Each measure of the checkout at ``root`` by its name."""
+    """Return each measure of the checkout at ``root`` by its name."""
     library = modules(root / "aligner")
     lines = lines_of(root / "aligner")
     raises = sum(

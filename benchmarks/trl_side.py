@@ -1,4 +1,4 @@
-"""What `ppo_trl` and `grpo_trl` have in common; in an environment that has transformers."""
+"""What `ppo_trl` and `grpo_trl` have in common. In an environment that has transformers."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ class StepWatch(TrainerCallback):
         self.clock.tick()
 
 
-def llama_config(shape: Shape, **others: Any) -> LlamaConfig:
-    """The Llama of ``shape``."""
+def llama_config(shape: Shape, **overrides: Any) -> LlamaConfig:
+    """Return the Llama of ``shape``."""
     return LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -32,5 +32,5 @@ def llama_config(shape: Shape, **others: Any) -> LlamaConfig:
         max_position_embeddings=shape.prompt + shape.response,
         initializer_range=INIT_STD,
         tie_word_embeddings=bool(shape.tied),
-        **others,
+        **overrides,
     )

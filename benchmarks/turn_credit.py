@@ -1,4 +1,4 @@
-"""Credit of turns beside credit of trajectories: the tiny model learns a game with both.
+"""Credit of turns compared with credit of trajectories: the tiny model learns a game with both.
 
     python -m benchmarks.turn_credit [--model models/tiny.nemo] [--seeds 1 2 3 4 5] [--steps 100]
 
@@ -30,7 +30,7 @@ CREDITS = ("turn", "trajectory")
 LAST = 5  # steps whose mean is the end of a curve
 Curves = Mapping[str, Sequence[Sequence[float]]]  # by credit: of every seed, by step
 _GAMES = "aligner.examples.tasks.games"
-# Messages and nothing around them: two tokens a turn, and a number stands before its answer.
+# Messages and nothing around them: two tokens a turn, and a number precedes its answer.
 _TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 _SETTINGS = (
     "reward=environment",
@@ -53,15 +53,15 @@ _SETTINGS = (
 
 
 def settings_with(options: Sequence[str]) -> list[str]:
-    """Options of a run, ``key=value`` each: the game's, or others in their place."""
-    others = {option.partition("=")[0] for option in options}
-    return [one for one in _SETTINGS if one.partition("=")[0] not in others] + list(options)
+    """Return options of a run, ``key=value`` each: ``options`` override the game's options."""
+    changed = {option.partition("=")[0] for option in options}
+    return [item for item in _SETTINGS if item.partition("=")[0] not in changed] + list(options)
 
 
 def curve(
     model: str, credit: str, seed: int, steps: int, options: Sequence[str] = ()
 ) -> list[float]:
-    """Share of right answers in the rollout of each step of a run."""
+    """Return the share of right answers in the rollout of each step of a run."""
     from aligner.algorithms.ppo.trainer import train_ppo
 
     with tempfile.TemporaryDirectory() as folder:
@@ -90,27 +90,27 @@ MEASURES: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 
 def table(curves: Curves, seeds: Sequence[int]) -> str:
-    """Markdown: share of right answers by credit and seed, and in the mean."""
+    """Return Markdown: share of right answers by credit and seed, and their mean."""
     rows = [
         f"| credit | {' | '.join(f'seed {seed}' for seed in seeds)} | mean |",
         f"|---|{'---:|' * (len(seeds) + 1)}",
     ]
     for name, measure in MEASURES.items():
-        for credit, each in curves.items():
-            values = [measure(one) for one in each]
+        for credit, runs in curves.items():
+            values = [measure(item) for item in runs]
             cells = [f"{value:.3f}" for value in (*values, statistics.fmean(values))]
             rows.append(f"| {credit}, {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def ahead(curves: Curves, measure: Callable[[Sequence[float]], float]) -> int:
-    """Number of seeds in which turn credit has more right answers."""
+    """Count the seeds in which turn credit yields more right answers."""
     pairs = zip(*(curves[credit] for credit in CREDITS), strict=True)
     return sum(measure(turn) > measure(trajectory) for turn, trajectory in pairs)
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -123,9 +123,9 @@ def main() -> None:
     with stdout_reserved():
         for seed in options.seeds:
             for credit in CREDITS:
-                found = curve(options.model, credit, seed, options.steps, options.options)
-                curves[credit].append(found)
-                log(f"seed {seed}, {credit}: {' '.join(f'{share:.2f}' for share in found)}")
+                rewards = curve(options.model, credit, seed, options.steps, options.options)
+                curves[credit].append(rewards)
+                log(f"seed {seed}, {credit}: {' '.join(f'{share:.2f}' for share in rewards)}")
     print(f"{os.cpu_count()} CPU cores, {options.steps} steps\n\n{table(curves, options.seeds)}\n")
     for name, measure in MEASURES.items():
         count = ahead(curves, measure)

@@ -59,7 +59,7 @@ def _mean(lines: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def run(variant: Variant, model: str, seed: int, steps: int, folder: Path) -> list[dict[str, Any]]:
-    """The run's metrics, a line per step and one before the first."""
+    """Return a run's metrics, a line per step and one before the first."""
     from aligner.algorithms.ppo.trainer import train_ppo
     from aligner.models.gpt.dtensor.critic import DTensorCriticModel
 
@@ -83,21 +83,21 @@ def run(variant: Variant, model: str, seed: int, steps: int, folder: Path) -> li
 
 
 def table(results: dict[str, list[list[dict[str, Any]]]]) -> str:
-    """Markdown: mean over seeds, and every seed."""
+    """Return Markdown: mean over seeds, and every seed."""
     rows = [f"| | {' | '.join(COLUMNS)} |", f"|---|{'---:|' * len(COLUMNS)}"]
     for name, runs in results.items():
         cells = []
         for column in COLUMNS.values():
             values = [column(lines) for lines in runs]
-            each = ", ".join(f"{value:.3f}" for value in values)
-            cells.append(f"{statistics.fmean(values):.3f} ({each})")
+            values_text = ", ".join(f"{value:.3f}" for value in values)
+            cells.append(f"{statistics.fmean(values):.3f} ({values_text})")
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def verdict(results: dict[str, list[list[dict[str, Any]]]]) -> list[str]:
-    """Problems found in the table."""
-    end, whole = COLUMNS[f"reward, last {LAST} steps"], COLUMNS["reward, all steps"]
+    """Return problems in the table."""
+    end, all_steps = COLUMNS[f"reward, last {LAST} steps"], COLUMNS["reward, all steps"]
 
     def mean(name: str, column: Any) -> float:
         return statistics.fmean(column(lines) for lines in results[name])
@@ -106,20 +106,20 @@ def verdict(results: dict[str, list[list[dict[str, Any]]]]) -> list[str]:
     wrong = []
     if abs(mean(megatron, end) - mean(dtensor, end)) > 0.02:
         wrong.append("the backends end more than 2 points apart")
-    if mean(unshifted, whole) > mean(dtensor, whole) - 0.02:
+    if mean(unshifted, all_steps) > mean(dtensor, all_steps) - 0.02:
         wrong.append("without the right shift nothing is worse")
     return wrong
 
 
 def write_page(text: str) -> None:
-    """Replace what stands between the marks."""
+    """Replace the text between the marks."""
     page = PAGE.read_text()
-    before, after = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
-    PAGE.write_text(f"{before}\n{text}\n{after}")
+    head, foot = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
+    PAGE.write_text(f"{head}\n{text}\n{foot}")
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="models/tiny.nemo", help="the model to begin with")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -129,9 +129,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in options.seeds:
             for number, variant in enumerate(VARIANTS):
-                place = Path(folder) / f"{number}_{seed}"
+                run_folder = Path(folder) / f"{number}_{seed}"
                 results[variant.name].append(
-                    run(variant, options.model, seed, options.steps, place)
+                    run(variant, options.model, seed, options.steps, run_folder)
                 )
     command = shlex.join(["python", "-m", "benchmarks.value_parity", *sys.argv[1:]])
     machine = f"{os.cpu_count()} CPU cores, float32, {datetime.date.today():%Y-%m-%d}"

@@ -9,7 +9,7 @@ END = "</s>"
 
 
 def word_backend(vocab: int) -> Tokenizer:
-    """A tokenizer of ``vocab`` tokens."""
+    """Return a tokenizer of ``vocab`` tokens."""
     words = {f"w{number}": number for number in range(vocab - 1)}
     backend = Tokenizer(WordLevel({**words, END: vocab - 1}, unk_token=END))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -18,5 +18,5 @@ def word_backend(vocab: int) -> Tokenizer:
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """The words of ``ids``."""
+    """Return the words of ``ids``."""
     return " ".join(f"w{number}" for number in ids)

@@ -2,7 +2,7 @@
 
     python -m campaigns --seed 1 --minutes 2 [--out FOLDER] [NAMES]
 
-``--minutes`` is the time of each campaign: it begins no further case after that.
+``--minutes`` is the time of each campaign: it starts no case after that.
 """
 
 import argparse
@@ -25,7 +25,7 @@ NAMES = (
 
 
 def main() -> int:
-    """Command line; 1 where a campaign failed."""
+    """Run the command line and return 1 if a campaign failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--seed", type=int, default=1)
@@ -40,14 +40,14 @@ def main() -> int:
     # Not TemporaryDirectory: the forked children would remove it as they end.
     out = (options.out or Path(tempfile.mkdtemp(prefix="campaigns-"))).resolve()
     try:
-        done = [_run(name, options.seed, options.minutes, out) for name in options.names or NAMES]
+        passed = [_run(name, options.seed, options.minutes, out) for name in options.names or NAMES]
     finally:
         if options.out is None:
             shutil.rmtree(out, ignore_errors=True)
     print(f"\nseed {options.seed}, {options.minutes:g} minutes each")
-    for campaign in done:
+    for campaign in passed:
         print(campaign.summary())
-    return int(any(campaign.failures for campaign in done))
+    return int(any(campaign.failures for campaign in passed))
 
 
 def _run(name: str, seed: int, minutes: float, out: Path) -> Campaign:

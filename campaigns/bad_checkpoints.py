@@ -1,4 +1,4 @@
-"""Damaged and hostile model files: refused by name; no code is run, nothing is written outside."""
+"""Damaged and hostile model files: refused by name. No code is run, nothing is written outside."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ Members = dict[str, bytes]
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Each file once: opened whole, and where it names files, converted."""
+    """Open each file once, and convert it if it names files."""
     mark = campaign.folder / "code_was_run"
     with tarfile.open(TINY) as tar:
         members = {
@@ -50,9 +50,9 @@ def run_campaign(campaign: Campaign) -> None:
     cases = _nemo_cases(campaign, members, mark) | _hugging_face_cases(campaign, mark)
     for name, make in campaign.while_time(sorted(cases.items())):
         path, call = make()
-        before = _around(campaign)
+        files_before = _around(campaign)
         outcome = run(campaign, None, call=call, timeout_s=60, memory_gib=14)
-        planted, was_run = _around(campaign) - before, mark.exists()
+        planted, was_run = _around(campaign) - files_before, mark.exists()
         mark.unlink(missing_ok=True)
         note = f"{outcome.verdict}: {outcome.last}"
         if planted or was_run:
@@ -104,19 +104,19 @@ def _nemo_cases(campaign: Campaign, members: Members, mark: Path) -> dict[str, C
             lambda text=text: {**members, "model_config.yaml": text},  # type: ignore[misc]
         )
     tokenizer = config["tokenizer"]
-    one = next(iter(tokenizer["files"].values()))
+    file_name = next(iter(tokenizer["files"].values()))
     for name in _TOKENIZER_NAMES:
         path = name.format(folder=campaign.folder)
-        files = {**tokenizer["files"], path: one}
+        files = {**tokenizer["files"], path: file_name}
         cases[f"nemo tokenizer file {name!r}"] = case(
             "name", configured({"tokenizer": {**tokenizer, "files": files}})
         )
     for kind, payload in payloads(mark).items():
         for name in (".metadata", "common.pt", "__0_0.distcp"):
-            place = f"model_weights/{name}"
+            member_path = f"model_weights/{name}"
             cases[f"nemo {kind} in {name}"] = case(
                 "pickle",
-                lambda place=place, payload=payload: {**members, place: payload},  # type: ignore[misc]
+                lambda member_path=member_path, payload=payload: {**members, member_path: payload},  # type: ignore[misc]
             )
         rank = {name: data for name, data in members.items() if "model_weights" not in name}
         cases[f"nemo {kind} as weights"] = case(
@@ -170,11 +170,11 @@ def _write(path: Path, members: Members) -> None:
 
 
 def _around(campaign: Campaign) -> set[str]:
-    """Files that a conversion has no business to make."""
+    """Return files that a conversion must not create."""
     inside = {"deep", "damaged_hf"}
-    places = [campaign.folder, campaign.folder.parent]
+    folders = [campaign.folder, campaign.folder.parent]
     return (
-        {path.name for place in places for path in place.iterdir()}
+        {path.name for folder in folders for path in folder.iterdir()}
         - inside
         - {"out.nemo", "run.log"}
     )
@@ -188,7 +188,7 @@ def _convert_nemo(source: Path, output: Path) -> None:
             nemo.tokenizer.encode("1+1=")
             save_hf(output, nemo.weights, nemo.architecture, nemo.tokenizer_files)
 
-    _told(convert)
+    _expect_error(convert)
 
 
 def _convert_hugging_face(source: Path, output: Path) -> None:
@@ -199,10 +199,10 @@ def _convert_hugging_face(source: Path, output: Path) -> None:
         model = read_hf(source)
         save_nemo(output, model.weights, model.architecture, model.tokenizer_files)
 
-    _told(convert)
+    _expect_error(convert)
 
 
-def _told(action: Callable[[], None]) -> None:
+def _expect_error(action: Callable[[], None]) -> None:
     try:
         action()
     except AlignerError as error:

@@ -55,7 +55,7 @@ class _HangError(BaseException):
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Every file as every kind."""
+    """Load every file as every kind."""
     with open_nemo(TINY) as nemo:
         tokenizer = nemo.tokenizer
     files = _files(campaign.folder)
@@ -77,9 +77,15 @@ def run_campaign(campaign: Campaign) -> None:
                     campaign.record(case, False, f"the refusal names no file: {str(error)[:150]}")
             except (Exception, _HangError) as error:
                 frames = traceback.extract_tb(error.__traceback__)
-                own = [frame for frame in frames if "/aligner/" in frame.filename]
-                place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
-                campaign.record(case, False, f"{type(error).__name__}{place}: {str(error)[:100]}")
+                library_frames = [frame for frame in frames if "/aligner/" in frame.filename]
+                location = (
+                    f" at {Path(library_frames[-1].filename).name}:{library_frames[-1].lineno}"
+                    if library_frames
+                    else ""
+                )
+                campaign.record(
+                    case, False, f"{type(error).__name__}{location}: {str(error)[:100]}"
+                )
             finally:
                 signal.alarm(0)
     finally:

@@ -1,4 +1,4 @@
-"""Reward functions that misbehave: refused by name in time, with nothing left behind."""
+"""Reward functions that misbehave: refused by name in time, with nothing left over."""
 
 import json
 
@@ -73,7 +73,7 @@ _MOST_OUTPUT = 100_000
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """One run of a step each, with a limit of three seconds."""
+    """Run one step with each reward, with a limit of three seconds."""
     for name, body in campaign.while_time(sorted(_BODIES.items())):
         file, folder = campaign.folder / f"{name}.py", campaign.fresh(name)
         file.write_text(_HEAD + body + "\n")

@@ -35,7 +35,7 @@ _CHANGES = {
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """One step; then, in a copy each, a second one with one key changed."""
+    """Run one step, then resume copies with one changed key each."""
     base = campaign.fresh("base")
     first = run(campaign, "train_gpt_ppo", [*PPO, f"exp_manager.explicit_log_dir={base}"])
     campaign.record("the first step", first.status == 0, first.last)
@@ -44,9 +44,9 @@ def run_campaign(campaign: Campaign) -> None:
     for change, may in campaign.while_time(list(_CHANGES.items())):
         folder = campaign.fresh("changed")
         shutil.copytree(base, folder)
-        place = f"exp_manager.explicit_log_dir={folder}"
+        log_dir = f"exp_manager.explicit_log_dir={folder}"
         outcome = run(
-            campaign, "train_gpt_ppo", [*PPO, place, _STEPS, *change.split()], timeout_s=120
+            campaign, "train_gpt_ppo", [*PPO, log_dir, _STEPS, *change.split()], timeout_s=120
         )
         key = change.partition("=")[0]
         good = outcome.verdict == ("ok" if may else "refused") and (may or key in outcome.output)
@@ -55,7 +55,7 @@ def run_campaign(campaign: Campaign) -> None:
             continue
         accepted = f"exp_manager.resume_changed=[{key}]"
         outcome = run(
-            campaign, "train_gpt_ppo", [*PPO, place, _STEPS, change, accepted], timeout_s=120
+            campaign, "train_gpt_ppo", [*PPO, log_dir, _STEPS, change, accepted], timeout_s=120
         )
         note = f"{outcome.verdict}: {outcome.last}"
         campaign.record(f"{change}, accepted", outcome.verdict == "ok", note)

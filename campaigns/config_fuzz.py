@@ -42,7 +42,7 @@ _COUNT = 2000
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Mutations one at a time, until the time is over."""
+    """Try mutations one at a time, until the time is over."""
     trees = {name: OmegaConf.to_container(_composed(name, ())) for name in _ROOTS}
     keys = {name: list(_keys(tree)) for name, tree in trees.items()}
     tally: Counter[str] = Counter()
@@ -53,10 +53,10 @@ def run_campaign(campaign: Campaign) -> None:
         by_override = campaign.rng.random() < 0.6
         value = campaign.rng.choice(_ON_COMMAND_LINE if by_override else _IN_A_TREE)
         if by_override and campaign.rng.random() < 0.1:  # misspelt
-            place = campaign.rng.randrange(len(key))
-            key = key[:place] + campaign.rng.choice("xé_ .") + key[place + 1 :]
+            position = campaign.rng.randrange(len(key))
+            key = key[:position] + campaign.rng.choice("xé_ .") + key[position + 1 :]
         campaign.trials += 1
-        what = (
+        described = (
             f"{name} {key}={str(value)[:60]!r}" if by_override else f"{name} {key}:={value!r:.60}"
         )
         try:
@@ -70,7 +70,7 @@ def run_campaign(campaign: Campaign) -> None:
             tally["refused"] += 1
             if not any(part in str(error) for part in (key.split(".")[-1], key.split(".")[0])):
                 campaign.trials -= 1
-                campaign.record(what, False, f"the refusal names no key: {str(error)[:150]}")
+                campaign.record(described, False, f"the refusal names no key: {str(error)[:150]}")
         except Exception as error:
             if type(error).__module__.startswith(("hydra", "omegaconf")):
                 tally["hydra's own message"] += 1
@@ -78,14 +78,14 @@ def run_campaign(campaign: Campaign) -> None:
             place_of = traceback.extract_tb(error.__traceback__)[-1]
             campaign.trials -= 1
             note = f"{type(error).__name__} in {Path(place_of.filename).name}:{place_of.lineno}"
-            campaign.record(what, False, note)
+            campaign.record(described, False, note)
     print(f"  {dict(tally)}", flush=True)
 
 
 def _composed(name: str, overrides: Any) -> Any:
-    needed = ["model.restore_from_path=m.nemo", "data.train.source=d.jsonl"]
+    required = ["model.restore_from_path=m.nemo", "data.train.source=d.jsonl"]
     with initialize_config_dir(config_dir=str(_CONF), version_base="1.3"):
-        return compose(name, overrides=[*needed, *_NEEDED.get(name, ()), *overrides])
+        return compose(name, overrides=[*required, *_NEEDED.get(name, ()), *overrides])
 
 
 def _keys(tree: Any, prefix: str = "") -> Iterator[str]:
@@ -97,6 +97,6 @@ def _keys(tree: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _with(tree: Any, key: str, value: Any) -> dict[str, Any]:
-    """A copy of ``tree`` with ``value`` at the dotted ``key``."""
-    first, _, rest = key.partition(".")
-    return {**tree, first: _with(tree[first], rest, value) if rest else value}
+    """Return a copy of ``tree`` with ``value`` at the dotted ``key``."""
+    first, _, tail = key.partition(".")
+    return {**tree, first: _with(tree[first], tail, value) if tail else value}

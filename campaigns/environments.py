@@ -2,7 +2,7 @@
 
 Where the fault comes once, the run goes on: it is counted under its reason, and the other seven
 conversations are those of an undisturbed run, to the bit. Where it comes each time the conversation
-begins again, the run stops and names the cause. Nothing is left behind.
+begins again, the run stops and names the cause. Nothing remains.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _SLEEPER = (
 )
 _WRITE = "\n        for fd in range(3, 400):\n            try: os.write(fd, {})\n"
 _WRITE += "            except OSError: pass\n        "
-# What the environment does in place of its answer, and how that fails; None: it does not.
+# What the environment does in place of its answer, and how that fails. None: it does not.
 _FAULTS: dict[str, tuple[str, str | None]] = {
     "raises": ("raise KeyError('x')", _ERROR),
     "raises_base": ("raise BaseException('x')", _ERROR),
@@ -59,7 +59,7 @@ _FAULTS: dict[str, tuple[str, str | None]] = {
     "speaks_for_the_policy": ("return Turn([{'role': 'assistant', 'content': 'a'}], 1.0)", _ERROR),
     "closes_its_pipe": ("os.closerange(3, 400); return turn", _ERROR),
     "closes_everything": ("os.closerange(0, 400); return turn", _ERROR),
-    "writes_junk": (_WRITE.format("b'junk that is no answer'") + "return turn", _ERROR),
+    "writes_junk": (_WRITE.format("b'junk that is not an answer'") + "return turn", _ERROR),
     "writes_half": (
         _WRITE.format("b'\\x93ALN' + bytes(6) + b'\\1\\0'") + "time.sleep(100)",
         _TIMEOUT,
@@ -134,7 +134,7 @@ _KILLS = 10
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """An undisturbed run first; then faults, and kills at any moment."""
+    """Run undisturbed first, then with faults, and with kills at any moment."""
     calm, _, outcome = played(campaign, "calm", "return turn", at=-1)
     campaign.record("undisturbed", outcome.status == 0 and len(calm) == _GAMES, outcome.verdict)
     if outcome.status:
@@ -156,14 +156,17 @@ def _meet_once(campaign: Campaign, name: str, calm: dict[int, Any]) -> None:
     bad, at = campaign.rng.randrange(_GAMES), campaign.rng.randint(0, 3)
     marker = campaign.folder / f"{name}.met"
     marker.unlink(missing_ok=True)
-    seen, counted, outcome = played(campaign, name, body, bad=bad, at=at, marker=str(marker))
-    others = [number for number in calm if number != bad or reason is None]
-    same = all(seen.get(number) == calm[number] for number in others)
+    samples_seen, counted, outcome = played(
+        campaign, name, body, bad=bad, at=at, marker=str(marker)
+    )
+    undisturbed = [number for number in calm if number != bad or reason is None]
+    unchanged = all(samples_seen.get(number) == calm[number] for number in undisturbed)
     expected = {_ERROR: 0, _TIMEOUT: 0} | ({} if reason is None else {reason: 1})
-    good = outcome.status == 0 and not outcome.left and marker.exists()
-    good = good and same and len(seen) == _GAMES and counted == expected
+    good = outcome.status == 0 and not outcome.survivors and marker.exists()
+    good = good and unchanged and len(samples_seen) == _GAMES and counted == expected
     good = good and (len(outcome.output) < _MOST_OUTPUT or name == "prints_much")
-    note = f"call {at}: {outcome.verdict}, {counted}, others the same {same}, left {outcome.left}"
+    note = f"call {at}: {outcome.verdict}, {counted}, others the same {unchanged}"
+    note += f", left {outcome.survivors}"
     campaign.record(f"{name} once", good, f"{note}; {outcome.last if outcome.status else ''}")
 
 
@@ -172,15 +175,15 @@ def _meet_always(campaign: Campaign, name: str) -> None:
     at = campaign.rng.randint(0, 3)
     _, _, outcome = played(campaign, name, body, bad=campaign.rng.randrange(_GAMES), at=at)
     named = f"{_RETRIES + 1} conversations or engine calls failed" in outcome.output
-    good = outcome.status == 2 and not outcome.timed_out and not outcome.left and named
-    note = f"call {at}: {outcome.verdict} in {outcome.seconds:.0f} s, left {outcome.left}"
+    good = outcome.status == 2 and not outcome.timed_out and not outcome.survivors and named
+    note = f"call {at}: {outcome.verdict} in {outcome.seconds:.0f} s, left {outcome.survivors}"
     campaign.record(f"{name} always", good, f"{note}; {outcome.last}")
 
 
 def played(
     campaign: Campaign, name: str, body: str, *, bad: int = -1, at: int, marker: str = ""
 ) -> tuple[dict[int, Any], dict[str, int], Outcome]:
-    """A run of one step: its conversations by their numbers, how many failed, how it ended."""
+    """Run one step. Return conversations by number, the number of failures, and the outcome."""
     # A secret that is not guessed: every conversation has its three turns.
     rows = "".join(f'{{"secret": 99, "number": {n}}}\n' for n in range(_GAMES))
     (campaign.folder / "rows.jsonl").write_text(rows)
@@ -196,11 +199,11 @@ def played(
         reason: int(sum(line.get(f"train_rollouts/failed_{reason}", 0) for line in lines))
         for reason in (_ERROR, _TIMEOUT)
     }
-    return {one["turns"][0]["info"]["number"]: one for one in samples}, counted, outcome
+    return {sample["turns"][0]["info"]["number"]: sample for sample in samples}, counted, outcome
 
 
 def _kill_from_outside(campaign: Campaign) -> None:
-    """SIGKILL, SIGTERM and SIGSTOP to processes of environments at random moments."""
+    """Send SIGKILL, SIGTERM and SIGSTOP to environment processes at random moments."""
     folder = campaign.fresh("kills")
     arguments = [
         *_arguments(campaign, folder, steps=4),
@@ -208,33 +211,35 @@ def _kill_from_outside(campaign: Campaign) -> None:
         *("+environment.kwargs.seconds=0.05", "environment.retries=100"),
     ]
     life = Run("train_gpt_ppo", arguments, log=campaign.folder / "kills.log")
-    done = 0
-    while not life.poll() and done < _KILLS:
+    hurt = 0
+    while not life.poll() and hurt < _KILLS:
         time.sleep(campaign.rng.uniform(0.02, 0.5))
-        done += _hurt(life.pid, campaign.rng)
+        hurt += _hurt(life.pid, campaign.rng)
     outcome = life.finish(_LONGEST_S)
     failed = sum(
         line.get(f"train_rollouts/failed_{reason}", 0)
         for line in (_metrics(folder) if outcome.status == 0 else [])
         for reason in (_ERROR, _TIMEOUT)
     )
-    good = outcome.status == 0 and not outcome.left and 0 < failed <= done
-    note = f"{done} were hurt, {failed:.0f} conversations begun again: {outcome.verdict}"
-    campaign.record("killed from outside", good, f"{note}, left {outcome.left}; {outcome.last}")
+    good = outcome.status == 0 and not outcome.survivors and 0 < failed <= hurt
+    note = f"{hurt} were hurt, {failed:.0f} conversations begun again: {outcome.verdict}"
+    campaign.record(
+        "killed from outside", good, f"{note}, left {outcome.survivors}; {outcome.last}"
+    )
 
 
 def _hurt(driver: int, rng: random.Random) -> int:
-    """A signal to one process of an environment; how many had it."""
-    found = []
+    """Send a signal to one environment process and return the number of signalled processes."""
+    children = []
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(driver).children():
             with contextlib.suppress(psutil.Error):
                 if "aligner.environments.worker" in process.cmdline():
-                    found.append(process)
-    if len(found) < 2:  # the first must come to life: by it the class is checked
+                    children.append(process)
+    if len(children) < 2:  # the first must come to life: by it the class is checked
         return 0
     with contextlib.suppress(psutil.Error):
-        victim = rng.choice(sorted(found, key=lambda process: process.pid))
+        victim = rng.choice(sorted(children, key=lambda process: process.pid))
         ways = [signal.SIGKILL, signal.SIGTERM]
         if time.time() - victim.create_time() > 2:  # a start has minutes, not environment.timeout_s
             ways.append(signal.SIGSTOP)

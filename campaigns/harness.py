@@ -1,6 +1,6 @@
 """Common parts of the campaigns: runs of the scripts in forked children, leftovers, the tally.
 
-The heavy imports happen once, in this process; a case is a fork of it that leads a session of its
+The heavy imports happen once, in this process. A case is a fork of it that leads a session of its
 own, so that killing it and finding what outlived it concern no other process.
 """
 
@@ -35,12 +35,12 @@ import aligner.models.gpt  # noqa: F401 - imported for the children
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny.nemo"
 _MARK = "ALIGNER_CAMPAIGN"
-# A rank that outlives another needs up to 6 s to see it, report it and unwind; one that has just
+# A rank that outlives another needs up to 6 s to see it, report it and unwind. One that has just
 # been started imports everything before it can look.
 GRACE_S = 60.0
 Case = TypeVar("Case")
 
-# One step of PPO in a second; a case adds what it is about.
+# One step of PPO in a second. A case adds what it is about.
 PPO = (
     *("--config-name", "recipes/ppo_tiny_cpu", f"model.restore_from_path={TINY}"),
     *("exp_manager.create_tensorboard_logger=false", "trainer.ppo.max_steps=1"),
@@ -73,7 +73,7 @@ class Campaign:
         return (self._ended or time.monotonic()) - self._started
 
     def end(self) -> None:
-        """No more trials."""
+        """End the trials."""
         self._ended = time.monotonic()
 
     @property
@@ -82,7 +82,7 @@ class Campaign:
         return self.minutes * 60 - self.seconds
 
     def while_time(self, cases: Sequence[Case]) -> Iterator[Case]:
-        """``cases`` in random order, each begun only while there is time; at least one."""
+        """Yield ``cases`` in random order while there is time, at least one case."""
         order = list(cases)
         self.rng.shuffle(order)
         for number, case in enumerate(order):
@@ -103,18 +103,18 @@ class Campaign:
         )
 
     def fresh(self, name: str) -> Path:
-        """An empty folder's path, which does not exist yet."""
+        """Return the path of an empty folder that does not exist yet."""
         path = self.folder / "".join(c if c.isalnum() or c in "._-" else "_" for c in name)[:80]
         shutil.rmtree(path, ignore_errors=True)
         return path
 
     def summary(self) -> str:
-        """One line on the whole campaign."""
+        """Return one line on the whole campaign."""
         state = "FAILED" if self.failures else "passed"
-        rest = f"; out of time for {', '.join(self.left_out)}" if self.left_out else ""
+        suffix = f"; out of time for {', '.join(self.left_out)}" if self.left_out else ""
         return (
             f"{self.name:16s} {state}: {self.trials} trials, {len(self.failures)} failures, "
-            f"{self.seconds:.0f} s{rest}"
+            f"{self.seconds:.0f} s{suffix}"
         )
 
 
@@ -125,12 +125,12 @@ class Outcome:
     status: int  # minus the signal that ended it
     output: str
     seconds: float
-    left: tuple[int, ...]  # processes that outlived it
+    survivors: tuple[int, ...]  # processes that outlived it
     timed_out: bool
 
     @property
     def verdict(self) -> str:
-        """In a word; good ones are ``ok`` and ``refused``."""
+        """In a word. Good ones are ``ok`` and ``refused``."""
         if self.timed_out:
             return "HANG"
         if self.status < 0:
@@ -138,7 +138,7 @@ class Outcome:
         if "Traceback (most recent call last)" in self.output:
             return "TRACEBACK"
         word = {0: "ok", 2: "refused"}.get(self.status, f"status {self.status}")
-        return f"{word}, processes left" if self.left else word
+        return f"{word}, processes left" if self.survivors else word
 
     @property
     def is_clean(self) -> bool:
@@ -165,7 +165,7 @@ class Run:
         call: Callable[[], None] | None = None,
         memory_gib: float | None = None,
     ) -> None:
-        """Start ``examples/<script>.py``, or ``call``; ``memory_gib`` limits the address space.
+        """Start ``examples/<script>.py``, or ``call``. ``memory_gib`` limits the address space.
 
         ``log`` is written anew, so it is of this run only.
         """
@@ -206,7 +206,7 @@ class Run:
             os._exit(status)
 
     def poll(self) -> bool:
-        """True if it has ended."""
+        """Return whether the run has ended."""
         if not hasattr(self, "_status"):
             done, status = os.waitpid(self.pid, os.WNOHANG)
             if not done:
@@ -215,12 +215,12 @@ class Run:
         return True
 
     def send(self, number: signal.Signals, whole_group: bool = True) -> None:
-        """A signal to the whole group, or to its first process; nothing where it has ended."""
+        """Send a signal to the whole group, or to its first process, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
             (os.killpg if whole_group else os.kill)(self.pid, number)
 
     def finish(self, timeout_s: float) -> Outcome:
-        """Wait; after ``timeout_s`` it is killed. What outlived it is named and then killed too."""
+        """Wait. After ``timeout_s`` it is killed. What outlived it is named and then killed too."""
         deadline = time.monotonic() + timeout_s
         timed_out = False
         while not self.poll():
@@ -229,18 +229,18 @@ class Run:
                 self.send(signal.SIGKILL)
             time.sleep(0.01)
         grace = time.monotonic() + GRACE_S
-        while (left := self.left()) and time.monotonic() < grace:
+        while (survivors := self.survivor_pids()) and time.monotonic() < grace:
             time.sleep(0.05)
-        for pid in left:
+        for pid in survivors:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         output = self.log.read_text(errors="replace")
         seconds = time.monotonic() - self._started
-        return Outcome(self._status, output, seconds, tuple(left), timed_out)
+        return Outcome(self._status, output, seconds, tuple(survivors), timed_out)
 
-    def left(self) -> list[int]:
-        """Processes of its session, or that it started."""
-        found = []
+    def survivor_pids(self) -> list[int]:
+        """Return the processes of the run's session, and processes that it started."""
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.pid in (os.getpid(), self.pid):
@@ -249,8 +249,8 @@ class Run:
                     continue
                 is_ours = os.getsid(process.pid) == self.pid
                 if is_ours or process.environ().get(_MARK) == self._mark:
-                    found.append(process.pid)
-        return found
+                    processes.append(process.pid)
+        return processes
 
 
 def run(
@@ -262,14 +262,14 @@ def run(
     call: Callable[[], None] | None = None,
     memory_gib: float | None = None,
 ) -> Outcome:
-    """`Run` to its end."""
+    """Run `Run` to its end."""
     log = campaign.folder / "run.log"
     child = Run(script, arguments, log=log, call=call, memory_gib=memory_gib)
     return child.finish(timeout_s)
 
 
 def learned(folder: Path) -> tuple[list[dict[str, Any]], str, dict[str, str]]:
-    """Metrics without timers, samples and digests of the weights of a run."""
+    """Return metrics without timers, samples and weight digests of a run."""
     import hashlib
     import json
 
@@ -285,7 +285,7 @@ def learned(folder: Path) -> tuple[list[dict[str, Any]], str, dict[str, str]]:
 
 
 def python(*words: object, log: Path, mark: str) -> "subprocess.Popen[bytes]":
-    """A process of its own, with an interpreter of its own, for what cannot be forked."""
+    """Start a separate process with a separate interpreter, for code that cannot be forked."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, _MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with open(log, "ab") as stream:
@@ -301,22 +301,22 @@ def python(*words: object, log: Path, mark: str) -> "subprocess.Popen[bytes]":
 
 
 def marked(mark: str) -> dict[int, psutil.Process]:
-    """Processes that `python` started with ``mark``, and those that these started."""
-    found = {}
+    """Return the processes that `python` started with ``mark``, and their descendants."""
+    processes = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found[process.pid] = process
-    return found
+                processes[process.pid] = process
+    return processes
 
 
 def end_marked(mark: str, grace_s: float) -> list[str]:
-    """Command lines of those that are still there after ``grace_s``; they are killed."""
+    """Kill marked processes after ``grace_s`` and return their command lines."""
     deadline = time.monotonic() + grace_s
-    while (left := marked(mark)) and time.monotonic() < deadline:
+    while (survivors := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     lines = []
-    for process in left.values():
+    for process in survivors.values():
         with contextlib.suppress(psutil.Error):
             lines.append(" ".join(process.cmdline())[:100])
             process.kill()
@@ -327,9 +327,9 @@ def end_marked(mark: str, grace_s: float) -> list[str]:
 def served(
     campaign: Campaign, *words: object, ready: str, timeout_s: float = 180.0
 ) -> "Iterator[tuple[int, subprocess.Popen[bytes]]]":
-    """Run a server with `python`; yield its port and its process, which ends with the block.
+    """Run a server with `python`. Yield its port and its process, which ends with the block.
 
-    ``ready``: regular expression of what the server prints once it listens; its group is the port.
+    ``ready``: regular expression of what the server prints once it listens. Its group is the port.
 
     Raises:
         RuntimeError: the server ended, or did not print it within ``timeout_s``.

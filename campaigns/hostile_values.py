@@ -7,7 +7,7 @@ no code of an object runs in the trainer.
 from campaigns.environments import played
 from campaigns.harness import PPO, Campaign, run
 
-# Expressions; the classes are those of `_CLASSES`, with a file's name for {mark}.
+# Expressions. The classes are those of `_CLASSES`, with a file's name for {mark}.
 _VALUES = {
     "nan": "float('nan')",
     "infinity": "-float('inf')",
@@ -99,28 +99,28 @@ def circle():
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """One value in one place of one conversation of eight, or of each reward."""
-    cases = [(value, place) for value in _VALUES for place in (*_PLACES, *_REWARDS)]
-    for value, place in campaign.while_time(cases):
+    """Put each value in one position of one conversation of eight, or of each reward."""
+    cases = [(value, position) for value in _VALUES for position in (*_PLACES, *_REWARDS)]
+    for value, position in campaign.while_time(cases):
         mark = campaign.folder / "code_was_run"
         classes = _CLASSES.replace("{mark}", str(mark))
-        if place in _PLACES:
-            good, note = _from_an_environment(campaign, _VALUES[value], place, classes)
+        if position in _PLACES:
+            good, note = _from_an_environment(campaign, _VALUES[value], position, classes)
         else:
-            good, note = _from_a_reward(campaign, _VALUES[value], place, classes)
+            good, note = _from_a_reward(campaign, _VALUES[value], position, classes)
         if mark.exists():
             good, note = False, f"CODE WAS RUN; {note}"
             mark.unlink()
-        campaign.record(f"{value} in {place}", good, note)
+        campaign.record(f"{value} in {position}", good, note)
 
 
 def _from_an_environment(
-    campaign: Campaign, value: str, place: str, classes: str
+    campaign: Campaign, value: str, position: str, classes: str
 ) -> tuple[bool, str]:
-    """The run ends well; the conversation is a sample, or counted and begun again."""
+    """Check that the run ends well and that the conversation is a sample or restarted."""
     marker = campaign.folder / "was_said"
     marker.unlink(missing_ok=True)
-    body = f"V = {value}; {_PLACES[place]}\n{classes}"
+    body = f"V = {value}; {_PLACES[position]}\n{classes}"
     at = campaign.rng.randint(1, 3)
     samples, counted, outcome = played(
         campaign, "values", body, bad=campaign.rng.randrange(8), at=at, marker=str(marker)
@@ -129,11 +129,11 @@ def _from_an_environment(
     return good, f"call {at}: {outcome.verdict}, {counted}; {outcome.last}"
 
 
-def _from_a_reward(campaign: Campaign, value: str, place: str, classes: str) -> tuple[bool, str]:
-    """The run ends well, or is refused by name."""
+def _from_a_reward(campaign: Campaign, value: str, position: str, classes: str) -> tuple[bool, str]:
+    """Check that the run ends well, or is refused with the cause."""
     file, folder = campaign.folder / "rewards.py", campaign.fresh("rewards")
     head = "def reward(prompts, responses, ground_truths, **columns):\n"
-    file.write_text(f"{head}    V = {value}; {_REWARDS[place]}\n{classes}")
+    file.write_text(f"{head}    V = {value}; {_REWARDS[position]}\n{classes}")
     words = [*PPO, f"reward.function={file}:reward", "~reward.kwargs.pattern"]
     words += ["reward.time_limit_s=10", f"exp_manager.explicit_log_dir={folder}"]
     outcome = run(campaign, "train_gpt_ppo", words, timeout_s=90)

@@ -1,9 +1,9 @@
 """Runs that are ended at any moment and continued, against one that was left alone.
 
-SIGKILL goes to the whole group; SIGTERM to the group, or only to the first process, and the run
+SIGKILL goes to the whole group. SIGTERM to the group, or only to the first process, and the run
 must then save and end by itself.
 
-The moments are spread evenly over the time of a run, not only over its saves; where the steps are
+The moments are spread evenly over the time of a run, not only over its saves. Where the steps are
 short (everything that scores with a function, and games) a slow reward or game makes them last.
 """
 
@@ -83,7 +83,7 @@ _WAYS = (
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Each case once without interruptions, once with them."""
+    """Run each case once without interruptions, and once with interruptions."""
     write_tiny_nemo(campaign.folder / "teacher.nemo", seed=1, hidden_size=128, scale=0.06)
     for case in campaign.while_time(_CASES):
         script = f"train_gpt_{case.script}"
@@ -98,18 +98,22 @@ def run_campaign(campaign: Campaign) -> None:
                 *(f"trainer.{case.section}.save_interval={max(2, case.steps // 12)}",),
                 *(f"trainer.{case.section}.val_check_interval={max(3, case.steps // 3)}",),
                 "data.validation.arguments.size=16",
-                *(one.format(campaign=campaign.folder) for one in case.settings),
+                *(setting.format(campaign=campaign.folder) for setting in case.settings),
             ]
 
-        whole = Run(script, arguments(alone), log=campaign.folder / f"{case.name}.log").finish(240)
-        if whole.status:
-            campaign.record(case.name, False, f"left alone: {whole.verdict}: {whole.last}")
+        uninterrupted = Run(
+            script, arguments(alone), log=campaign.folder / f"{case.name}.log"
+        ).finish(240)
+        if uninterrupted.status:
+            campaign.record(
+                case.name, False, f"left alone: {uninterrupted.verdict}: {uninterrupted.last}"
+            )
             continue
         moments = []
         for number in range(1, _KILLS + 1):
             log = campaign.folder / f"{case.name}_cut_{number}.log"
             life = Run(script, arguments(cut), log=log)
-            end = time.monotonic() + campaign.rng.uniform(0.3, whole.seconds * 0.8)
+            end = time.monotonic() + campaign.rng.uniform(0.3, uninterrupted.seconds * 0.8)
             while not life.poll() and time.monotonic() < end:
                 time.sleep(0.005)
             how, ending, whole_group = campaign.rng.choice(_WAYS)
@@ -118,14 +122,15 @@ def run_campaign(campaign: Campaign) -> None:
             metrics = cut / "metrics.jsonl"
             lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
             moments.append(f"{how} {outcome.seconds:.1f} s, line {lines}")
-            if outcome.left or outcome.timed_out or outcome.verdict == "TRACEBACK":
-                note = f"{outcome.verdict}, {len(outcome.left)} processes left; {outcome.last}"
+            if outcome.survivors or outcome.timed_out or outcome.verdict == "TRACEBACK":
+                note = f"{outcome.verdict}, {len(outcome.survivors)} processes left; {outcome.last}"
                 campaign.record(f"{case.name} {how}", False, note)
         last = Run(script, arguments(cut), log=campaign.folder / f"{case.name}_last.log")
         outcome = last.finish(240)
         if outcome.status:
             campaign.record(case.name, False, f"ended at {moments}; then {outcome.last}")
             continue
-        same = [x == y for x, y in zip(learned(alone), learned(cut), strict=True)]
-        note = f"ended at {moments} of {whole.seconds:.1f} s; metrics, samples, weights {same}"
-        campaign.record(case.name, all(same), note)
+        equal = [x == y for x, y in zip(learned(alone), learned(cut), strict=True)]
+        note = f"ended at {moments} of {uninterrupted.seconds:.1f} s; "
+        note += f"metrics, samples, weights {equal}"
+        campaign.record(case.name, all(equal), note)

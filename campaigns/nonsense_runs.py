@@ -45,11 +45,11 @@ _CASES = (
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """As many as there is time for."""
+    """Run as many cases as there is time for."""
     for number, case in enumerate(campaign.while_time(_CASES)):
         folder = campaign.fresh(f"run_{number}")
-        place = [] if "explicit_log_dir" in case else [f"exp_manager.explicit_log_dir={folder}"]
-        arguments = [*PPO, *place, *case.split(" ")]
+        log_dir = [] if "explicit_log_dir" in case else [f"exp_manager.explicit_log_dir={folder}"]
+        arguments = [*PPO, *log_dir, *case.split(" ")]
         outcome = run(campaign, "train_gpt_ppo", arguments, timeout_s=40, memory_gib=12)
         good = outcome.is_clean
         campaign.record(case[:90], good, f"{outcome.verdict}: {outcome.last}")

@@ -18,7 +18,7 @@ _CASES = (
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Each case once."""
+    """Run each case once."""
     for case in campaign.while_time(_CASES):
         victim, launcher = case.rsplit(" ", 1)
         folder = campaign.fresh(case)
@@ -39,14 +39,14 @@ def run_campaign(campaign: Campaign) -> None:
             started = time.monotonic()
             with contextlib.suppress(Exception):
                 process.wait(120)
-            took, status = time.monotonic() - started, process.poll()
-            left = end_marked(mark, GRACE_S)
+            elapsed_s, status = time.monotonic() - started, process.poll()
+            survivors = end_marked(mark, GRACE_S)
         finally:
             end_marked(mark, 0)
         right = status == 0 if victim == "end" else status not in (0, None)
         lines = log.read_text(errors="replace").strip().splitlines()
-        note = f"status {status} after {took:.1f} s, left {left}; {lines[-1:]}"
-        campaign.record(case, right and not left, note)
+        note = f"status {status} after {elapsed_s:.1f} s, left {survivors}; {lines[-1:]}"
+        campaign.record(case, right and not survivors, note)
 
 
 def _wait_for(path: Path, process: object, seconds: float) -> None:
@@ -64,7 +64,7 @@ def _kill(victim: str, parent: int, mark: str) -> None:
         with contextlib.suppress(psutil.Error):
             words, environment = " ".join(process.cmdline()), process.environ()
             is_worker = "train_gpt_ppo" in words and "torch.distributed.run" not in words
-            # torchrun gives RANK; a process that the first one starts has LOCAL_RANK only.
+            # torchrun gives RANK. A process that the first one starts has LOCAL_RANK only.
             if is_worker and environment.get("RANK", environment.get("LOCAL_RANK", "0")) == rank:
                 process.kill()
                 return

@@ -1,4 +1,4 @@
-"""PPO on a Ray of its own: a worker killed, the driver killed. Same bits, nothing left behind.
+"""PPO on a separate Ray cluster: a worker killed, the driver killed. Same bits, nothing left over.
 
 The reference is the same run on the local engine, which agrees with Ray to the bit and starts in a
 third of the time.
@@ -22,13 +22,15 @@ _VICTIMS = ("policy", "value", "driver")
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Once undisturbed, then as many victims as there is time for."""
+    """Run once undisturbed, then with as many victims as there is time for."""
     if importlib.util.find_spec("ray") is None:
         campaign.left_out.append("all cases: Ray is not installed")
         return
     alone = campaign.fresh("alone")
-    status, left = _whole(alone, "local")
-    campaign.record("left alone", status == 0 and not left, f"status {status}, left {left}")
+    status, survivors = _run_alone(alone, "local")
+    campaign.record(
+        "left alone", status == 0 and not survivors, f"status {status}, left {survivors}"
+    )
     if status:
         return
     for victim in campaign.while_time(_VICTIMS):
@@ -48,19 +50,22 @@ def run_campaign(campaign: Campaign) -> None:
             os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_LONGEST_S)
-            status, left = process.poll(), end_marked(mark, 30 if process.poll() is not None else 0)
+            status, survivors = (
+                process.poll(),
+                end_marked(mark, 30 if process.poll() is not None else 0),
+            )
         finally:
             end_marked(mark, 0)
         if victim == "driver":
-            status, more = _whole(folder, "ray")
-            left += more
+            status, more = _run_alone(folder, "ray")
+            survivors += more
         if status != 0:
             last = Path(f"{folder}.log").read_text(errors="replace").strip().splitlines()[-1:]
             campaign.record(victim, False, f"killed at line {target}: status {status}; {last}")
             continue
-        same = [x == y for x, y in zip(learned(alone), learned(folder), strict=True)]
-        note = f"killed at line {target}: status {status}, left {left}, the same {same}"
-        campaign.record(victim, status == 0 and all(same) and not left, note)
+        equal = [x == y for x, y in zip(learned(alone), learned(folder), strict=True)]
+        note = f"killed at line {target}: status {status}, left {survivors}, the same {equal}"
+        campaign.record(victim, status == 0 and all(equal) and not survivors, note)
 
 
 def _words(folder: Path, engine: str) -> list[object]:
@@ -75,7 +80,7 @@ def _words(folder: Path, engine: str) -> list[object]:
     ]
 
 
-def _whole(folder: Path, engine: str) -> tuple[int | None, list[str]]:
+def _run_alone(folder: Path, engine: str) -> tuple[int | None, list[str]]:
     mark = uuid.uuid4().hex
     process = python(*_words(folder, engine), log=Path(f"{folder}.log"), mark=mark)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -89,7 +94,7 @@ def _lines(folder: Path) -> int:
 
 
 def _worker(role: str, mark: str) -> int | None:
-    """The process that writes the log of the role's first worker."""
+    """Return the process that writes the log of the role's first worker."""
     for pid, process in marked(mark).items():
         with contextlib.suppress(psutil.Error, OSError):
             files = " ".join(os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir())

@@ -52,9 +52,9 @@ _LIES = {
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """The server first, then the client."""
+    """Test the server first, then the client."""
     model = campaign.fresh("model")
-    made = run(
+    run_result = run(
         campaign,
         "train_gpt_reward",
         [
@@ -63,8 +63,8 @@ def run_campaign(campaign: Campaign) -> None:
             f"exp_manager.explicit_log_dir={model}",
         ],
     )
-    campaign.record("a reward model", made.status == 0, made.last)
-    if made.status == 0:
+    campaign.record("a reward model", run_result.status == 0, run_result.last)
+    if run_result.status == 0:
         script = ROOT / "examples" / "serve_reward_model.py"
         words = [script, "--model", model / "reward_model.nemo", "--port", 0]
         with served(campaign, *words, ready=r"ready at http://[^ :]+:(\d+)") as (port, process):
@@ -75,8 +75,8 @@ def run_campaign(campaign: Campaign) -> None:
 
 def _abuse(campaign: Campaign, port: int, process: Any) -> None:
     for name, (body, status) in _BODIES.items():
-        found = _ask(port, body)
-        campaign.record(f"body: {name}", found[0] == status, str(found))
+        reply = _ask(port, body)
+        campaign.record(f"body: {name}", reply[0] == status, str(reply))
     for name, (data, word) in _RAW.items():
         answer = _raw(port, data)
         campaign.record(f"raw: {name}", word in answer[:20], repr(answer[:60]))
@@ -111,9 +111,11 @@ def _abuse(campaign: Campaign, port: int, process: Any) -> None:
     process.send_signal(signal.SIGTERM)
     with contextlib.suppress(Exception):
         process.wait(30)
-    took = time.monotonic() - started
-    good = process.returncode == 0 and took < 20
-    campaign.record("SIGTERM under load", good, f"status {process.returncode} after {took:.1f} s")
+    seconds = time.monotonic() - started
+    good = process.returncode == 0 and seconds < 20
+    campaign.record(
+        "SIGTERM under load", good, f"status {process.returncode} after {seconds:.1f} s"
+    )
     for channel in slow:
         channel.close()
 
@@ -121,8 +123,10 @@ def _abuse(campaign: Campaign, port: int, process: Any) -> None:
 def _quick(campaign: Campaign, name: str, port: int) -> None:
     started = time.monotonic()
     status, text = _ask(port, _samples(1), 60)
-    took = time.monotonic() - started
-    campaign.record(name, status == 200 and took < 20, f"{status} after {took:.1f} s; {text[:60]}")
+    seconds = time.monotonic() - started
+    campaign.record(
+        name, status == 200 and seconds < 20, f"{status} after {seconds:.1f} s; {text[:60]}"
+    )
 
 
 def _samples(count: int) -> bytes:
@@ -162,7 +166,7 @@ class _Liar(ThreadingHTTPServer):
     lie, asked = "ok", 0
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients give up; that is what this is about."""
+        """Ignore clients that give up, which this campaign causes."""
 
 
 class _Answers(BaseHTTPRequestHandler):
@@ -170,14 +174,14 @@ class _Answers(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *arguments: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
-        """Health."""
+        """Answer a health check."""
         self._send(b'{"status": "ok", "attributes": []}')
 
     def do_POST(self) -> None:
-        """A lie, unless the request has no sample."""
+        """Answer with a lie, unless the request has no sample."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         count = len(json.loads(body)["samples"])
         good = json.dumps({"rewards": [0.5] * count}).encode()

@@ -31,16 +31,16 @@ _PROGRAMS = {
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Each program with and without a kill of the process that asked for it."""
+    """Run each program with and without a kill of the requesting process."""
     cases = [(name, how) for name in _PROGRAMS for how in ("answered", "killed")]
     for name, how in campaign.while_time(cases * 3):
         code, folder = "import os\n" + _PROGRAMS[name], campaign.fresh("temporary")
         folder.mkdir()
         good, note = (_answered if how == "answered" else _killed)(campaign, code, folder)
         deadline = time.monotonic() + _REMOVED_S
-        while (left := list(folder.iterdir())) and time.monotonic() < deadline:
+        while (survivors := list(folder.iterdir())) and time.monotonic() < deadline:
             time.sleep(0.05)
-        campaign.record(f"{name}, {how}", good and not left, f"{note}; {len(left)} left")
+        campaign.record(f"{name}, {how}", good and not survivors, f"{note}; {len(survivors)} left")
 
 
 def _isolation() -> Isolation:
@@ -57,18 +57,18 @@ def _answered(campaign: Campaign, code: str, folder: Path) -> tuple[bool, str]:
     tempfile.tempdir = str(folder)
     began = time.monotonic()
     try:
-        said = tool.python(code)
+        printed = tool.python(code)
     except Exception as error:
         return False, f"{type(error).__name__}: {error}"
     finally:
         tempfile.tempdir = usual
-    took = time.monotonic() - began
-    return took < _TIMEOUT_S + _LATER_S, f"{took:.1f} s: {said[-100:]}"
+    seconds = time.monotonic() - began
+    return seconds < _TIMEOUT_S + _LATER_S, f"{seconds:.1f} s: {printed[-100:]}"
 
 
 def _killed(campaign: Campaign, code: str, folder: Path) -> tuple[bool, str]:
-    """SIGKILL to a process that asks for the program, at a moment of chance."""
-    asks = (
+    """Send SIGKILL to the requesting process at a random moment."""
+    requests = (
         "from aligner.examples.tasks.python_tool import Interpreter\n"
         f"tool = Interpreter(timeout_s={_TIMEOUT_S}, isolation={_isolation()!r})\n"
         f"while True: tool.python({code!r})"
@@ -79,7 +79,7 @@ def _killed(campaign: Campaign, code: str, folder: Path) -> tuple[bool, str]:
         "import os, sys; os.environ['TMPDIR'] = sys.argv[1]; "
         "os.execv(sys.executable, [sys.executable, '-c', sys.argv[2]])",
         folder,
-        asks,
+        requests,
         log=log,
         mark=mark,
     )
@@ -92,5 +92,5 @@ def _killed(campaign: Campaign, code: str, folder: Path) -> tuple[bool, str]:
         kill_tree(process.pid)
         process.wait()
     finally:
-        left = end_marked(mark, 5.0)
-    return alive and not left, f"alive {alive}, left {left}"
+        survivors = end_marked(mark, 5.0)
+    return alive and not survivors, f"alive {alive}, left {survivors}"

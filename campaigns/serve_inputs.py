@@ -1,4 +1,4 @@
-"""Requests that cost a server much: whoever else asks has an answer in seconds."""
+"""Requests that cost a server much: other clients get an answer in seconds."""
 
 import contextlib
 import http.client
@@ -25,7 +25,7 @@ def _text(prompt: Any, **more: Any) -> tuple[str, Any]:
     return "/v1/completions", {"prompt": prompt, "max_tokens": 4, **more}
 
 
-# What a client sends, so many times at once.
+# Requests that a client sends at the same time.
 _REQUESTS: dict[str, tuple[int, Callable[[], tuple[str, Any]]]] = {
     "a stop string of 1 MiB": (4, lambda: _text("1+1=", stop=["x" * _MIB])),
     "a stop string that nearly matches": (4, lambda: _text("1+1=", stop=["1" * _MIB + "x"])),
@@ -56,7 +56,7 @@ _CONNECTIONS = {"silent": b"", "half a head": b"POST /v1/completions HTTP/1.1\r\
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """One server for all cases, until one ends it."""
+    """Start one server for all cases, until a case ends it."""
     token = campaign.folder / "token"
     token.write_text(_TOKEN)
     token.chmod(0o600)
@@ -73,29 +73,29 @@ def run_campaign(campaign: Campaign) -> None:
 def _send(campaign: Campaign, case: str, port: int) -> None:
     count, make = _REQUESTS[case]
     path, body = make()
-    data, said = json.dumps(body).encode(), []
+    data, responses = json.dumps(body).encode(), []
     threads = [
-        threading.Thread(target=lambda: said.append(_ask(port, path, data, 60.0)), daemon=True)
+        threading.Thread(target=lambda: responses.append(_ask(port, path, data, 60.0)), daemon=True)
         for _ in range(count)
     ]
     for thread in threads:
         thread.start()
-    _is_quick(campaign, f"{count} times {case}", port, said)
+    _is_quick(campaign, f"{count} times {case}", port, responses)
     for thread in threads:
         thread.join(60.0)
 
 
 def _connect(campaign: Campaign, case: str, port: int) -> None:
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         for _ in range(campaign.rng.choice((200, 520, 700))):
             with contextlib.suppress(OSError):
-                channel = held.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+                channel = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
                 channel.sendall(_CONNECTIONS[case])
         _is_quick(campaign, f"{case} connections", port, [])
 
 
-def _is_quick(campaign: Campaign, case: str, port: int, said: list[Any]) -> None:
-    """``/health`` three times meanwhile, and a request of one token at its end."""
+def _is_quick(campaign: Campaign, case: str, port: int, responses: list[Any]) -> None:
+    """Request ``/health`` three times meanwhile, and one token at the end."""
     longest, answers = 0.0, []
     for _ in range(3):
         time.sleep(campaign.rng.uniform(0.1, 1.0))
@@ -104,7 +104,8 @@ def _is_quick(campaign: Campaign, case: str, port: int, said: list[Any]) -> None
         longest = max(longest, time.monotonic() - began)
     answers.append(_ask(port, *_encoded(_text("1+1=", max_tokens=1)), 60.0))
     good = answers == [200] * 4 and longest < _QUICK_S
-    note = f"/health and a token: {answers}, at most {longest:.1f} s; its own: {sorted(set(said))}"
+    note = f"/health and a token: {answers}, at most {longest:.1f} s; "
+    note += f"its own: {sorted(set(responses))}"
     campaign.record(case, good, note)
 
 
@@ -120,7 +121,7 @@ def _deep(levels: int) -> Any:
 
 
 def _ask(port: int, path: str, body: bytes | None, timeout_s: float) -> int:
-    """Status of the answer; 0: there was none."""
+    """Return the status of the answer, or 0 without an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     headers = {"Authorization": f"Bearer {_TOKEN}", "Content-Type": "application/json"}
     try:

@@ -10,12 +10,12 @@ from aligner.examples.tasks.games import GuessingGame
 class SlowGame(GuessingGame):
     """`GuessingGame` whose answers take ``seconds``."""
 
-    def __init__(self, *, seconds: float = 0.0, **given: Any) -> None:
-        """``given``: see `GuessingGame`."""
-        super().__init__(**given)
+    def __init__(self, *, seconds: float = 0.0, **options: Any) -> None:
+        """Set the delay. ``options``: see `GuessingGame`."""
+        super().__init__(**options)
         self._seconds = seconds
 
     def step(self, message: dict[str, Any]) -> Turn:
-        """Answer after a while."""
+        """Answer after the delay."""
         time.sleep(self._seconds)
         return super().step(message)

@@ -14,6 +14,6 @@ def reward(
     pattern: str,
     seconds: float = 0.0,
 ) -> Any:
-    """`aligner.rewards.regex_format.reward` after ``seconds``."""
+    """Return `aligner.rewards.regex_format.reward` after ``seconds``."""
     time.sleep(seconds)
     return regex_format.reward(prompts, responses, ground_truths, pattern=pattern)

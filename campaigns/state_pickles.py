@@ -28,7 +28,7 @@ class Evil:
 
 
 def payloads(mark: Path) -> dict[str, bytes]:
-    """The ways in which torch has saved things, each with code inside."""
+    """Return each way in which torch has saved objects, with code inside."""
     zipped, legacy = io.BytesIO(), io.BytesIO()
     torch.save({"a": Evil(mark)}, zipped)
     torch.save({"a": Evil(mark)}, legacy, _use_new_zipfile_serialization=False)
@@ -37,10 +37,10 @@ def payloads(mark: Path) -> dict[str, bytes]:
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """One payload in one place at a time; the manifest has its size and checksum."""
+    """Put one payload in one place at a time. The manifest contains its size and checksum."""
     mark, base = campaign.folder / "code_was_run", campaign.fresh("base")
-    place = f"exp_manager.explicit_log_dir={base}"
-    first = run(campaign, "train_gpt_ppo", [*PPO, place])
+    log_dir = f"exp_manager.explicit_log_dir={base}"
+    first = run(campaign, "train_gpt_ppo", [*PPO, log_dir])
     if first.status:
         campaign.record("the first step", False, first.last)
         return
@@ -60,7 +60,7 @@ def run_campaign(campaign: Campaign) -> None:
 
 
 def _admit(manifest: Path, name: str, content: bytes) -> None:
-    """Put the payload's size and checksum into the manifest."""
+    """Write the payload's size and checksum into the manifest."""
     described = json.loads(manifest.read_text())
     described["files"][name] = len(content)
     described.get("checksums", {})[name] = checksum_text(zlib.crc32(content))

@@ -24,7 +24,7 @@ Damage = Callable[[Path], Any]
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """A run of six steps; what is done to the directory of one that made four."""
+    """Damage the directory of a run of four steps, and resume for six steps."""
     alone, half = campaign.fresh("alone"), campaign.fresh("half")
     _go(campaign, alone)
     _go(campaign, half, "trainer.ppo.max_steps=4")
@@ -37,16 +37,16 @@ def run_campaign(campaign: Campaign) -> None:
         folder = campaign.fresh("damaged")
         shutil.copytree(half, folder)
         case(folder)
-        before = _files(folder)
+        files_before = _files(folder)
         outcome = _go(campaign, folder)
         if outcome.verdict == "ok":
-            same = [x == y for x, y in zip(expected, learned(folder), strict=True)]
-            # What was taken from the records themselves cannot come back: then the weights count.
-            good = all(same) if "records" not in name else same[2]
-            campaign.record(name, good, f"ok; metrics, samples, weights the same: {same}")
+            equal = [x == y for x, y in zip(expected, learned(folder), strict=True)]
+            # What was taken from the records themselves cannot be restored: then the weights count.
+            good = all(equal) if "records" not in name else equal[2]
+            campaign.record(name, good, f"ok; metrics, samples, weights the same: {equal}")
         else:
             lost = sorted(
-                path for path, size in before.items() if _files(folder).get(path, -1) < size
+                path for path, size in files_before.items() if _files(folder).get(path, -1) < size
             )
             note = f"{outcome.verdict}; smaller or gone {lost[:3]}: {outcome.last}"
             campaign.record(name, outcome.verdict == "refused" and not lost, note)
@@ -54,14 +54,18 @@ def run_campaign(campaign: Campaign) -> None:
 
 
 def _go(campaign: Campaign, folder: Path, *settings: str) -> Outcome:
-    place = f"exp_manager.explicit_log_dir={folder}"
-    return run(campaign, "train_gpt_ppo", [*PPO, *_SETTINGS, place, *settings], timeout_s=120)
+    log_dir = f"exp_manager.explicit_log_dir={folder}"
+    return run(campaign, "train_gpt_ppo", [*PPO, *_SETTINGS, log_dir, *settings], timeout_s=120)
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """Sizes of what a run keeps of itself."""
-    kept = [*folder.glob("*.jsonl"), *folder.glob("run_state/step_*/*/*.pt")]
-    return {str(path.relative_to(folder)): path.stat().st_size for path in kept if path.is_file()}
+    """Return the sizes of a run's own files."""
+    stored_files = [*folder.glob("*.jsonl"), *folder.glob("run_state/step_*/*/*.pt")]
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in stored_files
+        if path.is_file()
+    }
 
 
 def _newest(folder: Path) -> Path:
@@ -136,11 +140,13 @@ def _damages(campaign: Campaign) -> Iterator[tuple[str, Damage]]:
 
 
 def _disks(half: Path) -> list[tuple[str, int]]:
-    """Sizes in KiB of disks that are too small, where this user may mount one."""
+    """Return sizes in KiB of disks that are too small, if this user may mount a disk."""
     if os.geteuid() != 0:
         return []
-    one = sum(path.stat().st_size for path in _newest(half).rglob("*") if path.is_file()) // 1024
-    sizes = (8, 40, 200, 900, one + 100, 2 * one + 100, 3 * one + 100, 4 * one + 200)
+    state_kb = (
+        sum(path.stat().st_size for path in _newest(half).rglob("*") if path.is_file()) // 1024
+    )
+    sizes = (8, 40, 200, 900, *(n * state_kb + 100 for n in (1, 2, 3)), 4 * state_kb + 200)
     return [(f"disk of {size} KiB", size) for size in sizes]
 
 
@@ -166,19 +172,19 @@ def _full_disk(campaign: Campaign, name: str, kib: int, expected: Any) -> None:
         words = ["mount", "-o", f"remount,size={100 * 1024}k", str(folder.parent)]
         subprocess.run(words, check=True)
         second = _go(campaign, folder)
-        same = second.status == 0 and list(learned(folder)) == list(expected)
-        note = f"{first.verdict}: {first.last}; with room {second.verdict}, the same: {same}"
-        campaign.record(name, first.is_clean and same, note)
+        equal = second.status == 0 and list(learned(folder)) == list(expected)
+        note = f"{first.verdict}: {first.last}; with room {second.verdict}, the same: {equal}"
+        campaign.record(name, first.is_clean and equal, note)
 
 
 def _at_once(campaign: Campaign, expected: Any) -> None:
-    """Three runs in one directory: one learns, the others wait for it or are refused."""
+    """Start three runs in one directory: one learns, the others wait or are refused."""
     folder = campaign.fresh("at_once")
     arguments = [*PPO, *_SETTINGS, f"exp_manager.explicit_log_dir={folder}"]
     logs = [campaign.folder / f"at_once_{number}.log" for number in range(3)]
     runs = [Run("train_gpt_ppo", arguments, log=log) for log in logs]
-    outcomes = [one.finish(120) for one in runs]
+    outcomes = [process.finish(120) for process in runs]
     verdicts = sorted(outcome.verdict for outcome in outcomes)
-    same = list(learned(folder)) == list(expected)
-    good = verdicts[0] == "ok" and all(outcome.is_clean for outcome in outcomes) and same
-    campaign.record("three runs at once", good, f"{verdicts}, the same: {same}")
+    equal = list(learned(folder)) == list(expected)
+    good = verdicts[0] == "ok" and all(outcome.is_clean for outcome in outcomes) and equal
+    campaign.record("three runs at once", good, f"{verdicts}, the same: {equal}")

@@ -149,3 +149,9 @@ def test_the_reward_function_of_the_page_does_what_the_page_says(tmp_path):
 def test_the_picture_of_results_shows_the_tables():
     drawn = runpy.run_path(str(ROOT / "docs" / "tools" / "results_chart.py"))
     assert (ROOT / "docs" / "results.svg").read_text() == drawn["picture"]()
+
+
+def test_the_script_of_the_readme_is_the_example():
+    script = (ROOT / "examples" / "python" / "grpo.py").read_text()
+    _, _, body = script.split('"""', 2)
+    assert f"```python\n{body.strip()}\n```" in (ROOT / "README.md").read_text()

@@ -43,8 +43,8 @@ class EnvironmentConfig:
 
     `messages`: a class whose method receives each message of the policy. `endpoint`: an agent, a
     function or a command that calls the policy through OpenAI's HTTP API
-    (docs/environments.md#an-agent-of-your-own). Or a user-defined class, `path/to/file.py:Class`
-    (docs/environments.md#a-kind-of-your-own).
+    (docs/environments.md#agents). Or a user-defined class, `path/to/file.py:Class`
+    (docs/environments.md#custom-kinds).
     """
 
     factory: UserClass | None = None

@@ -123,6 +123,7 @@ def numbered(calls: Sequence[ToolCall]) -> list[ToolCall]:
     ids: dict[str, ToolCall] = {}
     for call in calls:
         call_id = call.id
+        # Mistral's templates refuse other ids.
         if call_id is None or call_id in ids or not _MISTRAL_ID.fullmatch(call_id):
             call_id = next(free_id for free_id in free_ids if free_id not in original_ids)
         ids[call_id] = call
@@ -218,6 +219,7 @@ def _read_mistral(text: str) -> list[ToolCall]:
             name, call_id = match.groups()
             calls.append(_parsed(name, part[match.end() :].strip(), call_id))
             continue
+        # The older format. Text after the list is ignored.
         values = _json_value(part.strip(), lambda text: _JSON.raw_decode(text)[0])
         if not isinstance(values, list) or not values:
             values = [values]  # an object instead of a list, or an error

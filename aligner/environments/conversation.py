@@ -201,6 +201,7 @@ class Conversation(Trajectory):
         """Render the environment's first messages."""
         self._renderer = renderer
         messages = [dict(message) for message in start.messages]
+        # Tools that the template does not show are described in the first message.
         tools = None if start.tools is None else [dict(tool) for tool in start.tools]
         self.first: list[Message] = renderer.treated(messages, location="messages")
         self._tools: Tools | None = renderer.treated(tools, location="tools")

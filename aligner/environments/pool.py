@@ -143,8 +143,9 @@ class EnvironmentPool(ProcessPool):
             value, seconds = process.parse(partial(_value_of, call), answer)
         except EnvironmentCallError as error:
             return _failure(error)
+        # The exception may have left the process in any state.
         if answer[0] == "raised":
-            process.close()  # its state is unknown
+            process.close()
             text = f"{self._key} raised {value} in {call.name}"
             memory_mb = self._program.memory_mb
             if value.startswith("MemoryError") and memory_mb is not None:

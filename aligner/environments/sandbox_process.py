@@ -66,7 +66,7 @@ fcntl 72 25, ioctl 16 29
 """
 _SECOND_ARGUMENTS = {
     "fcntl": (0, 1, 2, 3, 4, 5, 6, 7, 1030),  # duplicates, flags and locks
-    "ioctl": (0x5401, 0x5413, 0x5421, 0x5450, 0x5451, 0x541B),  # is it a terminal; flags
+    "ioctl": (0x5401, 0x5413, 0x5421, 0x5450, 0x5451, 0x541B),  # is it a terminal, and flags
 }
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
 
@@ -216,7 +216,7 @@ def add_hook(folder: str, readable: list[str]) -> bool:
     readable_roots = [*writable_roots, *map(realpath, readable)]
 
     def is_below(path: Any, roots: list[str]) -> bool:
-        if path is None or isinstance(path, int):  # the working folder; a descriptor
+        if path is None or isinstance(path, int):  # the working folder, or a descriptor
             return True
         path = realpath(os.fsdecode(path))
         return any(path == root or path.startswith(join(root, "")) for root in roots)

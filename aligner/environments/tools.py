@@ -176,6 +176,7 @@ def _docstring(function: Callable[..., Any], name: str) -> tuple[str, dict[str, 
 def _schema_of_type(hint: Any, name: str) -> dict[str, Any]:
     if hint in _TYPES:
         return {"type": _TYPES[hint]}
+    # Lists, mappings, literals of texts, and optional types.
     origin, arms = get_origin(hint), get_args(hint)
     if hint is list or origin is list:
         items = {"items": _schema_of_type(arms[0], name)} if arms else {}

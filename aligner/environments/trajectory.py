@@ -168,7 +168,5 @@ class Trajectory:
         for index in indices:
             count += len(decoder.push(self.ids[index]))
             characters.append(count)
-        return [
-            indices[min(bisect_left(characters, end), len(indices) - 1)]  # it may be incomplete
-            for end, _ in steps
-        ]
+        # The end of a step may lie in a character that is not complete.
+        return [indices[min(bisect_left(characters, end), len(indices) - 1)] for end, _ in steps]

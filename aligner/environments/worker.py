@@ -68,7 +68,7 @@ def load_factory(
         missing = [name for name in methods if not callable(getattr(factory_class, name, None))]
         if missing:
             raise ConfigError(
-                f"{key} has no method {' and no method '.join(missing)}; see docs/environments.md"
+                f"{key} has no method {' and no method '.join(missing)}. See docs/environments.md"
             )
     # The arguments: no name twice, the form if the class needs it, and the class's own check.
     check_names(["seed", "self"], kwargs, columns, key, "the call")
@@ -141,7 +141,8 @@ class Host:
     def call(self, name: str, argument: Any) -> Start | Turn | None:
         """Execute a call and check its result."""
         if name == "begin":
-            with suppress(Exception):  # of an unfinished conversation
+            # Close an unfinished conversation, whose errors no longer matter.
+            with suppress(Exception):
                 self._close()
             seed, columns = argument
             self._environment = self._factory(seed=seed, **columns, **self._kwargs)

@@ -65,6 +65,7 @@ class Bodies:
             raise HTTPException(411, "Content-Length is missing")
         if int(length) > MAX_BYTES:
             raise HTTPException(413, f"the body has {length} bytes, at most {MAX_BYTES} are taken")
+        # Count bytes as they arrive, for the limit of all requests together.
         async for piece in request.stream():
             if self._bytes + len(piece) > MAX_BYTES_IN_FLIGHT:
                 raise HTTPException(503, "too many bytes are being processed, try again later")
@@ -93,6 +94,7 @@ def application(routes: Routes, refusal: Refusal) -> FastAPI:
         status, cause = 500, f"{type(error).__name__}: {error}"
         if isinstance(error, HTTPException):
             status, cause = error.status_code, error.detail
+        # List the endpoints after an unknown path or method.
         if cause in ("Not Found", "Method Not Allowed"):
             cause += f": {request.method} {request.url.path[:80]!r}. There are {endpoints}"
         return JSONResponse(refusal(status, cause), status)

@@ -144,6 +144,7 @@ def listening(
 
 def _within_open_files(connections: int) -> int:
     """Raise the limit of open files, and return how many of ``connections`` are then possible."""
+    # The soft limit can be raised up to the hard limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = connections + _OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= files:

@@ -107,6 +107,7 @@ class JobQueue(Generic[Item]):
             self._is_woken = False
             if not self._jobs:
                 return []
+            # Wait a moment for more items of the batch.
             self._changed.wait_for(lambda: is_complete(self._waiting()), self._gather_s)
             # The jobs take turns until the batch is full.
             batch: list[Slot[Item]] = []

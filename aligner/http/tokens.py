@@ -28,6 +28,7 @@ def read_token(variable: str | None, file: str | None, owner: str) -> str | None
             token = path.read_text()
     else:
         return None
+    # Headers only transport printable ASCII.
     token = (token or "").strip()
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(
@@ -46,6 +47,7 @@ def new_token(file: str | None) -> str:
     if file is not None:
         path = Path(file).expanduser()
         try:
+            # O_EXCL: an existing file, or a link, is not overwritten.
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
             raise ConfigError(f"token_file={path}: cannot be written: {error}") from error

@@ -45,8 +45,8 @@ are compared in the group, so that no advantage is above sqrt(n) and turns keep 
 Sums of rewards are float64. Values that differ by at most `TOLERANCE` are equal.
 
 Differences between peers: the standard deviation is unbiased (verl, TRL, OpenRLHF). The constant
-1e-6 is added to the deviation (verl, while TRL adds 1e-4, OpenRLHF 1e-9, and NeMo-RL adds the
-constant only to a deviation of 0). A group of one gets 0 if the group is the baseline (NeMo-RL,
+1e-6 is added to the deviation (verl, while TRL adds 1e-4 and OpenRLHF 1e-9, and NeMo-RL adds the
+constant unless the deviation is 0). A group of one gets 0 if the group is the baseline (NeMo-RL,
 TRL, verl's vectorised RLOO, while verl's other functions keep the reward). Whitening uses the
 unbiased variance (verl, while OpenRLHF and NeMo-RL use the population variance).
 """

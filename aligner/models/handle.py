@@ -63,14 +63,20 @@ class RoleHandle:
     ) -> dict[str, Any]:
         """Run one pass over ``data``, with one optimizer step for every ``gbs`` rows.
 
-        ``loss_fn``: a loss of `aligner.algorithms.losses`, or of the type that NeMo-RL publishes, a
-        function of (logits, data, global_valid_seqs, global_valid_toks) (see
-        `aligner.losses.interfaces`).
+        Args:
+            data: columns that ``loss_fn`` and the role read.
+            loss_fn: a loss of `aligner.algorithms.losses`, or of the type that NeMo-RL publishes, a
+                function of (logits, data, global_valid_seqs, global_valid_toks) (see
+                `aligner.losses.interfaces`).
+            eval_mode: forward only, no update.
+            gbs: rows of a global mini-batch, over all ranks. Default: as configured.
+            mbs: rows per forward-backward pass, which does not separate rows that ``loss_fn``
+                compares. Default: as configured.
 
-        Micro-batches contain ``mbs`` rows (default: as configured) and do not separate rows that
-        ``loss_fn`` compares. Returns ``loss`` and ``grad_norm`` of the pass, ``lr``, ``skipped``
-        (whether a step was skipped because it was not finite) and ``all_mb_metrics``: lists with
-        one value per optimizer step, reduced over the global mini-batch.
+        Returns:
+            ``loss`` and ``grad_norm`` (means over the pass's steps), ``lr`` of the last step,
+            ``skipped`` (whether a step was skipped because it was not finite) and
+            ``all_mb_metrics``: lists with one value per step, reduced over the global mini-batch.
 
         Raises:
             DataError: one of `TRAINED_COLUMNS` is missing.
@@ -86,6 +92,7 @@ class RoleHandle:
         mbs = mbs or self.config.micro_batch_size
         if not batching:
             check_whole_groups(self.worker_group, gbs, mbs, group)
+        # Every worker trains on its share, and all return the same result.
         results, _ = run_sharded(
             self.worker_group,
             RoleWorker.train,
@@ -169,8 +176,8 @@ class RoleHandle:
         Args:
             weights_path: a ``.nemo`` file, including configuration and tokenizer. A path without
                 that suffix becomes a Hugging Face directory.
-            optimizer_path: directory for the optimizer's state. A handle started with both paths
-                continues from that state, on any layout.
+            optimizer_path: directory for the float32 weights, moments and step, a file per worker.
+                A handle started with both paths continues from that state, on any layout.
             tokenizer_path: directory for the tokenizer's files.
         """
         paths = checkpoint_paths(weights_path, optimizer_path, tokenizer_path)

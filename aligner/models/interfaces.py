@@ -104,42 +104,49 @@ class CriticModelInterface(SupervisedInterface, TrainingPhases, Inferrable):
 
 
 class LogprobOutputSpec(TypedDict):
-    """Log-probs of the current policy."""
+    """Log-probs of the current policy. ``logprobs``: float32 ``[B, S]``."""
 
-    logprobs: Tensor  # float32 [B, S]
+    logprobs: Tensor
 
 
 class ReferenceLogprobOutputSpec(TypedDict):
-    """Log-probs of the reference policy."""
+    """Log-probs of the reference policy. ``reference_logprobs``: float32 ``[B, S]``."""
 
-    reference_logprobs: Tensor  # float32 [B, S]
+    reference_logprobs: Tensor
 
 
 class ValueOutputSpec(TypedDict):
-    """Values of a critic."""
+    """Values of a critic. ``values``: float32 ``[B, S]``, right-shifted."""
 
-    values: Tensor  # float32 [B, S], right-shifted
+    values: Tensor
 
 
 class GenerationDatumSpec(TypedDict):
-    """Input of a policy for generation or scoring."""
+    """Input of a policy for generation or scoring.
 
-    input_ids: Tensor  # int64 [B, S], right-padded
-    input_lengths: Tensor  # int64 [B]
-    sample_ids: NotRequired[Tensor]  # int64 [B], distinguishes the samples of equal prompts
+    ``input_ids``: int64 ``[B, S]``, right-padded. ``input_lengths``: int64 ``[B]``.
+    ``sample_ids``: int64 ``[B]``, distinguishes the samples of equal prompts.
+    """
+
+    input_ids: Tensor
+    input_lengths: Tensor
+    sample_ids: NotRequired[Tensor]
 
 
 class GenerationOutputSpec(TypedDict):
     """Output of a sampling engine.
 
+    ``output_ids``: int64 ``[B, S]``, prompt and response, right-padded. ``generation_lengths``:
+    int64 ``[B]``, generated tokens. ``unpadded_sequence_lengths``: int64 ``[B]``, prompt +
+    response. ``logprobs``: float32 ``[B, S]``, 0 outside the response. ``is_end``: bool ``[B]``.
     If recorded, ``kept_ids`` int32 ``[B, S, K]`` (`aligner.types`) is an additional column.
     """
 
-    output_ids: Tensor  # int64 [B, S], prompt and response, right-padded
-    generation_lengths: Tensor  # int64 [B], generated tokens
-    unpadded_sequence_lengths: Tensor  # int64 [B], prompt + response
-    logprobs: Tensor  # float32 [B, S], 0 outside the response
-    is_end: Tensor  # bool [B]
+    output_ids: Tensor
+    generation_lengths: Tensor
+    unpadded_sequence_lengths: Tensor
+    logprobs: Tensor
+    is_end: Tensor
 
 
 def check_generation_output(output: Mapping[str, Any]) -> None:

@@ -53,17 +53,15 @@ def tensors_on_device(data: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def micro_batches_of(data: Mapping[str, Any], size: int | None) -> MicroBatches | None:
-    """Return the micro-batches of a share of one global batch, or else ``size`` rows each."""
-    indices = data.micro_batch_indices if isinstance(data, BatchedDataDict) else None
-    return size if indices is None else indices[0]
-
-
 def passes_over(
     data: Mapping[str, Any], size: int | None
 ) -> tuple[dict[str, Tensor], MicroBatches | None]:
-    """Return `tensors_on_device` and `micro_batches_of`, the arguments of a role's passes."""
-    return tensors_on_device(data), micro_batches_of(data, size)
+    """Return the arguments of a role's passes: tensors on the device, and micro-batches.
+
+    If the share of a global batch defines no micro-batches, they are ``size`` rows each.
+    """
+    indices = data.micro_batch_indices if isinstance(data, BatchedDataDict) else None
+    return tensors_on_device(data), size if indices is None else indices[0]
 
 
 def place_of(
@@ -167,23 +165,13 @@ class RoleWorker(Generic[RoleT]):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Run one pass over this rank's rows, with an optimizer step for every ``gbs`` global rows.
+        """Run one pass over this rank's rows (see `aligner.models.handle.RoleHandle.train`).
 
-        Args:
-            data: a shard from `BatchedDataDict.shard_by_batch_size`, with the columns that
-                ``loss_fn`` and the role read.
-            loss_fn: a loss of `aligner.algorithms.losses`, or of the type that NeMo-RL publishes
-                (`aligner.losses.interfaces`).
-            eval_mode: forward only, no update.
-            gbs: rows of a global mini-batch, over all ranks. Default: the role's setting.
-            mbs: rows per forward-backward pass, if the shard does not define its micro-batches.
-                Default: the role's setting.
-
-        Returns:
-            ``global_loss`` and ``grad_norm`` (means over the pass's steps), ``lr`` of the last
-            step, ``skipped`` (a step was skipped because it was not finite) and
-            ``all_mb_metrics``: lists with one value per step, reduced over the global mini-batch.
+        ``data``: a shard from `BatchedDataDict.shard_by_batch_size`, with the columns that
+        ``loss_fn`` and the role read. ``mbs`` applies if the shard defines no micro-batches. The
+        result equals the handle's, with the key ``global_loss`` in place of ``loss``.
         """
+        # Metrics of every step, reduced over the ranks by the model.
         loss = as_loss(loss_fn)
         history: dict[str, list[float]] = defaultdict(list)
         for index, part in enumerate(self._global_batches(data, gbs)):
@@ -207,6 +195,7 @@ class RoleWorker(Generic[RoleT]):
         if data.elem_counts_per_gb is not None:
             yield from (data.get_batch(index) for index in range(len(data.elem_counts_per_gb)))
             return
+        # Otherwise every rank has an equal share of rows.
         gbs = gbs or self.model.settings.global_batch_size
         if gbs % self.parallel.dp_size:
             raise ConfigError(
@@ -256,6 +245,7 @@ class RoleWorker(Generic[RoleT]):
         """With ``offload_weights``, move all memory to the host."""
         if not self._offloads:
             return
+        # Memory outside of weights first: graphs of passes, of sampling, and the optimizer's.
         self.model.drop_reused_forward()
         self.model.release_generator()
         if self.model.optimizer is not None:
@@ -314,19 +304,14 @@ class RoleWorker(Generic[RoleT]):
         tokenizer_path: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the role, each part atomically.
+        """Write the role, each part atomically (see `RoleHandle.save_checkpoint`).
 
-        Adapters are merged into the weights, and also written to the same folder.
-
-        Args:
-            weights_path: a `.nemo` file, including configuration and tokenizer. A path without that
-                suffix becomes a Hugging Face directory.
-            optimizer_path: directory for the float32 weights, moments and step, a file per worker.
-            tokenizer_path: directory for the tokenizer's files.
-            kwargs: ignored published arguments, listed in a warning.
+        Adapters are merged into the weights, and also written to the same folder. ``kwargs``:
+        ignored published arguments, listed in a warning.
         """
         note_unused("save_checkpoint", kwargs)
         self._restore_weights()
+        # The suffix selects the format.
         if weights_path.endswith(".nemo"):
             self.model.save_to(weights_path)
         else:

@@ -16,6 +16,7 @@ def check_weights(
     ``attributes``: empty if the source was trained on comparisons, with a single number per sample.
     ``source``: name of the source, for messages.
     """
+    # Without attributes, the source gives one number per sample.
     count = max(1, len(attributes))
     if weights is None:
         if count == 1:

@@ -115,6 +115,7 @@ class Reward:
             )
             return responses, output
 
+        # All ranks get the texts and the rewards.
         texts, output = on_rank_zero(score)
         return ScoredResponses(texts, output.rewards, output.metrics, output.timeouts)
 

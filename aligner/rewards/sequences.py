@@ -72,6 +72,7 @@ class SequenceEncoder:
 
     def ids(self, prompt: str, response: str) -> list[int]:
         """Return the tokens of prompt, response and end. Raises `RewardError` for too many."""
+        # The pair ends with EOS, which the model's own end token replaces.
         ids, _ = encode_pair(self.tokenizer, prompt, response)
         ids[-1] = self.end_id
         if self.add_bos:
@@ -145,6 +146,7 @@ def _without_stop(
     count = common_prefix(text_without_last, text)
     starts = (text.find(string, max(0, count - len(string) + 1)) for string in end_strings)
     text = text[: min((start for start in starts if start >= 0), default=len(text))]
+    # Repeated stop strings at the end of the text.
     while stop := next((string for string in end_strings if text.endswith(string)), None):
         text = text.removesuffix(stop)
     return text

@@ -137,12 +137,14 @@ class Service:
     def _session_with_id(self, request: Request, session_id: str) -> Session:
         key_session = self._authorised(request)
         session = self.sessions.with_id(session_id)
+        # A session's key only gives access to its own session.
         if session is None or key_session not in (None, session):
             raise HTTPException(404, f"session: there is no {session_id[:80]!r}")
         return session
 
     def _authorised(self, request: Request) -> Session | None:
         """Return the session whose key a request has, None if it has the server's token."""
+        # A session's key, or the server's token.
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self.sessions.with_key(key) if scheme == "Bearer" else None
         if session is None:

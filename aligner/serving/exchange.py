@@ -56,6 +56,7 @@ class Exchange:
         Raises:
             HTTPException: 429 if ``queue`` is full, 500 or 503 if the request failed.
         """
+        # A full queue refuses the request at once.
         if not queue.add(self.job):
             self._leave()
             raise HTTPException(429, "too many requests are waiting, try again later")
@@ -90,6 +91,7 @@ class Exchange:
     async def _pieces(self) -> AsyncIterator[str]:
         """Yield server-sent events. An error is the last event."""
         try:
+            # Pieces before, during and after the sampling, each as an event.
             for piece in self.answer.first():
                 yield _event(piece.to_json())
             async for progress in self._progress():
@@ -98,6 +100,7 @@ class Exchange:
             for piece in self.answer.last():
                 yield _event(piece.to_json())
             yield _event("[DONE]")
+        # The status was already sent, so an error is an event, too.
         except HTTPException as error:
             yield _event(json.dumps(refusal(error.status_code, error.detail)))
         finally:

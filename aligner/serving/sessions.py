@@ -94,12 +94,14 @@ class Session:
 
     def __init__(self, seed: int | None = None, limits: Limits | None = None) -> None:
         """Create an empty session. A request that exceeds ``limits`` ends the session."""
+        # The id is public. Only the key authorises requests.
         self.id, self.key = secrets.token_hex(8), f"session-{secrets.token_urlsafe(24)}"
         self.seed = seed
         self.sequences: list[RecordedSequence] = []
         self.answers: list[RecordedAnswer] = []
         self.rewards: dict[int, Turn] = {}
         self.exceeded: Limit | None = None
+        # Requests of the session, reserved answers, and prompts as text.
         self._jobs: list[RowJob] = []
         self._limits = limits
         self._last_reward: Turn | None = None
@@ -116,11 +118,6 @@ class Session:
     def reward(self) -> float | None:
         """The last reward, None if it is null or if no reward was set."""
         return None if self._last_reward is None else self._last_reward.score
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Additional metrics of the last reward."""
-        return {} if self._last_reward is None else self._last_reward.parts
 
     @property
     def is_waiting(self) -> bool:
@@ -148,6 +145,7 @@ class Session:
         if self.seed is None:
             return None
         prompts_id = sample_id(*chain.from_iterable(prompts))
+        # The count makes the sampling of repeated requests independent.
         with self._lock:
             self._repeats[prompts_id] += 1
             return ("session", self.seed, prompts_id, self._repeats[prompts_id])
@@ -212,19 +210,12 @@ class Session:
             self._drop_texts(prompts)
             if self._limits is not None:
                 self.exceeded = limit
-        if limit == "max_turns":
-            raise DataError(
-                f"the session is over: it has reached its limit of {limits.max_turns} answers"
-            )
-        if self._limits is not None:
-            raise DataError(
-                f"the session is over: it is limited to {limits.max_tokens} tokens, and this "
-                f"request could make it {bound}"
-            )
-        raise DataError(
-            f"the session has {recorded} tokens and is limited to {limits.max_tokens}, and this "
-            f"request could make it {bound}. Begin another session"
-        )
+        size = f"{limits.max_turns} answers"
+        if limit == "max_tokens":
+            size = f"{limits.max_tokens} tokens, has {recorded}, and could get {bound}"
+        if self._limits is None:
+            raise DataError(f"the session is limited to {size}. Begin another session")
+        raise DataError(f"the session is over: it is limited to {size}")
 
     def withdraw(self, prompts: Sequence[Sequence[int]], requests: Sequence[int | None]) -> None:
         """Release reserved answers of a request that failed or whose client disconnected.
@@ -294,7 +285,7 @@ class Session:
             return {
                 "id": self.id,
                 "reward": self.reward,
-                "parts": self.parts,
+                "parts": {} if self._last_reward is None else self._last_reward.parts,
                 # The published name of the sequences.
                 "trajectories": [sequence.as_json() for sequence in self.sequences],
             }

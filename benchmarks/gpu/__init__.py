@@ -1,1 +1,1 @@
-"""Costs of the library on a GPU; `python -m benchmarks.gpu` runs all of it in its order."""
+"""Costs of the library on a GPU. `python -m benchmarks.gpu` runs all of it in its order."""

@@ -1,11 +1,11 @@
-"""Everything that a first session on a GPU runs, in order; one failure loses nothing.
+"""Everything that a first session on a GPU runs, in order. One failure loses nothing.
 
     python -m benchmarks.gpu                  # all parts
     python -m benchmarks.gpu cost rates       # some of them
     python -m benchmarks.gpu --device dry cost large   # what is counted without a GPU
 
-Every command is a process of its own with a time limit, and so has every part. Lines of JSON go to
-``OUT/results.jsonl``, everything else that is printed to ``OUT/log.txt``; at the end stands which
+Every command is a separate process with a time limit, and so has every part. Lines of JSON go to
+``OUT/results.jsonl``, everything else that is printed to ``OUT/log.txt``. At the end stands which
 commands failed. The status is not 0 where one did. Results of ``--device dry`` are put beside those
 of a GPU, as ``predicted``.
 """
@@ -23,7 +23,7 @@ from benchmarks.gpu.machine import DEVICES, PREDICTED
 from benchmarks.shapes import SHAPES
 
 _DRY_LIMIT_S = 900  # of one command, on a machine that may have other work
-PYTEST = "pytest"  # the entry that is no benchmark
+PYTEST = "pytest"  # the entry that is not a benchmark
 # By part: seconds that it may take in all, and its commands, each with its own limit.
 PARTS: dict[str, tuple[int, list[tuple[int, str]]]] = {
     "truth": (360, [(360, PYTEST)]),
@@ -54,7 +54,7 @@ TESTS = ("-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-s", "-rA")
 
 
 def command_of(text: str, options: argparse.Namespace) -> list[str]:
-    """The process of one entry of `PARTS`."""
+    """Return the command of one entry of `PARTS`."""
     if text == PYTEST:
         return [sys.executable, *TESTS]
     name, *arguments = text.split()
@@ -65,7 +65,7 @@ def command_of(text: str, options: argparse.Namespace) -> list[str]:
 
 
 def run(text: str, limit_s: float, options: argparse.Namespace) -> dict[str, object]:
-    """One command; its lines are written as they come."""
+    """Run one command. Its lines are written immediately."""
     command = command_of(text, options)
     start = time.monotonic()
     with (options.out / "log.txt").open("a") as output:
@@ -73,7 +73,7 @@ def run(text: str, limit_s: float, options: argparse.Namespace) -> dict[str, obj
         output.flush()
         into_log = text == PYTEST
         try:
-            done = subprocess.run(
+            completed = subprocess.run(
                 command,
                 cwd=ROOT,
                 env=with_repository(),
@@ -83,7 +83,7 @@ def run(text: str, limit_s: float, options: argparse.Namespace) -> dict[str, obj
                 timeout=limit_s,
                 check=False,
             )
-            code, printed = done.returncode, done.stdout or ""
+            code, printed = completed.returncode, completed.stdout or ""
         except subprocess.TimeoutExpired as late:
             code, raw = 124, late.stdout or b""  # bytes, whatever the mode
             printed = raw.decode() if isinstance(raw, bytes) else raw
@@ -95,7 +95,7 @@ def run(text: str, limit_s: float, options: argparse.Namespace) -> dict[str, obj
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -116,14 +116,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seconds, commands = PARTS[part]
         deadline = time.monotonic() + seconds
         for limit, text in commands:
-            left = _DRY_LIMIT_S if dry else min(limit, deadline - time.monotonic())
-            if left < 1:
+            remaining_s = _DRY_LIMIT_S if dry else min(limit, deadline - time.monotonic())
+            if remaining_s < 1:
                 ended.append({"command": text, "status": "no time left", "seconds": 0.0})
                 continue
-            ended.append(run(text, left, options))
+            ended.append(run(text, remaining_s, options))
             log(json.dumps(ended[-1]))
     print(json.dumps({"benchmark": "gpu", "device": options.device, "commands": ended}))
-    return int(any(each["status"] != 0 for each in ended))
+    return int(any(result["status"] != 0 for result in ended))
 
 
 if __name__ == "__main__":

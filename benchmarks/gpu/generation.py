@@ -29,7 +29,7 @@ _COUNTED = (4, 8)  # steps of the two rollouts whose kernels are counted
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A line for each number in flight."""
+    """Print a line for each number of prompts in flight."""
     shape = SHAPES[options.shape]
     sampling = SamplingParams(top_p=options.top_p)
     plans = {
@@ -44,7 +44,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
         for rows in options.in_flight
     }
-    with machine.Machine(options).running() as here:
+    with machine.Machine(options).running() as bench:
         actor = roles.build(
             MegatronGPTActorModel,
             shape,
@@ -70,45 +70,47 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         for rows in options.in_flight:
             for steps in reversed(_COUNTED):  # the longer one's cache holds both
                 rollout(rows, steps)()  # so that what is counted launches graphs that it kept
-            few, more = (here.kernels(rollout(rows, steps)) for steps in _COUNTED)
+            few, more = (bench.kernels(rollout(rows, steps)) for steps in _COUNTED)
             steps = _COUNTED[1] - _COUNTED[0]
-            found: dict[str, Any] = {
+            result: dict[str, Any] = {
                 f"{name}_per_step": (more[name] - few[name]) / steps
                 for name in ("kernels", "launch_calls", "graph_launches", "host_reads")
                 if name in more
             }
-            if here.device == "dry":
-                found["peak_bytes"] = more["peak_bytes"]  # of a short rollout
-                found["rollout"] = {"plan": plans[rows]["rollout"]}
+            if bench.device == "dry":
+                result["peak_bytes"] = more["peak_bytes"]  # of a short rollout
+                result["rollout"] = {"plan": plans[rows]["rollout"]}
             else:
-                found |= _timed(here, rollout, rows, options.new_tokens)
-                card = rates.data_sheet() if here.device == "cuda" else None
+                result |= _timed(bench, rollout, rows, options.new_tokens)
+                card = rates.data_sheet() if bench.device == "cuda" else None
                 if card is not None:
                     width = 2 * shape.num_query_groups * shape.kv_channels * shape.num_layers
-                    held = rows * (options.prompt_tokens + options.new_tokens / 2)
-                    read = weights + held * width * next(actor.gpt.parameters()).itemsize
-                    found["floor_s"] = read / card[1]
+                    tokens = rows * (options.prompt_tokens + options.new_tokens / 2)
+                    read = weights + tokens * width * next(actor.gpt.parameters()).itemsize
+                    result["floor_s"] = read / card[1]
             lines.append(
-                machine.report(options, "generation", in_flight=rows, weight_bytes=weights, **found)
+                machine.report(
+                    options, "generation", in_flight=rows, weight_bytes=weights, **result
+                )
             )
         return lines
 
 
 def _timed(
-    here: machine.Machine, rollout: Callable[[int, int], Callable[[], object]], rows: int, new: int
+    bench: machine.Machine, rollout: Callable[[int, int], Callable[[], object]], rows: int, new: int
 ) -> dict[str, Any]:
-    """Rate of whole rollouts, and seconds of one step."""
+    """Measure the rate of whole rollouts, and the seconds of one step."""
     short = max(1, new // 8)
-    few, whole = here.measure(rollout(rows, short)), here.measure(rollout(rows, new))
+    few, complete = bench.measure(rollout(rows, short)), bench.measure(rollout(rows, new))
     return {
-        "tokens_per_s": rows * new / whole["seconds"],
-        "rollout": whole,
-        "step_s": (whole["seconds"] - few["seconds"]) / (new - short),
+        "tokens_per_s": rows * new / complete["seconds"],
+        "rollout": complete,
+        "step_s": (complete["seconds"] - few["seconds"]) / (new - short),
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Command line."""
+    """Run the command line."""
     parser = machine.parser_of(__doc__)
     parser.set_defaults(repeats=2, warmup=1)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[16, 64, 256, 512])

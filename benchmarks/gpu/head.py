@@ -27,11 +27,11 @@ _COLUMNS = 8192  # of the weight, for the products by themselves
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One line."""
+    """Print one line."""
     shape = SHAPES[options.shape]
     size, vocab = shape.hidden_size, shape.vocab_size
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    with machine.Machine(options).running() as here:
+    with machine.Machine(options).running() as bench:
         device = accelerator.device()
 
         def random(*shape_: int) -> torch.Tensor:
@@ -49,27 +49,27 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             logprobs().sum().backward()
 
         with torch.no_grad():
-            forward = here.measure(logprobs)
-        backward = here.measure(both)
-        kernels = here.kernels(both) if options.profile else None
+            forward = bench.measure(logprobs)
+        backward = bench.measure(both)
+        kernels = bench.kernels(both) if options.profile else None
         product = 2.0 * options.tokens * size * vocab
-        found = {"forward": forward, "forward_backward": backward}
+        result = {"forward": forward, "forward_backward": backward}
         for part, count in ((forward, 1), (backward, 4)):
             if "seconds" in part:
                 part["tflops"] = count * product / part["seconds"] / 1e12
                 part["share_of_peak"] = rates.share_of_peak(count * product / part["seconds"])
-        if here.device == "cuda" and dtype is torch.bfloat16:
+        if bench.device == "cuda" and dtype is torch.bfloat16:
             columns = min(_COLUMNS, vocab)
-            left, right = hidden.detach(), weight.detach()[:columns].t()
-            alone = here.measure(lambda: torch.mm(left, right, out_dtype=torch.float32))
-            found["products_alone"] = {"seconds": 4 * alone["seconds"] * vocab / columns}
+            states, right = hidden.detach(), weight.detach()[:columns].t()
+            alone = bench.measure(lambda: torch.mm(states, right, out_dtype=torch.float32))
+            result["products_alone"] = {"seconds": 4 * alone["seconds"] * vocab / columns}
         if kernels is not None:
-            found["kernels"] = kernels
-        return machine.report(options, "head", hidden=size, vocab=vocab, **found)
+            result["kernels"] = kernels
+        return machine.report(options, "head", hidden=size, vocab=vocab, **result)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Command line."""
+    """Run the command line."""
     parser = machine.parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--precision", choices=["bf16", "32"], default="bf16")

@@ -2,7 +2,7 @@
 
 ``--device cuda``: times, memory and kernels of a GPU. ``--device dry``: the same calls at full size
 on the dry device, which counts instead of timing. ``--device cpu``: times of this machine, for
-rehearsals. `choose_device` comes before torch is imported; everything else imports it when called.
+rehearsals. `choose_device` comes before torch is imported. Everything else imports it when called.
 """
 
 import argparse
@@ -24,7 +24,7 @@ PREDICTED = Path(__file__).parent / "dry" / "results.jsonl"  # results of `--dev
 
 
 def choose_device(arguments: Sequence[str] | None = None) -> None:
-    """Make ready for the command line's ``--device``; call before torch is imported."""
+    """Make ready for the command line's ``--device``. Call before torch is imported."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--device")
     device = parser.parse_known_args(arguments)[0].device
@@ -37,14 +37,16 @@ def choose_device(arguments: Sequence[str] | None = None) -> None:
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """Return a parser with the options of every benchmark."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=DEVICES, default="cuda", help="see benchmarks/gpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-1.5b")
     parser.add_argument("--card", default="h200", help="of plan's table, whose times are predicted")
-    parser.add_argument("--repeats", type=int, default=5, help="the median of so many")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="number of readings, whose median counts"
+    )
     parser.add_argument("--warmup", type=int, default=2, help="runs before them")
     return parser
 
@@ -60,7 +62,7 @@ class Machine:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Machine"]:
-        """The block in which models are built and measured."""
+        """Enter the block in which models are built and measured."""
         from aligner.device import accelerator
 
         if self.device == "dry":
@@ -79,10 +81,10 @@ class Machine:
     def measure(
         self, function: Callable[[], object], plan: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Cost of one call of ``function``: on the dry device counts, else seconds.
+        """Measure one call of ``function``: counts on the dry device, else seconds.
 
         ``peak_bytes`` are those of tensors, what was alive before included. ``plan``: what
-        `planned_amounts` gives; None: the dry device's counts at the rates that `plan` takes.
+        `planned_amounts` gives. None: the dry device's counts at the rates that `plan` takes.
         """
         if self._dry is not None:
             function()  # what only the first call allocates, such as moments
@@ -110,11 +112,11 @@ class Machine:
             function()
             self.wait()
             seconds.append(time.perf_counter() - start)
-        found: dict[str, Any] = {"seconds": statistics.median(seconds), "fastest_s": min(seconds)}
+        result: dict[str, Any] = {"seconds": statistics.median(seconds), "fastest_s": min(seconds)}
         if self.device == "cuda":
-            found["peak_bytes"] = torch.cuda.max_memory_allocated()
-            found["reserved_bytes"] = torch.cuda.max_memory_reserved()
-        return found
+            result["peak_bytes"] = torch.cuda.max_memory_allocated()
+            result["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        return result
 
     def holds(self, model: Any) -> None:
         """Name the memory of a model's weights and gradients for the dry device."""
@@ -122,9 +124,9 @@ class Machine:
             self._dry.holds(model)
 
     def kernels(self, function: Callable[[], object], most: int = 12) -> dict[str, Any]:
-        """Kernels of one call: how many ran, how many calls launched them, the longest by name.
+        """Profile one call: number of kernels, number of launches, the longest kernels by name.
 
-        On the dry device only the launches, a CUDA graph being one; empty on the CPU.
+        On the dry device only the launches, a CUDA graph being one. Empty on the CPU.
         """
         if self._dry is not None:
             with self._dry.record() as record:
@@ -140,10 +142,10 @@ class Machine:
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             function()
             self.wait()
-        events = seen.events() or []
+        events = profiler.events() or []
         on_device = [event for event in events if event.device_type == DeviceType.CUDA]
         calls = [event.name for event in events if event.device_type == DeviceType.CPU]
         spent: dict[str, float] = {}
@@ -160,7 +162,7 @@ class Machine:
         }
 
     def alive_bytes(self) -> int | None:
-        """Bytes of tensors on the device; None on the CPU."""
+        """Return the bytes of tensors on the device, or None on the CPU."""
         if self._dry is not None:
             return int(self._dry.memory.alive_bytes)
         if self.device == "cpu":
@@ -177,7 +179,7 @@ class Machine:
 
 
 def planned_amounts(options: argparse.Namespace, phase: str, **fields: Any) -> dict[str, Any]:
-    """Estimates of `plan` for the parts of a benchmark, by name; empty but on the dry device.
+    """Return estimates of `plan` by part of a benchmark, only on the dry device.
 
     ``phase`` and ``fields``: a function of `benchmarks.gpu.planned` and what it takes. Call it
     outside of `Machine.running`.
@@ -186,12 +188,12 @@ def planned_amounts(options: argparse.Namespace, phase: str, **fields: Any) -> d
         return {}
     from benchmarks.gpu import planned
 
-    found: dict[str, Any] = getattr(planned, phase)(options.shape, options.card, **fields)
-    return found
+    result: dict[str, Any] = getattr(planned, phase)(options.shape, options.card, **fields)
+    return result
 
 
 def _at_rates(record: Any, card: str) -> dict[str, Any]:
-    """Counts of the dry device in `plan`'s seconds."""
+    """Convert counts of the dry device to seconds of `plan`."""
     from aligner_plan.amounts import Amounts, time_of
     from aligner_plan.devices import device_named
 
@@ -200,7 +202,7 @@ def _at_rates(record: Any, card: str) -> dict[str, Any]:
     return {"card": card, **fields}
 
 
-def report(options: argparse.Namespace, benchmark: str, **found: Any) -> dict[str, Any]:
+def report(options: argparse.Namespace, benchmark: str, **result: Any) -> dict[str, Any]:
     """Print one line of JSON: the command, the machine, what was found, what was predicted.
 
     ``predicted`` is the line of the same command on the dry device, where there is one, and
@@ -210,16 +212,18 @@ def report(options: argparse.Namespace, benchmark: str, **found: Any) -> dict[st
 
     from aligner.device import accelerator
 
-    given = {k: v for k, v in vars(options).items() if k not in ("device", "repeats", "warmup")}
+    run_options = {
+        k: v for k, v in vars(options).items() if k not in ("device", "repeats", "warmup")
+    }
     name = "dry" if options.device == "dry" else accelerator.description()
     line = {
         "benchmark": benchmark,
-        **given,
-        **{key: value for key, value in found.items() if key in given},
+        **run_options,
+        **{key: value for key, value in result.items() if key in run_options},
         "device": name,
         "torch": torch.__version__,
         "megatron_core": importlib.metadata.version("megatron-core"),
-        **{key: value for key, value in found.items() if key not in given},
+        **{key: value for key, value in result.items() if key not in run_options},
     }
     if options.device != "dry":
         line["predicted"] = predicted = _prediction(line)
@@ -229,33 +233,43 @@ def report(options: argparse.Namespace, benchmark: str, **found: Any) -> dict[st
 
 
 def _prediction(line: dict[str, Any]) -> dict[str, Any] | None:
-    """Result of the dry device for the same command; None: there is none."""
+    """Return the result of the dry device for the same command, or None."""
     if not PREDICTED.exists():
         return None
     skipped = ("device", "torch", "megatron_core")
     for text in reversed(PREDICTED.read_text().splitlines()):  # the newest first
-        said = json.loads(text)
-        same = [key for key, value in said.items() if not isinstance(value, dict | float)]
-        settings = [key for key in same if key not in skipped and not key.endswith("_bytes")]
-        if all(said[key] == line.get(key, said[key]) for key in settings):
-            return {key: value for key, value in said.items() if key not in (*settings, *skipped)}
+        planned_values = json.loads(text)
+        equal_keys = [
+            key for key, value in planned_values.items() if not isinstance(value, dict | float)
+        ]
+        settings = [key for key in equal_keys if key not in skipped and not key.endswith("_bytes")]
+        if all(planned_values[key] == line.get(key, planned_values[key]) for key in settings):
+            return {
+                key: value
+                for key, value in planned_values.items()
+                if key not in (*settings, *skipped)
+            }
     return None
 
 
-def _over_plan(found: dict[str, Any], said: dict[str, Any], at: str = "") -> Iterator[Any]:
-    """Seconds and peak over those of `plan`, by part of the benchmark."""
-    for name, part in said.items():
-        here = found.get(name)
-        if not isinstance(part, dict) or not isinstance(here, dict):
+def _over_plan(
+    result: dict[str, Any], planned_values: dict[str, Any], at: str = ""
+) -> Iterator[Any]:
+    """Compute seconds and peak relative to `plan`, by part of the benchmark."""
+    for name, part in planned_values.items():
+        measured_value = result.get(name)
+        if not isinstance(part, dict) or not isinstance(measured_value, dict):
             continue
         plan = part.get("plan", {})
         measured = {
-            "seconds": here.get("seconds", here.get("wait_s")),  # what training waits for a save
-            "peak_bytes": here.get("peak_bytes"),
+            "seconds": measured_value.get(
+                "seconds", measured_value.get("wait_s")
+            ),  # what training waits for a save
+            "peak_bytes": measured_value.get("peak_bytes"),
         }
         ratios = {
             key: value / plan[key] for key, value in measured.items() if value and plan.get(key)
         }
         if ratios:
             yield f"{at}{name}", ratios
-        yield from _over_plan(here, part, f"{at}{name}.")
+        yield from _over_plan(measured_value, part, f"{at}{name}.")

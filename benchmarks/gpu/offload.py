@@ -25,9 +25,9 @@ _TOKENS = 16  # of the update that makes the moments
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One line."""
+    """Print one line."""
     shape = SHAPES[options.shape]
-    with machine.Machine(options).running() as here:
+    with machine.Machine(options).running() as bench:
         role = roles.build(
             MegatronGPTActorModel, shape, offload_adam_states=True, micro_batch_size=1
         )
@@ -44,47 +44,47 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             with role.reference.initial_model():
                 pass
 
-        found = {
+        result = {
             "moments": _there_and_back(
-                here, 8 * count, role.prepare_for_inference, role.prepare_for_training
+                bench, 8 * count, role.prepare_for_inference, role.prepare_for_training
             ),
             "parked": _there_and_back(
-                here,
+                bench,
                 weights,
                 lambda: worker.move_model(role.model, "cpu"),
                 lambda: worker.move_model(role.model, device),
             ),
-            "reference": {"bytes": weights, **here.measure(exchange)},
+            "reference": {"bytes": weights, **bench.measure(exchange)},
         }
-        return machine.report(options, "offload", parameters=count, **found)
+        return machine.report(options, "offload", parameters=count, **result)
 
 
 def _there_and_back(
-    here: machine.Machine, size: int, leave: Callable[[], object], come: Callable[[], object]
+    bench: machine.Machine, size: int, leave: Callable[[], object], come: Callable[[], object]
 ) -> dict[str, Any]:
-    """Both ways; ``freed_bytes`` is what the device has less of in between."""
-    before = here.alive_bytes()
+    """Measure both directions. ``freed_bytes`` is the memory freed in between."""
+    bytes_before = bench.alive_bytes()
     leave()
-    here.wait()
-    after = here.alive_bytes()
+    bench.wait()
+    bytes_after = bench.alive_bytes()
     come()
-    found: dict[str, Any] = {"bytes": size}
-    if before is not None and after is not None:
-        found["freed_bytes"] = before - after
+    result: dict[str, Any] = {"bytes": size}
+    if bytes_before is not None and bytes_after is not None:
+        result["freed_bytes"] = bytes_before - bytes_after
 
     def both() -> None:
         leave()
         come()
 
-    cost = here.measure(both)
-    found["there_and_back"] = cost
+    cost = bench.measure(both)
+    result["there_and_back"] = cost
     if "seconds" in cost:
-        found["bytes_per_s"] = 2 * size / cost["seconds"]
-    return found
+        result["bytes_per_s"] = 2 * size / cost["seconds"]
+    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Command line."""
+    """Run the command line."""
     return measure(machine.parser_of(__doc__).parse_args(arguments))
 
 

@@ -2,7 +2,7 @@
 
 The role is by itself on the card, as in the benchmark: `aligner_plan.estimate.Estimator` measures
 it on the dry device with few layers and extrapolates. So it runs in a process of ``--device dry``,
-before the benchmark's own role is built on a dry device of its own.
+before the benchmark's own role is built on a separate dry device.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def update(
     precision: str,
     recompute: str | None,
 ) -> Planned:
-    """``update`` and ``scoring`` of ``rows`` packed sequences, of an ``actor`` or a ``critic``."""
+    """Estimate ``update`` and ``scoring`` of ``rows`` packed sequences by actor or critic."""
     packed = {"enabled": True, "train_mb_tokens": rows * sequence}
     run = _run(
         shape,
@@ -52,9 +52,9 @@ def update(
     planned = run.roles[name]
     phases = {phase.name: phase for phase in planned.phases}
     train, score = phases["train"], phases[scoring]
-    one, as_many = replace(train, times=1), replace(score, rows=rows)
-    found = _estimated(run, replace(planned, phases=(one, as_many)), shape, card)
-    return {"update": found["train"], "scoring": found[scoring]}
+    single, as_many = replace(train, times=1), replace(score, rows=rows)
+    planned_phases = _estimated(run, replace(planned, phases=(single, as_many)), shape, card)
+    return {"update": planned_phases["train"], "scoring": planned_phases[scoring]}
 
 
 def generation(
@@ -67,7 +67,7 @@ def generation(
     precision: str,
     top_p: float,
 ) -> Planned:
-    """``rollout`` of a policy that never learns."""
+    """Estimate ``rollout`` of a policy that is not trained."""
     run = _run(
         shape,
         {
@@ -85,14 +85,14 @@ def generation(
 
 
 def refit(shape: str, card: str, *, buffer_bytes: int) -> Planned:
-    """``refit`` of a policy that never learns, by groups of ``buffer_bytes``."""
+    """Estimate ``refit`` of a policy that is not trained, in groups of ``buffer_bytes``."""
     run = _run(shape, {"trainer.precision": "bf16"})
     role = _frozen(run, Phase("refit", buffer_bytes=buffer_bytes))
     return {"refit": _estimated(run, role, shape, card)["refit"]}
 
 
 def save(shape: str, card: str) -> Planned:
-    """``save`` of a policy that learns: what a step waits for."""
+    """Estimate ``save`` of a policy in training, the time that a step waits."""
     run = _run(shape, {"trainer.precision": "bf16", "trainer.ppo.initial_policy_kl_penalty": 0.0})
     policy = run.roles["policy"]
     phases = tuple(phase for phase in policy.phases if phase.name == "save")
@@ -100,36 +100,36 @@ def save(shape: str, card: str) -> Planned:
 
 
 def _run(shape: str, changes: Mapping[str, Any]) -> PlannedRun:
-    """A run of PPO on one card."""
+    """Return a run of PPO on one card."""
     config = parse_config({**_RUN, "model": {"restore_from_path": shape}, "critic": {}}, RunConfig)
     return planned_run(varied(config, changes), PlanConfig(), {shape: SHAPES[shape]})
 
 
 def _batches(rows: int) -> dict[str, int]:
-    """One micro-batch an update, of either role."""
+    """Return batches of one micro-batch per update, for both roles."""
     sizes = ("global_batch_size", "micro_batch_size")
     return {f"{role}.{size}": rows for role in ("model", "critic") for size in sizes}
 
 
 def _frozen(run: PlannedRun, phase: Phase) -> PlannedRole:
-    """The policy with nothing but its weights, in one phase."""
+    """Return a policy of weights alone, in one phase."""
     policy = run.roles["policy"]
     options = {**policy.options, "init_optimizer": False, "init_reference_model": False}
     return replace(policy, options=options, phases=(phase,))
 
 
 def _estimated(run: PlannedRun, role: PlannedRole, shape: str, card: str) -> Planned:
-    """The role by itself: memory of the card and seconds, by phase."""
+    """Estimate one role: memory of the card and seconds, by phase."""
     estimator = Estimator(PlanConfig(), device_named(card), {shape: SHAPES[shape]})
     step = tuple((role.name, phase.name) for phase in role.phases)
     estimate = estimator.estimate_run(PlannedRun(run.config, {role.name: role}, step))
-    found: Planned = {}
+    planned_phases: Planned = {}
     for _, name in step:
         phase = estimate.phase(role.name, name)
-        found[name] = {
+        planned_phases[name] = {
             "card": card,
             "seconds": phase.seconds,
             "bound": phase.time.bound,
             "peak_bytes": round(phase.card_bytes),
         }
-    return found
+    return planned_phases

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.refit
 
-Groups of at most ``--buffer-mb`` of whole tensors under Hugging Face's names are offered; the other
-process opens each, copies it into memory of its own and answers. ``level_bytes`` is what the
+Groups of at most ``--buffer-mb`` of whole tensors under Hugging Face's names are offered. The other
+process opens each, copies it into separate memory and answers. ``level_bytes`` is what the
 device has less of after the refits than after the first. Aim: 1 s for 1.5B on one H200.
 """
 
@@ -52,7 +52,7 @@ RECEIVER = """
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One line."""
+    """Print one line."""
     shape = SHAPES[options.shape]
     plan = machine.planned_amounts(options, "refit", buffer_bytes=options.buffer_mb << 20)
 
@@ -63,7 +63,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         def load_model(*_: Any) -> MegatronGPTActorModel:
             return roles.build(MegatronGPTActorModel, shape, optim=None)
 
-    with machine.Machine(options).running() as here:
+    with machine.Machine(options).running() as bench:
         config = ModelConfig(restore_from_path="random")
         worker = RandomPolicyWorker(
             config,
@@ -74,16 +74,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )
         sizes, _ = worker.prepare_weights_for_ipc()
         groups = group_by_bytes(sizes, options.buffer_mb << 20)
-        size = sum(each for _, each in sizes)
+        size = sum(nbytes for _, nbytes in sizes)
         fields = {"bytes": size, "groups": len(groups), "tensors": len(sizes)}
-        if here.device == "dry":  # there is no other process to open what it offers
+        if bench.device == "dry":  # there is no other process to open what it offers
 
             def gather() -> None:
                 for keys in groups:
-                    held = [tensor.clone() for _, tensor in worker.hf_weights(keys)]
-                    del held
+                    copies = [tensor.clone() for _, tensor in worker.hf_weights(keys)]
+                    del copies
 
-            gathered, refit_plan = here.measure(gather), {"plan": plan["refit"]}
+            gathered, refit_plan = bench.measure(gather), {"plan": plan["refit"]}
             return machine.report(options, "refit", **fields, gather=gathered, refit=refit_plan)
         receiver = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(RECEIVER)],
@@ -106,9 +106,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 worker.offload_after_refit()
 
             refit()
-            before = accelerator.free_memory_bytes()
-            cost = here.measure(refit)
-            level = before - accelerator.free_memory_bytes()
+            bytes_before = accelerator.free_memory_bytes()
+            cost = bench.measure(refit)
+            level = bytes_before - accelerator.free_memory_bytes()
             pickle.dump(None, to_it)
             to_it.flush()
             receiver.wait(60)
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Command line."""
+    """Run the command line."""
     parser = machine.parser_of(__doc__)
     parser.add_argument("--buffer-mb", type=int, default=512, help="MiB of a group")
     return measure(parser.parse_args(arguments))

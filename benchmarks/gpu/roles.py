@@ -17,11 +17,11 @@ Role = TypeVar("Role", bound=MegatronGPTModel)
 
 
 def build(cls: type[Role], architecture: GPTArchitecture, **settings: Any) -> Role:
-    """A role on the device, in bfloat16 by default; it can train."""
-    given: dict[str, Any] = {"precision": "bf16", "optim": OptimConfig(lr=1e-6), **settings}
+    """Build a trainable role on the device, in bfloat16 by default."""
+    arguments: dict[str, Any] = {"precision": "bf16", "optim": OptimConfig(lr=1e-6), **settings}
     role = cls(
         {"vocab_size": architecture.vocab_size},
-        settings=RoleSettings(**given),
+        settings=RoleSettings(**arguments),
         architecture=architecture,
         tokenizer=byte_level_tokenizer(),
         initialize=False,
@@ -36,12 +36,12 @@ def build(cls: type[Role], architecture: GPTArchitecture, **settings: Any) -> Ro
 
 
 def parameters_of(role: MegatronGPTModel) -> int:
-    """Parameters, tied ones once."""
+    """Count the parameters, tied parameters once."""
     return sum(parameter.numel() for parameter in role.gpt.parameters())
 
 
 def batch(rows: int, length: int, prompt: int, vocab: int) -> dict[str, Tensor]:
-    """Full rows of random tokens, whose first ``prompt`` are not learned from; on the device."""
+    """Return full rows of random tokens on the device. The first ``prompt`` are not learned."""
     generator = torch.Generator().manual_seed(0)
     # Made on the host, where rows that begin alike are found: the dry device has no random numbers.
     ids = np.random.default_rng(0).integers(0, vocab, (rows, length))
@@ -61,7 +61,7 @@ def batch(rows: int, length: int, prompt: int, vocab: int) -> dict[str, Tensor]:
 
 
 def generation_settings(in_flight: int, new_tokens: int) -> dict[str, Any]:
-    """Settings of an actor: exactly ``new_tokens`` for each of ``in_flight`` prompts."""
+    """Return settings of an actor: ``new_tokens`` for each of ``in_flight`` prompts."""
     return {
         "length_params": LengthParams(max_length=new_tokens, min_length=new_tokens),
         "rollout_micro_batch_size": in_flight,

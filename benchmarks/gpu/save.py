@@ -29,10 +29,10 @@ _TOKENS = 16
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One line."""
+    """Print one line."""
     shape = SHAPES[options.shape]
     plan = machine.planned_amounts(options, "save")
-    with machine.Machine(options).running() as here:
+    with machine.Machine(options).running() as bench:
         role = roles.build(MegatronGPTActorModel, shape, micro_batch_size=1)
         role.loss_fn = PPOPolicyLoss(needs_entropy=False)
         role.prepare_for_training()
@@ -40,12 +40,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         worker = RoleWorker(role, role.parallel)
         slices = worker.state_dict()["slices"].values()
         size = sum(tensor.nbytes for piece in slices for tensor in piece["tensors"].values())
-        if here.device == "dry":  # its tensors have nothing to write
+        if bench.device == "dry":  # its tensors have nothing to write
             return machine.report(options, "save", bytes=size, next={"plan": plan["save"]})
         parent = Path(options.folder) if options.folder else None
         folder = Path(tempfile.mkdtemp(dir=parent))
         target = str(folder / "policy")
-        found: dict[str, dict[str, float]] = {}
+        result: dict[str, dict[str, float]] = {}
         try:
             for name in ("first", "next"):  # the first one allocates the copy
                 start = time.perf_counter()
@@ -54,18 +54,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 failure = worker.saving_failure(wait=True)
                 assert failure is None, failure
                 written = time.perf_counter() - start
-                found[name] = {"wait_s": wait, "written_s": written, "bytes_per_s": size / written}
-            found["in_place"] = here.measure(lambda: worker.save_state(target))
-            found["load"] = here.measure(lambda: worker.load_state(target))
+                result[name] = {"wait_s": wait, "written_s": written, "bytes_per_s": size / written}
+            result["in_place"] = bench.measure(lambda: worker.save_state(target))
+            result["load"] = bench.measure(lambda: worker.load_state(target))
         finally:
             shutil.rmtree(folder)
         for name in ("in_place", "load"):
-            found[name]["bytes_per_s"] = size / found[name]["seconds"]
-        return machine.report(options, "save", bytes=size, **found)
+            result[name]["bytes_per_s"] = size / result[name]["seconds"]
+        return machine.report(options, "save", bytes=size, **result)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Command line."""
+    """Run the command line."""
     parser = machine.parser_of(__doc__)
     parser.set_defaults(repeats=1, warmup=0)
     parser.add_argument("--folder", help="where to write; default the system's for temporary files")

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.update --tokens 8192
     python -m benchmarks.gpu.update --tokens 16384 --role critic --recompute full
 
-One packed micro-batch, random weights, bfloat16; an update is forward, backward, gradient norm,
+One packed micro-batch, random weights, bfloat16. An update is forward, backward, gradient norm,
 clipping and AdamW. MFU counts what the model needs, not what is computed twice: 6 operations a
 token and weight that multiplies (the output layer included, the embedding's lookup not) and
 causal attention, over the card's dense bfloat16 peak. Aim: 45 % for the actor on one H200.
@@ -32,7 +32,7 @@ ROLES: dict[str, tuple[type[MegatronGPTModel], Any, str]] = {
 
 
 def model_flops(role: MegatronGPTModel, tokens: int, sequence: int) -> float:
-    """Operations of forward and backward that ``tokens`` need, none counted twice.
+    """Count the operations of forward and backward for ``tokens``, none twice.
 
     Three times the forward pass, whose products with weights are 2 operations a weight and token,
     and whose causal attention is 2 · width · sequence a token and layer (half of the square).
@@ -46,7 +46,7 @@ def model_flops(role: MegatronGPTModel, tokens: int, sequence: int) -> float:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One line."""
+    """Print one line."""
     cls, loss, score = ROLES[options.role]
     rows = options.tokens // options.sequence
     shape = SHAPES[options.shape]
@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         precision=options.precision,
         recompute=options.recompute,
     )
-    with machine.Machine(options).running() as here:
+    with machine.Machine(options).running() as bench:
         role = roles.build(
             cls,
             shape,
@@ -70,18 +70,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             forward_micro_batch_size=rows,
         )
         role.setup_training()
-        here.holds(role.gpt)
+        bench.holds(role.gpt)
         role.loss_fn = loss
         data = roles.batch(rows, options.sequence, options.sequence // 8, shape.vocab_size)
         role.prepare_for_training()
-        static = here.alive_bytes()
-        update = here.measure(lambda: role.training_update(data), plan.get("update"))
-        kernels = here.kernels(lambda: role.training_update(data)) if options.profile else None
-        held = here.alive_bytes()
+        static = bench.alive_bytes()
+        update = bench.measure(lambda: role.training_update(data), plan.get("update"))
+        kernels = bench.kernels(lambda: role.training_update(data)) if options.profile else None
+        alive_bytes = bench.alive_bytes()
         role.prepare_for_inference()
-        scoring = here.measure(lambda: getattr(role, score)(data), plan.get("scoring"))
-        needed = model_flops(role, options.tokens, options.sequence)
-        for part, flops in ((update, needed), (scoring, needed / 3)):
+        scoring = bench.measure(lambda: getattr(role, score)(data), plan.get("scoring"))
+        needed_flops = model_flops(role, options.tokens, options.sequence)
+        for part, flops in ((update, needed_flops), (scoring, needed_flops / 3)):
             part["model_flops"] = flops
             if "seconds" in part:
                 part["tokens_per_s"] = options.tokens / part["seconds"]
@@ -91,7 +91,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "update",
             parameters=roles.parameters_of(role),
             static_bytes=static,  # weights and gradients, before the first step makes moments
-            held_bytes=held,  # with the moments
+            held_bytes=alive_bytes,  # with the moments
             update=update,
             scoring=scoring,
             **({} if kernels is None else {"kernels": kernels}),
@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Command line."""
+    """Run the command line."""
     parser = machine.parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=8192, help="of the packed micro-batch")
     parser.add_argument("--sequence", type=int, default=1024, help="tokens of each sequence in it")

@@ -43,7 +43,7 @@ from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.dtensor.critic import DTensorCriticModel
 from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.models.worker import micro_batches_of, tensors_on_device
+from aligner.models.worker import passes_over
 from aligner.parallel.groups import initialize_parallel
 from aligner_plan.dry.device import DryDevice
 
@@ -195,7 +195,7 @@ def share_of_batch(case, data_rank, data_size):
     else:
         shards = data.shard_by_batch_size(data_size, rows)
     share = shards[data_rank].get_batch(0)
-    return tensors_on_device(share), micro_batches_of(share, None)
+    return passes_over(share, None)
 
 
 def build(case):

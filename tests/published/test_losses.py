@@ -131,13 +131,13 @@ def test_a_policy_learns_the_same_from_a_published_loss(start, theirs, backend, 
         handle = start(Policy, backend, **options)
         first = handle.train(batch(), loss)
         results.append((first, handle.train(batch(), loss)))
-    (ours, after_ours), (other, after_other) = results
-    assert other["loss"] == pytest.approx(ours["loss"], rel=1e-5)
-    assert other["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-4)
+    (ours, after_ours), (second, after_other) = results
+    assert second["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+    assert second["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-4)
     assert after_other["loss"] == pytest.approx(after_ours["loss"], rel=1e-4)
     assert after_ours["loss"] < ours["loss"]
     if theirs is nll_of_logits:
-        assert other["all_mb_metrics"]["num_valid_samples"] == [ROWS]
+        assert second["all_mb_metrics"]["num_valid_samples"] == [ROWS]
 
 
 @pytest.mark.parametrize("backend", ["megatron", "dtensor"])

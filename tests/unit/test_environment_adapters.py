@@ -192,7 +192,7 @@ def test_classes_that_are_not_of_trls_form_are_refused():
     TRLEnv.check_kwargs({"environment": f"{HERE}:Log", "reward": f"{HERE}:scored"})
     with pytest.raises(DataError, match=r"reset returned int\. TRL's form is text or None"):
         make("Odd", prompt="q")
-    with pytest.raises(DataError, match="give the data a column prompt"):
+    with pytest.raises(DataError, match="Give the data a column prompt"):
         make("Log")
 
 
@@ -222,7 +222,7 @@ def test_each_version_of_verifiers_is_sent_to_its_own(monkeypatch):
     with pytest.raises(ConfigError, match=r"older than 0.4.*adapters.verifiers:VerifiersEnv$"):
         Agent(agent, {"taskset": "t"}, ["prompt"])
     monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace())
-    with pytest.raises(ConfigError, match=rf"kind=endpoint and environment.factory={agent}; "):
+    with pytest.raises(ConfigError, match=rf"kind=endpoint and environment.factory={agent}\. "):
         load_factory(f"{ADAPTERS}.verifiers:VerifiersEnv", {"environment": "e"}, ["prompt"])
 
 

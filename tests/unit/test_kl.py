@@ -95,12 +95,12 @@ def test_adaptive_controller_by_hand():
     controller = AdaptiveKLController(0.2, target=6.0, horizon=10000)
     controller.update(6.6, 256)  # 10 % too high
     assert controller.value == pytest.approx(0.2 * (1 + 0.1 * 256 / 10000))
-    before = controller.value
+    previous = controller.value
     controller.update(600.0, 1000)  # error limited to 0.2
-    assert controller.value == pytest.approx(before * 1.02)
-    before = controller.value
+    assert controller.value == pytest.approx(previous * 1.02)
+    previous = controller.value
     controller.update(0.0, 1000)
-    assert controller.value == pytest.approx(before * 0.98)
+    assert controller.value == pytest.approx(previous * 0.98)
 
 
 def test_adaptive_controller_resumes_bit_for_bit():
@@ -108,8 +108,8 @@ def test_adaptive_controller_resumes_bit_for_bit():
     controller.update(7.0, 64)
     resumed = AdaptiveKLController(0.2, target=6.0, horizon=1000)
     resumed.load_state_dict(controller.state_dict())
-    for one in (controller, resumed):
-        one.update(3.0, 64)
+    for each_controller in (controller, resumed):
+        each_controller.update(3.0, 64)
     assert resumed.value == controller.value
     with pytest.raises(ConfigError, match="fixed"):
         resumed.load_state_dict({})

@@ -130,37 +130,37 @@ SHAPES = st.tuples(
 def test_any_shape(shape, transposed):
     """Empty batches and sequences, one token, contiguous or not."""
     batch, length, vocab, chunk, seed = shape
-    whole = draw(seed, batch, length, vocab).requires_grad_()
-    logits = whole
+    full_logits = draw(seed, batch, length, vocab).requires_grad_()
+    logits = full_logits
     if transposed:  # megatron-core's [S, B, V]
-        logits = whole.transpose(0, 1).contiguous().transpose(0, 1)
+        logits = full_logits.transpose(0, 1).contiguous().transpose(0, 1)
     tokens = tokens_for(seed, vocab, batch, length)
     world, span = dist.group.WORLD, (0, vocab)
-    probability = whole.softmax(-1)
-    entropy = (probability * whole.log_softmax(-1)).sum(-1)
-    for output, wanted in (
-        (mu.DistributedLogprob.apply(logits, tokens, *span, world), picked(whole, tokens)),
+    probability = full_logits.softmax(-1)
+    entropy = (probability * full_logits.log_softmax(-1)).sum(-1)
+    for output, expected_values in (
+        (mu.DistributedLogprob.apply(logits, tokens, *span, world), picked(full_logits, tokens)),
         (
             mu.ChunkedDistributedLogprob.apply(logits, tokens, *span, chunk, world),
-            picked(whole, tokens),
+            picked(full_logits, tokens),
         ),
         (
             mu.ChunkedDistributedLogprobWithSampling.apply(logits, tokens, world, -1, 1.0, chunk),
-            picked(whole, tokens),
+            picked(full_logits, tokens),
         ),
         (mu.ChunkedDistributedEntropy.apply(logits, chunk, world), entropy),
         (mu._compute_distributed_softmax(logits, world), probability),
-        (mu._compute_distributed_log_softmax(logits, world), whole.log_softmax(-1)),
+        (mu._compute_distributed_log_softmax(logits, world), full_logits.log_softmax(-1)),
         (
             mu.from_parallel_logits_to_logprobs(logits, tokens, *span, world, chunk_size=chunk),
-            picked(whole[:, :-1], tokens[:, 1:]),
+            picked(full_logits[:, :-1], tokens[:, 1:]),
         ),
     ):
-        torch.testing.assert_close(output, wanted)
-        upstream = draw(seed + 1, *wanted.shape)
-        actual = torch.autograd.grad(output, whole, upstream, retain_graph=True)
+        torch.testing.assert_close(output, expected_values)
+        upstream = draw(seed + 1, *expected_values.shape)
+        actual = torch.autograd.grad(output, full_logits, upstream, retain_graph=True)
         torch.testing.assert_close(
-            actual, torch.autograd.grad(wanted, whole, upstream, retain_graph=True)
+            actual, torch.autograd.grad(expected_values, full_logits, upstream, retain_graph=True)
         )
 
 
@@ -174,18 +174,18 @@ def test_any_packing(lengths, width, seed):
     output = mu.from_parallel_logits_to_logprobs_packed_sequences(
         logits, tokens, boundaries.int(), width, 0, vocab, dist.group.WORLD
     )
-    wanted = torch.zeros(len(lengths), width - 1, dtype=torch.float64)
+    expected_values = torch.zeros(len(lengths), width - 1, dtype=torch.float64)
     for row, (start, length) in enumerate(zip(boundaries.tolist(), lengths, strict=False)):
         count = min(length, width) - 1
         if count > 0:
             alone = picked(logits[0, start : start + count], tokens[0, start + 1 :][:count])
-            wanted[row, :count] = alone
-    torch.testing.assert_close(output, wanted)
-    upstream = draw(seed + 1, *wanted.shape)
-    if wanted.requires_grad:
+            expected_values[row, :count] = alone
+    torch.testing.assert_close(output, expected_values)
+    upstream = draw(seed + 1, *expected_values.shape)
+    if expected_values.requires_grad:
         torch.testing.assert_close(
             torch.autograd.grad(output, logits, upstream),
-            torch.autograd.grad(wanted, logits, upstream),
+            torch.autograd.grad(expected_values, logits, upstream),
         )
     else:
         (actual,) = torch.autograd.grad(output, logits, upstream)
@@ -193,13 +193,13 @@ def test_any_packing(lengths, width, seed):
 
 
 def test_gradients_by_finite_differences(group):
-    logits, other = draw(0, 2, 3, 5).requires_grad_(), draw(1, 2, 3, 5)
+    logits, target_logits = draw(0, 2, 3, 5).requires_grad_(), draw(1, 2, 3, 5)
     tokens, ids = tokens_for(2, 5, 2, 3), tokens_for(3, 5, 2, 3, 4)
     for function in (
         lambda x: mu.DistributedLogprob.apply(x, tokens, 0, 5, group),
         lambda x: mu.ChunkedDistributedGatherLogprob.apply(x, ids, 0, 5, 2, group),
         lambda x: mu.ChunkedDistributedEntropy.apply(x, 2, group),
-        lambda x: mu.DistributedCrossEntropy.apply(x, other, group),
+        lambda x: mu.DistributedCrossEntropy.apply(x, target_logits, group),
         lambda x: mu._compute_distributed_softmax(x, group),
         lambda x: mu._compute_distributed_log_softmax(x, group),
         lambda x: mu.gather_logits_at_global_indices(
@@ -234,7 +234,7 @@ def test_bfloat16_logits_are_never_float32_as_a_whole(group, sampling):
     logits = draw(0, 1, length, vocab, dtype=torch.bfloat16).requires_grad_()
     tokens, boundaries = tokens_for(1, vocab, 1, length), torch.tensor([0, 40, 40, length])
     params = sampling and mu.TrainingSamplingParams(**sampling, keep_target=True)
-    with LargestFloat32() as seen:
+    with LargestFloat32() as recorder:
         mu.from_parallel_logits_to_logprobs_packed_sequences(
             logits,
             tokens,
@@ -248,7 +248,7 @@ def test_bfloat16_logits_are_never_float32_as_a_whole(group, sampling):
         ).sum().backward()
         if sampling is None:
             mu.ChunkedDistributedEntropy.apply(logits, chunk, group).sum().backward()
-    assert 0 < seen.largest <= chunk * vocab
+    assert 0 < recorder.largest <= chunk * vocab
     assert logits.grad.dtype == torch.bfloat16
 
 
@@ -258,13 +258,13 @@ def test_chunks_are_bounded_without_a_chunk_size(group, monkeypatch):
     monkeypatch.setitem(output_layer._CHUNK_BYTES, "cpu", 4 * 128 * 4)
     logits = draw(0, 1, 96, 128, dtype=torch.bfloat16).requires_grad_()
     target = draw(1, 1, 96, 128, dtype=torch.bfloat16)
-    with LargestFloat32() as seen:
+    with LargestFloat32() as recorder:
         mu.DistributedLogprob.apply(
             logits, tokens_for(1, 64, 1, 96), 0, 128, group
         ).sum().backward()
         mu.DistributedCrossEntropy.apply(logits, target, group).sum().backward()
         mu._compute_distributed_log_softmax(logits, group).sum().backward()
-    assert 0 < seen.largest <= 4 * 128
+    assert 0 < recorder.largest <= 4 * 128
 
 
 def test_inference_keeps_nothing(group):
@@ -303,19 +303,22 @@ def test_a_token_outside_the_kept_set(group):
     published = mu.DistributedLogprobWithSampling.apply(logits, tokens, group, 2, 1.0)
     assert published[0, 1] == -torch.inf
     params = mu.TrainingSamplingParams(top_k=2, keep_target=True)
-    kept = mu.from_parallel_logits_to_logprobs(logits, tokens, 0, 4, group, sampling_params=params)
+    with_target = mu.from_parallel_logits_to_logprobs(
+        logits, tokens, 0, 4, group, sampling_params=params
+    )
     expected = -torch.tensor([3.0, 2.0, 0.0]).logsumexp(0)
-    torch.testing.assert_close(kept[0, 0], expected)
+    torch.testing.assert_close(with_target[0, 0], expected)
 
 
 def test_next_tokens_without_parallelism():
     logits = draw(0, 3, 5, 11).requires_grad_()
     tokens = tokens_for(1, 11, 3, 5)
     output = mu.get_next_token_logprobs_from_logits(tokens, logits)
-    wanted = picked(logits[:, :-1], tokens[:, 1:])
-    torch.testing.assert_close(output, wanted)
+    expected_values = picked(logits[:, :-1], tokens[:, 1:])
+    torch.testing.assert_close(output, expected_values)
     torch.testing.assert_close(
-        torch.autograd.grad(output.sum(), logits), torch.autograd.grad(wanted.sum(), logits)
+        torch.autograd.grad(output.sum(), logits),
+        torch.autograd.grad(expected_values.sum(), logits),
     )
     cold = mu.get_next_token_logprobs_from_logits(
         tokens, logits, sampling_params=mu.TrainingSamplingParams(temperature=0.5)
@@ -331,13 +334,13 @@ def test_distillation_without_parallelism(outside):
         logits, teacher, ids, outside, True
     )
     logprob = logits.log_softmax(-1)
-    wanted = logprob.gather(-1, ids) if outside else logits.gather(-1, ids).log_softmax(-1)
-    torch.testing.assert_close(student, wanted[:, :-1])
+    expected_values = logprob.gather(-1, ids) if outside else logits.gather(-1, ids).log_softmax(-1)
+    torch.testing.assert_close(student, expected_values[:, :-1])
     torch.testing.assert_close(target, teacher.log_softmax(-1)[:, :-1])
     torch.testing.assert_close(entropy, (logprob.exp() * logprob).sum(-1)[:, :-1])
     torch.testing.assert_close(
         torch.autograd.grad(student.square().sum(), logits),
-        torch.autograd.grad(wanted[:, :-1].square().sum(), logits),
+        torch.autograd.grad(expected_values[:, :-1].square().sum(), logits),
     )
 
 

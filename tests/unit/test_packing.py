@@ -99,8 +99,8 @@ def test_every_sequence_once_within_capacity_and_count(algorithm, lengths, capac
     least = data.draw(st.integers(0, max(1, len(lengths) // 2)))
     multiple = data.draw(st.integers(1, max(1, len(lengths) // 3)))
     packer = get_packer(algorithm, capacity, min_bin_count=least, bin_count_multiple=multiple)
-    needed = max(least, len(pack(algorithm, lengths, capacity)))
-    if -(-needed // multiple) * multiple > len(lengths):
+    required = max(least, len(pack(algorithm, lengths, capacity)))
+    if -(-required // multiple) * multiple > len(lengths):
         with pytest.raises(DataError, match="cannot be filled"):
             packer.pack(lengths)
         return

@@ -22,10 +22,10 @@ from aligner.distributed.sequences import (
 
 
 def padded(*sequences):
-    lengths = np.array([len(each) for each in sequences], np.int64)
+    lengths = np.array([len(tokens) for tokens in sequences], np.int64)
     ids = np.full((len(sequences), max(lengths, default=0)), 9)
-    for row, each in enumerate(sequences):
-        ids[row, : len(each)] = each
+    for row, tokens in enumerate(sequences):
+        ids[row, : len(tokens)] = tokens
     return ids, lengths
 
 
@@ -35,12 +35,12 @@ def tree_of(*sequences, least_saved=1):
 
 def spelled(tree, ids):
     """Sequences, from the examples of their runs."""
-    found = {}
+    actual = {}
     for owner, run in zip(tree.owners, tree.owned, strict=True):
         start, length = tree.starts[run], tree.lengths[run]
         tokens = ids[tree.examples[run], start : start + length].tolist()
-        found.setdefault(int(owner), []).append((int(start), int(run), tokens))
-    return {owner: sorted(runs) for owner, runs in found.items()}
+        actual.setdefault(int(owner), []).append((int(start), int(run), tokens))
+    return {owner: sorted(runs) for owner, runs in actual.items()}
 
 
 def test_forks_of_forks():
@@ -91,10 +91,10 @@ SEQUENCES = st.lists(st.lists(st.integers(0, 2), max_size=7), min_size=1, max_si
 def test_every_tree_spells_its_sequences(sequences, least_saved):
     ids, lengths = padded(*sequences)
     tree = build_prefix_tree(ids, lengths, least_saved)
-    found = spelled(tree, ids)
+    actual = spelled(tree, ids)
     for row, sequence in enumerate(sequences):
         position, above = 0, -1
-        for start, run, tokens in found.get(row, []):
+        for start, run, tokens in actual.get(row, []):
             assert (start, tree.parents[run]) == (position, above)
             assert tokens == sequence[start : start + len(tokens)]
             position, above = start + len(tokens), run
@@ -103,7 +103,7 @@ def test_every_tree_spells_its_sequences(sequences, least_saved):
     assert ((owners == 1) | (tree.lengths * (owners - 1) >= least_saved)).all()
     assert (tree.lengths > 0).all()
     if least_saved == 1:
-        prefixes = {tuple(each[: end + 1]) for each in sequences for end in range(len(each))}
+        prefixes = {tuple(tokens[: end + 1]) for tokens in sequences for end in range(len(tokens))}
         assert tree.num_tokens() == len(prefixes)
 
 
@@ -124,8 +124,8 @@ def rollout(*groups, response=8):
 
 def grouped(ids, lengths, batches=None, **options):
     options = {"rows_per_group": 1, "multiple": 1, "max_tokens": 10_000, "shards": 1, **options}
-    found = prefix_groups(ids, lengths, batches or [range(len(lengths))], **options)
-    return [[(group.rows, group.tokens, group.shares) for group in batch] for batch in found]
+    actual = prefix_groups(ids, lengths, batches or [range(len(lengths))], **options)
+    return [[(group.rows, group.tokens, group.shares) for group in batch] for batch in actual]
 
 
 def test_rows_of_a_prompt_are_one_group():
@@ -139,8 +139,8 @@ def test_rows_of_a_prompt_are_one_group():
 
 
 def test_groups_end_where_global_batches_do():
-    found = grouped(*rollout(4), batches=[range(3), range(3, 4)])
-    assert found == [[(range(3), PROMPT + 24, True)], [(range(3, 4), PROMPT + 8, False)]]
+    actual = grouped(*rollout(4), batches=[range(3), range(3, 4)])
+    assert actual == [[(range(3), PROMPT + 24, True)], [(range(3, 4), PROMPT + 8, False)]]
 
 
 def test_a_group_is_cut_at_the_budget_and_at_a_shard_s_part():
@@ -153,8 +153,8 @@ def test_a_group_is_cut_at_the_budget_and_at_a_shard_s_part():
 def test_pairs_stay_whole():
     ids, lengths = rollout(2, 2)
     ids[1] = ids[1][::-1]  # the first pair shares nothing
-    found = grouped(ids, lengths, rows_per_group=2, max_tokens=1)
-    assert found == [[(range(2), 2 * (PROMPT + 8), False), (range(2, 4), PROMPT + 16, True)]]
+    actual = grouped(ids, lengths, rows_per_group=2, max_tokens=1)
+    assert actual == [[(range(2), 2 * (PROMPT + 8), False), (range(2, 4), PROMPT + 16, True)]]
 
 
 def test_what_saves_too_little_is_no_group():
@@ -184,8 +184,8 @@ def arguments(mode, **changes):
     }
     if mode == "dynamic":
         return {"dynamic_batching_args": {**common, "sequence_length_round": 4}}
-    rest = {"algorithm": "first_fit_decreasing", "sequence_length_pad_multiple": 4}
-    return {"sequence_packing_args": {**common, **rest}}
+    common_options = {"algorithm": "first_fit_decreasing", "sequence_length_pad_multiple": 4}
+    return {"sequence_packing_args": {**common, **common_options}}
 
 
 def micro_batches(shard):
@@ -202,10 +202,10 @@ def test_planned_micro_batches_hold_whole_groups(mode, shards):
     parts, order = batch.shard_by_batch_size(shards, 12, **arguments(mode))
     assert sorted(order) == list(range(24))
     assert len({len(shard.micro_batch_indices[0]) for shard in parts}) == 1
-    passes = [each for shard in parts for each in micro_batches(shard) if each.size]
+    passes = [tokens for shard in parts for tokens in micro_batches(shard) if tokens.size]
     assert len(passes) == 4 if shards == 1 else len(passes) <= 6
-    for each in passes:
-        tree = shared_prefixes(each["input_ids"].numpy(), each["input_lengths"].numpy())
+    for tokens in passes:
+        tree = shared_prefixes(tokens["input_ids"].numpy(), tokens["input_lengths"].numpy())
         assert tree is not None
         assert tree.num_tokens() <= 300
 
@@ -226,7 +226,7 @@ def test_what_shares_nothing_is_planned_beside_what_does(mode):
     batch["input_ids"][4:11] = torch.randint(0, 250, (7, 80))
     parts, order = batch.shard_by_batch_size(1, **arguments(mode))
     assert sorted(order) == list(range(20))
-    for each in micro_batches(parts[0]):
-        tree = shared_prefixes(each["input_ids"].numpy(), each["input_lengths"].numpy())
-        tokens = int(each["input_lengths"].sum()) if tree is None else tree.num_tokens()
+    for tokens in micro_batches(parts[0]):
+        tree = shared_prefixes(tokens["input_ids"].numpy(), tokens["input_lengths"].numpy())
+        tokens = int(tokens["input_lengths"].sum()) if tree is None else tree.num_tokens()
         assert tokens <= 300

@@ -78,8 +78,8 @@ def test_order_is_restored_and_each_rank_gets_its_part_of_each_global_batch(case
     lengths, batch_size, shards, multiple = case
     data = batch(lengths)
     modes = {"plain": {}, "dynamic": dynamic(96, multiple), "packed": packed(96, 4, algorithm)}
-    made = data.shard_by_batch_size(shards, batch_size, allow_uneven_shards=True, **modes[mode])
-    parts = made if mode == "plain" else made[0]
+    sharded = data.shard_by_batch_size(shards, batch_size, allow_uneven_shards=True, **modes[mode])
+    parts = sharded if mode == "plain" else sharded[0]
     assert len(parts) == shards
     # Global batch g is rows g * size ... of the caller, whoever holds them.
     size = batch_size or max(1, len(lengths))
@@ -90,7 +90,7 @@ def test_order_is_restored_and_each_rank_gets_its_part_of_each_global_batch(case
     if mode == "plain":
         results = BatchedDataDict({"x": sorted(results["x"])})
     else:
-        results.reorder_data(made[1])
+        results.reorder_data(sharded[1])
     assert results["x"] == data["row"]
 
 
@@ -103,13 +103,13 @@ def test_dynamic_microbatches_keep_the_budget_and_their_number(case, spare):
         shards, batch_size, True, **dynamic(budget, multiple)
     )
     for number in range(len(parts[0].elem_counts_per_gb)):
-        seen = [microbatches(part, number) for part in parts]
-        assert len({len(shard) for shard in seen}) == 1
-        for rows, planned in (item for shard in seen for item in shard):
+        shown = [microbatches(part, number) for part in parts]
+        assert len({len(shard) for shard in shown}) == 1
+        for rows, planned in (item for shard in shown for item in shard):
             assert planned == max((round_up(length, multiple) for length in rows), default=0)
             assert len(rows) * planned <= budget
         # No more micro-batches than the rank that needs most: one of them has no empty one.
-        assert any(all(rows for rows, _ in shard) for shard in seen)
+        assert any(all(rows for rows, _ in shard) for shard in shown)
 
 
 @settings(max_examples=80, deadline=None)
@@ -130,15 +130,15 @@ def test_packed_microbatches_keep_the_budget_and_their_number(
     )
     parts, _ = batch(lengths).shard_by_batch_size(shards, batch_size, True, **args)
     for number in range(len(parts[0].elem_counts_per_gb)):
-        seen = [microbatches(part, number) for part in parts]
-        (count,) = {len(shard) for shard in seen}
+        shown = [microbatches(part, number) for part in parts]
+        (count,) = {len(shard) for shard in shown}
         assert count >= least
         assert count % count_multiple == 0
-        for rows, planned in (item for shard in seen for item in shard):
+        for rows, planned in (item for shard in shown for item in shard):
             assert planned == sum(round_up(length, multiple) for length in rows)
             assert planned <= budget
         # A rank has an empty micro-batch only when it has fewer rows than there are of them.
-        for shard in seen:
+        for shard in shown:
             rows = sum(len(part) for part, _ in shard)
             assert sum(not part for part, _ in shard) == max(0, count - rows)
 

@@ -102,7 +102,7 @@ def plain(outputs, batch, denominators):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def module_folder(tmp_path, monkeypatch):
     yield from directory_with(tmp_path, monkeypatch, "my_losses", LOSSES)
 
 
@@ -132,14 +132,14 @@ def loss_of(name, **overrides):
         ("my_losses.py:AllTokens", ["tokens that do not count", "token_mask"]),
     ],
 )
-def test_a_loss_that_cannot_work_is_refused(here, path, words):
+def test_a_loss_that_cannot_work_is_refused(module_folder, path, words):
     with pytest.raises(ConfigError) as caught:
         make_policy_loss(configured(model__ppo__loss=path))
     for word in ("model.ppo.loss=", path, *words):
         assert word in str(caught.value)
 
 
-def test_a_loss_gets_the_options_it_names_and_its_own(here):
+def test_a_loss_gets_the_options_it_names_and_its_own(module_folder):
     loss = loss_of("Base", model__ppo__ratio_eps=0.3, model__ppo__loss_kwargs={"weight": 2.0})
     assert loss.options == {"ratio_eps_low": 0.3, "weight": 2.0}
     assert not loss.needs_entropy
@@ -153,7 +153,7 @@ def test_a_loss_gets_the_options_it_names_and_its_own(here):
         configured(model__ppo__loss_kwargs={"weight": 2.0})
 
 
-def test_a_subclass_of_the_built_in_loss_gets_all_options(here):
+def test_a_subclass_of_the_built_in_loss_gets_all_options(module_folder):
     options = {
         "model__ppo__kl_loss__coef": 0.1,
         "model__ppo__entropy_bonus": 0.01,
@@ -168,7 +168,7 @@ def test_a_subclass_of_the_built_in_loss_gets_all_options(here):
     assert loss.needs_entropy
 
 
-def test_a_loss_travels_by_its_path(here):
+def test_a_loss_travels_by_its_path(module_folder):
     """A file's module has another name in every process, so pickling the object would not do."""
     loss = loss_of("Base", model__ppo__loss_kwargs={"weight": 2.0})
     assert b"user_files" not in pickle.dumps(loss)
@@ -176,23 +176,25 @@ def test_a_loss_travels_by_its_path(here):
     assert isinstance(copy, UserPolicyLoss)
     batch = {"token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1)}
     batch["advantages"] = torch.ones(1, 2)
-    one = torch.tensor(1.0)
-    value, metrics = copy(TokenOutputs(torch.full((1, 2), -1.0)), batch, Denominators(one, one))
+    unit_count = torch.tensor(1.0)
+    value, metrics = copy(
+        TokenOutputs(torch.full((1, 2), -1.0)), batch, Denominators(unit_count, unit_count)
+    )
     assert value == 4.0
     assert metrics == {"low": pytest.approx(0.2), "loss": 4.0}
 
 
-def test_the_current_directory_is_searched_for_modules(here):
+def test_the_current_directory_is_searched_for_modules(module_folder):
     assert make_policy_loss(configured(model__ppo__loss="my_losses:Base")).name == "my_losses:Base"
 
 
-def test_the_rollouts_log_probs_stand_in_where_a_batch_has_none(here):
+def test_the_rollouts_log_probs_stand_in_where_a_batch_has_none(module_folder):
     """A mini-batch trained by the weights that drew it comes without ``prev_logprobs``."""
-    seen = {}
+    columns = {}
     loss = loss_of("Base")
-    loss._loss = lambda outputs, batch, denominators: (seen.update(batch), {})
+    loss._loss = lambda outputs, batch, denominators: (columns.update(batch), {})
     logprobs = torch.randn(2, 3, requires_grad=True)
     with pytest.raises(ConfigError, match="returned None as the loss"):
         loss(TokenOutputs(logprobs), {}, None)
-    assert torch.equal(seen["prev_logprobs"], logprobs)
-    assert not seen["prev_logprobs"].requires_grad
+    assert torch.equal(columns["prev_logprobs"], logprobs)
+    assert not columns["prev_logprobs"].requires_grad

@@ -78,7 +78,7 @@ class PromptedTools(ToolEnv):
         super().__init__(tools, form)
         if not messages or messages[-1]["role"] != "user":
             raise DataError(
-                "the conversation begins with no user message; give the data a column prompt: "
+                "the conversation begins with no user message. Give the data a column prompt: "
                 "text, or messages that end with a user message"
             )
         self.messages = list(messages)
@@ -146,6 +146,7 @@ class LoopThread:
         except BaseException as error:
             if value.done():
                 raise
+            # Task groups wrap errors, which hides the cause from users.
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
                 error = error.exceptions[0]
             value.set_exception(error)

@@ -71,7 +71,7 @@ class MCPEnv(PromptedTools):
         missing = sorted(set(tools or ()) - available.keys())
         if missing:
             raise ConfigError(
-                f"environment.kwargs.tools: the server has no {', '.join(missing)}; it has "
+                f"environment.kwargs.tools: the server has no {', '.join(missing)}, only "
                 f"{', '.join(available)}"
             )
         functions = [self._tool(name, available[name]) for name in (tools or available)]
@@ -129,7 +129,9 @@ class MCPEnv(PromptedTools):
             result = self._loop.run(self._session.call_tool(name, arguments))
             return result_text(result.model_dump(by_alias=True, mode="json"))
 
-        call.__name__ = re.sub(r"\W", "_", name)  # names in the plain form are words
+        # Names of the plain form are words.
+        call.__name__ = re.sub(r"\W", "_", name)
+        # `aligner.environments.tools.json_schema` returns this schema.
         call.json_schema = {  # type: ignore[attr-defined]
             "type": "function",
             "function": {

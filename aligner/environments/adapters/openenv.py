@@ -87,6 +87,7 @@ class OpenEnvEnv:
 def _action(name: str) -> Callable[[str], Mapping[str, Any]]:
     if ":" not in name:
         return lambda text: {name: text}
+    # A name with a colon is a function instead of a field.
     parse = loaded(name, "action")
 
     def act(text: str) -> dict[str, Any]:

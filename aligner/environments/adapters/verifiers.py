@@ -82,7 +82,7 @@ class VerifiersEnv:
             raise ConfigError(
                 "this version of verifiers has no MultiTurnEnv: from 0.4 on its tasks are run with "
                 "environment.kind=endpoint and environment.factory="
-                "aligner.environments.adapters.verifiers_agent:run; for older environments, "
+                "aligner.environments.adapters.verifiers_agent:run. For older environments, "
                 f"pip install {_PACKAGE}"
             )
         if ":" in kwargs.get("environment", ""):

@@ -98,7 +98,7 @@ run = VerifiersAgent()
 def _package() -> Any:
     if hasattr(imported("verifiers", _PACKAGE), "MultiTurnEnv"):
         raise ConfigError(
-            "this version of verifiers is older than 0.4; pip install --upgrade "
+            "this version of verifiers is older than 0.4. Run pip install --upgrade "
             f"{_PACKAGE}, or use aligner.environments.adapters.verifiers:VerifiersEnv"
         )
     return imported("verifiers.v1", _PACKAGE)

@@ -46,26 +46,15 @@ class Value(RoleHandle, ValueInterface):
         """Start the workers on ``cluster``.
 
         They load ``config.restore_from_path``, or the policy's weights with a new head. With
-        ``weights_path`` and ``optimizer_path`` from `save_checkpoint` they continue from there.
+        ``weights_path`` and ``optimizer_path`` from `save_checkpoint` they continue from there. For
+        the other arguments and the errors see `Policy`.
 
         Args:
             cluster: cluster of the workers.
             config: the critic's section, which requires ``model``, or a mapping of `ValueConfig`,
                 which is complete and includes the layout.
-            tokenizer: a tokenizer of this library or of transformers.
-            name_prefix: role in messages and log names.
-            workers_per_node: see `Policy`.
-            init_optimizer: False for a frozen critic.
             weights_path: weights, including the head, to continue from.
-            optimizer_path: optimizer state to continue from.
             model: the policy's section, with micro-batching and the default layout.
-            run: see `Policy`.
-            backend: ``megatron`` or ``dtensor``, ignored for a mapping.
-            max_optimizer_steps: length of a schedule without ``max_steps``.
-
-        Raises:
-            ConfigError: a key of the mapping is unknown, or settings are incompatible.
-            LayoutError: the layout does not fit the cluster's workers.
         """
         # Configuration: a published mapping, or the critic's and the policy's sections.
         self.cfg = config

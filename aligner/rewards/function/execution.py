@@ -113,7 +113,7 @@ class LoadedFunction:
 
 def failure_message(name: str, raised: str, samples: Samples, culprit: int | None) -> str:
     """Return the message for an exception of the function ``name`` and the failing sample."""
-    subject = "the batch as a whole; no single sample was found to cause it"
+    subject = "the batch as a whole, and no single sample was found to cause it"
     if culprit is not None:
         subject = samples.describe(culprit)
     return f"reward function {name!r} raised {raised} on {subject}"

@@ -288,6 +288,7 @@ class ProcessRunner(ProcessPool):
     def _scores(
         self, process: ChildProcess, samples: Samples, deadline: float, time_limit_s: float
     ) -> Scored:
+        # The child checks the scores, too, but its messages are not trusted.
         name = self.signature.name
         kind, payload = process.receive(deadline, time_limit_s)
         if kind == "scores":

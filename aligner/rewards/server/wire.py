@@ -71,6 +71,7 @@ def parse_rewards(value: Any, count: int, width: int) -> list[list[float]]:
     for index, row in enumerate(rows):
         if len(row) != width:
             raise DataError(f"reward {index} has {len(row)} numbers, expected {width}")
+    # A server may return ids, to prove the order.
     if answer.ids is not None and answer.ids != list(range(count)):
         raise DataError(f"ids are not 0 to {count - 1} in order: the rewards are of other samples")
     return rows

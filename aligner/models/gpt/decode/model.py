@@ -198,6 +198,7 @@ class IncrementalModel:
                 self._attached_cache(),
                 without_gradients(self._gpt),
             ):
+                # The packed weights, for the layers and for the output layer.
                 if self._shard is not None:
                     self._project = Product(output_weight(self._gpt)[: self._shard.columns or 1])
                 self._layers = incremental_layers(self._gpt, products)
@@ -373,6 +374,7 @@ def _decoding_settings(model: nn.Module) -> Iterator[None]:
     """Turn off sequence parallelism and 8-bit products in the modules and their configs."""
     modules: list[Any] = list(model.modules())
     configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}.values()
+    # Modules copy some settings of their config. Only enabled settings are changed.
     off: list[tuple[Any, str, bool | None]]
     off = [(owner, name, False) for owner in (*modules, *configs) for name in _SEQUENCE_PARALLEL]
     off += [(config, name, value) for config in configs for name, value in _EIGHT_BIT.items()]

@@ -139,6 +139,7 @@ class DTensorModel(RoleModel, LightningModule):
             outputs = self.loss_outputs(self.model, hidden, microbatch, loss)
             return loss(outputs, microbatch.columns, denominators)
 
+        # Gradients accumulate in the parameters over micro-batches.
         parts = []
         with torch.set_grad_enabled(not forward_only):
             for microbatch in self.split(batch, mbs or self.settings.micro_batch_size):
@@ -157,6 +158,7 @@ class DTensorModel(RoleModel, LightningModule):
 
     def whole_weights(self) -> dict[str, Tensor]:
         """See `RoleModel.whole_weights`."""
+        # One tensor at a time: all ranks gather it, rank 0 copies it to the host.
         weights = self.canonical_weights()
         gathered: dict[str, Tensor] = {}
         for name in weights:

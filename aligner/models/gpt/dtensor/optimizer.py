@@ -67,11 +67,13 @@ class ShardOptimizer(StepOptimizer):
     @torch.no_grad()
     def step(self, loss_is_finite: bool = True) -> StepOutcome:
         """See `StepOptimizer.step`."""
+        # A step that is not finite changes no state.
         lr = self.lr
         gradients = self._take_gradients()
         norm = self._norm(gradients)
         if not loss_is_finite or not math.isfinite(norm):
             return StepOutcome(grad_norm=norm, lr=lr, skipped=True)
+        # Clip by the global norm, then update.
         clip = self.gradient_clip_val / (norm + 1e-6) if self.gradient_clip_val > 0 else 1.0
         if clip < 1.0 and gradients:
             torch._foreach_mul_(list(gradients.values()), clip)
@@ -95,6 +97,7 @@ class ShardOptimizer(StepOptimizer):
 
     def _norm(self, gradients: dict[str, Tensor]) -> float:
         """Compute the Euclidean norm over all elements of the model, without duplicates."""
+        # Replicated parameters count on one tensor-parallel rank only.
         is_first = self._parallel.tp_rank == 0
         squares = [
             torch.linalg.vector_norm(gradients[shard.name]).double().square()

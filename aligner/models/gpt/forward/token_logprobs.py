@@ -82,6 +82,7 @@ def token_logprobs(
     Returns:
         float32 ``[B, S]`` each.
     """
+    # Only rows that predict a selected token reach the output layer.
     rows, tokens = layout.predicted_tokens(selected)
     logprobs, entropy = hidden_states_to_logprobs(
         layout.take(projection.rows, rows),
@@ -164,6 +165,7 @@ def best_candidates(
     For the arguments see `token_logprobs`. Returns logits, float32 ``[B, S, count]`` in descending
     order, and ids, int64 ``[B, S, count]``, 0 elsewhere.
     """
+    # Part by part, so that the logits of all rows never exist at once.
     shard = projection.shard
     rows, tokens = layout.predicted_tokens(selected)
     chosen = layout.take(projection.rows, rows)

@@ -162,22 +162,17 @@ def local_layer_spec(
 ) -> ModuleSpec:
     """Return the spec of a layer of megatron-core linears, `Norm` and `CoreAttention`."""
 
-    # The linear layers, with adapters if ``lora`` names them.
     def linear(name: str, plain: type, adapted: type) -> type | ModuleSpec:
+        """Return the class of a linear layer, with an adapter if ``lora`` names the layer."""
         if lora is None or name not in lora.linears:
             return plain
         return ModuleSpec(module=adapted, params={"lora": lora})
 
-    def column(name: str) -> type | ModuleSpec:
-        return linear(name, ColumnLinear, LoraColumnParallelLinear)
-
-    def row(name: str) -> type | ModuleSpec:
-        return linear(name, RowLinear, LoraRowParallelLinear)
-
+    column, row = (ColumnLinear, LoraColumnParallelLinear), (RowLinear, LoraRowParallelLinear)
     linears = MLPSubmodules(
-        linear_fc1=column("mlp.linear_fc1"),
+        linear_fc1=linear("mlp.linear_fc1", *column),
         activation_func=SwiGLU,  # used if ``config.use_te_activation_func``
-        linear_fc2=row("mlp.linear_fc2"),
+        linear_fc2=linear("mlp.linear_fc2", *row),
     )
     if config.num_moe_experts:
         mlp = moe_spec(config, linears, fusions and lora is None)
@@ -192,9 +187,9 @@ def local_layer_spec(
                 module=ShortSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=column("self_attention.linear_qkv"),
+                    linear_qkv=linear("self_attention.linear_qkv", *column),
                     core_attention=CoreAttention,
-                    linear_proj=row("self_attention.linear_proj"),
+                    linear_proj=linear("self_attention.linear_proj", *row),
                     q_layernorm=qk_norm,
                     k_layernorm=qk_norm,
                 ),

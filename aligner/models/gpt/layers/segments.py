@@ -248,13 +248,16 @@ class Segments:
         sequences, queries = np.arange(len(rows.lengths)), rows.lengths
         keys = queries  # without the prefixes
         if rows.ranks > 1:
+            # Each rank has an early and a late chunk of every sequence.
             chunk = rows.lengths // (2 * rows.ranks)
             sequences, queries = sequences.repeat(2), chunk.repeat(2)
             chunks = np.array([self.cp_rank + 1, 2 * rows.ranks - self.cp_rank])
             keys = (chunk[:, None] * chunks).ravel()
         elif not len(rows.prefix_rows):
+            # Queries and keys are the same rows.
             ends = _ends(queries, device)
             return Runs(queries, queries, None, ends, ends)
+        # Gather the rows of every run of keys, prefix first.
         keys = rows.prefix_lengths[sequences] + keys
         position = np.arange(keys.sum()) - (np.cumsum(keys) - keys).repeat(keys)
         key_rows = rows.at(sequences.repeat(keys), position)

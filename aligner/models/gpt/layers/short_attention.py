@@ -85,6 +85,7 @@ class _ShortAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # Rotate into the packed buffer, which the backward pass reads.
         length, batch, groups, heads, width = mixed.shape
         packed = mixed.new_empty(batch, groups, heads, length, width)
         HeadRotation(cos, sin).apply(mixed, packed.permute(3, 0, 1, 2, 4))
@@ -201,6 +202,7 @@ class ShortSelfAttention(SelfAttention):
         return self.linear_proj(attended)
 
     def _is_short(self, hidden: Tensor, angles: Tensor) -> bool:
+        # The operation supports float32, causal attention and rotary embedding without options.
         core, length = self.core_attention, angles.shape[0]
         return (
             hidden.device.type == "cpu"

@@ -24,10 +24,9 @@ VarlenKernel = Callable[..., Tensor]
 
 
 def torch_kernel(window: int | None) -> VarlenKernel | None:
-    """Return PyTorch's kernel, or None if it is missing or does not support ``window``."""
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return None
-    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    """Return PyTorch's kernel, or None if it does not support ``window``."""
+    from torch.nn.attention.varlen import varlen_attn
+
     supported = inspect.signature(varlen_attn).parameters
     if window is not None and "window_size" not in supported:
         return None

@@ -48,6 +48,7 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
     def __init__(self, cfg: Any, trainer: Any = None, **options: Any) -> None:
         """See `MegatronGPTModel`. The settings include sampling."""
         super().__init__(cfg, trainer, **options)
+        self._call_seeds = CallSeeds(self.settings.seed)
         self.configure_sampling()
 
     # Scoring ----------------------------------------------------------------------------------
@@ -123,10 +124,6 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
             pp_group=self.parallel.pp_group,
             ep_group=self.parallel.ep_group,
         )
-
-    @cached_property
-    def _call_seeds(self) -> CallSeeds:
-        return CallSeeds(self.settings.seed)
 
     def infer(
         self, inference_batch: Mapping[str, Tensor], *, seed: int | None = None

@@ -218,6 +218,7 @@ def build_gpt(
         rotary_percent=architecture.rotary_percent,
         rotary_base=architecture.rotary_base,
     )
+    # megatron-core does not read the constants of the checkpoint.
     if architecture.rope_scaling is not None:
         rope = model.rotary_pos_emb
         rope.inv_freq = scaled_inverse_frequencies(rope.inv_freq, architecture.rope_scaling)

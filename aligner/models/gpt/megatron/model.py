@@ -206,6 +206,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         """Create gradient buffers and the optimizer, once, after the weights are loaded."""
         if self.optimizer is not None or self.settings.optim is None:
             return
+        # The wrapper contains the gradient buffers.
         wrapped = wrap_for_training(
             self.gpt,
             self.parallel.dp_size,
@@ -287,6 +288,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     ) -> BatchResult:
         """See `RoleModel.run_batch`."""
         loss_fn = self.require_loss(loss_fn)
+        # The dropout of adapters changes with every update.
         if self.adapters is not None and self.optimizer is not None:
             self.adapters.begin_update(self.optimizer.steps)
         denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
@@ -296,6 +298,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
             results = [metrics for _, metrics in infer_microbatches(self.gpt, microbatches, step)]
         else:
             results = run_microbatches(self.model, self.forward_reuse.take(microbatches), step)
+        # The last stage knows the metrics, and all stages return the same.
         reduced = None
         if self.parallel.is_last_stage:
             reduced = reduce_result(results, own_tokens, self.parallel.dp_group)

@@ -146,14 +146,9 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
     ) -> Tensor:
         """Compute the reward of each sequence, the head's output at the last valid token.
 
-        Args:
-            batch: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
-            micro_batches: sequences per forward pass, or the rows of each pass. Default:
-                ``forward_micro_batch_size``.
-            standardize: apply the standardisation saved with the model, if any.
-
-        Returns:
-            float32 ``[B]``, or ``[B, K]`` for K rated attributes.
+        ``batch``: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
+        ``micro_batches``: see `RoleModel.infer_tokens`. ``standardize``: apply the standardisation
+        saved with the model, if any. Returns float32 ``[B]``, or ``[B, K]`` for K rated attributes.
         """
         scores = self.infer_tokens(batch, micro_batches)
         rows = torch.arange(scores.shape[0], device=scores.device)
@@ -221,6 +216,7 @@ def saved_attributes(checkpoint: ModelSource) -> tuple[str, ...] | None:
     """
     if REWARD_HEAD[0] not in checkpoint.weights:
         return None
+    # A head with one output is of a regression model only if the configuration says so.
     outputs = checkpoint.weights[REWARD_HEAD[0]].shape[0]
     named = (checkpoint.config.get("regression") or {}).get("attributes") or []
     kind = checkpoint.config.get("reward_model_type")
@@ -263,6 +259,7 @@ class SharedBackboneRewardModel(MegatronGPTRewardModel):
         tokenizer: Tokenizer,
     ) -> Self:
         """Load a reward model through ``critic``'s backbone, then restore the critic's weights."""
+        # The critic's weights wait in host memory while the reward model is loaded.
         backbone = critic.gpt
         critic_head = getattr(backbone, "rm_head", None)
         critic_weights = SwappedWeights(_without_head(backbone))

@@ -175,6 +175,7 @@ class RoleModel:
         ``batch``: columns of `aligner.types`, [B] or [B, S, ...]. If passes are collective, so is
         this call: all ranks get the same count of micro-batches, padded with empty ones.
         """
+        # Empty micro-batches are appended, so that they change no row.
         bounds = row_bounds(batch["input_ids"].shape[0], micro_batches)
         if self.passes_are_collective:
             count = torch.tensor(len(bounds), device=batch["input_ids"].device)
@@ -280,6 +281,7 @@ class RoleModel:
 
     def write_nemo(self, path: str) -> None:
         """See `save_to`."""
+        # All ranks gather the weights, rank 0 writes.
         weights = self.whole_weights()
         files = self.tokenizer.files() if self.tokenizer is not None else {}
         keys, artifacts = self.nemo_keys(), self.nemo_artifacts()
@@ -339,6 +341,7 @@ def count_denominators(
 
     Also return this rank's valid tokens, a float64 scalar, for `reduce_result`.
     """
+    # float64, so that the counts are exact for any layout.
     mask = batch["token_mask"].double() * batch["sample_mask"].double()[:, None]
     own_tokens = mask.sum()
     counts = torch.stack([own_tokens, batch["sample_mask"].double().sum()])

@@ -58,6 +58,7 @@ class ModelOffload:
 
         ``copied`` are restored from host copies, ``freed`` as zeros.
         """
+        # Copy before any storage is freed, because tensors can share a storage.
         storages = _storages(copied)
         copies = self._memory.copies([storage_bytes(*storage) for storage in storages])
         parked = [

@@ -22,6 +22,7 @@ def learning_rate(step: int, peak: float, sched: SchedConfig, total_steps: int |
     """
     if step < sched.warmup_steps:
         return peak * (step + 1) / (sched.warmup_steps + 1)
+    # After the warm-up, without a known end the rate is constant.
     total = sched.max_steps or total_steps
     if sched.name == "constant" or total is None:
         return peak
@@ -143,6 +144,7 @@ class OwnedSlice:
         if not moments:
             return
         state = {name: value.to(self.main.device, copy=True) for name, value in moments.items()}
+        # torch's optimizers store the count of steps in different ways.
         group = self.inner.param_groups[0]
         if isinstance(self.inner, torch.optim.Adam):  # counts steps per parameter, not per group
             on_device = group["fused"] or group["capturable"]

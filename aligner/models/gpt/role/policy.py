@@ -177,14 +177,9 @@ class SamplingPolicy(RoleModel):
     ) -> Tensor:
         """Compute log-probs under the current weights.
 
-        Args:
-            batch: ``input_ids`` int64 ``[B, S]``, ``input_lengths`` int64 ``[B]``, ``token_mask``
-                ``[B, S]`` (1 for tokens to score).
-            micro_batches: sequences per forward pass, or the rows of each pass. Default:
-                ``forward_micro_batch_size``.
-
-        Returns:
-            float32 ``[B, S]``, 0 where ``token_mask`` is 0.
+        ``batch``: ``input_ids`` int64 ``[B, S]``, ``input_lengths`` int64 ``[B]``, ``token_mask``
+        ``[B, S]`` (1 for tokens to score). ``micro_batches``: see `RoleModel.infer_tokens`. Returns
+        float32 ``[B, S]``, 0 where ``token_mask`` is 0.
         """
         return self.infer_tokens(batch, micro_batches)
 

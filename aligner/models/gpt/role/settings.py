@@ -32,14 +32,30 @@ Precision = Literal["32", "bf16"]
 
 
 @dataclass(frozen=True)
-class RoleSettings:
+class RunSettings:
+    """Settings that the roles of a run share and that are in neither role's section."""
+
+    precision: Precision = "32"
+    gradient_clip_val: float = 1.0  # 0 turns clipping off
+    non_finite: Literal["skip", "stop"] = "skip"
+    non_finite_dir: Path | None = None  # directory of offending batches, None to write none
+    seed: int = 1234
+    cuda_graphs: bool = True  # of decoding steps, on GPUs
+
+    @classmethod
+    def of(cls, role: PublishedRole) -> "RunSettings":
+        """Read the settings from a published mapping, with defaults for the others."""
+        return cls(precision=role.precision, gradient_clip_val=role.gradient_clip_val)
+
+
+@dataclass(frozen=True)
+class RoleSettings(RunSettings):
     """Layout, precision, batch sizes and optimizer of one role.
 
     ``optim=None`` builds a role that cannot train and allocates no gradient buffers.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    precision: Precision = "32"
     fp8: Literal["e4m3", "hybrid"] | None = None
     layers: LayerOptions = field(default_factory=LayerOptions)
     freeze_moe_router: bool = False
@@ -54,18 +70,13 @@ class RoleSettings:
     sampling_params: SamplingParams = field(default_factory=SamplingParams)  # also of scoring
     rollout_micro_batch_size: int = 64  # sequences that are generated concurrently
     record_kept: int = 0  # maximum of recorded tokens that top-k and top-p kept, per sampled token
-    cuda_graphs: bool = True  # of decoding steps, on GPUs
     sequence_packing: bool = False  # pack the sequences of a micro-batch into one row
     sequence_length_round: int = 1  # multiple to which micro-batches are padded
     shared_prefixes: bool = True  # compute shared prefixes once
     optim: OptimConfig | None = None
     max_optimizer_steps: int | None = None  # length of a schedule without max_steps
-    gradient_clip_val: float = 1.0  # 0 turns clipping off
     offload_adam_states: bool = False
     offload_gradients: bool = False
-    non_finite: Literal["skip", "stop"] = "skip"
-    non_finite_dir: Path | None = None  # directory of offending batches, None to write none
-    seed: int = 1234
     attributes: tuple[str, ...] | None = None  # rated by a reward model, None for the file's
     lora: LoraConfig | None = None  # train only adapters and heads, None to train all weights
     adapters_path: str | None = None  # initial adapters, None for new ones
@@ -74,23 +85,6 @@ class RoleSettings:
     def dtype(self) -> torch.dtype:
         """Dtype of the transformer's weights."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """Settings that the roles of a run share and that are in neither role's section."""
-
-    precision: Precision = "32"
-    gradient_clip_val: float = 1.0
-    non_finite: Literal["skip", "stop"] = "skip"
-    non_finite_dir: Path | None = None
-    seed: int = 1234
-    cuda_graphs: bool = True
-
-    @classmethod
-    def of(cls, role: PublishedRole) -> "RunSettings":
-        """Read the settings from a published mapping, with defaults for the others."""
-        return cls(precision=role.precision, gradient_clip_val=role.gradient_clip_val)
 
 
 def policy_settings(
@@ -104,7 +98,6 @@ def policy_settings(
         sampling_params=rollout.sampling_params,
         rollout_micro_batch_size=rollout.rollout_micro_batch_size,
         record_kept=getattr(rollout, "record_kept_tokens", 0),
-        cuda_graphs=run.cuda_graphs,
     )
 
 
@@ -161,9 +154,9 @@ def _settings(
 ) -> RoleSettings:
     """Combine the sections of training and of scoring with settings that the roles share."""
     return RoleSettings(
+        **vars(run),
         # The model's section, which the roles share.
         parallel=model.parallel,
-        precision=run.precision,
         fp8=model.fp8,
         layers=model.layers,
         freeze_moe_router=model.freeze_moe_router,
@@ -180,12 +173,8 @@ def _settings(
         shared_prefixes=model.shared_prefixes,
         optim=trained.optim,
         max_optimizer_steps=max_optimizer_steps,
-        gradient_clip_val=run.gradient_clip_val,
         offload_adam_states=scoring.offload_adam_states,
         offload_gradients=scoring.offload_gradients,
-        non_finite=run.non_finite,
-        non_finite_dir=run.non_finite_dir,
-        seed=run.seed,
         lora=model.peft.lora,
         adapters_path=model.peft.restore_from_path,
     )
@@ -238,6 +227,7 @@ def run_section(
 def settings_of_section(config: SectionConfig, trainer: Any = None) -> RoleSettings:
     """Return the settings of a separate role, with the Lightning trainer's precision and clip."""
     run = _run_settings(trainer)
+    # A separate critic has no policy whose layout it could share.
     if isinstance(config, CriticConfig):
         body = TrainedModelConfig(restore_from_path=config.restore_from_path or "")
         return critic_settings(config, body, run)
@@ -255,6 +245,7 @@ def settings_from_model_config(
     present = plain_mapping(cfg, _RUN_KEYS)
     values = {key: value for key, value in present.items() if value is not None}
     run = _run_settings(trainer)
+    # A plain `.nemo` file contains the architecture only.
     if not values:
         return RoleSettings(precision=run.precision)
     values["restore_from_path"] = "model_config.yaml"  # required, but not used

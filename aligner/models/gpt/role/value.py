@@ -45,13 +45,9 @@ class ValueModel(RoleModel):
     ) -> Tensor:
         """Compute the value of the state before each token.
 
-        Args:
-            batch: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
-            micro_batches: sequences per forward pass, or the rows of each pass. Default:
-                ``forward_micro_batch_size``.
-
-        Returns:
-            float32 ``[B, S]``, 0 beyond a sequence's length.
+        ``batch``: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
+        ``micro_batches``: see `RoleModel.infer_tokens`. Returns float32 ``[B, S]``, 0 beyond a
+        sequence's length.
         """
         return self.infer_tokens(batch, micro_batches)
 

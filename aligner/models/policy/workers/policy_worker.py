@@ -93,15 +93,12 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         sampling_options: SamplingOptions | None = None,
         listener: TokenListener | None = None,
     ) -> BatchedDataDict:
-        """Sample responses to right-padded prompts (see `GenerationOutputSpec`).
+        """Sample responses to right-padded prompts (see `Policy.generate`).
 
-        Reads ``input_ids`` int64 [B, S] and ``input_lengths`` int64 [B]. ``sample_ids`` int64 [B]:
-        default: the rows' indices in the global batch, of which every data-parallel rank has an
-        equal share. ``seed``: default: derived from the run's seed and the count of earlier calls
-        without a seed. Workers that generate together must be called equally often.
-
-        Raises:
-            DataError: ``input_ids`` or ``input_lengths`` is missing.
+        Default of ``sample_ids``: the rows' indices in the global batch, of which every
+        data-parallel rank has an equal share. Default of ``seed``: derived from the run's seed and
+        the count of earlier calls without a seed. Workers that generate together must be called
+        equally often. `DataError` if ``input_ids`` or ``input_lengths`` is missing.
         """
         check_columns(data, ("input_ids", "input_lengths"))
         seed = self._seeds.next() if seed is None else seed
