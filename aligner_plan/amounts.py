@@ -1,7 +1,7 @@
-"""Amounts of phases, as numbers that can be added and scaled, and the time they take a device.
+"""Amounts of phases, which can be added and scaled, and the time that a device needs for them.
 
-Runs on the dry device are short: of a few layers, of one and two micro-batches. Everything counted
-is linear in both, so two runs give any number of them.
+Runs on the dry device are short: they have a few layers and one or two micro-batches. All counts
+are linear in both, so two runs determine the counts of any other size.
 """
 
 from collections import Counter
@@ -26,54 +26,57 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Amounts:
-    """Counts of a phase on one rank."""
+    """Counts of a phase on one rank.
+
+    ``counters``: launches, host_reads, copied_bytes.
+    """
 
     kernels: dict[Kernel, float] = field(default_factory=dict)
     calls: dict[Collective, float] = field(default_factory=dict)
     wires: dict[Collective, float] = field(default_factory=dict)  # bytes of the larger operand
-    others: dict[str, float] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, record: Record) -> "Amounts":
-        """Amounts that a record has counted."""
+        """Return the amounts of a record."""
         return cls(
             {kernel: float(count) for kernel, count in record.kernels.items()},
             {key: float(calls) for key, (calls, _) in record.collectives.items()},
             {key: float(size) for key, (_, size) in record.collectives.items()},
             {
-                "launches": float(record.launches),
-                "host_reads": float(record.host_reads),
-                "copied_bytes": float(record.copied_bytes),
+                name: float(getattr(record, name))
+                for name in ("launches", "host_reads", "copied_bytes")
             },
         )
 
-    def plus(self, other: "Amounts", times: float = 1.0) -> "Amounts":
-        """``self + times * other``."""
+    def plus(self, addend: "Amounts", times: float = 1.0) -> "Amounts":
+        """Return ``self + times * addend``."""
         return Amounts(
-            _sum(self.kernels, other.kernels, times),
-            _sum(self.calls, other.calls, times),
-            _sum(self.wires, other.wires, times),
-            _sum(self.others, other.others, times),
+            _sum(self.kernels, addend.kernels, times),
+            _sum(self.calls, addend.calls, times),
+            _sum(self.wires, addend.wires, times),
+            _sum(self.counters, addend.counters, times),
         )
 
     @property
     def launches(self) -> float:
-        """Kernels that the host starts; a CUDA graph of many is one."""
-        return self.others.get("launches", 0.0)
+        """Kernels that the host launches. A CUDA graph of many kernels is one launch."""
+        return self.counters.get("launches", 0.0)
 
     @property
     def flops(self) -> dict[str, float]:
         """Floating-point operations by dtype."""
-        found: Counter[str] = Counter()
+        flops: dict[str, float] = {}
         for kernel, count in self.kernels.items():
             if kernel.flops:
-                found[str(kernel.dtype).removeprefix("torch.")] += kernel.flops * count  # type: ignore[assignment]
-        return dict(found)
+                dtype = str(kernel.dtype).removeprefix("torch.")
+                flops[dtype] = flops.get(dtype, 0) + kernel.flops * count
+        return flops
 
     def wire_bytes(self, device: DeviceRates) -> tuple[float, float]:
-        """Bytes that the rank sends over NVLink, and over the network.
+        """Return the bytes that the rank sends over NVLink, and over the network.
 
-        What a group of several nodes sends counts for the network.
+        All bytes of a group with members on several nodes count for the network.
         """
         within = across = 0.0
         for key, size in self.wires.items():
@@ -87,31 +90,32 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of a phase by what they go to."""
+    """Seconds of a phase by resource."""
 
     arithmetic: float
     memory: float
-    launches: float  # beyond what the device computes meanwhile
-    nvlink: float  # of collectives for which kernels wait; of others what is longer than these
+    launches: float  # beyond the time in which the device computes
+    nvlink: float  # collectives that kernels wait for, and the excess of overlapping ones
     network: float
-    host: float  # copies to and from host memory, and values that the host waits for
+    host: float  # copies from and to host memory, and values that the host waits for
 
     @property
     def total(self) -> float:
-        """Seconds of all."""
+        """Sum of all resources."""
         return sum(vars(self).values())
 
     @property
     def bound(self) -> str:
-        """Part that takes most of the time."""
+        """Resource with the largest share."""
         return max(vars(self), key=lambda name: vars(self)[name])
 
 
 def time_of(amounts: Amounts, device: DeviceRates) -> Time:
-    """Arithmetic and memory of every kernel, one after the other, then communication.
+    """Add up arithmetic and memory traffic of all kernels, then communication.
 
-    Collectives that overlap with kernels take time only if all of them take longer than these.
+    Collectives that overlap with kernels only count for the time by which they exceed the kernels.
     """
+    # Kernels run one after the other.
     arithmetic = memory = 0.0
     for kernel, count in amounts.kernels.items():
         computes = kernel.flops / device.flops(kernel.dtype, kernel.is_attention)
@@ -119,89 +123,96 @@ def time_of(amounts: Amounts, device: DeviceRates) -> Time:
         arithmetic += count * computes
         memory += count * max(moves, KERNEL_SECONDS - computes)
     launches = max(0.0, amounts.launches * LAUNCH_SECONDS - arithmetic - memory)
-    seconds: Counter[tuple[bool, bool]] = Counter()  # by: overlaps, crosses nodes
+    # Collectives, by whether they overlap with kernels and cross nodes.
+    seconds: dict[tuple[bool, bool], float] = {}
     for key in {**amounts.calls, **amounts.wires}:
         if key.group_size > 1:
             calls = amounts.calls.get(key, 0.0)
             sent = key.wire_bytes(1) * amounts.wires.get(key, 0.0)
             time = sent / (WIRE_REACHED * _wire_rate(key, device)) + calls * COLLECTIVE_SECONDS
-            seconds[key.overlaps, _crosses_nodes(key, device)] += time  # type: ignore[assignment]
-    overlapping = seconds[True, False] + seconds[True, True]
-    exposed = max(0.0, overlapping - arithmetic - memory - launches) / (overlapping or 1.0)
-    return Time(
-        arithmetic,
-        memory,
-        launches,
-        seconds[False, False] + exposed * seconds[True, False],
-        seconds[False, True] + exposed * seconds[True, True],
-        amounts.others.get("copied_bytes", 0.0) / (WIRE_REACHED * device.host)
-        + amounts.others.get("host_reads", 0.0) * READ_SECONDS,
+            link = key.overlaps, _crosses_nodes(key, device)
+            seconds[link] = seconds.get(link, 0.0) + time
+    overlapping = [seconds.get((True, across), 0.0) for across in (False, True)]
+    excess = max(0.0, sum(overlapping) - arithmetic - memory - launches)
+    exposed = excess / (sum(overlapping) or 1.0)
+    nvlink, network = (
+        seconds.get((False, across), 0.0) + exposed * overlapping[across]
+        for across in (False, True)
     )
+    # Copies to the host and waits of the host.
+    host = amounts.counters.get("copied_bytes", 0.0) / (WIRE_REACHED * device.host)
+    host += amounts.counters.get("host_reads", 0.0) * READ_SECONDS
+    return Time(arithmetic, memory, launches, nvlink, network, host)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One phase on one rank: counts of a step, memory by the place that allocated, and after it."""
+    """One phase on one rank: counts, peaks by the location that allocated, and remaining memory."""
 
     amounts: Amounts
     peaks: dict[str, Kinds]
-    rest: Kinds  # alive once the phase is over
+    remaining: Kinds  # alive when the phase is over
 
     @property
     def peak_at(self) -> str:
-        """Phase in which memory is fullest."""
-        return max(self.peaks, key=lambda place: total(self.peaks[place]))
+        """Place of the highest peak."""
+        return max(self.peaks, key=lambda location: total(self.peaks[location]))
 
 
-def extrapolated(at: Mapping[int, Measured], layers: int) -> Measured:
-    """The phase with ``layers`` layers, from what it took with one or two other numbers of them.
+def extrapolated(runs: Mapping[int, Measured], layers: int) -> Measured:
+    """Extrapolate a phase to ``layers`` layers from one or two runs with other numbers of layers.
 
-    Peaks are carried on place by place: which is the highest may change with the depth.
+    Peaks are extrapolated place by place, because the highest one may change with the depth.
     """
-    (low, first), *more = sorted(at.items())
+    (low, first), *more = sorted(runs.items())
     if not more:
         return first
     high, second = more[0]
     times = (layers - low) / (high - low)
 
-    def line(one: Kinds, two: Kinds) -> Kinds:
-        return {k: one.get(k, 0) + times * (two.get(k, 0) - one.get(k, 0)) for k in {**one, **two}}
+    def line(start: Kinds, end: Kinds) -> Kinds:
+        return {
+            kind: start.get(kind, 0) + times * (end.get(kind, 0) - start.get(kind, 0))
+            for kind in {**start, **end}
+        }
 
-    places = first.peaks.keys() & second.peaks.keys()
     return Measured(
         first.amounts.plus(second.amounts, times).plus(first.amounts, -times),
-        {place: line(first.peaks[place], second.peaks[place]) for place in places},
-        line(first.rest, second.rest),
+        {
+            location: line(first.peaks[location], second.peaks[location])
+            for location in first.peaks.keys() & second.peaks.keys()
+        },
+        line(first.remaining, second.remaining),
     )
 
 
-def fuller(one: dict[str, Kinds], other: Mapping[str, Kinds]) -> dict[str, Kinds]:
-    """The higher peak of each place."""
-    places = {**one}
-    for place, kinds in other.items():
-        if place not in places or total(kinds) > total(places[place]):
-            places[place] = kinds
-    return places
+def higher_peaks(first: dict[str, Kinds], second: Mapping[str, Kinds]) -> dict[str, Kinds]:
+    """Return the higher peak of each location."""
+    peaks = {**first}
+    for location, kinds in second.items():
+        if location not in peaks or total(kinds) > total(peaks[location]):
+            peaks[location] = kinds
+    return peaks
 
 
 def peaks_of(record: Record) -> dict[str, Kinds]:
-    """A record's peaks."""
+    """Return the peaks of a record by location and kind."""
     return {
-        place: {kind: float(size) for kind, size in snapshot.kinds.items()}
-        for place, snapshot in record.peaks.items()
+        location: {kind: float(size) for kind, size in snapshot.kinds.items()}
+        for location, snapshot in record.peaks.items()
     }
 
 
 def total(kinds: Mapping[Kind, float]) -> float:
-    """Bytes of all kinds."""
+    """Return the bytes of all kinds."""
     return sum(kinds.values())
 
 
-def _sum(one: Mapping[Key, float], other: Mapping[Key, float], times: float) -> dict[Key, float]:
-    found = dict(one)
-    for key, value in other.items():
-        found[key] = found.get(key, 0.0) + times * value
-    return {key: value for key, value in found.items() if value}
+def _sum(first: Mapping[Key, float], second: Mapping[Key, float], times: float) -> dict[Key, float]:
+    result = dict(first)
+    for key, value in second.items():
+        result[key] = result.get(key, 0.0) + times * value
+    return {key: value for key, value in result.items() if value}
 
 
 def _crosses_nodes(key: Collective, device: DeviceRates) -> bool:
@@ -209,10 +220,10 @@ def _crosses_nodes(key: Collective, device: DeviceRates) -> bool:
 
 
 def _wire_rate(key: Collective, device: DeviceRates) -> float:
-    """Bytes a second that a rank sends: over NVLink; or over the network cards of its node.
+    """Return the bytes per second that a rank sends over NVLink or the network cards of its node.
 
-    NCCL makes a ring for each card of a node that has members, and every ring leaves the node once,
-    so that members of one node share their cards. In an all-to-all each sends through its own.
+    NCCL makes a ring for each card of a node with a member, and every ring leaves the node once.
+    Members on one node therefore share their cards. In an all-to-all each member uses its own card.
     """
     if not _crosses_nodes(key, device):
         return device.nvlink

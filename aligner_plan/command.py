@@ -1,4 +1,4 @@
-"""The command: a configuration and a device in, a table or a line of JSON out."""
+"""The command ``plan``, which prints a table or a line of JSON for a configuration and a device."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from aligner_plan.amounts import total
 from aligner_plan.devices import device_named
 from aligner_plan.estimate import Estimate, Estimator, PlannedPhase
 from aligner_plan.measurements import Measurements
-from aligner_plan.search import Advice, advice, fastest, fewest
+from aligner_plan.search import advice, fastest, fewest
 
 _GIB = 1 << 30
 _SHORT = {
@@ -34,48 +34,52 @@ _SHORT = {
 
 
 def run_plan(config: BaseRunConfig, plan: PlanConfig) -> None:
-    """Estimate the requirements of a training configuration.
+    """Estimate the requirements of a training configuration and print them.
 
     Raises:
-        ConfigError: an unknown device, a run that cannot be looked at before, or, of a search,
-            no layout that fits.
+        ConfigError: the device is unknown, the run cannot be planned, or a search finds no layout
+            that fits.
         CheckpointError: the model's description cannot be read.
     """
     device = device_named(plan.device)
-    measurements = Measurements(plan.processes)
-    with contextlib.closing(measurements):
+    with contextlib.closing(Measurements(plan.processes)) as measurements:
         estimator = Estimator(plan, device, architectures_of(config, plan), measurements)
-        _answer(config, plan, estimator)
-
-
-def _answer(config: BaseRunConfig, plan: PlanConfig, estimator: Estimator) -> None:
-    console = Console(width=220, highlight=False, soft_wrap=True)
-    say = (lambda text: None) if plan.json else console.print
-    if plan.devices == "auto":
-        answer = fewest(estimator, config, say)
-        found, chosen = answer.least, answer.overrides
-        extra: dict[str, Any] = {"auto": answer.as_dict()}
-    elif plan.search:
-        result = fastest(estimator, config, say)
-        found, chosen = result.estimate, result.overrides
-        extra = {"overrides": chosen, "tried": result.tried}
-    else:
-        found, chosen, extra = estimator.estimate(config), [], {}
-    advised = advice(estimator, found) if plan.advise else []
+        console = Console(width=220, highlight=False, soft_wrap=True)
+        log = (lambda text: None) if plan.json else console.print
+        # The estimate, of the configuration or of the best variant that a search finds.
+        extra: dict[str, Any] = {}
+        overrides: list[str] = []
+        notes = ""
+        if plan.devices == "auto":
+            devices = fewest(estimator, config, log)
+            estimate, overrides, notes = devices.least, devices.overrides, f"\n{devices.words}"
+            extra = {"auto": devices.as_dict()}
+        elif plan.search:
+            result = fastest(estimator, config, log)
+            estimate, overrides = result.estimate, result.overrides
+            extra = {"overrides": overrides, "tried": result.tried}
+        else:
+            estimate = estimator.estimate(config)
+        advised = advice(estimator, estimate) if plan.advise else []
+    # The output.
     if plan.json:
-        values = {**found.as_dict(), **extra, "advice": [each.as_dict() for each in advised]}
-        print(json.dumps(values))
+        changes = [item.as_dict() for item in advised]
+        print(json.dumps({**estimate.as_dict(), **extra, "advice": changes}))
         return
-    show(found, console)
-    _say_advice(found, advised, console)
-    if chosen:
-        console.print("\noverrides:\n  " + " ".join(chosen))
-    if "auto" in extra:
-        console.print("\n" + answer.words)
+    show(estimate, console)
+    if advised:
+        state = "" if estimate.fits else " (it does not fit)"
+        console.print(f"\neffects of single changes{state}:")
+    for item in advised:
+        console.print(f"  {item.words}")
+    if overrides:
+        console.print("\noverrides:\n  " + " ".join(overrides))
+    if notes:
+        console.print(notes)
 
 
 def architectures_of(config: BaseRunConfig, plan: PlanConfig) -> dict[str, GPTArchitecture]:
-    """Shape of every model that the configuration names, by its path; no weights are read."""
+    """Read the architecture of every model of the configuration, by path. No weights are read."""
     paths = {"model.restore_from_path": config.model.restore_from_path}
     for section in ("critic", "teacher"):
         path = getattr(getattr(config, section, None), "restore_from_path", None)
@@ -84,54 +88,49 @@ def architectures_of(config: BaseRunConfig, plan: PlanConfig) -> dict[str, GPTAr
     reward = getattr(getattr(config, "reward", None), "model", None)
     if reward is not None:
         paths["reward.model.restore_from_path"] = reward.restore_from_path
-    found: dict[str, GPTArchitecture] = {}
+    architectures: dict[str, GPTArchitecture] = {}
     for key, path in paths.items():
-        if path in found:
+        if path in architectures:
             continue
         if plan.architecture is not None and path == plan.architecture:
-            found[path] = read_architecture(path)
+            architectures[path] = read_architecture(path)
             continue
         try:
             with open_model(path) as source:
-                found[path] = source.architecture
+                architectures[path] = source.architecture
         except CheckpointNotFoundError as error:
             if key != "model.restore_from_path" and plan.architecture is not None:
-                found[path] = read_architecture(plan.architecture)  # of the same shape, then
+                # Other roles are assumed to have the policy's shape.
+                architectures[path] = read_architecture(plan.architecture)
                 continue
             raise ConfigError(
-                f"{key}={path}: there is no such file; give its shape as "
-                "plan.architecture=path/to/config.json, or the model"
+                f"{key}={path}: this file does not exist. Give the model, or its shape as "
+                "plan.architecture=path/to/config.json"
             ) from error
-    return found
+    return architectures
 
 
 def read_architecture(path: str) -> GPTArchitecture:
-    """The shape that a Hugging Face ``config.json``, or its directory, describes."""
+    """Read the architecture from a Hugging Face ``config.json`` or its directory."""
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
         values: Mapping[str, Any] = json.loads(file.read_bytes())
     except FileNotFoundError as error:
         raise ConfigError(
-            f"plan.architecture={path}: there is no such file; give a Hugging Face config.json"
+            f"plan.architecture={path}: this file does not exist. Give a Hugging Face config.json"
         ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"plan.architecture={path}: cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"plan.architecture={path}: holds no mapping")
+        raise CheckpointError(f"plan.architecture={path}: not a mapping")
     return architecture_from_hf(values)
-
-
-def _say_advice(found: Estimate, advised: list[Advice], console: Console) -> None:
-    if advised:
-        console.print("\nwhat would change it" + ("" if found.fits else " (it does not fit)") + ":")
-    for each in advised:
-        console.print(f"  {each.words}")
 
 
 def show(estimate: Estimate, console: Console) -> None:
     """Print the table, its totals, and the limits of the estimate."""
-    found = estimate.as_dict()
+    values = estimate.as_dict()
+    # A row for every phase.
     table = Table(box=None, pad_edge=False, title_justify="left")
     columns = ("role", "phase", "GiB", *_SHORT.values(), "beside", "of card")
     for name in (*columns, "TFLOP", "NVLink", "network", "seconds", "tokens/s", "MFU", "bound by"):
@@ -139,10 +138,11 @@ def show(estimate: Estimate, console: Console) -> None:
     for role, phase in estimate.step:
         table.add_row(role, phase, *_cells(estimate, estimate.phase(role, phase)))
     console.print(table)
+    # Cards and layout, memory, time.
     role, phase = estimate.fullest
     console.print(
         f"\n{estimate.cards} x {estimate.device.name}: "
-        + "; ".join(f"{name} {layout}" for name, layout in found["layout"].items())
+        + "; ".join(f"{name} {layout}" for name, layout in values["layout"].items())
     )
     console.print(
         f"{'fits' if estimate.fits else 'does not fit'}: at most {estimate.peak_bytes / _GIB:.1f} "
@@ -152,8 +152,8 @@ def show(estimate: Estimate, console: Console) -> None:
     )
     role, phase = estimate.slowest
     console.print(
-        f"a step takes about {estimate.step_seconds:.1f} s: {found['tokens_per_second']:.0f} "
-        f"tokens/s are learned; most of it is {phase} of the {role}, bound by {found['bound']}"
+        f"a step takes about {estimate.step_seconds:.1f} s: {values['tokens_per_second']:.0f} "
+        f"tokens/s are learned; most of it is {phase} of the {role}, bound by {values['bound']}"
     )
 
 
@@ -164,7 +164,7 @@ def _cells(estimate: Estimate, phase: PlannedPhase) -> list[str]:
     return [
         f"{total(phase.peak) / _GIB:.1f}",
         *(_gib(kinds.get(kind, 0.0)) for kind in _SHORT),
-        _gib(phase.beside),
+        _gib(phase.other_roles),
         f"{phase.card_bytes / estimate.device.memory_bytes:.0%}",
         f"{sum(phase.amounts.flops.values()) / 1e12:.1f}",
         _gib(within),

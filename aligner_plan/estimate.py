@@ -1,4 +1,4 @@
-"""A run on its devices: memory of the fullest card in every phase, time of a step."""
+"""Estimate of a run on its devices: memory of the fullest card in every phase, time of a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,30 +16,29 @@ from aligner_plan.measure import MeasuredRole
 from aligner_plan.measurements import Measurements
 from aligner_plan.rehearsal import planned_run
 from aligner_plan.roles import Phase, PlannedRole, PlannedRun
-from aligner_plan.work import Least, bubble_of, least_of, work_of
+from aligner_plan.work import LowerBounds, bubble_of, lower_bounds, work_of
+
+RolePhase = tuple[str, str]  # names of a role and of one of its phases
 
 
 @dataclass(frozen=True)
 class PlannedPhase:
-    """One phase of one role, on the rank of the role whose card is fullest.
+    """One phase of one role, on the rank of the role whose card is fullest."""
 
-    ``peak``: the role's own bytes by kind; ``beside``: of other roles on that card meanwhile.
-    """
-
-    peak: Kinds
+    peak: Kinds  # bytes of the role by kind
     peak_at: str
-    beside: float
+    other_roles: float  # bytes of other roles on the card meanwhile
     amounts: Amounts
     seconds: float
     time: Time
-    tokens: float  # of all ranks; sampled ones, or those that pass through the model
-    model_flops: float  # of all ranks, without recomputation: 2 or 6 a parameter and token
+    tokens: float  # of all ranks: sampled, or passed through the model
+    model_flops: float  # of all ranks, without recomputation: 2 or 6 per parameter and token
     processes: int
 
     @property
     def card_bytes(self) -> float:
-        """Everything on the card."""
-        return total(self.peak) + self.beside
+        """All bytes on the card."""
+        return total(self.peak) + self.other_roles
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,14 @@ class EstimatedRole:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A run on a number of one kind of devices."""
+    """Requirements of a run on devices of one kind."""
 
     config: BaseRunConfig
     device: DeviceRates
     margin: float
     cards: int
     roles: dict[str, EstimatedRole]
-    step: tuple[tuple[str, str], ...]
+    step: tuple[RolePhase, ...]
 
     @property
     def usable_bytes(self) -> float:
@@ -69,9 +68,9 @@ class Estimate:
         return self.device.memory_bytes * (1 - self.margin)
 
     @property
-    def fullest(self) -> tuple[str, str]:
-        """Role and phase in which a card is fullest."""
-        return max(self.step, key=lambda each: self.phase(*each).card_bytes)
+    def fullest(self) -> RolePhase:
+        """Role and phase with the fullest card."""
+        return max(self.step, key=lambda item: self.phase(*item).card_bytes)
 
     @property
     def peak_bytes(self) -> float:
@@ -80,86 +79,87 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """True if no phase needs more."""
+        """True if every phase fits."""
         return self.peak_bytes <= self.usable_bytes
 
     @property
-    def step_seconds(self) -> float:
-        """One step of the algorithm; run states are saved once in many."""
-        return sum(self.phase(*each).seconds for each in self.step if each[1] != "save")
+    def _timed(self) -> list[RolePhase]:
+        """Phases that are part of every step. A run state is saved once in many steps."""
+        return [item for item in self.step if item[1] != "save"]
 
     @property
-    def slowest(self) -> tuple[str, str]:
-        """Role and phase that take most of a step."""
-        return max(
-            (each for each in self.step if each[1] != "save"),
-            key=lambda each: self.phase(*each).seconds,
-        )
+    def step_seconds(self) -> float:
+        """Seconds of one step of the algorithm."""
+        return sum(self.phase(*item).seconds for item in self._timed)
+
+    @property
+    def slowest(self) -> RolePhase:
+        """Role and phase with the largest share of a step."""
+        return max(self._timed, key=lambda item: self.phase(*item).seconds)
 
     @property
     def tokens(self) -> float:
-        """Tokens that a step's updates of the first trained role read."""
-        trained = [self.phase(*each).tokens for each in self.step if each[1] == "train"]
+        """Tokens that a step's updates of the last trained role read."""
+        trained = [self.phase(*item).tokens for item in self.step if item[1] == "train"]
         return trained[-1] if trained else 0.0
 
     def phase(self, role: str, phase: str) -> PlannedPhase:
-        """One cell of the table."""
+        """Return one cell of the table."""
         return self.roles[role].phases[phase]
 
     def mfu(self, phase: PlannedPhase) -> float | None:
-        """Share of the devices' peak in bf16 that the model's own arithmetic is; None: it has none.
+        """Return the model's arithmetic as a share of the devices' bf16 peak. None without any.
 
-        Chowdhery et al. 2022 (PaLM), attention left out: recomputation does not count.
+        Chowdhery et al. 2022 (PaLM), without attention. Recomputation does not count.
         """
         if not phase.model_flops or not phase.seconds:
             return None
         return phase.model_flops / phase.seconds / phase.processes / self.device.low_precision
 
     def as_dict(self) -> dict[str, Any]:
-        """Content that ``plan.json=true`` prints."""
-        role, phase = self.slowest
+        """Return the content that ``plan.json=true`` prints."""
         return {
             "device": self.device.name,
             "devices": self.cards,
             "layout": {
-                name: describe_layout(each.role.parallel, each.role.world)
-                for name, each in self.roles.items()
+                name: describe_layout(estimated.role.parallel, estimated.role.world)
+                for name, estimated in self.roles.items()
             },
             "card_bytes": self.device.memory_bytes,
             "margin": self.margin,
             "fits": self.fits,
             "peak_bytes": round(self.peak_bytes),
             "fullest": list(self.fullest),
-            "roles": {name: self._role(each) for name, each in self.roles.items()},
+            "roles": {
+                name: {
+                    "parameters": estimated.parameters,
+                    "static_bytes": round(total(estimated.static)),
+                    "static": _by_kind(estimated.static),
+                    "phases": {k: self._phase_dict(phase) for k, phase in estimated.phases.items()},
+                }
+                for name, estimated in self.roles.items()
+            },
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens / self.step_seconds if self.step_seconds else 0.0,
-            "slowest": [role, phase],
-            "bound": self.phase(role, phase).time.bound,
+            "slowest": list(self.slowest),
+            "bound": self.phase(*self.slowest).time.bound,
         }
 
-    def _role(self, each: EstimatedRole) -> dict[str, Any]:
-        return {
-            "parameters": each.parameters,
-            "static_bytes": round(total(each.static)),
-            "static": _by_kind(each.static),
-            "phases": {name: self._phase(phase) for name, phase in each.phases.items()},
-        }
-
-    def _phase(self, phase: PlannedPhase) -> dict[str, Any]:
+    def _phase_dict(self, phase: PlannedPhase) -> dict[str, Any]:
         within, across = phase.amounts.wire_bytes(self.device)
         return {
             "peak_bytes": round(total(phase.peak)),
             "peak": _by_kind(phase.peak),
             "peak_at": phase.peak_at,
-            "beside_bytes": round(phase.beside),
+            "beside_bytes": round(phase.other_roles),
             "fits": phase.card_bytes <= self.usable_bytes,
             "flops": sum(phase.amounts.flops.values()),
             "flops_by_dtype": phase.amounts.flops,
             "nvlink_bytes": within,
             "network_bytes": across,
-            "host_bytes": phase.amounts.others.get("copied_bytes", 0.0),
+            "host_bytes": phase.amounts.counters.get("copied_bytes", 0.0),
             "launches": phase.amounts.launches,
-            "host_reads": phase.amounts.others.get("host_reads", 0.0),
+            "host_reads": phase.amounts.counters.get("host_reads", 0.0),
             "seconds": phase.seconds,
             "tokens": phase.tokens,
             "tokens_per_second": phase.tokens / phase.seconds if phase.seconds else 0.0,
@@ -169,7 +169,7 @@ class Estimate:
 
 
 class Estimator:
-    """Estimates of variants of one run; a role that did not change is not measured again."""
+    """Estimates of variants of one run. A role that did not change is not measured again."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Estimator:
         architectures: Mapping[str, GPTArchitecture],
         measurements: Measurements | None = None,
     ) -> None:
-        """``measurements``: who measures, and what was; default a measurer in this process."""
+        """``measurements``: earlier results and the measuring processes. None: this process."""
         self.plan, self.device = plan, device
         self._architectures = dict(architectures)
         self.measurements = measurements or Measurements()
@@ -189,66 +189,71 @@ class Estimator:
         return self.device.memory_bytes * (1 - self.plan.margin)
 
     def architecture(self, config: BaseRunConfig) -> GPTArchitecture:
-        """Architecture of the trained model."""
+        """Return the architecture of the trained model."""
         return self._architectures[config.model.restore_from_path]
 
     def longest(self, config: BaseRunConfig) -> int:
-        """Tokens of the longest sequence; raises the errors of `with_length`."""
+        """Return the tokens of the longest sequence. Raises the errors of `with_length`."""
         positions = self.architecture(config).max_position_embeddings
         return sum(with_length(config, self.plan, positions))
 
-    def least(self, config: BaseRunConfig) -> Least:
-        """Least requirements of the run, by arithmetic; raises the errors of `planned_run`."""
-        return least_of(planned_run(config, self.plan, self._architectures), self.device)
+    def lower_bounds(self, config: BaseRunConfig) -> LowerBounds:
+        """Compute lower bounds of the requirements. Raises the errors of `planned_run`."""
+        return lower_bounds(planned_run(config, self.plan, self._architectures), self.device)
 
     def estimate(self, config: BaseRunConfig) -> Estimate:
-        """Requirements of a configuration; raises the errors of `planned_run`."""
+        """Estimate the requirements of a configuration. Raises the errors of `planned_run`."""
         return self.estimate_run(planned_run(config, self.plan, self._architectures))
 
     def estimate_run(self, run: PlannedRun) -> Estimate:
-        """Requirements of the roles of a run."""
-        ranks = self._ranks(run.roles)
+        """Estimate the requirements of the roles of a run."""
+        ranks = self._measured_ranks(run.roles)
         roles = {
             name: EstimatedRole(
                 role,
                 count_parameters(role.architecture),
-                max((_waiting(role, each) for each in ranks[name].values()), key=total),
+                max((_idle_memory(role, rank) for rank in ranks[name].values()), key=total),
                 {phase.name: self._phase(run, role, phase, ranks) for phase in role.phases},
             )
             for name, role in run.roles.items()
         }
-        margin = self.plan.margin
-        return Estimate(run.config, self.device, margin, cards_of(run), roles, run.step)
+        worlds: dict[str, int] = {}  # by the name of the cards
+        for role in run.roles.values():
+            worlds[role.cards] = max(role.world, worlds.get(role.cards, 0))
+        cards = sum(worlds.values())
+        return Estimate(run.config, self.device, self.plan.margin, cards, roles, run.step)
 
-    def _ranks(self, roles: Mapping[str, PlannedRole]) -> dict[str, dict[int, MeasuredRole]]:
-        """Roles on their first and last pipeline stages; those between hold less."""
-        places = [
+    def _measured_ranks(
+        self, roles: Mapping[str, PlannedRole]
+    ) -> dict[str, dict[int, MeasuredRole]]:
+        """Measure roles on their first and last pipeline stages. Inner stages need less memory."""
+        stages = [
             (role, stage)
             for role in roles.values()
             for stage in sorted({0, role.parallel.pipeline - 1})
         ]
         ranks: dict[str, dict[int, MeasuredRole]] = {name: {} for name in roles}
-        for (role, stage), found in zip(places, self.measurements.of(places), strict=True):
-            ranks[role.name][stage] = self._with_reserve(role, found)
+        for (role, stage), measured in zip(stages, self.measurements.of(stages), strict=True):
+            ranks[role.name][stage] = self._with_engine_memory(role, measured)
         return ranks
 
-    def _with_reserve(self, role: PlannedRole, found: MeasuredRole) -> MeasuredRole:
-        """Memory of an engine: its share while it samples, and after that unless it sleeps."""
-        given = role.engine
-        if given is None:
-            return found
-        weights = found.static.get(Kind.WEIGHTS, 0.0)
-        if given.kv_cache_mb is not None:
-            cache = float(given.kv_cache_mb << 20)
+    def _with_engine_memory(self, role: PlannedRole, measured: MeasuredRole) -> MeasuredRole:
+        """Replace the memory of an engine by its configured share. A sleeping engine frees it."""
+        engine = role.engine
+        if engine is None:
+            return measured
+        weights = measured.static.get(Kind.WEIGHTS, 0.0)
+        if engine.kv_cache_mb is not None:
+            cache = float(engine.kv_cache_mb << 20)
         else:
-            cache = max(0.0, given.memory_share * self.device.memory_bytes - weights)
-        held: Kinds = {Kind.WEIGHTS: weights, Kind.KV_CACHE: cache}
-        rest: Kinds = {} if given.sleeps else held
+            cache = max(0.0, engine.memory_share * self.device.memory_bytes - weights)
+        reserved: Kinds = {Kind.WEIGHTS: weights, Kind.KV_CACHE: cache}
+        remaining: Kinds = {} if engine.sleeps else reserved
         phases = {
-            name: Measured(each.amounts, {given.title: held}, rest)
-            for name, each in found.phases.items()
+            name: Measured(phase.amounts, {engine.title: reserved}, remaining)
+            for name, phase in measured.phases.items()
         }
-        return MeasuredRole(found.parameters, rest, phases)
+        return MeasuredRole(measured.parameters, remaining, phases)
 
     def _phase(
         self,
@@ -257,24 +262,25 @@ class Estimator:
         phase: Phase,
         ranks: Mapping[str, Mapping[int, MeasuredRole]],
     ) -> PlannedPhase:
-        there = [
-            each.phases[phase.name]
-            for each in ranks[role.name].values()
-            if phase.name in each.phases
+        """Combine the ranks of a phase: the fullest rank's memory, the slowest rank's time."""
+        measured = [
+            rank.phases[phase.name]
+            for rank in ranks[role.name].values()
+            if phase.name in rank.phases
         ]
-        fullest = max(there, key=lambda each: total(each.peaks[each.peak_at]))
-        slowest = max(there, key=lambda each: time_of(each.amounts, self.device).total)
+        fullest = max(measured, key=lambda rank: total(rank.peaks[rank.peak_at]))
+        slowest = max(measured, key=lambda rank: time_of(rank.amounts, self.device).total)
         time = time_of(slowest.amounts, self.device)
-        beside = sum(
-            _resting(run, other, (role.name, phase.name), ranks[other.name])
-            for other in run.roles.values()
-            if other.name != role.name and other.cards == role.cards
+        other_roles = sum(
+            _idle_bytes(run, idle, (role.name, phase.name), ranks[idle.name])
+            for idle in run.roles.values()
+            if idle.name != role.name and idle.cards == role.cards
         )
         tokens, flops = work_of(role, phase)
         return PlannedPhase(
             fullest.peaks[fullest.peak_at],
             fullest.peak_at,
-            beside,
+            other_roles,
             slowest.amounts,
             time.total * bubble_of(role, phase),
             time,
@@ -284,37 +290,26 @@ class Estimator:
         )
 
 
-def cards_of(run: PlannedRun) -> int:
-    """Devices that the roles stand on."""
-    places: dict[str, int] = {}
-    for role in run.roles.values():
-        places[role.cards] = max(role.world, places.get(role.cards, 0))
-    return sum(places.values())
+def _idle_memory(role: PlannedRole, measured: MeasuredRole) -> Kinds:
+    """Return the memory of a rank between two steps, which its last phase determines."""
+    called = [phase.name for phase in role.phases if phase.method]
+    return measured.phases[called[-1]].remaining if called else measured.static
 
 
-def _waiting(role: PlannedRole, found: MeasuredRole) -> Kinds:
-    """Memory held on a rank's card between two steps: as the role's last phase leaves it."""
-    done = [phase.name for phase in role.phases if phase.method]
-    return found.phases[done[-1]].rest if done else found.static
-
-
-def _resting(
-    run: PlannedRun,
-    other: PlannedRole,
-    now: tuple[str, str],
-    ranks: Mapping[int, MeasuredRole],
+def _idle_bytes(
+    run: PlannedRun, role: PlannedRole, current: RolePhase, ranks: Mapping[int, MeasuredRole]
 ) -> float:
-    """Bytes of a role that waits, on its fullest rank: as its last phase before ``now`` left it."""
-    place = run.step.index(now)
-    around = [*run.step[place + 1 :], *run.step[:place]]  # the step before, and this one
-    mine = [phase for name, phase in around if name == other.name and phase != "save"]
-    rests = (
-        total(each.phases[phase].rest)
-        for each in ranks.values()
-        for phase in mine[-1:]
-        if phase in each.phases
+    """Return the bytes of an idle role on its fullest rank, as left by its last phase."""
+    index = run.step.index(current)
+    earlier = [*run.step[index + 1 :], *run.step[:index]]  # of the previous step, then of this one
+    phases = [phase for name, phase in earlier if name == role.name and phase != "save"]
+    sizes = (
+        total(rank.phases[phase].remaining)
+        for rank in ranks.values()
+        for phase in phases[-1:]
+        if phase in rank.phases
     )
-    return max(rests, default=max(total(each.static) for each in ranks.values()))
+    return max(sizes, default=max(total(rank.static) for rank in ranks.values()))
 
 
 def _by_kind(kinds: Kinds) -> dict[str, int]:

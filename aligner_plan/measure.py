@@ -1,4 +1,8 @@
-"""One role on one rank of the dry device: every phase of its step, a short piece of each."""
+"""Measurement of one role on one rank of the dry device: a short piece of every phase of a step.
+
+worker with few layers ─► first update ─► phase: 1 micro-batch, p + 1 micro-batches ─► all rows
+                                          generation: first tokens, last tokens ─► response
+"""
 
 import contextlib
 import gc
@@ -24,16 +28,16 @@ from aligner.models.gpt.decode.responses import Responses
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.worker import RoleWorker
 from aligner.parallel.groups import initialize_parallel
-from aligner_plan.amounts import Amounts, Kinds, Measured, extrapolated, fuller, peaks_of
+from aligner_plan.amounts import Amounts, Kinds, Measured, extrapolated, higher_peaks, peaks_of
 from aligner_plan.dry.device import DeviceKind, DryDevice
 from aligner_plan.dry.record import Record
 from aligner_plan.roles import Phase, PlannedRole
 
-# Layers of a pipeline stage that are run, of more. FSDP2 gathers layers ahead: from four
-# on, as many as in any deeper model.
+# Layers of a pipeline stage that are run if the stage has more. FSDP2 gathers layers ahead: from
+# four layers on, it gathers as many as in any deeper model.
 _DEPTHS = {"megatron": (2, 4), "dtensor": (4, 6)}
 _LEAVE = {"prepare_for_training": "finish_training"}
-_TOKENS = 5  # of each response that are sampled: from the third on by a CUDA graph
+_TOKENS = 5  # sampled tokens of each response. From the third on a CUDA graph samples them
 
 
 @dataclass(frozen=True)
@@ -46,36 +50,40 @@ class MeasuredRole:
 
 
 def measure(role: PlannedRole, stage: int, kind: DeviceKind = "gpu") -> MeasuredRole:
-    """Measure the role on a rank of pipeline stage ``stage``, phase by phase, in one step.
+    """Measure the role on a rank of pipeline stage ``stage`` in all phases of one step.
 
-    Layers beyond a few are not run: what they take is what the others do. ``kind``: that of the
-    `DryDevice`.
+    Only a few layers are run, and the others are extrapolated. ``kind``: kind of the `DryDevice`.
     """
     runs = {layers: measure_at(role, stage, layers, kind) for layers in depths_of(role)}
-    return joined(runs, role.architecture.num_layers // role.parallel.pipeline)
+    return joined(runs, stage_layers(role))
+
+
+def stage_layers(role: PlannedRole) -> int:
+    """Return the layers of each pipeline stage."""
+    return role.architecture.num_layers // role.parallel.pipeline
 
 
 def depths_of(role: PlannedRole) -> list[int]:
-    """Numbers of layers of a pipeline stage from which all of them follow."""
-    layers = role.architecture.num_layers // role.parallel.pipeline
+    """Return the numbers of layers per pipeline stage that are measured."""
+    layers = stage_layers(role)
     depths = _DEPTHS["dtensor" if role.is_dtensor else "megatron"]
     return [layers] if layers <= depths[-1] else list(depths)
 
 
 def joined(runs: Mapping[int, MeasuredRole], layers: int) -> MeasuredRole:
-    """The role with ``layers`` layers on a pipeline stage, from what it took with others."""
+    """Extrapolate the role to ``layers`` layers per stage from runs with other numbers of them."""
     static = {depth: Measured(Amounts(), {}, run.static) for depth, run in runs.items()}
-    (low, some), *more = sorted(runs.items())
+    (low, shallow), *more = sorted(runs.items())
     slope = 0.0
     if more:
-        high, other = more[0]
-        slope = (other.parameters - some.parameters) / (high - low)
+        high, deep = more[0]
+        slope = (deep.parameters - shallow.parameters) / (high - low)
     return MeasuredRole(
-        some.parameters + slope * (layers - low),
-        extrapolated(static, layers).rest,
+        shallow.parameters + slope * (layers - low),
+        extrapolated(static, layers).remaining,
         {
             name: extrapolated({depth: run.phases[name] for depth, run in runs.items()}, layers)
-            for name in some.phases
+            for name in shallow.phases
         },
     )
 
@@ -87,27 +95,32 @@ def measure_at(
     kind: DeviceKind = "gpu",
     names: Collection[str] | None = None,
 ) -> MeasuredRole:
-    """The role with ``layers`` layers on each pipeline stage.
+    """Measure the role with ``layers`` layers on each pipeline stage.
 
-    ``names``: of the phases to measure; None: all.
+    ``names``: names of the phases to measure. None: all.
     """
     parallel = role.parallel
     architecture = replace(role.architecture, num_layers=layers * parallel.pipeline)
     rank = stage * (role.world // parallel.pipeline)
-    dry = DryDevice(role.world, rank, kind=kind)
-    with _little_garbage(), dry as device, without_weights(architecture, role):
-        run = _RoleRun(device, start_worker(role), role)
-        phases = {}
-        for phase in role.phases:
-            if names is None or phase.name in names:
-                phases[phase.name] = run.measure(phase)
-            elif phase.method not in ("", "generate", "train"):
-                run.touch(phase)
-        return MeasuredRole(float(run.role.num_parameters()), run.static, phases)
+    device = DryDevice(role.world, rank, kind=kind)
+    # The garbage collector then only looks at objects of the block, not at all imported ones.
+    gc.freeze()
+    try:
+        with device, without_weights(architecture, role):
+            run = _RoleRun(device, start_worker(role), role)
+            phases = {}
+            for phase in role.phases:
+                if names is None or phase.name in names:
+                    phases[phase.name] = run.measure(phase)
+                elif phase.method not in ("", "generate", "train"):
+                    run.touch(phase)
+            return MeasuredRole(float(run.role.num_parameters()), run.static, phases)
+    finally:
+        gc.unfreeze()
 
 
 def start_worker(role: PlannedRole) -> Any:
-    """The role's worker in this process, whose place in the role's layout is taken here."""
+    """Start the role's worker in this process, on this process's rank of the role's layout."""
     cluster = LocalCluster(initialize_parallel(role.parallel))
     group = cluster.start_workers(
         role.worker, role.name, tokenizer=byte_level_tokenizer(), **role.options
@@ -119,15 +132,18 @@ def start_worker(role: PlannedRole) -> Any:
 def without_weights(
     architecture: GPTArchitecture, role: PlannedRole, initialize: bool = False
 ) -> Iterator[None]:
-    """Workers build their model of this shape, and read no file; weights are random or unset."""
+    """Let workers build a model of this architecture without a file.
+
+    ``initialize``: the weights are random. Otherwise they are unset.
+    """
     attributes = role.options.get("attributes")
-    unread = SimpleNamespace(architecture=architecture, weights=_UnsetWeights(architecture))
+    source = SimpleNamespace(architecture=architecture, weights=_UnsetWeights(architecture))
 
     def load_model(worker: Any, settings: Any, path: Any, tokenizer: Any) -> Any:
         del path
         if issubclass(worker.model_class, DTensorModel):
             return worker.model_class.from_checkpoint(
-                unread, settings=settings, tokenizer=tokenizer
+                source, settings=settings, tokenizer=tokenizer
             )
         if attributes:
             settings = replace(settings, attributes=attributes)
@@ -144,7 +160,7 @@ def without_weights(
 
 
 class _UnsetWeights(Mapping[str, Tensor]):
-    """Canonical weights of an architecture, whose values are whatever is in memory."""
+    """Canonical weights of an architecture with undefined values."""
 
     def __init__(self, architecture: GPTArchitecture) -> None:
         self._shapes = expected_shapes(architecture)
@@ -159,18 +175,8 @@ class _UnsetWeights(Mapping[str, Tensor]):
         return len(self._shapes)
 
 
-@contextlib.contextmanager
-def _little_garbage() -> Iterator[None]:
-    """Collections look only at objects made inside, not at all that was imported."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-class _Enough(Exception):
-    """Raised when as many tokens were sampled as are measured."""
+class _LastToken(Exception):
+    """Raised when all measured tokens are sampled."""
 
 
 class _RoleRun:
@@ -179,7 +185,6 @@ class _RoleRun:
     def __init__(self, device: DryDevice, worker: Any, role: PlannedRole) -> None:
         self.device, self.worker, self.planned = device, worker, role
         self.role = worker.model
-        self.dp_size = worker.parallel.dp_size
         self._name_memory()
         if role.learns:
             self._first_step()
@@ -187,10 +192,10 @@ class _RoleRun:
         self.static: Kinds = self._alive()
 
     def measure(self, phase: Phase) -> Measured:
-        """One phase, between those before and after it."""
+        """Measure one phase, after the phases before it."""
         match phase.method:
             case "":
-                amounts, peaks = self._hand_over(phase)
+                amounts, peaks = self._transfer(phase)
             case "generate":
                 amounts, peaks = self._generate(phase)
             case _:
@@ -199,15 +204,15 @@ class _RoleRun:
         return Measured(amounts, peaks, self._alive())
 
     def touch(self, phase: Phase) -> None:
-        """One micro-batch: megatron-core keeps its largest buffer for what it gathers."""
+        """Run one micro-batch: megatron-core keeps its largest buffer for gathered tensors."""
         self._call(phase, self.planned.micro_batch_size(phase))
 
     def _first_step(self) -> None:
-        """Moments are made in the first update."""
+        """Make the first update, which creates the optimizer's moments."""
         self.worker.prepare_for_training()
         self.role.optimizer.zero_grad()
         for parameter in self.role.model.parameters():
-            if isinstance(parameter, DTensor):  # whose gradients stay until the next update
+            if isinstance(parameter, DTensor):  # whose gradients exist until the next update
                 parameter.grad = torch.zeros_like(parameter)
         self.role.optimizer.step()
         self.worker.finish_training()
@@ -222,7 +227,7 @@ class _RoleRun:
         )
         for model in (self.role.model, *copies):
             if model is not None:
-                self.device.holds(model)
+                self.device.name_memory(model)
 
     def _alive(self) -> Kinds:
         return {k: float(size) for k, size in self.device.memory.snapshot().kinds.items()}
@@ -230,71 +235,74 @@ class _RoleRun:
     # Micro-batches ----------------------------------------------------------------------------
 
     def _in_parts(self, phase: Phase) -> tuple[Amounts, dict[str, Kinds]]:
-        """One micro-batch, and one more than pipeline stages, give all of them."""
+        """Extrapolate to all micro-batches from one, and from one more than pipeline stages."""
         rows, size = self.planned.rows(phase), self.planned.micro_batch_size(phase)
-        number = -(-rows // size)
-        few = self.planned.parallel.pipeline  # micro-batches that are on their way at once
-        first, whole = self._call(phase, rows if number <= few else size)
-        amounts, peaks = Amounts.of(first), peaks_of(whole)
-        moved = Amounts.of(whole).plus(amounts, -1.0)
-        if number > few:
-            more, whole = self._call(phase, (few + 1) * size)
-            step = Amounts.of(more).plus(amounts, -1.0)
-            amounts = amounts.plus(step, (rows / size - 1) / few)
-            peaks = fuller(peaks, peaks_of(whole))
-        return moved.plus(amounts, phase.times), peaks
+        count = -(-rows // size)
+        stages = self.planned.parallel.pipeline  # micro-batches in flight at once
+        passes, record = self._call(phase, rows if count <= stages else size)
+        amounts, peaks = Amounts.of(passes), peaks_of(record)
+        around = Amounts.of(record).plus(amounts, -1.0)  # of entering and leaving the phase
+        if count > stages:
+            more_passes, record = self._call(phase, (stages + 1) * size)
+            difference = Amounts.of(more_passes).plus(amounts, -1.0)
+            amounts = amounts.plus(difference, (rows / size - 1) / stages)
+            peaks = higher_peaks(peaks, peaks_of(record))
+        return around.plus(amounts, phase.times), peaks
 
     def _call(self, phase: Phase, rows: int) -> tuple[Record, Record]:
-        """Records of the passes over ``rows`` rows of this rank, and of the whole phase."""
-        with self.device.record() as whole:
+        """Record the passes over ``rows`` rows of this rank, and the complete phase."""
+        with self.device.record() as record:
             getattr(self.worker, phase.enter)()
             with self.device.record() as passes:
                 call_worker(self.worker, self.planned, phase, rows)
             self._name_memory()
             getattr(self.worker, _LEAVE.get(phase.enter, "finish_inference"))()
-        return passes, whole
+        return passes, record
 
     # Generation -------------------------------------------------------------------------------
 
     def _generate(self, phase: Phase) -> tuple[Amounts, dict[str, Kinds]]:
-        """The first tokens, and the last: the cost of a token grows with the length before it.
+        """Measure the first and the last tokens: the cost of a token grows with its position.
 
-        The step that is carried on is the last one sampled, which a CUDA graph launches where the
-        generator has them. Captures, and first steps of a shape, are left out.
+        The cost between them is linear. It is taken from steps that a CUDA graph launches, if the
+        generator uses graphs, and not from captures or the first steps of a shape.
         """
         worker = self.worker
         with self.device.record() as ready:
             worker.prepare_for_generation()
-        moved = Amounts.of(ready)
+        around = Amounts.of(ready)
         self._name_memory()
         if not worker.parallel.is_last_stage:  # which would receive the sampled tokens
-            return moved, {"": self._alive()}
+            return around, {"": self._alive()}
+        # The beginning and the end of a response.
         begin = self._sample(phase, phase.length, phase.response)
         late = phase.length + max(0, phase.response - _TOKENS)
         end = self._sample(phase, late, phase.length + phase.response - late)
-        self.role.release_generator()  # its cache and graphs are counted in this phase only
-        with self.device.record() as left:
+        self.role.release_generator()  # its cache and graphs count for this phase only
+        with self.device.record() as finished:
             worker.finish_generation()
-        moved = moved.plus(Amounts.of(left))
+        around = around.plus(Amounts.of(finished))
+        # The first token, and the mean of the others.
         amounts = Amounts.of(begin[0])
         if phase.response > 1:
             mean = Amounts().plus(_step(begin), 0.5).plus(_step(end), 0.5)
             amounts = amounts.plus(mean, phase.response - 1.0)
         peaks = peaks_of(ready)
         for record in (*begin, *end):
-            peaks = fuller(peaks, peaks_of(record))
-        return moved.plus(amounts, self.planned.rows(phase) / self.planned.slots(phase)), peaks
+            peaks = higher_peaks(peaks, peaks_of(record))
+        return around.plus(amounts, self.planned.rows(phase) / self.planned.slots(phase)), peaks
 
     def _sample(self, phase: Phase, prompt: int, response: int) -> list[Record]:
-        """Prefill and the first token; each step after it, with what the host reads meanwhile.
+        """Record prefill with the first token, then each later step with its host reads.
 
-        The host reads a step while the next one runs, so the last step that is measured whole is
-        ended by the one after it.
+        The host reads the result of a step while the next one runs. The last complete record
+        therefore ends with the step after it.
         """
         rollout, slots = self.planned.model.rollout, self.planned.slots(phase)
-        numbers = torch.arange(slots) // rollout.num_rollouts_per_prompt
-        ids = (numbers[:, None] + torch.arange(prompt)) % 200
-        ids[:, 0] = numbers // 200  # no two prompts are the same
+        # Different prompts.
+        prompt_ids = torch.arange(slots) // rollout.num_rollouts_per_prompt
+        ids = (prompt_ids[:, None] + torch.arange(prompt)) % 200
+        ids[:, 0] = prompt_ids // 200
         data: BatchedDataDict = BatchedDataDict(
             {
                 "input_ids": ids,
@@ -307,14 +315,15 @@ class _RoleRun:
         with contextlib.ExitStack() as stack:
             records = [stack.enter_context(self.device.record())]
 
-            def measured(*args: Any, **kwargs: Any) -> None:
+            def recorded_advance(*args: Any, **kwargs: Any) -> None:
                 stack.close()
                 if len(records) == _TOKENS:
-                    raise _Enough
+                    raise _LastToken
                 records.append(stack.enter_context(self.device.record()))
                 advance(*args, **kwargs)
 
-            with contextlib.suppress(_Enough), mock.patch.object(Responses, "advance", measured):
+            stop = contextlib.suppress(_LastToken)
+            with stop, mock.patch.object(Responses, "advance", recorded_advance):
                 self.worker.generate(
                     data,
                     seed=1,
@@ -322,32 +331,31 @@ class _RoleRun:
                 )
         return records
 
-    # Beside the step --------------------------------------------------------------------------
+    # Outside the step -------------------------------------------------------------------------
 
-    def _hand_over(self, phase: Phase) -> tuple[Amounts, dict[str, Kinds]]:
+    def _transfer(self, phase: Phase) -> tuple[Amounts, dict[str, Kinds]]:
+        """Measure `save` or `refit`."""
         with self.device.record() as record:
-            if phase.name == "save":  # every tensor of it is written from host memory
-                state = tree_leaves(self.worker.state_dict())
-                tensors = [
-                    each
-                    for each in state
-                    if isinstance(each, Tensor) and self.device.memory.holds(each)
-                ]
-                record.copied_bytes += sum(each.nbytes for each in tensors)
+            if phase.name == "save":  # every tensor is written from host memory
+                record.copied_bytes += sum(
+                    leaf.nbytes
+                    for leaf in tree_leaves(self.worker.state_dict())
+                    if isinstance(leaf, Tensor) and self.device.memory.holds(leaf)
+                )
             else:
                 self.worker.offload_before_refit()
                 buffer = torch.empty(
                     phase.buffer_bytes, dtype=torch.uint8, device=accelerator.device()
                 )
                 for _, tensor in self.worker.hf_weights(self.worker.hf_weight_names()):
-                    tensor.clone()  # into the buffer, or on its way
+                    tensor.clone()  # into the buffer, or to the engine
                 del buffer
                 self.worker.offload_after_refit()
         return Amounts.of(record), peaks_of(record)
 
 
 def _step(records: list[Record]) -> Amounts:
-    """The last step with the fewest launches: others capture a graph, or are before that."""
+    """Return the last step with the fewest launches. Others precede or capture a graph."""
     return Amounts.of(min(records[:0:-1], key=lambda record: record.launches))
 
 

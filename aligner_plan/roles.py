@@ -23,13 +23,13 @@ from aligner.distributed.workers import micro_batching
 
 @dataclass(frozen=True)
 class Column:
-    """A tensor column of a batch: its dtype, and sizes after the batch axis; None: the length."""
+    """A tensor column of a batch: dtype, and sizes after the batch axis. None: sequence length."""
 
     sizes: tuple[int | None, ...]
     dtype: torch.dtype
 
     def zeros(self, rows: int, length: int) -> Tensor:
-        """Zeros ``[rows, ...]``."""
+        """Return zeros ``[rows, ...]``."""
         sizes = (length if size is None else size for size in self.sizes)
         return torch.zeros(rows, *sizes, dtype=self.dtype)
 
@@ -39,15 +39,16 @@ class Phase:
     """Calls of one method of a role's workers in a step, on sequences of the greatest length.
 
     Args:
-        name: of the phase.
-        method: of the worker; empty for `refit` and `save`, which are no part of the step.
-        rows: of the whole batch, in each of ``times`` parts.
-        length: tokens of a row; of generation those of the prompt.
-        columns: by name, of what the method is given.
-        options: further arguments of the method.
-        enter: method that is called before.
-        response: tokens that are sampled.
-        buffer_bytes: of ``refit``, what one group of tensors takes on its way.
+        name: name of the phase.
+        method: method of the worker. It is empty for `refit` and `save`, which call no method.
+        rows: rows of the whole batch, in each of ``times`` parts.
+        times: number of parts.
+        length: tokens of a row. For generation, tokens of the prompt.
+        columns: columns of the batch.
+        options: other arguments of the method.
+        enter: method that is called first.
+        response: sampled tokens.
+        buffer_bytes: bytes of the buffer in which ``refit`` transfers one group of tensors.
     """
 
     name: str
@@ -68,17 +69,17 @@ class Phase:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step: sampled ones, or those that pass through the model."""
+        """Tokens of a step that are sampled or pass through the model."""
         return self.rows * self.times * (self.response or self.length)
 
     @property
     def rows_per_group(self) -> int:
-        """Adjacent rows that one micro-batch must hold."""
+        """Adjacent rows that must be in one micro-batch."""
         loss = self.options.get("loss_fn")
         return 1 if loss is None else int(loss.rows_per_group)
 
     def batch(self, rows: int) -> BatchedDataDict:
-        """A batch of ``rows`` sequences: zeros; all tokens but the first count."""
+        """Return ``rows`` sequences of zeros, in which all tokens but the first count."""
         data = {name: column.zeros(rows, self.length) for name, column in self.columns.items()}
         data["input_lengths"].fill_(self.length)
         if "sample_mask" in data:
@@ -90,9 +91,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class PlannedRole:
-    """A model of the run: how its workers are started, and its phases in the order of a step.
+    """A model of the run: arguments of its workers, and its phases in the order of a step.
 
-    ``options``: arguments of ``worker``, a dotted path, beside layout and tokenizer.
+    ``options``: arguments of ``worker``, a dotted path, without layout and tokenizer.
     """
 
     name: str
@@ -100,9 +101,9 @@ class PlannedRole:
     worker: str
     options: Mapping[str, Any]
     world: int  # processes
-    cards: str  # roles of one name share cards
+    cards: str  # roles with the same name of cards share the cards
     phases: tuple[Phase, ...]
-    engine: EngineResources | None = None  # of a role that stands for rollout engines
+    engine: EngineResources | None = None  # if the role represents rollout engines
 
     @property
     def section(self) -> TrainedModelConfig | CriticConfig:
@@ -111,7 +112,7 @@ class PlannedRole:
 
     @property
     def model(self) -> TrainedModelConfig:
-        """Layout and token budgets."""
+        """The section with layout and token budgets."""
         return self.options.get("model") or self.options["config"]
 
     @property
@@ -121,24 +122,24 @@ class PlannedRole:
 
     @property
     def learns(self) -> bool:
-        """True if it has an optimizer."""
+        """True if the role has an optimizer."""
         return bool(self.options.get("init_optimizer", True))
 
     @property
     def is_dtensor(self) -> bool:
-        """True if its worker is one of the DTensor backend."""
+        """True if the worker belongs to the DTensor backend."""
         return ".dtensor_" in self.worker
 
     def rows(self, phase: Phase) -> int:
-        """Rows of a data-parallel rank in each part of a phase."""
+        """Return the rows of a data-parallel rank in each part of a phase."""
         return -(-phase.rows // self.parallel.data_size(self.world))
 
     def slots(self, phase: Phase) -> int:
-        """Responses that a data-parallel rank samples at a time."""
+        """Return the responses that a data-parallel rank samples at a time."""
         return min(self.model.rollout.rollout_micro_batch_size, self.rows(phase))
 
     def batching(self, phase: Phase) -> MicroBatching:
-        """The way in which micro-batches of a phase are formed; empty: of so many rows."""
+        """Return the options that form micro-batches of a phase. Empty: a fixed number of rows."""
         return micro_batching(
             self.model,
             training=phase.is_update,
@@ -147,20 +148,21 @@ class PlannedRole:
         )
 
     def micro_batch_size(self, phase: Phase) -> int:
-        """Rows of a micro-batch on a data-parallel rank."""
+        """Return the rows of a micro-batch on a data-parallel rank."""
+        section = self.section
         if batching := self.batching(phase):
             options: Any = next(iter(batching.values()))
             multiple = options.get("sequence_length_round") or options.get(
                 "sequence_length_pad_multiple", 1
             )
-            rows = options["max_tokens_per_microbatch"] // _rounded(phase.length, multiple)
+            length = math.ceil(phase.length / multiple) * multiple
+            rows = options["max_tokens_per_microbatch"] // length
             size = rows // phase.rows_per_group * phase.rows_per_group
         elif phase.is_update:
             size = phase.options["mbs"]
         else:
-            section = self.section
-            own = section if isinstance(section, CriticConfig) else section.rollout
-            size = phase.options.get("micro_batch_size") or own.forward_micro_batch_size
+            limits = section if isinstance(section, CriticConfig) else section.rollout
+            size = phase.options.get("micro_batch_size") or limits.forward_micro_batch_size
         return max(phase.rows_per_group, min(size, self.rows(phase)))
 
 
@@ -171,7 +173,3 @@ class PlannedRun:
     config: BaseRunConfig
     roles: dict[str, PlannedRole]
     step: tuple[tuple[str, str], ...]
-
-
-def _rounded(length: int, multiple: int) -> int:
-    return math.ceil(length / multiple) * multiple

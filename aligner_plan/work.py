@@ -1,4 +1,4 @@
-"""Arithmetic of phases, and the least that any layout of a run needs."""
+"""Arithmetic of phases, and lower bounds of the time and memory of a run."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from aligner_plan.roles import Phase, PlannedRole, PlannedRun
 
 
 def work_of(role: PlannedRole, phase: Phase) -> tuple[float, float]:
-    """Tokens of all ranks, and the model's arithmetic on them."""
+    """Return the tokens of all ranks, and the model's arithmetic on them."""
     tokens = float(role.rows(phase) * role.parallel.data_size(role.world) * phase.times)
     tokens *= phase.response or phase.length
     weights = matrix_parameters(role.architecture)
@@ -25,20 +25,27 @@ def work_of(role: PlannedRole, phase: Phase) -> tuple[float, float]:
 
 @cache
 def matrix_parameters(architecture: GPTArchitecture) -> int:
-    """Parameters that a token meets in products: no embedding that is only looked up, and of the
-    experts those that it is sent to."""
-    sizes = {name: math.prod(shape) for name, shape in expected_shapes(architecture).items()}
-    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    """Count the parameters that a token is multiplied with.
+
+    An embedding that is only looked up does not count, nor do experts that the token skips.
+    """
+    parameters, experts = _parameters(architecture)
     idle = 1 - architecture.moe_router_topk / (architecture.num_moe_experts or 1)
     embedding = architecture.vocab_size * architecture.hidden_size
     looked_up = 0 if architecture.tie_embeddings else embedding
-    return sum(sizes.values()) - looked_up - round(experts * idle if experts else 0)
+    return parameters - looked_up - round(experts * idle if experts else 0)
+
+
+def _parameters(architecture: GPTArchitecture) -> tuple[int, int]:
+    """Count the parameters of a model, and the parameters of its experts."""
+    sizes = {name: math.prod(shape) for name, shape in expected_shapes(architecture).items()}
+    return sum(sizes.values()), sum(n for name, n in sizes.items() if ".experts." in name)
 
 
 def bubble_of(role: PlannedRole, phase: Phase) -> float:
-    """Factor by which waiting stages lengthen a phase: (m + p - 1) / m with m micro-batches.
+    """Return the factor by which idle stages lengthen a phase: (m + p - 1) / m, m micro-batches.
 
-    Narayanan et al. 2021. A token is sampled once it has passed every stage.
+    Narayanan et al. 2021. A sampled token passes every stage before the next one.
     """
     stages = role.parallel.pipeline
     if phase.method in ("", "generate"):
@@ -53,33 +60,33 @@ def bubble_of(role: PlannedRole, phase: Phase) -> float:
 
 
 @dataclass(frozen=True)
-class Least:
-    """Lower bounds of a run, by arithmetic only: nothing is measured."""
+class LowerBounds:
+    """Lower bounds of a run, computed without a measurement."""
 
     step_seconds: float
     card_bytes: float
 
 
-def least_of(run: PlannedRun, device: DeviceRates) -> Least:
-    """Time of the layers' products, and bytes of weights, gradients and optimizers."""
+def lower_bounds(run: PlannedRun, device: DeviceRates) -> LowerBounds:
+    """Bound the time by the products of the layers, the memory by weights, gradients, optimizer."""
     seconds = sum(
-        _least_seconds(run.roles[role], phase, device)
+        _product_seconds(run.roles[role], phase, device)
         for role, name in run.step
         for phase in run.roles[role].phases
         if phase.name == name
     )
-    return Least(seconds, max(_least_bytes(run, role) for role in run.roles.values()))
+    return LowerBounds(seconds, max(_card_bytes(run, role) for role in run.roles.values()))
 
 
-def _least_seconds(role: PlannedRole, phase: Phase, device: DeviceRates) -> float:
-    """Products of the layers; of decoding, the reading of their weights for every token."""
-    layers = matrix_parameters(role.architecture)
-    layers -= role.architecture.vocab_size * role.architecture.hidden_size  # of answers only
+def _product_seconds(role: PlannedRole, phase: Phase, device: DeviceRates) -> float:
+    """Compute the time of the layers' products. Decoding also reads the weights for every token."""
+    parameters = matrix_parameters(role.architecture)
+    # The output layer only multiplies the tokens of answers.
+    layers = parameters - role.architecture.vocab_size * role.architecture.hidden_size
     _, flops = work_of(role, phase)
     itemsize = _weight_bytes(role)
     rate = device.flops(torch.bfloat16 if itemsize == 2 else torch.float32)
-    share = layers / matrix_parameters(role.architecture)
-    seconds = flops * share / role.world / rate
+    seconds = flops * (layers / parameters) / role.world / rate
     if phase.response and role.architecture.num_moe_experts is None:
         parts = role.parallel.tensor * role.parallel.pipeline
         reads = role.rows(phase) / role.slots(phase) * max(0, phase.response - 1)
@@ -87,66 +94,65 @@ def _least_seconds(role: PlannedRole, phase: Phase, device: DeviceRates) -> floa
     return seconds * bubble_of(role, phase)
 
 
-def _least_bytes(run: PlannedRun, role: PlannedRole) -> float:
-    """Least memory of a card while ``role`` learns or works: its own, and other roles' on it."""
-    own = _memory(role)
-    beside = [
-        _resting(other)
-        for other in run.roles.values()
-        if other.name != role.name and other.cards == role.cards
+def _card_bytes(run: PlannedRun, role: PlannedRole) -> float:
+    """Bound the memory of a card while ``role`` works, including other roles on the card."""
+    memory = _memory(role)
+    idle_roles = [
+        _idle_bytes(idle)
+        for idle in run.roles.values()
+        if idle.name != role.name and idle.cards == role.cards
     ]
-    return sum(each.total for each in own) + _reference(role, own) + sum(beside)
+    return sum(part.total for part in memory) + _reference(role, memory) + sum(idle_roles)
 
 
-def _resting(role: PlannedRole) -> float:
-    """Memory that is certain to stay on the card while others work."""
+def _idle_bytes(role: PlannedRole) -> float:
+    """Return the memory that is certain to remain on the card while other roles work."""
     if role.engine is not None:
         return 0.0
     memory, section = _memory(role), role.section
     options: CriticConfig | RolloutConfig
     if isinstance(section, CriticConfig):
-        leaves, options = section.offload_weights, section
+        offloads_weights, options = section.offload_weights, section
     else:
         options = section.rollout
-        leaves = options.offload_weights or role.options.get("offload_weights", False)
-    if leaves:
+        offloads_weights = options.offload_weights or role.options.get("offload_weights", False)
+    if offloads_weights:
         return 0.0
-    stays = sum(float(each.weights) for each in memory)
+    size = sum(float(part.weights) for part in memory)
     if not options.offload_gradients:
-        stays += sum(each.gradients for each in memory)
+        size += sum(part.gradients for part in memory)
         if not options.offload_adam_states:
-            stays += sum(each.optimizer for each in memory)
-    return stays + _reference(role, memory)
+            size += sum(part.optimizer for part in memory)
+    return size + _reference(role, memory)
 
 
 def _reference(role: PlannedRole, memory: list[RoleMemory]) -> float:
-    """Frozen weights beside the policy's own; with adapters there are none."""
+    """Return the bytes of the frozen reference weights, which adapters make unnecessary."""
     if not role.options.get("init_reference_model") or role.model.peft.lora is not None:
         return 0.0
     if role.model.reference_mode != "keep":
         return 0.0
-    return float(sum(each.weights for each in memory))
+    return float(sum(part.weights for part in memory))
 
 
 def _memory(role: PlannedRole) -> list[RoleMemory]:
-    """Memory of the average rank: its part of what all ranks of a stage share, and of experts."""
-    sizes = {name: math.prod(shape) for name, shape in expected_shapes(role.architecture).items()}
-    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    """Return the memory of the average rank: its share of the common weights, and of experts."""
+    parameters, experts = _parameters(role.architecture)
     layout = role.parallel
     learns = role.learns and role.model.peft.lora is None
     sharded = role.is_dtensor  # weights and gradients too, in float32
     itemsize = _weight_bytes(role)
     moments = 8 if role.section.optim.name == "adam" else 0
-    found = []
-    for parameters, parts in (
-        (sum(sizes.values()) - experts, layout.tensor * layout.pipeline),
+    memory = []
+    for count, parts in (
+        (parameters - experts, layout.tensor * layout.pipeline),
         (experts, layout.pipeline * (layout.expert if layout.expert > 1 else layout.tensor)),
     ):
         parts = role.world if sharded else parts
-        found.append(
+        memory.append(
             RoleMemory(
                 "",
-                parameters,
+                count,
                 trainable=learns,
                 model_parallel_size=parts,
                 optimizer_shards=max(1, role.world // parts),
@@ -155,9 +161,9 @@ def _memory(role: PlannedRole) -> list[RoleMemory]:
                 optimizer_bytes=moments if sharded or itemsize == 4 else moments + 4,
             )
         )
-    return found
+    return memory
 
 
 def _weight_bytes(role: PlannedRole) -> int:
-    """Bytes of a weight in the forward pass."""
+    """Return the bytes of a weight in the forward pass."""
     return 2 if role.options["run"].precision == "bf16" else 4

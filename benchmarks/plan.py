@@ -91,7 +91,7 @@ def predicted(model: str, layout: str, batches: str) -> dict[str, float]:
     result = measure(dataclasses.replace(role, phases=(train,)), 0, "cpu")
     phase = result.phases["train"]
     return {
-        "static_bytes": total(phase.rest),
+        "static_bytes": total(phase.remaining),
         "peak_bytes": total(phase.peaks[phase.peak_at]),
         "flops": sum(phase.amounts.flops.values()),
         "wire_bytes": sum(size for key, size in phase.amounts.wires.items() if key.group_size > 1),

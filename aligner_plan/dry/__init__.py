@@ -1,8 +1,8 @@
-"""A dry device: the library's real code at full size on GPU tensors that have no memory.
+"""The dry device: the library's code at full size on GPU tensors without memory.
 
-Tensors are PyTorch's fake tensors with ``device="cuda"``, process groups are PyTorch's fake groups
-of any size; megatron-core, the optimizer and every role run as they would on a GPU, in one process,
-on a machine without one. An operation on tensors of two devices fails as it would there.
+Tensors are PyTorch's fake tensors with ``device="cuda"``, and process groups are PyTorch's fake
+groups of any size. megatron-core, the optimizer and every role run in one process as on a GPU, on a
+machine without one. An operation on tensors of two devices fails as on a GPU.
 
     from aligner_plan.dry.guard import load_guard
     load_guard()                                     # before torch is imported

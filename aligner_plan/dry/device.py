@@ -1,8 +1,9 @@
 """The dry device: fake tensors on ``cuda``, fake process groups, and counts of their operations.
 
-What a real GPU computes is unknown here, except for what follows from values of the host (`known`).
-A value that the host reads and that is unknown is 1.0, 1 or False: a finite loss, no end of a
-sequence.
+    operation ─► rules ─► fake tensor ─► known values ─► memory, streams ─► records or CUDA graph
+
+Results of a GPU are unknown here, unless they are computable from values of the host (`known`). The
+host reads an unknown value as 1.0, 1 or False: a finite loss, a sequence that does not end.
 """
 
 import contextlib
@@ -31,16 +32,16 @@ from aligner_plan.dry.record import (
     counted,
     is_kernel,
     kernel_of,
-    running_place,
+    running_function,
 )
 from aligner_plan.dry.replacements import Replacement, common_replacements
 from aligner_plan.dry.streams import Order, Process
 
 DeviceKind = Literal["gpu", "cpu"]
-# Type of the tensors that are counted, and the allocator's granularity in bytes.
+# Type of the counted tensors, and granularity of the allocator in bytes.
 _MEMORY: dict[DeviceKind, tuple[str, int]] = {"gpu": ("cuda", 512), "cpu": ("cpu", 1)}
-# Collectives for which gloo makes a tensor of the size of what is gathered or scattered, while they
-# run: a copy that it reduces, or one that it gathers in. NCCL makes none.
+# Collectives for which gloo temporarily allocates a tensor of the gathered or scattered size, to
+# reduce or gather in it. NCCL does not.
 _THROUGH_A_COPY = {
     "_allgather_base_",
     "allgather_",
@@ -51,10 +52,11 @@ _THROUGH_A_COPY = {
 
 
 class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
-    """One GPU among ``world_size``, in the place of process ``rank``.
+    """One GPU among ``world_size``, used by process ``rank``.
 
     Enter it in a separate process, after `aligner_plan.dry.guard.load_guard` and before
-    megatron-core is used. ``memory`` counts what is alive; `record` counts what a block does.
+    megatron-core is used. ``memory`` counts the bytes that are alive. `record` counts the
+    operations of a block.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         memory_bytes: int = 80 << 30,
         kind: DeviceKind = "gpu",
     ) -> None:
-        """``kind``: ``cpu`` is a process without a GPU, by the code that it runs."""
+        """``kind``: ``cpu`` is a process without a GPU, which runs the code for CPUs."""
         self.kind = kind
         self.world_size = world_size
         self.rank = rank
@@ -77,7 +79,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         self.capturing = Capturing()
         self.refuses_locks = self.pending_error = False
         self.order = Order()
-        self._addresses = itertools.count(1 << 50, 1 << 40)  # of memory that was allocated again
+        self._addresses = itertools.count(1 << 50, 1 << 40)  # of resized storages
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "DryDevice":
@@ -91,7 +93,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
                 "fake", store=FakeStore(), rank=self.rank, world_size=self.world_size
             )
             stack.callback(_destroy_groups)
-            stack.enter_context(self.here())
+            stack.enter_context(self.entered())
             self._stack = stack.pop_all()
         return self
 
@@ -99,8 +101,8 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         self._stack.close()
 
     @contextlib.contextmanager
-    def here(self, process: Process | None = None) -> Iterator[None]:
-        """Work on the device in a thread that did not enter it; default of the first process."""
+    def entered(self, process: Process | None = None) -> Iterator[None]:
+        """Use the device in another thread, by default in that of the first process."""
         with contextlib.ExitStack() as stack:
             if process is not None:
                 stack.enter_context(self.order.of_process(process))
@@ -110,7 +112,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Record]:
-        """Count what the block does; blocks may be nested."""
+        """Record the operations of the block. Blocks may be nested."""
         record = Record(peaks={"": self.memory.snapshot()})
         self.records.append(record)
         try:
@@ -118,16 +120,17 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         finally:
             self.records.remove(record)
 
-    def holds(self, model: nn.Module) -> None:
-        """Name the weights and gradient buffers of a model that is ready to train, or never will.
+    def name_memory(self, model: nn.Module) -> None:
+        """Set the kind of the weights and gradient buffers of a model that is ready for its phases.
 
         Other kinds follow from the code that allocates.
         """
         for tensor in (*model.parameters(), *nn.Module.buffers(model)):
             gradients = [getattr(tensor, name, None) for name in ("main_grad", "grad")]
             self.memory.name(Kind.WEIGHTS, [_local(tensor.data)])
-            there = (_local(each) for each in gradients if each is not None)
-            self.memory.name(Kind.GRADIENTS, there)
+            self.memory.name(
+                Kind.GRADIENTS, (_local(gradient) for gradient in gradients if gradient is not None)
+            )
 
     # Calls of operations (`aligner_plan.dry.operations`) ------------------------------------------
 
@@ -135,10 +138,10 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         """Count an operation."""
         if self._inside_kernel:
             return
-        on_device = [each for each in operation.results if self.memory.holds(each)]
+        on_device = [tensor for tensor in operation.results if self.memory.holds(tensor)]
         if self.pending_error and on_device and is_kernel(operation.func):
             self.pending_error = False
-            raise RuntimeError("CUDA error: what an earlier call of the driver left behind")
+            raise RuntimeError("CUDA error: the error of an earlier call of the driver")
         self._saw_memory(on_device)
         if self.capturing.graph is not None:
             self.capturing.graph.saw(operation)
@@ -149,18 +152,18 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             self._count(counted(operation))
 
     def _saw_memory(self, tensors: Sequence[Tensor]) -> None:
-        new = [tensor for tensor in tensors if self.memory.saw(tensor)]
-        if new:
+        is_new = [self.memory.saw(tensor) for tensor in tensors]
+        if any(is_new):
             self._saw_peak()
 
     def _saw_peak(self) -> None:
         if self.records:
-            place = running_place()
+            location = running_function()
             for record in self.records:
-                record.saw_memory(self.memory, place)
+                record.saw_memory(self.memory, location)
 
     def one_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that `torch.compile` would make one kernel of."""
+        """Wrap a function that `torch.compile` would turn into one kernel."""
         remembered = RememberedKernel(function, self._operations.known)
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -179,18 +182,8 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
 
         return kernel
 
-    def _seen(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A function whose tensor no operation makes."""
-
-        def made(*args: Any, **kwargs: Any) -> Tensor:
-            tensor = make(*args, **kwargs)
-            self._saw_memory([tensor])
-            return tensor
-
-        return made
-
     def _count(self, count: Callable[[Record], None]) -> None:
-        """Now, or whenever the graph is replayed that is being captured."""
+        """Count now, or at every replay of the graph that is being captured."""
         if self.capturing.graph is not None:
             self.capturing.graph.counts(count)
             return
@@ -208,7 +201,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         return self._operations.known
 
     def saw_host_read(self, tensor: Tensor) -> None:
-        """Count a read of a tensor's values (any shape); for those on the device the host waits."""
+        """Count a read of a tensor's values (any shape), which waits if it is on the device."""
         if not tensor.is_cuda:
             self.order.on_host("a read of its values", [tensor])
             return
@@ -218,13 +211,13 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         self.saw_host_wait()
 
     def saw_host_wait(self) -> None:
-        """Count that the host waits until the device has nothing left to do."""
-        place = running_place() if self.records else ""
+        """Count a wait of the host until the device is idle."""
+        location = running_function() if self.records else ""
         for record in self.records:
-            record.host_waits[place] += 1
+            record.host_waits[location] += 1
 
     def saw_copy_to_host(self, tensor: Tensor) -> None:
-        """Count a copy of the whole storage of a tensor (any shape), for which the host waits."""
+        """Count a copy of the storage of a tensor (any shape), for which the host waits."""
         self.saw_host_read(tensor)
         for record in self.records:
             record.copied_bytes += tensor.untyped_storage().nbytes()
@@ -232,28 +225,39 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
     def saw_collective(
         self, packet: Any, operands: Sequence[Any], ranks: Sequence[int], is_async: bool = False
     ) -> None:
-        """Count a collective, by its larger operand."""
-        sizes = (sum(each.nbytes for each in tensors_in(operand)) for operand in operands)
+        """Count a collective by its larger operand. ``operands``: results first."""
+        written = tensors_in(operands[0])
+        sizes = (sum(t.nbytes for t in tensors_in(operand)) for operand in operands)
         size = max(sizes, default=0)
-        self.memory.wrote(tensors_in(operands[0]))
+        self.memory.wrote(written)
         name = packet.__name__
+        # Order among the streams.
         if self.runs and self.kind == "gpu":
-            reads, writes = tensors_in(operands[1:]), tensors_in(operands[0])
+            reads, writes = tensors_in(operands[1:]), written
             if name.startswith("send"):
                 reads, writes = writes, []
             self.order.launch(name, reads, writes)
+        # Temporary memory.
         if self.kind == "cpu" and name in _THROUGH_A_COPY and len(ranks) > 1:
-            with self.memory.beside(Kind.COMMUNICATION, size):
+            with self.memory.temporary(Kind.COMMUNICATION, size):
                 self._saw_peak()
         overlaps = is_async or self.order.stream is not self.order.process.default
         self._count(lambda record: record.saw_collective(name, ranks, size, overlaps))
 
     def _replacements(self) -> Iterator[Replacement]:
-        """Replacements of all calls of a driver, a process or a kernel that is not there."""
+        """Replace all calls that need a driver, another process or a kernel."""
         if self.kind == "gpu":
             yield from gpu_replacements(self)
-        else:  # made without an operation; a GPU's stands in host memory
-            yield torch, "get_rng_state", self._seen(torch.get_rng_state)
+        else:
+            # This state is created without an operation. A GPU's is in host memory.
+            real = torch.get_rng_state
+
+            def get_rng_state() -> Tensor:
+                state = real()
+                self._saw_memory([state])
+                return state
+
+            yield torch, "get_rng_state", get_rng_state
         yield from file_calls(self, self._mode)
         yield from common_replacements(self._operations, self._resized)
 
@@ -264,7 +268,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Local part of a tensor."""
+    """Return the local part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

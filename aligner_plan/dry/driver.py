@@ -1,9 +1,9 @@
-"""The driver of the GPU that is not there: `torch.cuda`, its kernels, memory between processes."""
+"""Replacement of the GPU's driver: `torch.cuda`, its kernels, memory shared between processes."""
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,20 +18,20 @@ from aligner.errors import DryDeviceError
 from aligner.models.gpt.layers import elementwise
 from aligner_plan.dry.graphs import graph_class
 from aligner_plan.dry.known import KnownValues, tensors_in
-from aligner_plan.dry.replacements import Replacement, answers
+from aligner_plan.dry.replacements import Replacement, constant
 from aligner_plan.dry.streams import Order, Process, stream_classes
 
 _aten = torch.ops.aten
-_OTHER_NUMBER = 7  # the device's, where it was exported
+_EXPORTED_DEVICE = 7  # index of the device in the exporting process
 _PARAMETERS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 
 
 def gpu_replacements(gpu: Any) -> Iterator[Replacement]:
-    """Replacements of calls on ``gpu``, a `DryDevice`."""
+    """Replace calls of a GPU. ``gpu``: a `DryDevice`."""
     cuda = torch.cuda
-    state = torch.zeros(16, dtype=torch.uint8)
+    # Properties and state of the device.
     properties = SimpleNamespace(uuid="dry", total_memory=gpu.memory_bytes)
-    for name, answer in {
+    for name, result in {
         "is_available": True,
         "is_initialized": True,
         "device_count": 8,
@@ -44,37 +44,43 @@ def gpu_replacements(gpu: Any) -> Iterator[Replacement]:
         "get_device_capability": (9, 0),
         "get_device_properties": properties,
         "mem_get_info": (gpu.memory_bytes, gpu.memory_bytes),
+        "graph_pool_handle": None,
     }.items():
-        yield cuda, name, answers(answer)
+        yield cuda, name, constant(result)
     current = [0]
     yield cuda, "current_device", lambda: current[0]
-    yield cuda, "set_device", lambda each: current.__setitem__(0, torch.device(each).index)
-    for holder in (cuda, cuda.random):
-        yield holder, "get_rng_state", lambda device=None: state.clone()
-    yield cuda.nccl, "version", answers((2, 29, 3))
-    yield cuda, "CUDAGraph", graph_class(gpu.records, gpu.known, gpu.order, gpu.capturing)
-    yield cuda, "graph_pool_handle", answers(None)
+    yield cuda, "set_device", lambda device: current.__setitem__(0, torch.device(device).index)
+    state = torch.zeros(16, dtype=torch.uint8)
+    for module in (cuda, cuda.random):
+        yield module, "get_rng_state", lambda device=None: state.clone()
+    yield cuda.nccl, "version", constant((2, 29, 3))
     for name in ("range_push", "range_pop"):
-        yield cuda.nvtx, name, answers(None)
-    yield from _stream_calls(gpu)
-    exports = Exports(gpu.order)
-    yield reductions, "reduce_tensor", exports.reduce
-    yield megatron_random, "_set_cuda_rng_state", answers(None)
+        yield cuda.nvtx, name, constant(None)
+    yield megatron_random, "_set_cuda_rng_state", constant(None)
     yield FakeTensorMode, "avoid_device_init", property(lambda mode: True)
-    yield F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)
-    yield elementwise, "missing_for_kernels", answers(None)
+    # Streams, graphs and memory that is shared between processes.
+    yield cuda, "CUDAGraph", graph_class(gpu.records, gpu.known, gpu.order, gpu.capturing)
+    yield from _stream_calls(gpu)
+    yield reductions, "reduce_tensor", Exports(gpu.order).reduce
+    # Kernels.
+    real_attention = F.scaled_dot_product_attention
+
+    def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return (_gpu_attention if query.is_cuda else real_attention)(query, *args, **kwargs)
+
+    yield F, "scaled_dot_product_attention", attention
+    yield elementwise, "missing_for_kernels", constant(None)
     for module in (elementwise, fused_bias_dropout, fused_bias_swiglu):
         for name, function in list(vars(module).items()):
             if hasattr(function, "_torchdynamo_orig_callable"):
-                whole = function._torchdynamo_orig_callable
-                yield module, name, gpu.one_kernel(whole)
+                yield module, name, gpu.one_kernel(function._torchdynamo_orig_callable)
 
 
 def _stream_calls(gpu: Any) -> Iterator[Replacement]:
-    """Streams, events, and what orders the host and them."""
+    """Replace streams, events, and calls that order the host and streams."""
     cuda, order = torch.cuda, gpu.order
     stream_class, event_class = stream_classes(order, gpu.saw_host_wait)
-    # Kept by the class: without this a second device in a process gets the stream of the first.
+    # The class stores the stream: a second device in a process would get the first one's.
     yield MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None
 
     def synchronize(device: Any = None) -> None:
@@ -88,27 +94,18 @@ def _stream_calls(gpu: Any) -> Iterator[Replacement]:
             order.lock(range(location, location + size))
         return int(gpu.pending_error)  # 0: success
 
+    runtime = SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=order.unlock)
     yield cuda, "synchronize", synchronize
     yield cuda, "Stream", stream_class
     yield cuda, "Event", event_class
     yield cuda, "current_stream", lambda device=None: stream_class(lane=order.stream)
     yield cuda, "default_stream", lambda device=None: stream_class(lane=order.process.default)
-    yield cuda, "stream", lambda each: order.on_stream(None if each is None else each.lane)
-    yield (
-        cuda,
-        "cudart",
-        answers(SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=order.unlock)),
-    )
-    yield Tensor, "record_stream", lambda own, stream: order.record_stream(own, stream.lane)
+    yield cuda, "stream", lambda stream: order.on_stream(None if stream is None else stream.lane)
+    yield cuda, "cudart", constant(runtime)
+    yield Tensor, "record_stream", lambda self, stream: order.record_stream(self, stream.lane)
 
 
-def _attention(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda query, *args, **kwargs: (_attend if query.is_cuda else real)(
-        query, *args, **kwargs
-    )
-
-
-def _attend(
+def _gpu_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -119,10 +116,10 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that a GPU takes; a CPU build of PyTorch would choose the one without a kernel."""
+    """Call the attention kernel of a GPU. A CPU build of PyTorch would not choose a kernel."""
     groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
     flash = attn_mask is None and query.dtype in (torch.bfloat16, torch.float16)
-    if groups > 1 and not flash:  # the other kernels know no grouped queries
+    if groups > 1 and not flash:  # other kernels do not support grouped queries
         return _aten._scaled_dot_product_attention_math(
             *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=True
         )[0]
@@ -142,11 +139,11 @@ def _attend(
 
 
 class Exports:
-    """CUDA IPC: memory of the device that one process exports and another opens.
+    """CUDA IPC: memory of the device that one process exports and another process opens.
 
-    It is kept until it is opened, as on a GPU, where memory that is not opened is never freed. The
-    device has number 0 in every process; an export names another, for numbers are each process's
-    own.
+    An export is kept until it is opened: on a GPU, memory that is never opened is never freed. The
+    device has index 0 in every process. An export contains another index, because indices are only
+    valid within a process.
     """
 
     def __init__(self, order: Order) -> None:
@@ -155,70 +152,59 @@ class Exports:
         self._unopened: dict[int, tuple[Tensor, Process]] = {}
 
     def reduce(self, tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        """Stand-in for `torch.multiprocessing.reductions.reduce_tensor`, of any shape and dtype."""
+        """Substitute for `reduce_tensor` of `torch.multiprocessing.reductions`, of any shape."""
         if not tensor.is_cuda:
-            raise DryDeviceError(f"a tensor on {tensor.device} is no memory of the device")
+            raise DryDeviceError(f"a tensor on {tensor.device} cannot be exported. Move it to cuda")
         self._count += 1
         self._unopened[self._count] = tensor.detach(), self._order.process
-        given = {"storage_device": _OTHER_NUMBER, "storage_handle": self._count}
-        return self.open, tuple(given.get(name) for name in _PARAMETERS)
+        values = {"storage_device": _EXPORTED_DEVICE, "storage_handle": self._count}
+        return self.open, tuple(values.get(name) for name in _PARAMETERS)
 
     def open(self, *arguments: Any) -> Tensor:
-        """Stand-in for `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
-        given = dict(zip(_PARAMETERS, arguments, strict=True))
-        if given["storage_device"] != 0:
-            raise DryDeviceError(f"this process has no device {given['storage_device']}, only 0")
-        tensor, exporter = self._unopened.pop(given["storage_handle"])
-        # Its host has sent this one the place of the memory.
+        """Substitute for `rebuild_cuda_tensor` of `torch.multiprocessing.reductions`."""
+        values = dict(zip(_PARAMETERS, arguments, strict=True))
+        if values["storage_device"] != 0:
+            raise DryDeviceError(f"this process has only device 0, not {values['storage_device']}")
+        tensor, exporter = self._unopened.pop(values["storage_handle"])
+        # The exporter's host has sent the handle to this host.
         self._order.process.host.wait_for(exporter.host.moment())
         return tensor
 
 
-class _Made(NamedTuple):
-    """A tensor that a function made."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
 class RememberedKernel:
-    """A function that `torch.compile` would make one kernel of, run once for given shapes.
+    """A function that `torch.compile` turns into one kernel, run once for arguments of a shape.
 
-    Its result has the same shape whenever its arguments have, and on the dry device shapes are all
-    there is: calls with tensors of shapes that it was called with before only allocate.
-    Where gradients are followed, a value is known, or the result is a view, it is run.
+    The shape of the result depends only on the shapes of the arguments, and the dry device only
+    needs shapes. Later calls with the same shapes therefore only allocate. The function is run if
+    gradients are recorded, if all values are known, or if the result is a view.
     """
 
-    def __init__(self, function: Callable[..., Any], known: KnownValues) -> None:
-        self._function, self._known = function, known
-        self._made: dict[Hashable, _Made] = {}
+    def __init__(self, function: Callable[..., Any], values: KnownValues) -> None:
+        self._function, self._known = function, values
+        # shape, stride, dtype and device of the result
+        self._results: dict[Hashable, tuple[Any, Any, torch.dtype, torch.device]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Output of the function, as far as its shape goes."""
+        """Return an output of the right shape."""
         operands = tensors_in((args, kwargs))
-        if (torch.is_grad_enabled() and any(each.requires_grad for each in operands)) or not any(
-            self._known.of(each) is None for each in operands
-        ):
+        if (
+            torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands)
+        ) or not any(self._known.of(tensor) is None for tensor in operands):
             return self._function(*args, **kwargs)
-        given = (tuple(map(_given, args)), tuple((key, _given(kwargs[key])) for key in kwargs))
-        if given in self._made:
-            made = self._made[given]
-            return torch.empty_strided(
-                made.shape, made.stride, dtype=made.dtype, device=made.device
-            )
+        key = (tuple(map(_shape_key, args)), tuple((k, _shape_key(kwargs[k])) for k in kwargs))
+        if key in self._results:
+            shape, stride, dtype, device = self._results[key]
+            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
         result = self._function(*args, **kwargs)
         if isinstance(result, Tensor):
             storage = result.untyped_storage()
-            if all(each.untyped_storage()._cdata != storage._cdata for each in operands):
-                self._made[given] = _Made(
-                    tuple(result.shape), result.stride(), result.dtype, result.device
-                )
+            if all(tensor.untyped_storage()._cdata != storage._cdata for tensor in operands):
+                shape = tuple(result.shape)
+                self._results[key] = shape, result.stride(), result.dtype, result.device
         return result
 
 
-def _given(argument: Any) -> Hashable:
+def _shape_key(argument: Any) -> Hashable:
     if isinstance(argument, Tensor):
         return tuple(argument.shape), argument.stride(), argument.dtype, argument.device
     return argument if isinstance(argument, Hashable) else repr(argument)

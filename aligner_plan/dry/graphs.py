@@ -1,7 +1,7 @@
-"""CUDA graphs on the dry device: nothing is captured that a graph cannot hold.
+"""CUDA graphs on the dry device, which refuse operations that a graph cannot contain.
 
-A captured operation is not run and counts nothing. A replay runs all of them and is one launch.
-What was allocated while capturing is alive as long as the graph.
+A captured operation is not run and not counted. A replay runs all captured operations and counts as
+one launch. Memory allocated during a capture lives as long as the graph.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from aligner_plan.dry.streams import Order
 
 
 class Graph:
-    """Stand-in for `torch.cuda.CUDAGraph`."""
+    """Substitute for `torch.cuda.CUDAGraph`."""
 
-    def __init__(self, records: list[Record], known: KnownValues, order: Order) -> None:
-        """``records``: of the device's blocks. ``known``: its values. ``order``: of its streams."""
-        self._records, self._known, self._order = records, known, order
+    def __init__(self, records: list[Record], values: KnownValues, order: Order) -> None:
+        """``records``, ``values``, ``order``: attributes of the `DryDevice`."""
+        self._records, self._known, self._order = records, values, order
         self._operations: list[Operation] = []
         self._counts: list[Callable[[Record], None]] = []
-        self._places: dict[int, tuple[Tensor, int]] = {}  # of each storage, as it was captured
+        self._addresses: dict[int, tuple[Tensor, int]] = {}  # by storage, at the capture
 
     def saw(self, operation: Operation) -> None:
         """Capture an operation.
@@ -34,48 +34,49 @@ class Graph:
             DryDeviceError: it copies between host and device, or draws random numbers.
         """
         func, args, _, _, operands, results = operation
-        name, names = operation.name, (each.name for each in func._schema.arguments)
-        drops = dict(zip(names, args, strict=False)).get("dropout_p", "attention" not in name)
-        if torch.Tag.nondeterministic_seeded in func.tags and drops:
+        name, names = operation.name, (argument.name for argument in func._schema.arguments)
+        draws = dict(zip(names, args, strict=False)).get("dropout_p", "attention" not in name)
+        if torch.Tag.nondeterministic_seeded in func.tags and draws:
             raise DryDeviceError(f"{name} draws from a generator inside a CUDA graph")
         tensors = [*operands, *results]
-        if len({each.device.type for each in tensors if each.dim()}) > 1:
+        if len({tensor.device.type for tensor in tensors if tensor.dim()}) > 1:
             raise DryDeviceError(f"{func} copies between host and device inside a CUDA graph")
         self._operations.append(operation)
-        self._places |= {each.untyped_storage()._cdata: (each, address(each)) for each in tensors}
-        if any(each.is_cuda for each in tensors):
+        for tensor in tensors:
+            self._addresses[tensor.untyped_storage()._cdata] = tensor, address(tensor)
+        if any(tensor.is_cuda for tensor in tensors):
             self.counts(counted(operation))
 
     def counts(self, count: Callable[[Record], None]) -> None:
-        """Add ``count`` to the calls that a replay makes on a record."""
+        """Add ``count`` to the functions that a replay calls on a record."""
         self._counts.append(count)
 
     def replay(self) -> None:
-        """All captured operations, as one launch.
+        """Run all captured operations as one launch.
 
         Raises:
-            DryDeviceError: memory that they use is elsewhere now.
+            DryDeviceError: memory of the operations has moved since the capture.
         """
-        if any(address(tensor) != place for tensor, place in self._places.values()):
+        if any(address(tensor) != captured for tensor, captured in self._addresses.values()):
             raise DryDeviceError("a CUDA graph uses memory that was moved since it was captured")
         for operation in self._operations:
             self._known.follow(operation)
             self._order.saw(operation)
         for record in self._records:
-            before = record.launches
+            launches = record.launches
             for count in self._counts:
                 count(record)
-            record.graphed += record.launches - before - 1
+            record.graphed += record.launches - launches - 1
 
 
 def graph_class(
-    records: list[Record], known: KnownValues, order: Order, capturing: "Capturing"
+    records: list[Record], values: KnownValues, order: Order, capturing: "Capturing"
 ) -> type[Graph]:
-    """The class of graphs of a device; a class, for libraries name it in annotations."""
+    """Create the class of graphs of a device. Libraries name it in annotations."""
 
     class CUDAGraph(Graph):
         def __init__(self) -> None:
-            super().__init__(records, known, order)
+            super().__init__(records, values, order)
 
         def capture_begin(self, pool: Any = None, **_: Any) -> None:
             capturing.graph = self
@@ -88,13 +89,13 @@ def graph_class(
 
 
 class Capturing:
-    """State of the capture: the graph that is being captured, if any."""
+    """The graph that is being captured, if any, and the number of captures."""
 
     def __init__(self) -> None:
         self.graph: Graph | None = None
-        self.count = 0  # captures so far
+        self.count = 0
 
-    def refuse(self, what: str) -> None:
-        """Raise `DryDeviceError` while a graph is captured."""
+    def refuse(self, action: str) -> None:
+        """Raise `DryDeviceError` if a graph is being captured."""
         if self.graph is not None:
-            raise DryDeviceError(f"{what} inside a CUDA graph")
+            raise DryDeviceError(f"{action} inside a CUDA graph")

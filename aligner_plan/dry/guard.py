@@ -1,6 +1,6 @@
-"""The device guard of a GPU that is not there: compiled once per version of PyTorch, then loaded.
+"""The device guard of the dry device: compiled once per version of PyTorch, then loaded.
 
-Imports nothing of PyTorch: the guard must be known before PyTorch looks for one.
+Imports nothing of PyTorch: the guard must be loaded before PyTorch looks for one.
 """
 
 import ctypes
@@ -11,30 +11,29 @@ from pathlib import Path
 from aligner.device.native import compiled, torch_home
 from aligner.errors import DryDeviceError, NativeCodeError
 
-_SOURCE = Path(__file__).with_name("guard.cpp")
-
 
 @functools.cache
 def load_guard() -> None:
-    """Make ``device="cuda"`` known to PyTorch in this process; call before torch is imported.
+    """Let PyTorch accept ``device="cuda"`` in this process. Call it before torch is imported.
 
-    Further calls do nothing.
+    Later calls do nothing.
 
-    Raises `DryDeviceError` where torch is imported already, where it is a build for GPUs (which has
-    a guard of its own), or where there is no C++ compiler.
+    Raises:
+        DryDeviceError: torch is already imported or is built for GPUs (and contains a guard), or
+            no C++ compiler was found.
     """
     if "torch" in sys.modules:
         raise DryDeviceError(
-            "the dry device must be loaded before torch; call load_guard() first in a new process"
+            "the dry device must be loaded before torch. Call load_guard() first in a new process"
         )
     try:
         home = torch_home()
         if (home / "lib" / "libtorch_cuda.so").exists():
             raise DryDeviceError(
-                "the dry device needs a CPU build of torch; this one is built for GPUs and brings "
-                "a device guard of its own"
+                "the dry device needs a CPU build of torch, because a GPU build already contains a "
+                "device guard"
             )
-        library = compiled(_SOURCE)
+        library = compiled(Path(__file__).with_name("guard.cpp"))
     except NativeCodeError as error:
         raise DryDeviceError(f"the dry device: {error}") from error
     for name in ("libc10.so", "libtorch_cpu.so"):

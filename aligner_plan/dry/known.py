@@ -1,7 +1,8 @@
-"""Values of fake tensors that follow from values of the host.
+"""Values of fake tensors that are computable from values of the host.
 
-Lengths, masks, token ids and indices decide the shapes of what a GPU computes, so they are computed
-on the host beside the fake tensors. What follows from weights or random numbers is unknown.
+Lengths, masks, token ids and indices determine the shapes of the GPU's results. They are therefore
+computed on the host in addition to the fake tensors. Values that depend on weights or random
+numbers are unknown.
 """
 
 import weakref
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 _aten = torch.ops.aten
-_LIMIT = 1 << 20  # elements; larger values are unknown
+_LIMIT = 1 << 20  # elements. Larger values are unknown
 _OVERWRITING = {_aten.zero_, _aten.fill_, _aten.copy_}
 
 
@@ -31,7 +32,7 @@ class Operation(NamedTuple):
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> "Operation":
-        """The operation ``func(*args, **kwargs)``, whose result is ``out``."""
+        """Describe the call ``func(*args, **kwargs)`` with the result ``out``."""
         return cls(func, args, kwargs, out, tensors_in((args, kwargs)), tensors_in(out))
 
     @property
@@ -40,22 +41,22 @@ class Operation(NamedTuple):
         return self.func.overloadpacket.__name__
 
     def written(self) -> list[Tensor]:
-        """Arguments that it writes to."""
-        found: list[Tensor] = []
-        for place, name in _traits(self.func).written:
-            _collect(self.args[place] if place < len(self.args) else self.kwargs.get(name), found)
-        return found
+        """Return the arguments that the operation writes to."""
+        tensors: list[Tensor] = []
+        for index, name in _traits(self.func).written:
+            _collect(self.args[index] if index < len(self.args) else self.kwargs.get(name), tensors)
+        return tensors
 
 
 class KnownValues:
-    """The values that are known. A view of a fake tensor has a view of its value."""
+    """Known values. The value of a view is a view of the value."""
 
     def __init__(self) -> None:
-        # Storages of values whose twins on the device became unknown.
+        # Storages of values whose fake counterparts were overwritten with unknown values.
         self._overwritten: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The tensor's value on the CPU, of its own shape (any shape); None where it is unknown."""
+        """Return the value of a tensor (any shape) on the CPU, or None if it is unknown."""
         if not isinstance(tensor, FakeTensor):
             return tensor if tensor.numel() <= _LIMIT else None
         value = getattr(tensor, "_known", None)
@@ -64,56 +65,55 @@ class KnownValues:
         return value
 
     def set(self, tensor: Any, value: Tensor | None) -> None:
-        """Set a fake tensor's ``value``, of its shape (any shape) and dtype; None is unknown."""
+        """Set the value of a fake tensor (any shape), of its dtype. None: unknown."""
         tensor._known = value
         if value is not None and isinstance(tensor, FakeTensor):
             storage, twin = tensor.untyped_storage(), value.untyped_storage()
             if storage.nbytes() == twin.nbytes():
-                storage._dry_twin = twin  # for tensors that are made of the storage
+                storage._dry_twin = twin  # for tensors that are created from the storage
 
     def forget(self, tensor: Tensor) -> None:
-        """Mark the tensor's values unknown (any shape), and with them those of its views."""
+        """Mark the values of a tensor (any shape) and of its views as unknown."""
         value = getattr(tensor, "_known", None)
         if value is not None:
             self._overwritten.add(value.untyped_storage())
             self.set(tensor, None)
 
     def follow(self, operation: Operation) -> None:
-        """Do on the host what was done on the device, where all of its inputs are known."""
+        """Repeat an operation of the device on the host, if all of its inputs are known."""
         func, args, kwargs, out, inputs, outputs = operation
         if func.overloadpacket is _aten.set_:
             self._follow_storage(args[1], out)
             return
         traits = _traits(func)
         if traits.overwrites and self.of(args[0]) is None:
-            inputs = inputs[1:]  # what it was does not matter
+            inputs = inputs[1:]  # the overwritten value does not matter
         values = self._all_of(inputs) if traits.computable else None
-        if values is None or any(each.numel() > _LIMIT for each in outputs):
+        if values is None or any(tensor.numel() > _LIMIT for tensor in outputs):
             for tensor in operation.written():
                 self.forget(tensor)
             return
         with _disable_current_modes():
             if traits.overwrites and id(args[0]) not in values:
                 values[id(args[0])] = torch.empty(args[0].shape, dtype=args[0].dtype)
-            host = func(
-                *tree_map(lambda each: _on_host(each, values), args),
-                **{key: _option_on_host(key, each, values) for key, each in kwargs.items()},
-            )
-        for tensor, value in zip(outputs, tensors_in(host), strict=True):
+            options = {k: False if k == "pin_memory" else value for k, value in kwargs.items()}
+            host_args, host_kwargs = tree_map(lambda leaf: _on_host(leaf, values), (args, options))
+            host_out = func(*host_args, **host_kwargs)
+        for tensor, value in zip(outputs, tensors_in(host_out), strict=True):
             self.set(tensor, value)
 
     def _all_of(self, tensors: list[Tensor]) -> dict[int, Tensor] | None:
-        """The tensors' values by their ids; None: one is unknown."""
-        found: dict[int, Tensor] = {}
+        """Return the values of tensors by their ids, or None if one is unknown."""
+        values: dict[int, Tensor] = {}
         for tensor in tensors:
             value = self.of(tensor)
             if value is None:
                 return None
-            found[id(tensor)] = value
-        return found
+            values[id(tensor)] = value
+        return values
 
     def _follow_storage(self, storage: Any, out: Tensor) -> None:
-        """Find the values of a tensor that was made of a storage."""
+        """Set the value of a tensor that was created from a storage."""
         twin = vars(storage).get("_dry_twin")
         if twin is None:
             self.set(out, None)
@@ -127,9 +127,9 @@ class KnownValues:
 class _Traits(NamedTuple):
     """Traits of an operation that do not depend on its arguments."""
 
-    overwrites: bool  # the first argument, whatever it was
-    computable: bool  # from its arguments only
-    written: tuple[tuple[int, str], ...]  # place and name of what it writes to
+    overwrites: bool  # its first argument, without reading it
+    computable: bool  # from its arguments alone
+    written: tuple[tuple[int, str], ...]  # index and name of the arguments that it writes to
 
 
 @cache
@@ -137,41 +137,35 @@ def _traits(func: Any) -> _Traits:
     return _Traits(
         func.overloadpacket in _OVERWRITING,
         torch.Tag.nondeterministic_seeded not in func.tags
-        and "empty" not in func.overloadpacket.__name__,  # what is there is anything
+        and "empty" not in func.overloadpacket.__name__,  # uninitialised
         tuple(
-            (place, argument.name)
-            for place, argument in enumerate(func._schema.arguments)
+            (index, argument.name)
+            for index, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ),
     )
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors among nested arguments or results, which are sequences and mappings."""
-    found: list[Tensor] = []
-    _collect(tree, found)
-    return found
+    """Collect the tensors in nested sequences and mappings of arguments or results."""
+    tensors: list[Tensor] = []
+    _collect(tree, tensors)
+    return tensors
 
 
-def _collect(tree: Any, found: list[Tensor]) -> None:
-    # Called for every operation, of which PyTorch's `tree_leaves` took a tenth of the time.
+def _collect(tree: Any, tensors: list[Tensor]) -> None:
+    # Called for every operation. PyTorch's `tree_leaves` took a tenth of the total time here.
     if isinstance(tree, Tensor):
-        found.append(tree)
+        tensors.append(tree)
     elif isinstance(tree, (tuple, list)):
-        for each in tree:
-            _collect(each, found)
+        for item in tree:
+            _collect(item, tensors)
     elif isinstance(tree, dict):
-        for each in tree.values():
-            _collect(each, found)
+        for item in tree.values():
+            _collect(item, tensors)
 
 
-def _on_host(value: Any, values: dict[int, Any]) -> Any:
-    if isinstance(value, Tensor):
-        return values[id(value)]
-    return torch.device("cpu") if isinstance(value, torch.device) else value
-
-
-def _option_on_host(name: str, value: Any, values: dict[int, Any]) -> Any:
-    if name == "pin_memory":
-        return False
-    return tree_map(lambda each: _on_host(each, values), value)
+def _on_host(leaf: Any, values: dict[int, Any]) -> Any:
+    if isinstance(leaf, Tensor):
+        return values[id(leaf)]
+    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf

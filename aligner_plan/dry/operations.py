@@ -1,4 +1,4 @@
-"""Dispatch of operations on the dry device: known values are followed, the rest is counted."""
+"""Dispatch of operations on the dry device: known values are followed, all operations counted."""
 
 import contextlib
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from aligner_plan.dry.known import KnownValues, Operation, tensors_in
 from aligner_plan.dry.rules import refuse_operands, refuse_wide
 
 _aten = torch.ops.aten
-# Operations whose operands are assumed to have the same values in every process, where known.
+# Operations whose operands, if known, are assumed to have the same values in every process.
 _REDUCED = {torch.ops.c10d.allreduce_, torch.ops.c10d.broadcast_, torch.ops.c10d.send}
 _GATHERED = {torch.ops.c10d._allgather_base_}
-# Those that make their results, by those that count as much.
+# Collectives that return their results, by the in-place collective with the same cost.
 _FUNCTIONAL = {
     torch.ops._c10d_functional.all_reduce: torch.ops.c10d.allreduce_,
     torch.ops._c10d_functional.all_gather_into_tensor: torch.ops.c10d._allgather_base_,
@@ -33,7 +33,10 @@ _UNKNOWN = {torch.float64: 1.0, torch.float32: 1.0, torch.bfloat16: 1.0, torch.b
 
 
 class Operations(TorchDispatchMode):
-    """Every operation below autograd: known values are followed, the rest is counted and faked."""
+    """Dispatch mode for every operation below autograd.
+
+    ``observer``: the `DryDevice`, which counts operations, host reads and collectives.
+    """
 
     def __init__(self, observer: Any) -> None:
         super().__init__()
@@ -42,25 +45,27 @@ class Operations(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled on the dry device, so dynamo need not be kept out of every operation.
+        # Nothing is compiled on the dry device, so operations need no protection from dynamo.
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it dispatches operations on its parts
+        # Operations that are dispatched in another way.
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
+            return NotImplemented  # DTensor dispatches operations on its local tensors
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
         if func.overloadpacket in _FUNCTIONAL:
             return self._communicate_functionally(func, args, kwargs)
         if func.namespace == "aten" and torch.is_inference_mode_enabled():
-            # Operations that are made of others come here whole.
+            # In inference mode composite operations arrive undecomposed.
             with self:
-                parts = func.decompose(*args, **kwargs)
-            if parts is not NotImplemented:
-                return parts
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        # Operations that read values.
         if func is _aten._local_scalar_dense.default:
             return self.read(args[0])
         if func is _aten.equal.default:
@@ -71,21 +76,22 @@ class Operations(TorchDispatchMode):
             return self._select(func, *args)
         if func is _aten.index.Tensor:
             args = (args[0], self._positions(args[1]))
+        # All others.
         refuse_operands(func, args, kwargs)
         out = func(*args, **kwargs)
         operation = Operation.of(func, args, kwargs, out)
         for tensor in operation.results:
-            tensor.constant = None  # fake tensors follow single numbers too, on a real device
+            tensor.constant = None  # a fake tensor would follow scalars on the device, too
             refuse_wide(tensor)
         if self.observer.runs:
             self.known.follow(operation)
         self.observer.saw(operation)
         return out
 
-    # What the host reads ----------------------------------------------------------------------
+    # Values that the host reads ---------------------------------------------------------------
 
     def read(self, tensor: Tensor) -> Any:
-        """`Tensor.item` of a scalar."""
+        """Return `Tensor.item` of a scalar."""
         self.observer.saw_host_read(tensor)
         value = self.known.of(tensor)
         if value is None:
@@ -94,7 +100,7 @@ class Operations(TorchDispatchMode):
             return value.item()
 
     def read_all(self, tensor: Tensor) -> Any:
-        """`Tensor.tolist` of any shape, which waits for the device once."""
+        """Return `Tensor.tolist` of any shape, with one wait for the device."""
         self.observer.saw_host_read(tensor)
         value = self.known.of(tensor)
         with _disable_current_modes():
@@ -103,17 +109,19 @@ class Operations(TorchDispatchMode):
             return value.tolist()
 
     def array(self, tensor: Tensor) -> Any:
-        """`Tensor.numpy` on the host, any shape; unknown bytes, which are only copied, are 0."""
-        value = self.known.of(tensor)  # no read: the array shares the tensor's memory
-        if value is None and tensor.dtype is torch.uint8:
-            with _disable_current_modes():
-                value = torch.zeros(tensor.shape, dtype=torch.uint8)
-        if value is None:
-            raise DryDeviceError(
-                f"numpy() of a {list(tensor.shape)} {tensor.dtype} tensor, whose values the dry "
-                "device does not compute"
-            )
+        """Return `Tensor.numpy` on the host, any shape. Unknown bytes are 0: they are only copied.
+
+        It does not count as a read, because the array shares the tensor's memory.
+        """
+        value = self.known.of(tensor)
         with _disable_current_modes():
+            if value is None and tensor.dtype is torch.uint8:
+                value = torch.zeros(tensor.shape, dtype=torch.uint8)
+            if value is None:
+                raise DryDeviceError(
+                    f"numpy() of a {list(tensor.shape)} {tensor.dtype} tensor, whose values the "
+                    "dry device does not compute"
+                )
             return value.numpy()
 
     def _equal(self, left: Tensor, right: Tensor) -> bool:
@@ -125,19 +133,19 @@ class Operations(TorchDispatchMode):
             return torch.equal(values[0], values[1])
 
     def _nonzero(self, func: Any, mask: Tensor) -> Tensor:
-        self.observer.saw_host_read(mask)  # the size of the answer
+        self.observer.saw_host_read(mask)  # for the size of the result
         value = self.known.of(mask)
         if value is None:
             raise DryDeviceError(
-                f"how many elements of a {list(mask.shape)} {mask.dtype} tensor are not 0 follows "
-                "from weights or random numbers, which the dry device does not compute"
+                f"the number of nonzero elements of a {list(mask.shape)} {mask.dtype} tensor "
+                "depends on weights or random numbers, which the dry device does not compute"
             )
         with _disable_current_modes():
-            found = value.nonzero()
-        # PyTorch's meshes leave the fake mode for a while.
+            indices = value.nonzero()
+        # PyTorch's meshes leave the fake mode temporarily.
         with mask.fake_mode if isinstance(mask, FakeTensor) else contextlib.nullcontext():
-            tensor = torch.empty(found.shape, dtype=found.dtype, device=mask.device)
-        self.known.set(tensor, found)
+            tensor = torch.empty(indices.shape, dtype=indices.dtype, device=mask.device)
+        self.known.set(tensor, indices)
         self.observer.saw(Operation.of(func, (mask,), {}, tensor))
         return tensor
 
@@ -146,31 +154,31 @@ class Operations(TorchDispatchMode):
         selected = torch.empty(count, dtype=tensor.dtype, device=tensor.device)
         values = self.known.of(tensor), self.known.of(mask)
         with _disable_current_modes():
-            known = None if None in values else torch.masked_select(*values)
-        self.known.set(selected, known)
+            value = None if None in values else torch.masked_select(*values)
+        self.known.set(selected, value)
         self.observer.saw(Operation.of(func, (tensor, mask), {}, selected))
         return selected
 
     def _positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Indices of `aten.index`, with masks replaced by positions."""
+        """Replace masks by positions in the indices of `aten.index`."""
         positions: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype is not torch.bool:
                 positions.append(index)
-            else:
-                found = self._nonzero(_aten.nonzero.default, index)
-                for axis in range(index.dim()):
-                    column = found.select(1, axis)
-                    arguments = (found, 1, axis)
-                    self.known.follow(Operation.of(_aten.select.int, arguments, {}, column))
-                    positions.append(column)
+                continue
+            nonzero = self._nonzero(_aten.nonzero.default, index)
+            for axis in range(index.dim()):
+                column = nonzero.select(1, axis)
+                arguments = (nonzero, 1, axis)
+                self.known.follow(Operation.of(_aten.select.int, arguments, {}, column))
+                positions.append(column)
         return positions
 
     # Communication ----------------------------------------------------------------------------
 
     def _communicate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Count a collective; it ends at once and leaves its outputs unknown where they gather."""
-        defaults = {each.name: each.default_value for each in func._schema.arguments}
+        """Count a collective, which ends at once and whose gathered results become unknown."""
+        defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
         named = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
         group = dist.ProcessGroup.unbox(named["process_group"])
         self.observer.saw_collective(
@@ -188,18 +196,19 @@ class Operations(TorchDispatchMode):
         return (args[0], work) if len(func._schema.returns) == 2 else work
 
     def _communicate_functionally(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Count a collective that makes its result, as DTensor's do; else as `_communicate`."""
-        named = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
-        group = _resolve_process_group({**named, **kwargs}["group_name"])
+        """Count a collective that returns its result, as collectives of DTensor do."""
+        names = (argument.name for argument in func._schema.arguments)
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        group = _resolve_process_group(named["group_name"])
         out = func(*args, **kwargs)
         self.observer.saw(Operation.of(_aten.empty.memory_format, (), {}, out))
-        counted, ranks = _FUNCTIONAL[func.overloadpacket], dist.get_process_group_ranks(group)
-        self.observer.saw_collective(counted, (out, args[0]), ranks)
+        packet, ranks = _FUNCTIONAL[func.overloadpacket], dist.get_process_group_ranks(group)
+        self.observer.saw_collective(packet, (out, args[0]), ranks)
         return out
 
-    def _gather(self, whole: Tensor, share: Tensor, ranks: int) -> None:
+    def _gather(self, gathered: Tensor, share: Tensor, ranks: int) -> None:
         value = self.known.of(share)
-        self.known.forget(whole)
+        self.known.forget(gathered)
         if value is not None:
             with _disable_current_modes():
-                self.known.set(whole, torch.cat([value] * ranks).view(whole.shape))
+                self.known.set(gathered, torch.cat([value] * ranks).view(gathered.shape))

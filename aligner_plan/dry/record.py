@@ -20,11 +20,15 @@ import aligner
 from aligner_plan.dry.known import Operation
 
 _aten = torch.ops.aten
-# In-place forms that torch's table of formulas leaves out, by the one that costs the same.
+# In-location operations without a formula in torch's table, by the operation with the same cost.
 _SAME_FLOPS = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}
-_LIBRARIES = tuple(f"{Path(str(each.__file__)).parent}/" for each in (aligner, megatron.core))
+_LIBRARIES = (
+    *(f"{Path(str(library.__file__)).parent}/" for library in (aligner, megatron.core)),
+    f"{Path(__file__).parents[1]}/",
+)
 _DRY = f"{Path(__file__).parent}/"
-# Of the first operand they touch as much as they return, or as the others hold.
+# Lookups read as much of the first operand as they return. Scatters write as much of it as the
+# other operands contain.
 _LOOKUPS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
 _SCATTERS = {_aten.index_put_, _aten.index_copy_, _aten.index_add_, _aten.scatter_}
 
@@ -34,21 +38,21 @@ class Kind(StrEnum):
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
-    OPTIMIZER = "optimizer"  # moments, float32 weights and what a step needs besides
-    ACTIVATIONS = "activations"  # and whatever is none of the others
+    OPTIMIZER = "optimizer"  # moments, float32 weights and temporary memory of a step
+    ACTIVATIONS = "activations"  # and all other memory
     KV_CACHE = "kv_cache"
-    LOGITS = "logits"  # tiles of logits, and what the output layer keeps beside them
-    COMMUNICATION = "communication"  # what collectives write into
+    LOGITS = "logits"  # tiles of logits, and tensors that the output layer saves
+    COMMUNICATION = "communication"  # results of collectives
 
 
-# Code whose allocations are of a kind, by the end of the file's path and, where one is named, the
-# function. Weights and gradient buffers are named by who holds them (`Memory.name`).
+# Kinds of allocations by the end of the file's path and the function (None: any function) that
+# allocates. Weights and gradient buffers are named by their owners (`Memory.name`).
 _ALLOCATING: dict[str, tuple[str | None, Kind]] = {
     "aligner/models/gpt/decode/kv_cache.py": ("__init__", Kind.KV_CACHE),
     "aligner/models/gpt/megatron/optimizer.py": (None, Kind.OPTIMIZER),
     "aligner/models/gpt/dtensor/optimizer.py": (None, Kind.OPTIMIZER),
     "aligner/models/gpt/role/optimizer_step.py": (None, Kind.OPTIMIZER),
-    # FSDP2: what is gathered for a pass, and gradients before and after they are scattered.
+    # FSDP2: weights gathered for a pass, and gradients before and after they are scattered.
     "_fully_shard/_fsdp_param.py": ("init_all_gather_outputs", Kind.WEIGHTS),
     "_fully_shard/_fsdp_collectives.py": ("foreach_reduce", Kind.GRADIENTS),
     "aligner/models/gpt/decode/sampling.py": (None, Kind.LOGITS),
@@ -61,7 +65,7 @@ _ALLOCATING: dict[str, tuple[str | None, Kind]] = {
 
 
 class Kernel(NamedTuple):
-    """Kernels of one dtype that do as much arithmetic and move as many bytes of memory."""
+    """Kernels with the same dtype, arithmetic and memory traffic."""
 
     dtype: torch.dtype
     flops: int
@@ -70,11 +74,11 @@ class Kernel(NamedTuple):
 
 
 def _grouped_flops(rows: Tensor, matrices: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
-    """Rows that are shared out over groups, or columns: each meets one group's matrix."""
+    """Count a grouped product, in which each row or column meets the matrix of one group."""
     return 2 * rows.shape[0] * rows.shape[1] * matrices.shape[-1]
 
 
-# What torch's table has no formula for.
+# Formulas that torch's table lacks.
 _FORMULAS = {_aten._grouped_mm: _grouped_flops}
 
 
@@ -82,26 +86,26 @@ _FORMULAS = {_aten._grouped_mm: _grouped_flops}
 class Collective:
     """Collectives of one kind among the same processes."""
 
-    name: str  # as c10d has it: allreduce_, _allgather_base_, send, …
+    name: str  # c10d's: allreduce_, _allgather_base_, send, …
     ranks: tuple[int, ...]
-    overlaps: bool = False  # runs beside kernels: asynchronous, or on another stream
+    overlaps: bool = False  # with kernels: asynchronous, or on another stream
 
     @property
     def group_size(self) -> int:
-        """Processes that take part."""
+        """Number of processes."""
         return len(self.ranks)
 
     def wire_bytes(self, size: int) -> float:
-        """Bytes that each process sends of operands of ``size`` bytes, by a ring's algorithms.
+        """Return the bytes that each process sends for operands of ``size`` bytes, in a ring.
 
-        What is received is not counted again.
+        Received bytes do not count again.
         """
-        others = (self.group_size - 1) / max(1, self.group_size)
+        share = (self.group_size - 1) / max(1, self.group_size)
         if self.name.startswith("recv"):
             return 0.0
         if self.name.startswith(("send", "broadcast")):
-            return float(size) if others else 0.0
-        return size * others * (2 if self.name.startswith("allreduce") else 1)
+            return float(size) if share else 0.0
+        return size * share * (2 if self.name.startswith("allreduce") else 1)
 
 
 class Snapshot(NamedTuple):
@@ -111,141 +115,137 @@ class Snapshot(NamedTuple):
     kinds: dict[Kind, int]
 
 
-@dataclass(eq=False)  # two blocks that do nothing are still two
+@dataclass(eq=False)  # two empty records are different
 class Record:
-    """Counts of one block, and memory as it stands.
+    """Counts of one block, and its peak memory.
 
-    ``collectives`` counts calls and bytes, those of the larger operand: what is reduced or
-    broadcast, the whole of what is gathered or scattered.
+    ``collectives``: calls and bytes of the larger operand: the operand that is reduced or
+    broadcast, the complete result or operand of a gather or scatter.
     """
 
     kernels: Counter[Kernel] = field(default_factory=Counter)
-    # Times that the host waited for the device, by the function of the library or of megatron-core.
+    # Waits of the host for the device, by the function of the library or of megatron-core.
     host_waits: Counter[str] = field(default_factory=Counter)
-    graphed: int = 0  # kernels that came with others, as one launch of a CUDA graph
+    graphed: int = 0  # kernels of CUDA graphs beyond the one launch of each graph
     copied_bytes: int = 0  # between host and device
     collectives: dict[Collective, tuple[int, int]] = field(default_factory=dict)
-    # Most bytes alive at once on the device, those from before included, by the function of the
-    # library or of megatron-core that allocated last; "" is the beginning.
+    # Most bytes alive on the device, including earlier ones, by the function of the library or of
+    # megatron-core that allocated last. "" is the beginning.
     peaks: dict[str, Snapshot] = field(default_factory=dict)
 
     @property
     def host_reads(self) -> int:
-        """Times that the host waited for the device, mostly for a value of it."""
+        """Number of waits of the host for the device, mostly for a value."""
         return self.host_waits.total()
 
     @property
     def launches(self) -> int:
-        """Operations that are kernels, no views or allocations; a CUDA graph is one."""
+        """Number of launched kernels, without views and allocations. A CUDA graph is one launch."""
         return sum(self.kernels.values()) - self.graphed
 
     @property
     def flops(self) -> Counter[torch.dtype]:
         """Floating-point operations of matrix products and attention, by the operands' dtype."""
-        found: Counter[torch.dtype] = Counter()
+        flops: Counter[torch.dtype] = Counter()
         for kernel, count in self.kernels.items():
             if kernel.flops:
-                found[kernel.dtype] += kernel.flops * count
-        return found
+                flops[kernel.dtype] += kernel.flops * count
+        return flops
 
     @property
     def peak_at(self) -> str:
-        """Place where memory was fullest: a function; "" is the beginning."""
-        return max(self.peaks, key=lambda place: self.peaks[place].total, default="")
+        """Function at the highest peak. "" is the beginning."""
+        return max(self.peaks, key=lambda location: self.peaks[location].total, default="")
 
     @property
     def peak(self) -> Snapshot:
-        """Memory in use there."""
+        """Memory at the highest peak."""
         return self.peaks.get(self.peak_at, Snapshot(0, {}))
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes alive at once on the device, those from before included."""
+        """Most bytes alive on the device, including bytes from before the block."""
         return self.peak.total
 
     def saw_kernel(self, kernel: Kernel, copied_bytes: int = 0) -> None:
-        """Count one kernel; ``copied_bytes``: what it copies between host and device."""
+        """Count one kernel that copies ``copied_bytes`` between host and device."""
         self.kernels[kernel] += 1
         self.copied_bytes += copied_bytes
 
     def saw_collective(
         self, name: str, ranks: Iterable[int], size: int, overlaps: bool = False
     ) -> None:
-        """Count one collective of ``size`` bytes; ``overlaps``: it runs beside kernels."""
+        """Count one collective of ``size`` bytes. ``overlaps``: it runs parallel to kernels."""
         key = Collective(name, tuple(ranks), overlaps)
         calls, total = self.collectives.get(key, (0, 0))
         self.collectives[key] = (calls + 1, total + size)
 
-    def saw_memory(self, memory: "Memory", place: str) -> None:
-        """Note what is alive once the code at ``place`` has allocated."""
-        known = self.peaks.get(place)
-        if known is None or memory.alive_bytes > known.total:
-            self.peaks[place] = memory.snapshot()
+    def saw_memory(self, memory: "Memory", location: str) -> None:
+        """Update the peak at ``location``, the code that has just allocated."""
+        peak = self.peaks.get(location)
+        if peak is None or memory.alive_bytes > peak.total:
+            self.peaks[location] = memory.snapshot()
 
 
 class Memory:
-    """Bytes of the device that are alive, by storages and by kind."""
+    """Bytes of the device that are alive, by storage and kind."""
 
     def __init__(self, device_type: str, block: int) -> None:
-        """Tensors of ``device_type``, in blocks of ``block`` bytes."""
+        """Count tensors of ``device_type`` in blocks of ``block`` bytes."""
         self.device_type = device_type
         self._block = block
         self.alive_bytes = 0
         self.kinds: Counter[Kind] = Counter()
-        self._known: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
+        self._blocks: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether the tensor (any shape) is on this device."""
         return tensor.device.type == self.device_type
 
     def snapshot(self) -> Snapshot:
-        """Memory in use now."""
+        """Return the memory in use now."""
         return Snapshot(self.alive_bytes, {kind: n for kind, n in self.kinds.items() if n})
 
     def saw(self, tensor: Tensor) -> bool:
-        """Count the tensor's storage (any shape), once; return True if it is new."""
+        """Count the tensor's storage (any shape) once. Return True if it is new."""
         storage = tensor.untyped_storage()
-        if storage in self._known:
+        if storage in self._blocks:
             return False
         block = _Block(allocated_kind())
-        self._known[storage] = block
+        self._blocks[storage] = block
         self._set(block, storage.nbytes())
         weakref.finalize(storage, self._set, block, 0)
         return True
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a known storage anew, whose size was changed."""
-        if storage in self._known:
-            self._set(self._known[storage], storage.nbytes())
+        """Count the new size of a known storage."""
+        if storage in self._blocks:
+            self._set(self._blocks[storage], storage.nbytes())
 
     def name(self, kind: Kind, tensors: Iterable[Tensor]) -> None:
-        """Record the use of the storages of those tensors (any shape) that are on the device."""
+        """Set the kind of the storages of ``tensors`` (any shape) that are on the device."""
         for tensor in tensors:
             if self.holds(tensor):
                 self.saw(tensor)
-                block = self._known[tensor.untyped_storage()]
+                block = self._blocks[tensor.untyped_storage()]
                 self.kinds[block.kind] -= block.size
                 self.kinds[kind] += block.size
                 block.kind = kind
 
     def wrote(self, tensors: Iterable[Tensor]) -> None:
-        """Record tensors (any shape) written by a collective; activations become communication."""
-        self.name(
-            Kind.COMMUNICATION,
-            [each for each in tensors if self._kind_of(each) is Kind.ACTIVATIONS],
-        )
+        """Turn activations (any shape) that a collective wrote into communication memory."""
+        for tensor in tensors:
+            block = self._blocks.get(tensor.untyped_storage())
+            if block is not None and block.kind is Kind.ACTIVATIONS:
+                self.name(Kind.COMMUNICATION, [tensor])
 
     @contextlib.contextmanager
-    def beside(self, kind: Kind, size: int) -> Iterator[None]:
-        """Count ``size`` bytes that no tensor of ours has, for as long as the block runs."""
+    def temporary(self, kind: Kind, size: int) -> Iterator[None]:
+        """Count ``size`` bytes without a tensor for the duration of the block."""
         block = _Block(kind)
         self._set(block, size)
         yield
         self._set(block, 0)
-
-    def _kind_of(self, tensor: Tensor) -> Kind | None:
-        block = self._known.get(tensor.untyped_storage())
-        return None if block is None else block.kind
 
     def _set(self, block: "_Block", size: int) -> None:
         size = -(-size // self._block) * self._block
@@ -263,18 +263,18 @@ class _Block:
 
 
 def allocated_kind() -> Kind:
-    """Kind of an allocation by the code that runs now."""
+    """Return the kind of an allocation by the code that runs now."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        known = _kind_of_file(frame.f_code.co_filename)
-        if known is not None and known[0] in (None, frame.f_code.co_name):
-            return known[1]
+        allocating = _allocating(frame.f_code.co_filename)
+        if allocating is not None and allocating[0] in (None, frame.f_code.co_name):
+            return allocating[1]
         frame = frame.f_back
     return Kind.ACTIVATIONS
 
 
-def running_place() -> str:
-    """The innermost function of the library or of megatron-core that runs now: file and name."""
+def running_function() -> str:
+    """Return file and name of the innermost running function of the library or megatron-core."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         stem = _stem_of_file(frame.f_code.co_filename)
@@ -286,41 +286,41 @@ def running_place() -> str:
 
 
 @cache
-def _kind_of_file(path: str) -> tuple[str | None, Kind] | None:
-    return next((kind for end, kind in _ALLOCATING.items() if path.endswith(end)), None)
+def _allocating(path: str) -> tuple[str | None, Kind] | None:
+    return next((entry for end, entry in _ALLOCATING.items() if path.endswith(end)), None)
 
 
 @cache
 def _stem_of_file(path: str) -> str:
-    """File name without suffix; empty for code that is neither ours nor megatron-core's."""
+    """Return the file name without suffix, empty for the dry device and for other libraries."""
     return Path(path).stem if path.startswith(_LIBRARIES) and not path.startswith(_DRY) else ""
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Bytes of the values, or of the storage where an expanded tensor repeats them."""
+    """Return the bytes of the values, or of the storage if an expanded tensor repeats them."""
     return min(tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes())
 
 
-def _moved(func: Any, operands: list[Tensor], results: list[Tensor]) -> int:
-    if func.overloadpacket in _LOOKUPS:
-        return 2 * sum(map(_bytes, results))
-    if func.overloadpacket in _SCATTERS:
-        return 2 * sum(map(_bytes, operands[1:]))
-    return sum(map(_bytes, operands)) + sum(map(_bytes, results))
-
-
 def counted(operation: Operation) -> Callable[[Record], None]:
-    """A function that counts an operation on the device in a record; nothing if it is no kernel."""
+    """Return a function that counts an operation in a record, if it is a kernel."""
     func, args, kwargs, out, operands, results = operation
     if not is_kernel(func):
         return lambda record: None
+    # Arithmetic.
     packet = _SAME_FLOPS.get(func.overloadpacket, func.overloadpacket)
     formula = _FORMULAS.get(packet) or flop_registry.get(packet)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-    attends = flops > 0 and "attention" in packet.__name__
-    kernel = kernel_of(operands, results, flops, _moved(func, operands, results), attends)
+    is_attention = flops > 0 and "attention" in packet.__name__
+    # Memory traffic.
+    if func.overloadpacket in _LOOKUPS:
+        moved_bytes = 2 * sum(map(_bytes, results))
+    elif func.overloadpacket in _SCATTERS:
+        moved_bytes = 2 * sum(map(_bytes, operands[1:]))
+    else:
+        moved_bytes = sum(map(_bytes, (*operands, *results)))
+    kernel = kernel_of(operands, results, flops, moved_bytes, is_attention)
     copied = 0
-    if len({each.device.type for each in (*operands, *results) if each.dim()}) > 1:
+    if len({tensor.device.type for tensor in (*operands, *results) if tensor.dim()}) > 1:
         copied = max(map(_bytes, (*operands, *results)))
     return lambda record: record.saw_kernel(kernel, copied)
 
@@ -332,7 +332,7 @@ def kernel_of(
     moved_bytes: int | None = None,
     is_attention: bool = False,
 ) -> Kernel:
-    """A kernel that reads its operands and writes its results once by default.
+    """Return a kernel, which by default reads its operands and writes its results once.
 
     Tensors may have any shape and dtype.
     """
@@ -344,12 +344,11 @@ def kernel_of(
 
 @cache
 def is_kernel(func: Any) -> bool:
-    """Return whether an operation is a kernel, no view or allocation."""
+    """Return whether an operation is a kernel, not a view or an allocation."""
     if func.namespace == "prim" or func.overloadpacket in _ALLOCATIONS:
         return False
-    returns = func._schema.returns
-    aliases = (each.alias_info is not None and not each.alias_info.is_write for each in returns)
-    return not any(aliases)
+    aliases = (output.alias_info for output in func._schema.returns)
+    return not any(alias is not None and not alias.is_write for alias in aliases)
 
 
 _ALLOCATIONS = {

@@ -1,12 +1,13 @@
 """Replacements of calls that the dry device cannot make, with a GPU and without one.
 
-These calls need another process, read values without an operation, or move tensors as fake ones
-cannot be.
+These calls need another process, read values without an operation, or move tensors in a way that
+fake tensors do not support.
 """
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,38 +29,54 @@ from aligner_plan.dry.files import address
 from aligner_plan.dry.known import KnownValues
 from aligner_plan.dry.operations import Operations
 
-Replacement = tuple[Any, str, Any]  # where, by which name, and what is there instead
+Replacement = tuple[Any, str, Any]  # object, name of its attribute, new value
 
 
 def common_replacements(
     operations: Operations, resized: Callable[[torch.UntypedStorage], None]
 ) -> Iterator[Replacement]:
-    """Replacements of calls with a GPU and without one.
+    """Replace calls that are the same with a GPU and without one.
 
-    ``resized``: called with a storage's new size.
+    ``resized``: called with a storage after its size has changed.
     """
     yield from _host_calls(operations)
     yield from _empty_caches()
+    # Models and storages.
     yield nn.Module, "_apply", _apply
-    yield accelerate, "init_empty_weights", _without_memory
-    yield torch.UntypedStorage, "resize_", _resize(resized)
-    for holder in (dist, dist.distributed_c10d):
-        yield holder, "new_group", _new_group(dist.new_group)
-        yield holder, "all_gather_object", _all_gather_object
-        yield holder, "gather_object", answers(None)
-        yield holder, "broadcast_object_list", answers(None)
-        yield holder, "_coalescing_manager", _coalescing_manager
-    yield megatron, "broadcast_floats", _broadcast_floats
-    yield (
-        router,
-        "topk_routing_with_score_function",
-        _evenly(router.topk_routing_with_score_function),
-    )
+    yield accelerate, "init_empty_weights", _init_empty_weights
+    real_resize = torch.UntypedStorage.resize_
+
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        result = real_resize(self, size)
+        resized(self)
+        return result
+
+    yield torch.UntypedStorage, "resize_", resize
+    # Communication.
+    real_new_group = dist.new_group
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        return real_new_group(*args, **{**kwargs, "backend": "fake"})
+
+    # Coalesced collectives are counted individually.
+    work = SimpleNamespace(wait=constant(True), append=constant(None))
+    for module in (dist, dist.distributed_c10d):
+        yield module, "new_group", new_group
+        yield module, "all_gather_object", _all_gather_object
+        yield module, "gather_object", constant(None)
+        yield module, "broadcast_object_list", constant(None)
+        yield module, "_coalescing_manager", constant(contextlib.nullcontext(work))
+    # Other pipeline stages receive the metrics of the last one.
+    metrics = {"loss": 1.0, "valid_tokens": 1.0}
+    yield megatron, "broadcast_floats", lambda values, *_: dict(values or metrics)
     yield from _Stages().replacements()
+    # Values that depend on weights.
+    routing = router.topk_routing_with_score_function
+    yield router, "topk_routing_with_score_function", _balanced(routing)
 
 
 def _empty_caches() -> Iterator[Replacement]:
-    """Functions that remember tensors: those of another device are neither here nor counted."""
+    """Replace functions that cache tensors, because cached tensors belong to another device."""
     for module in (elementwise, short_attention):
         for name, function in list(vars(module).items()):
             if hasattr(function, "cache_parameters"):
@@ -68,40 +85,37 @@ def _empty_caches() -> Iterator[Replacement]:
 
 
 def _host_calls(operations: Operations) -> Iterator[Replacement]:
-    """Methods of tensors that read values without an operation that could be seen."""
-    getitem = Tensor.__getitem__
+    """Replace methods of tensors that read values without a visible operation."""
+    real_getitem, real_tensor = Tensor.__getitem__, torch.tensor
 
-    def item(self: Tensor, index: Any) -> Any:
-        return getitem(self, operations.read(index) if _is_number(index) else index)
+    def getitem(self: Tensor, index: Any) -> Any:
+        # The host reads a scalar index to select an element.
+        is_scalar = isinstance(index, FakeTensor) and index.dim() == 0
+        if is_scalar and index.dtype is not torch.bool:
+            index = operations.read(index)
+        return real_getitem(self, index)
 
-    make = torch.tensor
+    def read_scalar(leaf: Any) -> Any:
+        return operations.read(leaf) if isinstance(leaf, FakeTensor) else leaf
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return make(tree_map(number, data), *args, **kwargs)  # of single numbers
-
-    def number(each: Any) -> Any:
-        return operations.read(each) if isinstance(each, FakeTensor) else each
+        return real_tensor(tree_map(read_scalar, data), *args, **kwargs)
 
     yield torch, "tensor", tensor
-    yield Tensor, "__getitem__", item
-    yield FakeTensor, "numpy", lambda own: operations.array(own)
+    yield Tensor, "__getitem__", getitem
+    yield FakeTensor, "numpy", lambda self: operations.array(self)
     yield FakeTensor, "data_ptr", address
-    # Fake tensors have a `tolist` of their own, which reads element by element.
-    yield FakeTensor, "tolist", lambda own: operations.read_all(own)
+    # The `tolist` of fake tensors reads element by element.
+    yield FakeTensor, "tolist", lambda self: operations.read_all(self)
 
 
-def _is_number(index: Any) -> bool:
-    """Return whether an index is a tensor that the host reads to know what it selects."""
-    return isinstance(index, FakeTensor) and index.dim() == 0 and index.dtype is not torch.bool
-
-
-def answers(answer: Any) -> Callable[..., Any]:
-    """A call that is always answered so."""
-    return lambda *_, **__: answer
+def constant(result: Any) -> Callable[..., Any]:
+    """Return a function that always returns ``result``."""
+    return lambda *_, **__: result
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` by new parameters: fake tensors cannot take each other's place."""
+    """Run `nn.Module._apply` with new parameters, because fake tensors cannot be swapped."""
     for module in self.modules() if recurse else [self]:
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -120,13 +134,13 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 
 @contextlib.contextmanager
-def _without_memory(include_buffers: bool = False) -> Iterator[None]:
-    """`accelerate.init_empty_weights`, whose way to make parameters fake ones do not have."""
+def _init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
+    """Substitute for `accelerate.init_empty_weights`, which cannot recreate fake parameters."""
     assert not include_buffers
-    real = nn.Module.register_parameter
+    real_register = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        real(self, name, parameter)
+        real_register(self, name, parameter)
         if parameter is not None:
             with _disable_current_modes():
                 data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
@@ -136,68 +150,42 @@ def _without_memory(include_buffers: bool = False) -> Iterator[None]:
         yield
 
 
-def _resize(resized: Callable[[torch.UntypedStorage], None]) -> Callable[..., Any]:
-    real = torch.UntypedStorage.resize_
-
-    def resize(self: torch.UntypedStorage, size: int) -> Any:
-        result = real(self, size)
-        resized(self)
-        return result
-
-    return resize
+def _all_gather_object(objects: list[Any], local: Any, group: Any = None) -> None:
+    objects[:] = [local] * len(objects)
 
 
-def _new_group(real: Callable[..., Any]) -> Callable[..., Any]:
-    def new_group(*args: Any, **kwargs: Any) -> Any:
-        return real(*args, **{**kwargs, "backend": "fake"})
-
-    return new_group
-
-
-def _all_gather_object(objects: list[Any], own: Any, group: Any = None) -> None:
-    objects[:] = [own] * len(objects)
-
-
-def _broadcast_floats(values: Any, *_: Any) -> dict[str, float]:
-    """Metrics of the last pipeline stage, which other stages receive."""
-    return dict(values or {"loss": 1.0, "valid_tokens": 1.0})
-
-
-def _evenly(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Every expert gets as many tokens: which ones a router chooses follows from its weights."""
+def _balanced(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Give every expert the same number of tokens: the router's choice depends on its weights."""
 
     def route(logits: Tensor, topk: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         probabilities, chosen = real(logits, topk, *args, **kwargs)
         with _disable_current_modes():
             first = torch.arange(chosen.shape[0])[:, None] * topk
             experts = (first + torch.arange(topk)) % chosen.shape[1]
-            even = torch.zeros(chosen.shape, dtype=torch.bool).scatter_(1, experts, True)
-        KnownValues().set(chosen, even)
+            balanced = torch.zeros(chosen.shape, dtype=torch.bool).scatter_(1, experts, True)
+        KnownValues().set(chosen, balanced)
         return probabilities, chosen
 
     return route
 
 
 class _Stages:
-    """Shapes of the messages between pipeline stages, which are not sent with them.
+    """Shapes of messages between pipeline stages, which the messages do not contain.
 
-    Hidden states are those of the schedule's micro-batches, one after the other. A gradient has the
-    shape of what was sent, in the same order.
+    Hidden states arrive in the order of the schedule's micro-batches. A gradient has the shape of
+    the hidden states that were sent, in the same order.
     """
 
     def __init__(self) -> None:
         self._hidden: list[tuple[int, ...]] = []
         self._sent: list[tuple[int, ...]] = []
-        self._coming: tuple[Any, Any] = (None, None)
+        self._incoming: tuple[Any, Any] = (None, None)
 
     def replacements(self) -> Iterator[Replacement]:
-        yield (
-            pipeline,
-            "get_forward_backward_func",
-            self._choose(pipeline.get_forward_backward_func),
-        )
+        schedules = pipeline.get_forward_backward_func
+        yield pipeline, "get_forward_backward_func", self._choose(schedules)
         yield P2PCommunicator, "_communicate", self._communicate(P2PCommunicator._communicate)
-        yield P2PCommunicator, "_communicate_shapes", lambda *_: self._coming
+        yield P2PCommunicator, "_communicate_shapes", lambda *_: self._incoming
 
     def _choose(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def schedule(*, data_iterator: Iterator[Any], model: Any, **options: Any) -> Any:
@@ -205,8 +193,8 @@ class _Stages:
             config = unwrap_model(model[0]).config
             parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
             shapes = [microbatch.layout.input_ids.shape for microbatch in microbatches]
-            self._hidden = [(length // parts, n, config.hidden_size) for n, length in shapes]
-            self._sent = []  # only forward passes send, and get no gradients
+            self._hidden = [(length // parts, rows, config.hidden_size) for rows, length in shapes]
+            self._sent = []  # forward passes alone send hidden states and get no gradients
             return real()(data_iterator=iter(microbatches), model=model, **options)
 
         return lambda: schedule
@@ -215,25 +203,10 @@ class _Stages:
         def communicate(communicator: Any, **kwargs: Any) -> Any:
             if kwargs["tensor_send_next"] is not None:
                 self._sent.append(tuple(kwargs["tensor_send_next"].shape))
-            self._coming = (
+            self._incoming = (
                 self._hidden.pop(0) if kwargs["recv_prev"] else None,
                 self._sent.pop(0) if kwargs["recv_next"] else None,
             )
             return real(communicator, **kwargs)
 
         return communicate
-
-
-class _Work:
-    """Handle of coalesced collectives, which are counted one by one."""
-
-    def wait(self) -> bool:
-        return True
-
-    def append(self, work: object) -> None:
-        return None
-
-
-@contextlib.contextmanager
-def _coalescing_manager(*_: Any, **__: Any) -> Iterator[_Work]:
-    yield _Work()

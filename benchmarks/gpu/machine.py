@@ -121,7 +121,7 @@ class Machine:
     def holds(self, model: Any) -> None:
         """Name the memory of a model's weights and gradients for the dry device."""
         if self._dry is not None:
-            self._dry.holds(model)
+            self._dry.name_memory(model)
 
     def kernels(self, function: Callable[[], object], most: int = 12) -> dict[str, Any]:
         """Profile one call: number of kernels, number of launches, the longest kernels by name.

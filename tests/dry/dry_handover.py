@@ -48,7 +48,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _at_work(self):
-        with self._device.here(self._process):
+        with self._device.entered(self._process):
             self._stream = self._stream or torch.cuda.Stream()
             with torch.cuda.stream(self._stream):
                 yield

@@ -129,11 +129,11 @@ def facts(role):
             for name, phase in role.phases.items()
             for key, value in {
                 "peak": total(phase.peaks[phase.peak_at]),
-                "rest": total(phase.rest),
+                "rest": total(phase.remaining),
                 "launches": phase.amounts.launches,
                 "flops": sum(phase.amounts.flops.values()),
                 "wire": sum(phase.amounts.wires.values()),
-                "host_reads": phase.amounts.others.get("host_reads", 0.0),
+                "host_reads": phase.amounts.counters.get("host_reads", 0.0),
             }.items()
         },
     }
@@ -164,7 +164,7 @@ def actor(recompute, first):
         "parameters": found.parameters,
         "static": total(found.static),
         "peak": total(phase.peaks[phase.peak_at]),
-        "after": total(phase.rest),
+        "after": total(phase.remaining),
         "flops": phase.amounts.flops,
     }
 
@@ -219,8 +219,8 @@ def whole(config, plan, device, shapes):
     """An estimate whose roles are measured in one piece, all phases in the order of a step."""
 
     class Whole(Measurements):
-        def of(self, places):
-            return [measure.measure(role, stage) for role, stage in places]
+        def of(self, stages):
+            return [measure.measure(role, stage) for role, stage in stages]
 
     return Estimator(plan, device, shapes, Whole()).estimate(config).as_dict()
 
@@ -244,7 +244,7 @@ def bounded(script, **changes):
         shapes = {"m.nemo": EXPERTS}
     estimator = Estimator(plan, DEVICES["h100-80g"], shapes)
     config = configuration(script, **changes)
-    found, least = estimator.estimate(config), estimator.least(config)
+    found, least = estimator.estimate(config), estimator.lower_bounds(config)
     return {
         "seconds": [least.step_seconds, found.step_seconds],
         "bytes": [least.card_bytes, found.peak_bytes],

@@ -273,7 +273,7 @@ def phases(**case):
                 assert outcome["skipped"] == 0.0
                 role.finish_training()
                 found[name] = facts(update)
-                device.holds(role.model)
+                device.name_memory(role.model)
             found["static_bytes"] = device.memory.alive_bytes - before
         role.prepare_for_inference()
         found["inference_bytes"] = device.memory.alive_bytes - before
