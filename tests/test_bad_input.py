@@ -133,7 +133,7 @@ def test_prompt_longer_than_a_token_budget(run):
 
 def test_response_longer_than_the_model(run):
     refused(
-        run, ConfigError, ["lower max_length below 256"], model__ppo__length_params__max_length=256
+        run, ConfigError, ["Lower max_length below 256"], model__ppo__length_params__max_length=256
     )
 
 

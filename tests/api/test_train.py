@@ -15,6 +15,7 @@ import torch
 import aligner
 from aligner.errors import CheckpointNotFoundError, ConfigError
 from aligner.observe.metrics import read_metrics
+from aligner.parallel.groups import shutdown_parallel
 
 DATA = [{"prompt": f"{i} + 2 = "} for i in range(16)]
 
@@ -36,6 +37,7 @@ def train(tiny_nemo, folder, reward=digits, **keywords):
 
 @pytest.fixture(scope="module")
 def result(tiny_nemo, tmp_path_factory):
+    shutdown_parallel()  # groups of other tests in this process
     state, hook = torch.get_rng_state(), sys.excepthook
     # A lambda cannot be imported by name.
     found = train(tiny_nemo, tmp_path_factory.mktemp("api") / "run", by_lambda)

@@ -264,7 +264,7 @@ def test_no_state_of_the_trainer_is_in_a_file_name(run):
     newest = store.latest()
     before = store.load(newest)
     renamed = newest.rename(newest.with_name("step_000777"))
-    with pytest.raises(DamagedStateError, match="is of step 3"):  # a name cannot tell another one
+    with pytest.raises(DamagedStateError, match="has the step 3"):  # a name cannot tell another one
         store.load(renamed)
     after = store.load(renamed.rename(newest.with_name("copy")))
     after.path.rename(newest)

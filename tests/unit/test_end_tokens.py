@@ -151,7 +151,7 @@ def shown(texts_and_ends, end_strings):
         "prompt_lengths": torch.full((len(rows),), len(prompt)),
         "is_end": torch.tensor([end is not None for _, end in texts_and_ends]),
     }
-    return scored_texts(tokenizer, data, [text for text, _ in texts_and_ends], end_strings)
+    return scored_texts(tokenizer, data, end_strings)[1]
 
 
 def test_only_the_stop_string_that_ended_a_response_is_cut_off():

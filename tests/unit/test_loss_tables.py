@@ -74,4 +74,4 @@ def test_a_row_of_a_group_needs_two_responses(toys):
 def test_an_unknown_name_lists_the_rows(toys, key, pattern):
     with pytest.raises(ConfigError, match=pattern) as raised:
         configured(**{key: "toys"})
-    assert "did you mean toy?" in str(raised.value)
+    assert "Did you mean toy?" in str(raised.value)

@@ -61,9 +61,11 @@ class ArchiveReader:
                 )
             raise CheckpointNotFoundError(text)
         if self.path.is_dir():
-            # Any other directory, such as /, can be large and can change while it is listed.
-            is_model = (self.path / "model_config.yaml").is_file()
-            paths = list(self.path.rglob("*")) if is_model else []
+            if not (self.path / "model_config.yaml").is_file():
+                # Another directory, such as /, can be large and can change while it is listed.
+                self.names = frozenset(path.name for path in self.path.iterdir() if path.is_file())
+                return
+            paths = list(self.path.rglob("*"))
             for path in paths:
                 if path.is_symlink():
                     raise CheckpointError(
