@@ -147,7 +147,7 @@ def time_of(amounts: Amounts, device: DeviceRates) -> Time:
 
 @dataclass(frozen=True)
 class Measured:
-    """One phase on one rank: counts, peaks by the location that allocated, and remaining memory."""
+    """One phase on one rank: counts, peaks by the function that allocated, and remaining memory."""
 
     amounts: Amounts
     peaks: dict[str, Kinds]

@@ -55,9 +55,10 @@ class RayVirtualCluster:
             name: name of the cluster in messages.
             cpus_per_bundle: CPUs of a bundle.
             parallel: default model-parallel sizes of training workers, default no model
-            parallelism. seed: seed of the random generators of training workers. timeout_s: limit
-            of the wait for a worker, and of one worker's wait for another worker. log_dir:
-            directory of the workers' logs, visible on all nodes, default a temporary
+                parallelism.
+            seed: seed of the random generators of training workers.
+            timeout_s: limit of the wait for a worker, and of one worker's wait for another worker.
+            log_dir: directory of the workers' logs, visible on all nodes, default a temporary
                 directory.
             env_vars: environment of all workers, set before the workers import anything.
 

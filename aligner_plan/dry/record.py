@@ -20,7 +20,7 @@ import aligner
 from aligner_plan.dry.known import Operation
 
 _aten = torch.ops.aten
-# In-location operations without a formula in torch's table, by the operation with the same cost.
+# In-place operations without a formula in torch's table, by the operation with the same cost.
 _SAME_FLOPS = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}
 _LIBRARIES = (
     *(f"{Path(str(library.__file__)).parent}/" for library in (aligner, megatron.core)),
