@@ -54,16 +54,17 @@ class RayVirtualCluster:
             max_colocated_worker_groups: number of groups that share the bundles in equal parts.
             name: name of the cluster in messages.
             cpus_per_bundle: CPUs of a bundle.
-            parallel: default model-parallel sizes of training workers, default no model
-                parallelism.
+            parallel: model-parallel sizes of training workers, unless `start_workers` sets others.
+                None means no model parallelism.
             seed: seed of the random generators of training workers.
-            timeout_s: limit of the wait for a worker, and of one worker's wait for another worker.
-            log_dir: directory of the workers' logs, visible on all nodes, default a temporary
+            timeout_s: longest time in seconds that the driver waits for a worker, and that workers
+                wait for each other.
+            log_dir: directory of the workers' logs, which all nodes must see. Default: a temporary
                 directory.
-            env_vars: environment of all workers, set before the workers import anything.
+            env_vars: environment variables of all workers, set before the workers import anything.
 
         Raises:
-            WorkerError: the cluster lacks the resources for a minute.
+            WorkerError: the resources are still not available after one minute.
         """
         import ray
 

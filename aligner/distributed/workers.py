@@ -251,7 +251,10 @@ class LocalWorkerGroup:
         self.sharding_annotations = _layout(parallel)
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> LocalFuture:
-        """Call ``method_name(**kwargs)`` on this process's worker, as every other process does."""
+        """Call ``method_name(**kwargs)`` on this process's worker.
+
+        Every process must make the same call.
+        """
         return LocalFuture([getattr(self.worker, method_name)(**kwargs)])
 
     def run_all_workers_sharded_data(

@@ -112,12 +112,12 @@ class PPOPolicyLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss and metric shares of one micro-batch.
+        """Compute what one micro-batch adds to the loss and to the metrics.
 
-        ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``advantages``, ``token_mask``
-        [B, S], ``sample_mask`` [B], ``prev_logprobs`` [B, S], which may be absent in a pure
-        on-policy mini-batch (the detached current log-probs replace the absent column), and
-        ``ref_logprobs`` and ``generation_logprobs`` [B, S] if an option needs them.
+        ``outputs.values_or_logprobs``: float [B, S]. ``batch``: ``advantages`` [B, S],
+        ``token_mask`` [B, S], ``sample_mask`` [B] and ``prev_logprobs`` [B, S]. If an option needs
+        them, also ``ref_logprobs`` and ``generation_logprobs``, both [B, S]. An on-policy
+        mini-batch may lack ``prev_logprobs``. The detached current log-probs are then used.
         """
         logprobs, advantages = outputs.values_or_logprobs, batch["advantages"]
         prev_logprobs = batch.get("prev_logprobs", logprobs.detach())

@@ -67,7 +67,10 @@ class PolicyLoss(Protocol):
 
 
 class UserPolicyLoss:
-    """Adapter of a `PolicyLoss` to `aligner.types.LossFunction`, pickled as its path."""
+    """Adapter of a `PolicyLoss` to `aligner.types.LossFunction`.
+
+    Pickling stores the import path and the options of the `PolicyLoss`, not the object.
+    """
 
     rows_per_group: ClassVar[int] = 1
 
@@ -88,7 +91,7 @@ class UserPolicyLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute loss and metric shares of one micro-batch, see `PolicyLoss.__call__`."""
+        """Compute what a micro-batch adds to loss and metrics, see `PolicyLoss.__call__`."""
         logprobs = outputs.values_or_logprobs
         columns = {"prev_logprobs": logprobs.detach(), **batch}
         result = self._loss(outputs, columns, denominators)
@@ -108,16 +111,17 @@ def user_policy_loss(
 
     Args:
         name: ``package.module:Class`` or ``path/to/file.py:Class``.
-        kwargs: ``model.ppo.loss_kwargs``.
+        kwargs: ``model.ppo.loss_kwargs``, passed to the constructor.
         built_in: options of the built-in loss. The constructor receives the options that its
             signature names.
-        changed_settings: settings with other values than the default, as ``key=value``, and the
-            options that each setting changes. The constructor must name one of these options.
+        changed_settings: options that each non-default setting changes, by the setting as
+            ``key=value``. The constructor or ``kwargs`` must name one of the setting's options.
         has_reference: whether batches of the run contain ``ref_logprobs``.
 
     Raises:
-        ConfigError: the loss cannot be imported or constructed, raises, has no gradient, depends on
-            the split into micro-batches, or depends on tokens that do not count.
+        ConfigError: the loss cannot be imported or constructed, reads no option of a changed
+            setting, raises, has no gradient, depends on the split into micro-batches, or depends
+            on tokens whose mask is 0.
     """
     factory = load_function(name, key=KEY, kind="class")
     option_names = named_by(factory, built_in)

@@ -93,7 +93,10 @@ def prompt_loader(
     tokenizer: Tokenizer,
     architecture: GPTArchitecture,
 ) -> Callable[[PromptSourceConfig], PromptDataset]:
-    """Return a function that reads a source: prompts, or the rows of conversations."""
+    """Return a function that reads a source into a dataset.
+
+    The rows are prompts or, if the run has an environment, the first rows of conversations.
+    """
     if not config.environment.is_set:
         return lambda source: PromptDataset.load(source, tokenizer, data)
     max_length = longest_opening(config, architecture)

@@ -139,9 +139,13 @@ class ArchiveReader:
         return self._mapped[""][info.offset_data : info.offset_data + info.size]
 
     def read(self, name: str) -> bytes:
-        """Return all bytes of member ``name``. In a tar, compare the digest from `CHECKSUMS`.
+        """Return all bytes of member ``name``.
 
-        Users may edit the files of an unpacked archive.
+        The bytes from a tar must match their digest in `CHECKSUMS`, if listed. The files of an
+        unpacked archive are not compared, because users may edit them.
+
+        Raises:
+            CheckpointError: the bytes do not match the digest.
         """
         if self._tar is None and name in self.names:
             return (self.path / name).read_bytes()

@@ -257,9 +257,10 @@ def check_worker_states(parallel: ParallelState, folder: Path) -> None:
 
 
 def save_optimizer_state(worker: StatefulWorker, folder: str) -> None:
-    """Write ``folder`` completely or not at all. Collective over workers that share the disk.
+    """Write the worker's training state to ``folder``, completely or not at all.
 
-    The contents are those of a role's folder in a run state. Any parallel layout can read it.
+    All workers of the role must call it with the same ``folder``, on a disk that they share. The
+    folder is written as a role's folder in a run state. Workers in any parallel layout can read it.
     """
     target = Path(folder)
     partial = target.with_name(f".{target.name}.partial")

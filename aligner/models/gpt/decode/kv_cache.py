@@ -225,7 +225,10 @@ class KVCache:
         return attended.view(batch, length, -1).transpose(0, 1)
 
     def attend_rows(self, layer_number: int, heads: Tensor) -> Tensor:
-        """Compute `attend` on rows: contiguous float [n, G, R + 2, D] to [n, G * R * D]."""
+        """Compute `attend` for n tokens: contiguous float [n, G, R + 2, D] to [n, G * R * D].
+
+        ``heads`` contains, for each of G key-value heads, R queries, the key and the value.
+        """
         plan = self._pass
         assert plan is not None
         store = self._stores[layer_number]
@@ -238,7 +241,7 @@ class KVCache:
         # Queries [n * G, R, D], keys and values as views [n * G, span, D], without repetition.
         by_slot = store.view(2, -1, self._capacity, width)[:, : rows * groups, : plan.span]
         keys, values = by_slot.unbind()
-        if self._fused:  # the queries of a key-value head are in the dimension of positions
+        if self._fused:  # one head per group, whose R queries take the place of query positions
             attended = F.scaled_dot_product_attention(
                 by_group[:, None, :-2],
                 keys[:, None],

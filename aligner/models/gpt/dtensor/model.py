@@ -63,7 +63,7 @@ class DTensorModel(RoleModel, LightningModule):
     def from_checkpoint(
         cls, checkpoint: ModelSource, *, settings: RoleSettings, tokenizer: Tokenizer
     ) -> Self:
-        """Build this process's share of the role from an open model."""
+        """Build this process's shard of the model from an opened checkpoint."""
         parallel = initialize_parallel(settings.parallel, seed=settings.seed)
         return cls(checkpoint, settings, parallel, tokenizer)
 

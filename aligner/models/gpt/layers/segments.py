@@ -119,8 +119,8 @@ def add_rows(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
 class Bucket:
     """Sequences of similar length.
 
-    ``positions``: int64 ``[sequences, queries]``, the key index of each query. None if query i is
-    at key i.
+    ``positions``: int64 ``[sequences, queries]``, position of each query among the keys of its
+    sequence. None if query i has position i.
     """
 
     sequences: int

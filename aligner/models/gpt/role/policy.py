@@ -56,11 +56,13 @@ class ReferencePolicy(LightningModule, Inferrable):
         """Store the initial weights.
 
         Args:
-            policy: the trained model.
-            mode: see the class.
-            score: the policy's scoring function.
-            weights: for ``swap``, the trained weights, named float tensors of any shape.
-            copy: for ``keep``, creates a second model with the policy's weights.
+            policy: the model that is trained.
+            mode: where the initial weights are, see the class.
+            score: function that computes log-probs with the model that it is given.
+            weights: parameters that training updates, by name, float tensors of any shape. Read
+                only if ``mode`` is ``swap``.
+            copy: function that creates a second model with the policy's weights. Called only if
+                ``mode`` is ``keep``.
         """
         super().__init__()
         self._score = score
