@@ -179,7 +179,9 @@ class GatheredTensors(LazyTensors):
 
     @torch.no_grad()
     def on_rank_zero(self) -> dict[str, Tensor]:
-        """Return all tensors on the CPU of rank 0, an empty dict on other ranks. Collective.
+        """Return all tensors on the CPU of rank 0, and an empty dict on other ranks.
+
+        All ranks must call it.
 
         The ranks of one replica join each tensor. The first rank of their pipeline stage sends the
         tensor to rank 0. Other replicas do nothing, and no rank except 0 keeps more than one
@@ -282,7 +284,7 @@ def gather_weights(
     """Return the model's canonical weights on the CPU of rank 0: the inverse of `load_weights`.
 
     Adapters are merged into the weights. A reward head is included if it is a submodule.
-    Collective, see `GatheredTensors.on_rank_zero`.
+    All ranks must call it, see `GatheredTensors.on_rank_zero`.
     """
     parts = dict(model_parameters(gpt, architecture))
     names = (*expected_shapes(architecture), *REWARD_HEAD)

@@ -222,7 +222,7 @@ def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> 
 def save_worker_state(worker: StatefulWorker, folder: str, prefix: str = "") -> None:
     """Write this worker's share and its random states to ``folder``, which all workers see.
 
-    Collective over the role's workers. An error on one is raised on all. ``prefix``: see
+    All workers of the role must call it. An error on one is raised on all. ``prefix``: see
     `raised_on_all`.
     """
     with raised_on_all(gather_objects, prefix):
@@ -235,7 +235,7 @@ def load_worker_state(worker: StatefulWorker, folder: str) -> None:
     """Restore the result of `save_worker_state` on any layout.
 
     Random states belong to a process. On another layout the generators keep their seeded states.
-    Collective over the role's workers. If a file is damaged, all workers raise `DamagedStateError`
+    All workers of the role must call it. If a file is damaged, all raise `DamagedStateError`
     before anything is restored.
     """
     parallel = worker.parallel
