@@ -39,7 +39,7 @@ class Prompts(Split[PromptDataset]):
 
     @property
     def held_out(self) -> dict[str, PromptDataset]:
-        """All validation sets, by the prefix of their metrics."""
+        """All validation sets. The keys are the prefixes of their metrics."""
         sets = {} if self.validation is None else {"val_rollouts": self.validation}
         return {**sets, **{f"val_sets/{name}": prompts for name, prompts in self.sets.items()}}
 
@@ -129,10 +129,11 @@ def open_environments(
     columns: Mapping[str, str | None],
     closing: ExitStack,
 ) -> RolloutSource | None:
-    """Start environments, with processes on rank 0. None without environments or in a dry run.
+    """Start the environments, with processes on rank 0. Return their rollout source.
 
-    ``columns``: see `columns_of_rows`. ``closing`` ends the environments. A dry run samples single
-    responses of the maximum length of a conversation instead.
+    Return None if the run has no environment, and in a dry run, which samples single responses of
+    the maximum length of a conversation instead. ``columns``: see `columns_of_rows`. ``closing``
+    ends the environments.
 
     Raises:
         ConfigError: the class or function cannot be imported or does not accept the columns, or
