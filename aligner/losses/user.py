@@ -21,11 +21,11 @@ _ROWS = 4  # of the synthetic batch
 
 
 class PolicyLoss(Protocol):
-    """Interface of the class of ``model.ppo.loss``: a loss over one micro-batch.
+    """Interface of the class of ``model.ppo.loss``, a loss over one micro-batch.
 
-    ``B`` sequences of the micro-batch, ``S`` tokens of the longest sequence, prompt included.
-    Shorter sequences are padded. The form is the same with packed and dynamic micro-batches and on
-    every backend. Position ``t`` describes token ``t``.
+    A micro-batch has ``B`` sequences. ``S`` is the number of tokens of the longest sequence, with
+    its prompt. Shorter sequences are padded. The shapes are the same with packed and dynamic
+    micro-batches and on every backend. Position ``t`` describes token ``t``.
 
     The constructor is called with keyword arguments: all of ``model.ppo.loss_kwargs``, and the
     options of the built-in loss (fields of `aligner.losses.policy.PPOPolicyLoss`) that the
@@ -36,12 +36,12 @@ class PolicyLoss(Protocol):
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, Mapping[str, Tensor | float]]:
-        """Compute loss and metrics of one micro-batch, as *shares* of the global batch's values.
+        """Compute what one micro-batch adds to the global batch's loss and metrics.
 
         Args:
             outputs: ``values_or_logprobs`` float32 [B, S], log-probs of the tokens under the
-                weights in training, at the sampling temperature, with gradient, and ``entropy``
-                float32 [B, S] in nats, or None unless the loss needs the entropy.
+                current weights at the sampling temperature, with gradient. ``entropy`` float32
+                [B, S] in nats, or None unless the loss needs the entropy.
             batch: ``token_mask`` float32 [B, S] (1 if the token was generated) and
                 ``sample_mask`` float32 [B] (1 if the sample counts). A token counts if both masks
                 are 1. Elsewhere the other columns may be any finite value. ``advantages``,

@@ -43,7 +43,8 @@ def named_by(key: str) -> Iterator[None]:
 class ArchiveReader:
     """Read-only view of a `.nemo` tar (plain or gzip) or of an unpacked directory.
 
-    A context manager. ``names`` are the regular files in POSIX style without the leading ``./``.
+    The reader is a context manager. ``names`` are the paths of the regular files, in POSIX style
+    without the leading ``./``.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

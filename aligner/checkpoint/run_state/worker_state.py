@@ -80,9 +80,9 @@ class StatefulWorker(Protocol):
 
 
 class ShareWriter:
-    """Writer of one worker's shares, in the step or in the background, one at a time.
+    """Writer of one worker's share of each run state, immediately or in the background.
 
-    It never waits for other workers.
+    The writer writes one share at a time, and never waits for other workers.
     """
 
     def __init__(self, worker: StatefulWorker) -> None:
