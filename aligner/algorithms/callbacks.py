@@ -17,7 +17,7 @@ KEY = "trainer.callbacks"
 
 @dataclass(frozen=True)
 class CallbackRun:
-    """The run, as a callback sees it.
+    """Properties of the run that a callback can read.
 
     ``config`` is the whole configuration in JSON types. ``folder`` is the run's directory, with
     ``metrics.jsonl`` and finally the trained ``.nemo``. ``total_steps`` is the last step's index.
@@ -29,7 +29,7 @@ class CallbackRun:
     _stop: Callable[[str], None]
 
     def stop(self, reason: str) -> None:
-        """End the run as after its last step: validated and saved, with a ``.nemo`` file.
+        """End the run early. It is validated and saved as after its last step.
 
         The run ends after the current step if `Callback.on_step_end` or
         `Callback.on_validation_end` calls this method, else after the next step. ``reason`` is
@@ -41,10 +41,10 @@ class CallbackRun:
 class Callback:
     """Base of the classes in ``trainer.callbacks``. A subclass overrides the methods it needs.
 
-    Methods run in the process that prints and writes files (on Ray the driver, else rank 0, for
-    which the other ranks wait), in the order of the list, and not in dry runs. An exception ends
-    the run with an error that names the callback. ``metrics`` has the names of ``metrics.jsonl``.
-    It is a copy.
+    Methods are called in the process that prints and writes files: on Ray the driver, else rank 0,
+    while the other ranks wait. Callbacks are called in the order of the list, and not in dry runs.
+    An exception ends the run with an error that names the callback. ``metrics`` is a copy, with the
+    names of ``metrics.jsonl``.
     """
 
     def on_run_start(self, run: CallbackRun, step: int) -> None:
@@ -95,7 +95,7 @@ class Callbacks:
     """The callbacks of a run. Every rank calls the methods, only rank 0 contains the callbacks."""
 
     def __init__(self, names: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> None:
-        """``names``: ``key=value`` of each callback. ``callbacks``: empty except on rank 0."""
+        """Store ``names``, ``key=value`` of each callback, and ``callbacks``, empty off rank 0."""
         self._names, self._callbacks = list(names), list(callbacks)
         self.stop_reason: str | None = None  # the same on every rank
         self._requested: str | None = None
@@ -150,7 +150,7 @@ class Callbacks:
         self.stop_reason = on_rank_zero(call)
 
     def failed(self, step: int, error: BaseException) -> None:
-        """Notify callbacks that ``error`` ends the run. Rank-local, because ranks may be gone."""
+        """Notify callbacks that ``error`` ends the run, without waiting for other ranks."""
         reason = f"{type(error).__name__}: {error}"
         for name, callback in zip(self._names, self._callbacks, strict=False):
             try:

@@ -45,7 +45,7 @@ _LORA, _NEMO_KEYS = "lora", "nemo_keys"
 
 @dataclass(frozen=True)
 class Adapters:
-    """Contents of a file.
+    """Contents of a file of adapters.
 
     ``tensors``: canonical name → ``a`` [rank, in] and ``b`` [out, rank] of every adapted linear,
     unsplit, and a trained head. Any float dtype.
@@ -90,7 +90,7 @@ def adapters_beside(weights_path: str) -> Path:
 
 
 def save_adapters(path: str | os.PathLike[str], adapters: Adapters) -> None:
-    """Write a file atomically. Equal adapters give equal bytes."""
+    """Write a file of adapters atomically. Equal adapters give equal bytes."""
     tensors = {name: tensor.contiguous() for name, tensor in adapters.tensors.items()}
     header = {_LORA: dataclasses.asdict(adapters.lora), _NEMO_KEYS: dict(adapters.nemo_keys)}
     content = save(tensors, metadata={_HEADER: json.dumps(header)})
@@ -99,7 +99,7 @@ def save_adapters(path: str | os.PathLike[str], adapters: Adapters) -> None:
 
 
 def read_adapters(path: str | os.PathLike[str], architecture: GPTArchitecture) -> Adapters:
-    """Read a file and check that it fits this architecture.
+    """Read a file of adapters and check that they fit this architecture.
 
     Raises:
         CheckpointNotFoundError: the file does not exist.
@@ -157,7 +157,7 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 class MergedWeights(LazyTensors):
-    """Canonical weights with adapters added, each tensor when it is indexed.
+    """Canonical weights with adapters. A tensor's adapter is added when the tensor is indexed.
 
     A head that was trained with the adapters replaces the head of ``weights`` and its output layer.
     """

@@ -24,7 +24,7 @@ class AbandonedError(AlignerError):
 
 
 class BackgroundTask:
-    """One call in a separate thread, which the interpreter joins at its end.
+    """Call in a separate thread, for which the interpreter waits when it exits.
 
     Args:
         work: function that receives an event. When the event is set, the function stops early and
@@ -75,10 +75,10 @@ def stop_all_tasks() -> None:
 
 
 class CopyMemory:
-    """Host memory for copies of tensors, one set of copies at a time.
+    """Host memory for one set of copies of tensors at a time.
 
-    The memory is allocated once, in the required size, and kept. With a GPU its pages are locked,
-    so that copies use the full bandwidth of the bus.
+    The memory is allocated once and kept. With a GPU its pages are locked, so that copies use the
+    full bandwidth of the bus.
     """
 
     def __init__(self) -> None:

@@ -167,7 +167,7 @@ def misfits(actual: Set[str], expected: Set[str], optional: Set[str]) -> str:
 
 
 def check_shape(name: str, actual: Iterable[int], expected: Shape) -> None:
-    """Raise `CheckpointError` if a tensor has not the shape that the architecture gives it."""
+    """Raise `CheckpointError` if a tensor's shape is not the architecture's."""
     if tuple(actual) != expected:
         raise CheckpointError(
             f"{name} has shape {list(actual)}, but the architecture gives {list(expected)}"
@@ -177,7 +177,8 @@ def check_shape(name: str, actual: Iterable[int], expected: Shape) -> None:
 def split_axis(name: str) -> int | None:
     """Return the axis along which tensor parallelism splits a tensor, or None if it is unsplit.
 
-    Of an adapter, B is split like the weight if the outputs are split, A if the inputs are split.
+    If the outputs of an adapted weight are split, its matrix B is split. If the inputs are split,
+    A is.
     """
     if name in _VOCABULARY or ".linear_qkv." in name or ".linear_fc1." in name:
         return None if name.endswith(LORA_A) else 0
@@ -213,7 +214,7 @@ def split(
 
 
 def merge(name: str, parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
-    """Join the parts of all tensor-parallel ranks in order: the inverse of `split`.
+    """Join the parts of all tensor-parallel ranks in order, as the inverse of `split`.
 
     ``parts`` share one shape and dtype: [out / tp, in] or [out, in / tp], by `split_axis` of
     ``name``. Returns the global tensor [out, in] without padding rows.

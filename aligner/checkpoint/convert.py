@@ -18,7 +18,7 @@ StrPath = str | os.PathLike[str]
 
 
 def convert(source: StrPath, target: StrPath) -> str:
-    """Convert a ``.nemo`` to a Hugging Face directory, anything else to a ``.nemo``."""
+    """Convert a ``.nemo`` to a Hugging Face directory. Convert other models to a ``.nemo``."""
     to_nemo, from_nemo = (Path(path).suffix == ".nemo" for path in (target, source))
     if to_nemo == from_nemo:
         raise ConfigError(
@@ -73,7 +73,7 @@ def lora_to_peft(
 
 
 def describe(architecture: GPTArchitecture) -> str:
-    """Describe a model in a few words: family, size, shape."""
+    """Describe a model's family, size and shape in a few words."""
     parameters = sum(math.prod(shape) for shape in expected_shapes(architecture).values())
     experts = architecture.num_moe_experts
     return (

@@ -41,9 +41,9 @@ def canonical_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of this stage under their canonical (global) names.
 
-    Layer indices follow megatron-core's ``layer_number``. The last stage's copy of a tied
-    embedding appears as ``output_layer.weight``, a reward head as ``rm_head.weight``, an adapter's
-    matrices under the name of their linear (`LORA_A`, `LORA_B`).
+    Layer indices follow megatron-core's ``layer_number``. The last stage's copy of a tied embedding
+    is named ``output_layer.weight``, and a reward head ``rm_head.weight``. An adapter's matrices
+    have the name of their linear with `LORA_A` or `LORA_B`.
     """
     for key, parameter in gpt.named_parameters():
         name = canonical_name(key)
@@ -92,7 +92,7 @@ def load_weights(
     tp_rank: int = 0,
     tp_size: int = 1,
 ) -> None:
-    """Copy this rank's share of canonical weights into the model.
+    """Copy this rank's part of the canonical weights into the model.
 
     The model determines the pipeline stage. Missing or surplus tensors and other shapes than the
     architecture's raise `CheckpointError`. The caller loads a reward head. A model without output
@@ -123,10 +123,10 @@ def load_weights(
 
 
 class GatheredTensors(LazyTensors):
-    """Global tensors on every rank, each joined when it is indexed and not kept afterwards.
+    """Global tensors on every rank. A tensor is joined when it is indexed, and not kept.
 
-    Creation and indexing are collective: every rank of the model-parallel groups indexes the same
-    names in the same order. A tensor is on the device, detached, and may share memory with a
+    All ranks of the model-parallel groups must create the object and index the same names in the
+    same order. A tensor is on the device, detached, and may share memory with a
     parameter.
 
     Args:
@@ -135,8 +135,8 @@ class GatheredTensors(LazyTensors):
         names: canonical names of the global tensors, in order. Names that no rank has are skipped.
         architecture: shape of the model.
         tp_group: ranks with the other tensor-parallel parts, or None without tensor parallelism.
-        pp_group: the same for pipeline stages.
-        ep_group: the same for experts.
+        pp_group: ranks with the other pipeline stages, or None without stages.
+        ep_group: ranks with the other experts, or None without expert parallelism.
         transform: function that is applied to a part when its tensor is joined.
     """
 
@@ -179,7 +179,9 @@ class GatheredTensors(LazyTensors):
 
     @torch.no_grad()
     def on_rank_zero(self) -> dict[str, Tensor]:
-        """Return all tensors on the CPU of rank 0, an empty dict on other ranks. Collective.
+        """Return all tensors on the CPU of rank 0, and an empty dict on other ranks.
+
+        All ranks must call it.
 
         The ranks of one replica join each tensor. The first rank of their pipeline stage sends the
         tensor to rank 0. Other replicas do nothing, and no rank except 0 keeps more than one
@@ -282,7 +284,7 @@ def gather_weights(
     """Return the model's canonical weights on the CPU of rank 0: the inverse of `load_weights`.
 
     Adapters are merged into the weights. A reward head is included if it is a submodule.
-    Collective, see `GatheredTensors.on_rank_zero`.
+    All ranks must call it, see `GatheredTensors.on_rank_zero`.
     """
     parts = dict(model_parameters(gpt, architecture))
     names = (*expected_shapes(architecture), *REWARD_HEAD)

@@ -100,7 +100,10 @@ class PublishedPaths(MetaPathFinder, InspectLoader):
         return ModuleSpec(name, self, origin=origin, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Provide the names of the target modules, which are imported on first use."""
+        """Give the module the attributes of its target modules.
+
+        A target module is imported when one of its attributes is first used.
+        """
         targets = _targets(module.__name__)
         module.__doc__ = f"Published path of {', '.join(targets) or 'other modules'}."
         module.__dict__["__getattr__"] = partial(_attribute, module.__name__)

@@ -86,7 +86,7 @@ class ModelSource(ConfigSource):
         return config_path.removesuffix(".yaml") in BASES
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the names that hydra offers for selection: none, a base cannot be selected."""
+        """Return an empty list, because hydra must not offer a base for selection."""
         return []
 
 

@@ -181,7 +181,8 @@ def _config_folders(arguments: Sequence[str], conf_dir: Path | None) -> list[Pat
 def _selected_options(recipe: str, folders: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:
     """Yield the file, the group and the option of each selection in the ``defaults`` of a recipe.
 
-    The recipes that it extends are included. The configurations of scripts are not.
+    The recipes that this recipe extends are included. The base configuration of the training
+    script is left out.
     """
     names, visited = [recipe], set[Path]()
     while names:

@@ -44,9 +44,10 @@ def aliases(spellings: Mapping[str, Any]) -> BeforeValidator:
 
 
 def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
-    """Accept only the texts ``names``, or also the path of a user's function or class.
+    """Accept the strings in ``names``. With ``or_path``, also accept the path of user code.
 
-    ``or_path``: form of a path, for messages. If it is empty, paths are refused.
+    ``or_path``: the form of a path that error messages show, for instance
+    ``package.module:Class``. If it is empty, paths are refused.
     """
 
     def check(text: str) -> str:

@@ -50,7 +50,10 @@ class RewardModelConfig:
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse workers that the layout does not divide, and a backbone that cannot be shared."""
+        """Yield a message for a wrong count of workers, and for a backbone that cannot be shared.
+
+        ``workers`` must be a multiple of the size of the policy's layout.
+        """
         # Separate workers.
         size = run.model.parallel.model_parallel_size
         if self.workers is not None and run.cluster.engine != "ray":

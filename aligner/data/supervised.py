@@ -111,7 +111,7 @@ def make_example(
 ) -> Example:
     """Convert one row to an example. Errors name the row and its columns.
 
-    ``response_key``: key of ``data`` with the column of the response.
+    ``response_key``: setting of ``data`` that holds the name of the response column.
     """
     treat = partial(treat_special_tokens, tokenizer, policy=data.special_tokens_in_text)
     try:

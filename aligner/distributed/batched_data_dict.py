@@ -132,7 +132,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return self._shards([[part[shard] for part in parts] for shard in range(shards)])
 
     def chunk(self, rank: int, chunks: int) -> "SlicedDataDict":
-        """Return part ``rank`` of ``chunks`` equal contiguous parts, or raise `DataError`."""
+        """Return part ``rank`` of ``chunks`` equal contiguous parts of the rows.
+
+        Raises:
+            DataError: the number of rows is not a multiple of ``chunks``.
+        """
         _check_even(self.size, chunks)
         if not 0 <= rank < chunks:
             raise DataError(f"chunk {rank} is outside 0..{chunks - 1}")
@@ -194,7 +198,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         self.data = self.select_indices(inverse).data
 
     def repeat_interleave(self, num_repeats: int) -> "BatchedDataDict[ColumnsT]":
-        """Return each row ``num_repeats`` times, copies adjacent."""
+        """Return each row ``num_repeats`` times. Copies of a row are adjacent."""
         return self.select_indices(torch.arange(self.size).repeat_interleave(num_repeats))
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
@@ -348,8 +352,8 @@ def _check_even(batch_size: int, shards: int) -> None:
 def columns_of(data: BatchedDataDict, names: Sequence[str]) -> BatchedDataDict:
     """Select the columns ``names``, so that workers receive only the columns they read.
 
-    A missing ``token_mask`` defaults to every token except the first token of a row, missing
-    ``sample_ids`` to 0, 1, 2, ... ``input_ids`` include ``position_ids`` if present.
+    A missing ``token_mask`` is 1 except at the first token of a row. Missing ``sample_ids`` are 0,
+    1, 2, ... With ``input_ids``, ``position_ids`` are selected too, if ``data`` has them.
 
     Raises:
         DataError: another column is missing, or ``data`` is not a `BatchedDataDict`.

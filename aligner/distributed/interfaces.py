@@ -34,7 +34,7 @@ class WorkerGroup(Protocol):
         output_is_replicated: Sequence[str],
         common_kwargs: Mapping[str, Any] | None = None,
     ) -> WorkerFuture:
-        """Call a method on every worker with the shard of its coordinates."""
+        """Call a method on every worker with the shard at the worker's coordinates."""
         ...
 
     def run_single_worker_single_data(
@@ -50,7 +50,7 @@ class WorkerGroup(Protocol):
     def recover(self) -> bool:
         """Wait for the answer of all workers after a failed call without collectives.
 
-        Returns True if all workers answer. They may then be called again, ``is_healthy`` is true.
+        Returns True if all workers answer. Then ``is_healthy`` is true, and workers may be called.
         """
         ...
 

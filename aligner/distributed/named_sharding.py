@@ -70,7 +70,7 @@ class NamedSharding:
         return int(self._layout.shape[self.get_axis_index(name)])
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
-        """Return the coordinates of a rank, keyed by axis name."""
+        """Return the coordinate of a rank on each axis, as a mapping from axis names."""
         positions = np.argwhere(self._layout == worker_id)
         if not len(positions):
             raise LayoutError(f"rank {worker_id} is not in the layout {self._layout.tolist()}")

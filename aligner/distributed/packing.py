@@ -82,13 +82,13 @@ def _halves(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], li
 
 
 class SequencePacker(ABC):
-    """Base of packers: checks lengths, calls the algorithm of a subclass, and adjusts the count.
+    """Base of packers, which assign sequences to bins by the algorithm of a subclass.
 
     If the algorithm returns too few bins, the fullest bins are split until the count is right.
 
     Args:
-        bin_capacity: tokens of a bin, at least 1.
-        collect_metrics: record `PackingMetrics` over all calls in ``metrics``.
+        bin_capacity: largest number of tokens in a bin, at least 1.
+        collect_metrics: whether to record `PackingMetrics` over all calls in ``metrics``.
         min_bin_count: minimum number of bins.
         bin_count_multiple: the number of bins is a multiple of this value.
     """
@@ -109,7 +109,7 @@ class SequencePacker(ABC):
 
     @abstractmethod
     def _pack(self, lengths: Sequence[int]) -> Bins:
-        """Return bins of indices into ``lengths``, every index once, no bin over capacity."""
+        """Return bins of indices into ``lengths``. Each index is in one bin, no bin is too full."""
 
     def pack(self, sequence_lengths: Sequence[int]) -> Bins:
         """Return bins of indices into ``sequence_lengths``. Every index is in exactly one bin.
@@ -152,7 +152,7 @@ class ConcatenativePacker(SequencePacker):
 
 
 def at_least(key: str, value: int, least: int) -> int:
-    """Return ``value`` of ``key``, or raise `ConfigError` below ``least``."""
+    """Return ``value`` of ``key``, or raise `ConfigError` if it is below ``least``."""
     if value < least:
         raise ConfigError(f"{key}={value} must be at least {least}")
     return value
@@ -233,7 +233,7 @@ class PackingMetrics:
 
 
 class FirstFitDecreasingPacker(SequencePacker):
-    """Packer that puts sequences, longest first, into the first bin with room (stable order)."""
+    """Packer that puts each sequence, longest first, into the first bin with room."""
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
         return first_fit(decreasing(range(len(lengths)), lengths), lengths, self.bin_capacity)
@@ -399,7 +399,7 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
-    """Construct a packer by name (in any case), see `SequencePacker` for the arguments."""
+    """Construct the packer ``algorithm`` (in any case). Arguments: see `SequencePacker`."""
     if isinstance(algorithm, str):
         names = {name.value: name for name in PackingAlgorithm}
         if algorithm.lower() not in names:

@@ -35,7 +35,8 @@ LEAST_PART = 8  # sharing must save at least 1 in LEAST_PART tokens
 class Sequences(NamedTuple):
     """Positions and lengths of the sequences of a batch ``[b, S]``, int64 ``[m]`` each.
 
-    ``offsets``: indices of first tokens into ``b * S``. ``lengths``: in tokens.
+    ``offsets``: index of each sequence's first token in the flattened batch. ``lengths``: number of
+    tokens of each sequence.
     """
 
     offsets: IntArray
@@ -43,7 +44,7 @@ class Sequences(NamedTuple):
 
     @classmethod
     def rows(cls, lengths: IntArray, width: int) -> "Sequences":
-        """Return one sequence per row, of ``lengths`` ``[b]`` and row ``width`` ``S``."""
+        """Return one sequence per row. ``lengths``: ``[b]``. ``width``: ``S``."""
         return cls(np.arange(len(lengths)) * width, lengths)
 
     @classmethod
@@ -75,10 +76,10 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """Runs of tokens, each parent before its children.
+    """Tree of the sequences of a batch, whose nodes are runs of tokens.
 
-    A sequence consists of the runs on the path from a root to its last run. Every run contains at
-    least one token.
+    A sequence consists of the runs on the path from a root to the sequence's last run. A parent
+    precedes its children. Every run contains at least one token.
     """
 
     starts: IntArray  # [n] position of a run's first token in its sequences
@@ -101,8 +102,8 @@ def build_prefix_tree(
     Args:
         input_ids: token ids ``[b, S]``, right-padded.
         lengths: ``[b]``, at most ``S``.
-        least_saved: minimum number of tokens that a shared run must save, length times (number of
-            sequences - 1). Tokens of a shorter prefix are in a separate run of each sequence.
+        least_saved: minimum number of tokens that a shared run must save. A run saves its length
+            times (number of sequences - 1). A common prefix that saves less is not shared.
     """
     # In lexicographic order, sequences with a common prefix are adjacent.
     order = _sorted_sequences(input_ids, lengths)
@@ -185,7 +186,7 @@ def _common_with_previous(input_ids: IntArray, lengths: IntArray) -> IntArray:
 class RowGroup(NamedTuple):
     """Adjacent rows of one micro-batch, and the number of tokens in the model.
 
-    ``shares``: common prefixes are computed once, otherwise ``tokens`` counts every row.
+    ``shares``: whether common prefixes are computed once. If not, ``tokens`` counts every row.
     """
 
     rows: range
@@ -205,16 +206,17 @@ def prefix_groups(
 ) -> list[list[RowGroup]]:
     """Group adjacent rows with a common prefix in every global batch.
 
-    A group ends before it exceeds the tokens of a micro-batch, or, with prefixes counted in every
-    row, the shard's part of the batch. The prefix is then computed once per group.
+    A common prefix is computed once per group. A group ends before it exceeds the tokens of a
+    micro-batch. It also ends before its rows, each with its prefix, exceed a shard's part of the
+    batch.
 
     Args:
         input_ids: token ids ``[B, S]``, right-padded. None: no common prefixes.
         lengths: ``[B]``.
-        batches: rows of each global batch, multiples of ``rows_per_group``.
+        batches: rows of each global batch, whose bounds are multiples of ``rows_per_group``.
         rows_per_group: number of adjacent rows that always stay together.
         multiple: runs and unshared sequences are padded to a multiple of this value.
-        max_tokens: limit of a micro-batch.
+        max_tokens: largest number of tokens of a micro-batch.
         shards: number of data-parallel ranks.
     """
     common = np.zeros_like(lengths)

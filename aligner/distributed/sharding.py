@@ -39,8 +39,8 @@ from aligner.errors import DataError
 class MicrobatchPlan(NamedTuple):
     """Rows of one forward pass.
 
-    ``rows``: row indices. ``length``: the width of a padded micro-batch, or the tokens of a packed
-    row, a multiple of the configured value, or 0 without rows.
+    ``rows``: row indices. ``length``: the width of a padded micro-batch, or the number of tokens of
+    a packed row, rounded up to the configured multiple. It is 0 without rows.
     """
 
     rows: list[int]
@@ -88,11 +88,12 @@ def _plan(
     form: Callable[[list[list[int]]], list[list[list[int]]]],
     length: Callable[[list[int]], int],
 ) -> list[ShardPlan]:
-    """Balance the weights of items over shards, ``form`` micro-batches, and append empty ones.
+    """Balance the weights of items over shards, and split each shard into micro-batches.
 
-    ``batches``: item indices of each global batch. Micro-batches are sorted by decreasing length. A
-    rank that runs out of memory then fails at the first micro-batch, and ranks with collectives
-    inside the model (expert parallelism) process micro-batches of similar size at the same time.
+    ``batches``: item indices of each global batch. ``form`` makes the micro-batches of a shard.
+    Empty micro-batches make their number equal on all shards. Micro-batches are sorted by
+    decreasing length. A rank that runs out of memory then fails at the first micro-batch, and ranks
+    with collectives inside the model (expert parallelism) process similar sizes at the same time.
     """
     plans: list[ShardPlan] = [[] for _ in range(shards)]
     for batch in batches:
@@ -165,9 +166,9 @@ class LengthGroups:
         return groups
 
     def _solve(self, spare: int) -> IntArray:
-        """Return at ``[j, t]`` the end of the first group of rows ``j..``.
+        """Return at ``[j, t]`` the end of the first group of the rows from ``j`` on.
 
-        The rows are cut into ``min_groups[j] + t`` groups, with ``t`` from 0 to ``spare``, the
+        These rows are cut into ``min_groups[j] + t`` groups, with ``t`` from 0 to ``spare``, the
         number of groups above the minimum.
         """
         rows = len(self._rows)
@@ -217,7 +218,7 @@ class SequencePackingArgs(TypedDict):
 
 
 class MicroBatching(TypedDict, total=False):
-    """Arguments for micro-batches by tokens: at most one of the two keys."""
+    """Arguments for micro-batches by tokens. At most one of the two keys is present."""
 
     dynamic_batching_args: DynamicBatchingArgs
     sequence_packing_args: SequencePackingArgs

@@ -11,7 +11,7 @@ _step: ContextVar[int] = ContextVar("training step", default=0)
 def training_step(step: int) -> Iterator[None]:
     """Attribute errors raised inside the block to step ``step`` of the run.
 
-    Models that detect a non-finite value count only their own updates.
+    The models cannot name the step, because they count only their own updates.
     """
     token = _step.set(step)
     try:

@@ -50,20 +50,21 @@ class RayVirtualCluster:
 
         Args:
             bundle_ct_per_node_list: number of bundles per node.
-            use_gpus: reserve one GPU per bundle, default true if the cluster has GPUs.
+            use_gpus: whether to reserve one GPU per bundle. Default: true if the cluster has GPUs.
             max_colocated_worker_groups: number of groups that share the bundles in equal parts.
             name: name of the cluster in messages.
-            cpus_per_bundle: CPUs of a bundle.
-            parallel: default model-parallel sizes of training workers, default no model
-                parallelism.
+            cpus_per_bundle: number of CPUs of a bundle.
+            parallel: model-parallel sizes of training workers, unless `start_workers` sets others.
+                None means no model parallelism.
             seed: seed of the random generators of training workers.
-            timeout_s: limit of the wait for a worker, and of one worker's wait for another worker.
-            log_dir: directory of the workers' logs, visible on all nodes, default a temporary
+            timeout_s: longest time in seconds that the driver waits for a worker, and that workers
+                wait for each other.
+            log_dir: directory of the workers' logs, which all nodes must see. Default: a temporary
                 directory.
-            env_vars: environment of all workers, set before the workers import anything.
+            env_vars: environment variables of all workers, set before the workers import anything.
 
         Raises:
-            WorkerError: the cluster lacks the resources for a minute.
+            WorkerError: the resources are still not available after one minute.
         """
         import ray
 
@@ -114,15 +115,15 @@ class RayVirtualCluster:
         Training groups are constructed concurrently, while the driver continues.
 
         Args:
-            worker_class: dotted path.
-            name_prefix: role, for messages and logs.
-            layout: layout of the workers, default the layout of ``parallel`` on all bundles.
+            worker_class: dotted path of the class.
+            name_prefix: name of the role in messages and logs.
+            layout: layout of the workers. Default: the layout of ``parallel`` on all bundles.
             python_executable: another interpreter for the workers. Such workers do not train: they
                 get no ``parallel`` and no torch.distributed world. They start after all other
                 groups, so that their measurements of free memory stay valid.
-            parallel: model-parallel sizes of this group, default the sizes of the cluster.
-            workers_per_node: number of bundles to use on each node, default all.
-            env_vars: environment of this group's workers, which overrides the cluster's.
+            parallel: model-parallel sizes of this group. Default: the sizes of the cluster.
+            workers_per_node: number of bundles to use on each node. Default: all.
+            env_vars: environment variables of this group, which override the cluster's.
             kwargs: arguments of the class.
         """
         parallel = parallel or self._parallel
@@ -159,7 +160,7 @@ class RayVirtualCluster:
         return sum(self._counts)
 
     def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
-        """Return the bundles of a group with this many workers per node, one value or a list.
+        """Return the bundles of a group. ``workers_per_node``: one value, or one per node.
 
         Raises:
             ConfigError: a node has fewer bundles, or the list has another length than the nodes.

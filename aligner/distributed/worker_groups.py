@@ -86,7 +86,7 @@ class MultiWorkerFuture(list["ObjectRef"]):
         method_name: the called method, for messages.
         calls: result reference and seat of every called worker.
         returned: positions in ``calls`` of the results that `get_results` returns, in order.
-        timeout_s: limit of the wait for results.
+        timeout_s: longest time in seconds to wait for results.
     """
 
     def __init__(
@@ -136,17 +136,18 @@ class RayWorkerGroup:
         Args:
             cluster: cluster whose bundles the workers use.
             worker_builder: class and arguments of the workers.
-            name_prefix: role in messages and log names.
-            workers_per_node: number of bundles to use on each node, one value or one per node,
-                default all.
-            sharding_annotations: layout of the workers, default only data parallel. The workers use
-                the first bundles, one per rank of the layout.
+            name_prefix: name of the role in messages and log names.
+            workers_per_node: number of bundles to use on each node, one value or one per node.
+                Default: all.
+            sharding_annotations: layout of the workers. Default: only data parallel. The workers
+                use the first bundles, one per rank of the layout.
             env_vars: additional environment variables, set before the workers import anything.
             parallel: model-parallel sizes of a torch.distributed world that the workers form. They
                 are then constructed with ``parallel=ParallelState``. Default: the builder's layout.
             seed: seed of this world.
-            python_executable: interpreter of the workers, default the interpreter of the Ray node.
-                It needs the same version of Ray. aligner's source is added to its path.
+            python_executable: interpreter of the workers. Default: the interpreter of the Ray node.
+                The interpreter needs the same version of Ray. aligner's source is added to its
+                path.
         """
         bundles = cluster.bundles_for(workers_per_node)
         # Layout and bundles of the workers.
@@ -220,11 +221,12 @@ class RayWorkerGroup:
         output_is_replicated: Sequence[str],
         common_kwargs: Mapping[str, Any] | None = None,
     ) -> MultiWorkerFuture:
-        """Call a method with ``data=`` the shard at each worker's coordinates.
+        """Call a method on each worker. Its argument ``data`` is the shard at its coordinates.
 
         Args:
             method_name: name of the method.
-            data: shards by coordinate of the sharded axis, nested in axis order for several axes.
+            data: list of the shards by coordinate of the sharded axis. For several axes, nested
+                lists in the order of the axes.
             in_sharded_axes: axes along which workers get different data.
             replicate_on_axes: axes along which workers get the same data. Along all other axes only
                 the workers at coordinate 0 are called.
@@ -277,7 +279,7 @@ class RayWorkerGroup:
         return self.is_healthy
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Call ``cleanup_method`` on each worker, end the processes, and return the success.
+        """Call ``cleanup_method`` on each worker, end the processes, and return True on success.
 
         After a failed call ``cleanup_method`` is not called, because workers may not answer.
         """

@@ -145,9 +145,9 @@ def run_sharded(
         group: the workers.
         method: worker method whose first parameter is ``data``.
         data: global batches.
-        batch_size: rows of a global mini-batch, split evenly over the ranks. None if rows are
-            independent, which also allows uneven and empty shards.
-        batching: arguments to form micro-batches in the shards, default no micro-batches.
+        batch_size: number of rows of a global mini-batch, split evenly over the ranks. None if
+            rows are independent. Shards may then be uneven or empty.
+        batching: arguments to form micro-batches in the shards. Default: no micro-batches.
         kwargs: arguments of the method.
 
     Returns:
@@ -184,9 +184,9 @@ def micro_batching(
 ) -> MicroBatching:
     """Return the configured arguments for micro-batches by tokens, or none.
 
-    ``model``: None for workers that form micro-batches themselves. ``micro_batch_size``: size that
-    the caller requests, which turns micro-batches by tokens off. ``rows_per_group``: number of
-    adjacent rows that stay together.
+    ``model``: section of the configuration, or None for workers that form micro-batches themselves.
+    ``micro_batch_size``: size that the caller requests. If given, micro-batches by tokens are off.
+    ``rows_per_group``: number of adjacent rows that stay together.
     """
     if model is None or model.token_budgets is None or micro_batch_size is not None:
         return {}
@@ -251,7 +251,10 @@ class LocalWorkerGroup:
         self.sharding_annotations = _layout(parallel)
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> LocalFuture:
-        """Call ``method_name(**kwargs)`` on this process's worker, as every other process does."""
+        """Call ``method_name(**kwargs)`` on this process's worker.
+
+        Every process must make the same call.
+        """
         return LocalFuture([getattr(self.worker, method_name)(**kwargs)])
 
     def run_all_workers_sharded_data(
@@ -327,7 +330,7 @@ class LocalWorkerGroup:
         arguments: Mapping[str, Any] | None,
         exchange: Callable[[Any], list[Any]],
     ) -> LocalFuture:
-        """Call the worker (not if ``arguments`` is None) and ``exchange`` results or failures."""
+        """Call the worker unless ``arguments`` is None, and ``exchange`` results or failures."""
         result: Any = None
         try:
             if arguments is not None:
@@ -376,11 +379,11 @@ class LocalCluster:
         """Construct ``worker_class(parallel=..., **kwargs)`` in this process.
 
         Args:
-            worker_class: dotted path.
-            name_prefix: role, for messages.
+            worker_class: dotted path of the class.
+            name_prefix: name of the role in messages.
             parallel: the configured layout, which must be the layout of the processes.
-            workers_per_node: must be the number of processes on each machine.
-            env_vars: set permanently in this process.
+            workers_per_node: number of workers per machine, which must be its processes' number.
+            env_vars: environment variables, set permanently in this process.
             kwargs: arguments of the class.
         """
         # The launcher decided the layout, so the arguments must agree with it.

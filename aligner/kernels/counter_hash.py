@@ -40,7 +40,10 @@ def _shift_right(state: Tensor, bits: int) -> Tensor:
 
 
 def counter_hash(seed: int, *counters: Tensor) -> Tensor:
-    """Hash a seed, modulo 2**64, with ``counters``, int64 [...]. The shapes broadcast."""
+    """Return an int64 hash [...] of ``seed`` and of the ``counters``, int64 tensors [...].
+
+    The seed is reduced modulo 2**64. The counters are broadcast together.
+    """
     state = torch.full_like(counters[0], (seed + 2**63) % 2**64 - 2**63)
     for counter in counters:
         state = combine(state, counter)

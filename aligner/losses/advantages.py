@@ -72,8 +72,8 @@ def token_rewards(
 ) -> Tensor:
     """Compute ``r_t = R · [t is the last generated token] - β · kl_t``, 0 at masked positions.
 
-    ``rewards``: float [B], one per sample, or [B, S], one per token, which keep their positions.
-    ``kl``: float [B, S]. None charges no KL.
+    ``rewards``: float [B], one per sample, or [B, S], one per token. Rewards of tokens keep their
+    positions. ``kl``: float [B, S], or None without a KL penalty.
     ``token_mask``: [B, S]. A row without a generated token gets no reward. ``turn_ids``: int64
     [B, S], only for conversations: the last token is the last token of the last turn. Returns
     float [B, S]. (verl, OpenRLHF, NeMo-RL and NeMo-Aligner put the reward at the same position,
@@ -127,8 +127,8 @@ def generalized_advantage_estimate(
     ``values``, ``rewards``: float [B, S], any value at masked positions. ``mask``: [B, S].
     ``turn_ids``: int64 [B, S], index of the turn that generated a token. With ``turn_ids`` and
     ``timestep="turn"``, γ and λ count turns: both apply between the last token of a turn and the
-    first token of the next turn, and are 1 within a turn. Computed in float32 at least. Returns two
-    float [B, S], neither whitened.
+    first token of the next turn, and are 1 within a turn. The computation is in float32 at least.
+    Returns advantages and returns, float [B, S] each, which are not whitened.
     """
     assert values.ndim == 2, values.shape
     assert values.shape == rewards.shape == mask.shape, (values.shape, rewards.shape, mask.shape)
@@ -160,9 +160,9 @@ def generalized_advantage_estimate(
 def discounted_sums(x: Tensor, discount: float) -> Tensor:
     """Compute ``y[:, t] = sum_{s >= t} discount^(s-t) · x[:, s]`` for float [B, S].
 
-    Doubling: after pass ``k`` every ``y_t`` covers ``2^k`` terms, so ``log2(S)`` passes over
-    contiguous memory replace a loop over ``S``, and sums are pairwise (smaller rounding errors than
-    in the loop). Terms whose weight is below the rounding error are omitted.
+    The sums are computed by doubling: after pass ``k`` every ``y_t`` covers ``2^k`` terms, so that
+    ``log2(S)`` passes over contiguous memory replace a loop over ``S``. Sums are pairwise, with
+    smaller rounding errors than a loop's. Terms with a weight below the rounding error are omitted.
     """
     length = x.shape[1]
     negligible = torch.finfo(x.dtype).eps * 1e-3
@@ -193,7 +193,9 @@ def weighted_sums(x: Tensor, weights: Tensor) -> Tensor:
 def discounted_returns(
     rewards: Tensor, mask: Tensor, gamma: float, *, turn_ids: Tensor | None = None
 ) -> Tensor:
-    """Compute ``G_t = r_t + γ·G_{t+1}`` over generated tokens, carried across holes, 0 if masked.
+    """Compute ``G_t = r_t + γ·G_{t+1}`` over generated tokens, 0 at masked positions.
+
+    The sum is carried across holes in the mask.
 
     ``rewards``: float [B, S], any value at masked positions. ``mask``: [B, S].
     ``turn_ids``: int64 [B, S], the order of tokens as in `generalized_advantage_estimate`.
@@ -248,11 +250,11 @@ def group_advantages(
     penalty: Tensor | None = None,
     batch_baseline: bool = False,
 ) -> Tensor:
-    """Compute one advantage per response, float [B] in the dtype of ``rewards``, see the module.
+    """Compute one advantage per response, float [B] in the dtype of ``rewards``.
 
-    A group whose rewards are all equal gets exactly 0 from every estimator with a group baseline.
-    ``penalty``: float [B], subtracted from each reward. Only ``reinforce`` reads
-    ``batch_baseline``.
+    The module's docstring explains the estimators. A group whose rewards are all equal gets exactly
+    0 from every estimator with a group baseline. ``penalty``: float [B], subtracted from each
+    reward. Only ``reinforce`` reads ``batch_baseline``.
     """
     check_critic_free(estimator, batch_baseline=batch_baseline)
     assert rewards.ndim == 1, rewards.shape
@@ -336,7 +338,9 @@ def turn_advantages(
     *,
     penalty: Tensor | None = None,
 ) -> Tensor:
-    """Compute advantages of turns without a critic, float [B, S], 0 outside turns or if masked.
+    """Compute advantages of turns without a critic, float [B, S].
+
+    They are 0 outside turns and in samples that are masked.
 
     ``turn_rewards``: float [B, S], the rewards of a turn at tokens of the turn. ``turn_ids``: int64
     [B, S], index of the turn that generated a token, from 1, or 0 without a turn. ``penalty``:
@@ -386,10 +390,11 @@ def _to_go(values: Tensor) -> Tensor:
 def has_reward_variance(
     rewards: Tensor, groups: Tensor, sample_mask: Tensor, turn_ids: Tensor | None = None
 ) -> Tensor:
-    """Return bool [B]: the sample counts, and counting samples of its group have unequal rewards.
+    """Return bool [B], True for unmasked samples whose group has unequal rewards.
 
-    Rewards that differ by rounding are equal (`TOLERANCE`). Other samples learn nothing from a
-    group baseline, so DAPO (Yu et al., 2025) replaces such samples with samples of other prompts.
+    Masked samples of a group are not compared. Rewards that differ by rounding are equal
+    (`TOLERANCE`). Samples with False learn nothing from a group baseline, so DAPO (Yu et al., 2025)
+    replaces them with samples of other prompts.
 
     ``rewards``: float [B], for DAPO the verdict of the verifier before any shaping by length. With
     ``turn_ids`` int64 [B, S], ``rewards`` are [B, S] and turns are compared (`turn_advantages`).
@@ -412,7 +417,7 @@ def has_reward_variance(
 def check_critic_free(
     estimator: str, *, batch_baseline: bool = False, discount: float = 1.0
 ) -> None:
-    """Refuse an unknown estimator and options of another estimator."""
+    """Raise if the estimator is unknown, or if options of another estimator are given."""
     estimators = [*get_args(SampleEstimator), *get_args(TokenEstimator)]
     check_choice("advantage estimator", estimator, estimators)
     if batch_baseline and estimator != "reinforce":

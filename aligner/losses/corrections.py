@@ -57,7 +57,7 @@ def importance_weights(
 
 
 def is_outside(values: Tensor, bounds: Bounds) -> Tensor:
-    """Test float ``values`` [...] against both bounds, bool [...], True if outside."""
+    """Return bool [...], True where float ``values`` [...] are outside the bounds."""
     low, high = bounds
     return (values < low) | (values > high)
 
@@ -115,8 +115,8 @@ def second_moment_masks(batch: Mapping[str, Tensor], limit: float, rows: int) ->
 class Corrected(NamedTuple):
     """Result of `correct`.
 
-    ``weights``: float [B, S] without gradient, or None if every weight is 1. ``metrics``: scalar
-    shares.
+    ``weights``: float [B, S] without gradient, or None if every weight is 1. ``metrics``: what the
+    micro-batch adds to each metric, scalars.
     """
 
     weights: Tensor | None
@@ -129,7 +129,7 @@ def correct(
     average: BatchAverage,
     moment_mask: Tensor | None = None,
 ) -> Corrected:
-    """Compute the weights of a micro-batch's tokens and metrics of the weights.
+    """Compute the weights of a micro-batch's tokens, and metrics of these weights.
 
     Args:
         correction: the section ``model.ppo.correction``.
@@ -138,9 +138,9 @@ def correct(
         moment_mask: the column ``second_moment_mask`` [B, S], needed with
             ``correction.second_moment``.
 
-    Metrics are shares of means over tokens: ``importance_weight`` and
-    ``importance_weight_square`` as applied, ``weights_outside`` the bounds, ``tokens_rejected`` in
-    rejected responses, ``tokens_over_second_moment``.
+    Metrics are means over tokens: ``importance_weight`` and ``importance_weight_square`` of the
+    applied weights, ``weights_outside`` (the bounds), ``tokens_rejected`` (in rejected responses)
+    and ``tokens_over_second_moment``.
     """
     mask = average.mask
     log_ratio = torch.where(mask, log_ratio, 0)
@@ -172,9 +172,9 @@ def correct(
 
 
 def gap_metrics(log_ratio: Tensor, average: BatchAverage) -> dict[str, Tensor]:
-    """Measure the distance of the sampler from the trainer, as shares of means over tokens.
+    """Measure the distance of the sampler from the trainer, as means over sampled tokens.
 
-    ``log_ratio`` float [B, S] as in `correct`. With ``r = exp(d)``, all from sampled tokens:
+    ``log_ratio``: float [B, S], as in `correct`. With ``d = log_ratio`` and ``r = exp(d)``:
 
     - ``logprob_gap_mean``: ``|d|``. ``logprob_gap_max``: the largest ``|d|``, 0 without a token.
     - ``kl_k1``, ``kl_k3``: KL(sampler ‖ trainer), ``-d`` and ``r - 1 - d`` (verl's kl, k3_kl).

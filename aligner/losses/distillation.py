@@ -34,7 +34,7 @@ class DistillationLoss:
     there for backward). Hinton et al., 2015, describe forward. Gu et al., 2023 (MiniLLM) and
     Agarwal et al., 2023 (GKD) describe backward and mixed.
 
-    Metrics are shares of global token means: ``loss``, ``forward_kl``, ``backward_kl`` (except with
+    Metrics are means over all tokens: ``loss``, ``forward_kl``, ``backward_kl`` (except with
     ``kl="forward"``) and ``topk_probability``, the student's probability of the k tokens.
     """
 
@@ -52,12 +52,12 @@ class DistillationLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss and metric shares of one micro-batch.
+        """Compute what one micro-batch adds to the loss and to the metrics.
 
-        ``outputs.values_or_logprobs`` float [B, S, k]: the student's log-probs of
-        ``teacher_topk_indices``, normalised over the whole vocabulary. ``outputs.entropy`` [B, S].
-        From ``batch``:
-        ``teacher_topk_logits`` [B, S, k], ``token_mask`` [B, S] and ``sample_mask`` [B].
+        ``outputs.values_or_logprobs``: float [B, S, k], the student's log-probs of
+        ``teacher_topk_indices``, normalised over the whole vocabulary. ``outputs.entropy``:
+        [B, S]. ``batch``: ``teacher_topk_logits`` [B, S, k], ``token_mask`` [B, S] and
+        ``sample_mask`` [B].
         """
         counted = (batch["token_mask"] * batch["sample_mask"][:, None]) > 0
         counted[:, 0] = False  # no position predicts the first token

@@ -17,11 +17,17 @@ def sum_of_group(values: Tensor, groups: Tensor) -> Tensor:
 def compare_turns(
     worth: Tensor, charged: Tensor, has_turn: Tensor, groups: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Subtract baselines from turns, and compute the largest deviation of turns in each group.
+    """Subtract from each turn's return the mean return of the group's other samples.
 
-    ``worth``, ``charged``: float64 [B, K], without and with the penalty. ``has_turn``: bool [B, K],
-    the sample reaches the turn. ``groups``: int64 [B]. Returns float64 [B, K], 0 where the returns
-    of the group are equal, and [B, 1].
+    Args:
+        worth: float64 [B, K], return of each turn before the KL penalty.
+        charged: float64 [B, K], return of each turn after the KL penalty.
+        has_turn: bool [B, K], true if the sample reaches the turn.
+        groups: int64 [B], group of each sample.
+
+    Returns:
+        The advantages, float64 [B, K], 0 where the returns of the group are equal, and the largest
+        standard deviation of a turn in the sample's group, float64 [B, 1].
     """
     index = torch.arange(has_turn.shape[1], device=has_turn.device).expand(has_turn.shape)
 
@@ -29,7 +35,7 @@ def compare_turns(
         own_values = torch.where(has_turn, values, 0)
         return sum_of_group(own_values, groups) - own_values
 
-    # The last turn, up to the current turn, that other samples of the group reach.
+    # Others may be shorter: compare with the latest turn, up to this one, that another sample has.
     n_others = sum_of_others(torch.ones_like(worth))
     last_shared = torch.where(n_others > 0, index, -1).cummax(1).values
     compared = last_shared.clamp(min=0)
@@ -39,7 +45,7 @@ def compare_turns(
     squares = sum_of_others(worth.square()).gather(1, compared) + worth.square()
     mean = (sum_of_others(worth).gather(1, compared) + worth) / (n_others + 1)
     variance = (squares - (n_others + 1) * mean.square()).clamp(min=0) / n_others
-    noise = TOLERANCE**2 * squares / (n_others + 1)
+    noise = TOLERANCE**2 * squares / (n_others + 1)  # variance that rounding alone can produce
     varies = has_turn & (last_shared >= 0) & (variance > noise)
 
     # Largest deviation of the group, for every row of the group.

@@ -24,12 +24,12 @@ _SHARED_PARAMETERS = ("data", "global_valid_seqs", "global_valid_toks")
 
 
 class LossInputType(enum.Enum):
-    """First input of a published loss.
+    """Kind of the first input of a published loss.
 
-    ``LOGIT``: for a policy float32 ``[B, S, V]``, at position t the logits of token t + 1 divided
-    by the sampling temperature, for a critic its values ``[B, S]``. ``LOGPROB``: for a policy
-    float32 ``[B, S - 1]``, at position t the log-prob of token t + 1, 0 if ``token_mask`` of token
-    t + 1 is 0.
+    ``LOGIT``: a policy's logits divided by the sampling temperature, float32 ``[B, S, V]``, at
+    position t those of token t + 1. For a critic, its values ``[B, S]``. ``LOGPROB``: a policy's
+    log-probs, float32 ``[B, S - 1]``, at position t that of token t + 1, or 0 if the token's
+    ``token_mask`` is 0.
     """
 
     LOGIT = "logit"
@@ -59,12 +59,12 @@ class PublishedLoss:
 
     @property
     def rows_per_group(self) -> int:
-        """Number of adjacent rows that the function compares, its ``rows_per_group``, default 1."""
+        """Number of adjacent rows that the function compares (its ``rows_per_group``, or 1)."""
         return int(getattr(self.function, "rows_per_group", 1))
 
     @property
     def input_type(self) -> LossInputType:
-        """Input by the function's ``input_type``, else by its parameter's name, else ``LOGIT``."""
+        """Kind of input, by the function's ``input_type`` or its parameter's name, or ``LOGIT``."""
         declared = getattr(self.function, "input_type", None)
         if declared is None:
             is_logprob = self._input_name() == "next_token_logprobs"

@@ -18,7 +18,7 @@ class NegativeLogLikelihoodLoss:
     of the global batch weighs the same (NeMo-RL, verl, while in NeMo-Aligner and Hugging Face's
     default a token weighs more in a micro-batch with few tokens).
 
-    Metrics are shares of global token means: ``loss`` in nats per token and ``token_probability``
+    Metrics are means over all tokens: ``loss`` in nats per token and ``token_probability``
     (``exp(logprob)``, where 1 means that the response is memorised).
     """
 
@@ -28,9 +28,9 @@ class NegativeLogLikelihoodLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss and metric shares of one micro-batch.
+        """Compute what one micro-batch adds to the loss and to the metrics.
 
-        ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``token_mask`` [B, S] and
+        ``outputs.values_or_logprobs``: float [B, S]. ``batch``: ``token_mask`` [B, S] and
         ``sample_mask`` [B].
         """
         logprobs = outputs.values_or_logprobs

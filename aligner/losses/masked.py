@@ -59,9 +59,9 @@ def masked_moments(
 ) -> tuple[Tensor, Tensor]:
     """Compute mean and unbiased variance over all unmasked elements of all ranks of ``group``.
 
-    ``values``: float [...]. ``mask``: [...], of the same shape. Two passes, accumulated in float64.
-    Without an element both are 0. The variance of a single element is 0. With ``group=None`` only
-    elements of this process count. Returns two float64 scalars.
+    ``values``: float [...]. ``mask``: [...], of the same shape. Two passes accumulate in float64.
+    Without unmasked elements both results are 0. The variance of a single element is 0. With
+    ``group=None`` only elements of this process count. Returns two float64 scalars.
     """
     count = mask.bool().sum().double()
     first = _all_ranks(torch.stack([count, _sum64(values, mask)]), group)
@@ -114,7 +114,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 
 @dataclass(frozen=True)
 class BatchAverage:
-    """Average over the global batch, of which a call returns one micro-batch's share.
+    """Average over the global batch. A call returns what one micro-batch adds to the average.
 
     ``mask``: bool [B, S], True if the token was generated and its sample counts.
     ``max_response_length``: limit of a response in tokens. Only ``fixed_length`` needs it.
@@ -126,7 +126,7 @@ class BatchAverage:
     max_response_length: int | None = None
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return the scalar share for float [B, S]. Masked positions may be any value."""
+        """Return the summand of float ``values`` [B, S]. Masked positions may be any value."""
         if self.aggregation == "token_mean":
             return masked_mean(values, self.mask, self.denominators.valid_tokens)
         if self.aggregation == "sequence_mean":
@@ -137,12 +137,12 @@ class BatchAverage:
 
 
 def row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """Return float [B], the mean over unmasked positions of each row of [B, S], 0 without any."""
+    """Return float [B], the mean over each row's unmasked positions of [B, S], 0 if none."""
     return masked_sum(values, mask, dim=1) / mask.sum(1).clamp(min=1)
 
 
 def counted_tokens(batch: Mapping[str, Tensor], *per_token: Tensor) -> Tensor:
-    """Return bool [B, S]: the token was generated and its sample counts.
+    """Return bool [B, S], True if the token was generated and its sample is not masked.
 
     ``batch`` contains ``token_mask`` [B, S] and ``sample_mask`` [B]. ``per_token``: float [B, S],
     tensors whose shapes are compared with the mask.

@@ -17,20 +17,21 @@ from aligner.types import Denominators
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of a micro-batch that count, with means over the pairs of the global batch.
+    """Pairs of a micro-batch, with means over the unmasked pairs of the global batch.
 
-    ``counts``: bool [B / 2]. ``total``: pairs of the global batch that count.
+    ``counts``: bool [B / 2], True if the pair is not masked. ``total``: number of unmasked pairs of
+    the global batch.
     """
 
     counts: Tensor
     total: Tensor
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return this micro-batch's share of the mean of float [B / 2] over the global batch."""
+        """Return what float ``values`` [B / 2] add to their mean over the global batch."""
         return torch.where(self.counts, values, 0).sum() / self.total
 
     def rows(self) -> Tensor:
-        """Return bool [B], True if the row's pair counts."""
+        """Return bool [B], True if the row's pair is not masked."""
         return self.counts.repeat_interleave(2)
 
 
@@ -51,7 +52,7 @@ def pairs_of(batch: Mapping[str, Tensor], denominators: Denominators) -> Pairs:
 
 
 def split_pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the chosen and the rejected rows of [B, ...], [B / 2, ...] each, of any dtype."""
+    """Return the chosen rows and the rejected rows of [B, ...], each [B / 2, ...], any dtype."""
     return rows[0::2], rows[1::2]
 
 

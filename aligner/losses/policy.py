@@ -59,7 +59,7 @@ class PPOPolicyLoss:
     and does not restrain the policy, so runs refuse ``k1``. The log-ratio is not clamped (as in
     NeMo-RL and TRL, while verl and OpenRLHF clamp to ±20).
 
-    Metrics: ``loss`` as averaged, and shares of global token means: ``ppo_ratio`` (ρ),
+    Metrics are ``loss`` and these means over all tokens of the global batch: ``ppo_ratio`` (ρ),
     ``ppo_ratio_clamped``, ``clip_fraction``, ``approx_kl`` (k3 of the rollout policy from the
     current policy), and by option ``dual_clip_fraction``, ``entropy``, ``kl_loss`` (before the
     coefficient) and the metrics of `losses.corrections.correct`. If the batch contains
@@ -112,12 +112,12 @@ class PPOPolicyLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss and metric shares of one micro-batch.
+        """Compute what one micro-batch adds to the loss and to the metrics.
 
-        ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``advantages``, ``token_mask``
-        [B, S], ``sample_mask`` [B], ``prev_logprobs`` [B, S], which may be absent in a pure
-        on-policy mini-batch (the detached current log-probs replace the absent column), and
-        ``ref_logprobs`` and ``generation_logprobs`` [B, S] if an option needs them.
+        ``outputs.values_or_logprobs``: float [B, S]. ``batch``: ``advantages`` [B, S],
+        ``token_mask`` [B, S], ``sample_mask`` [B] and ``prev_logprobs`` [B, S]. If an option needs
+        them, also ``ref_logprobs`` and ``generation_logprobs``, both [B, S]. An on-policy
+        mini-batch may lack ``prev_logprobs``. The detached current log-probs are then used.
         """
         logprobs, advantages = outputs.values_or_logprobs, batch["advantages"]
         prev_logprobs = batch.get("prev_logprobs", logprobs.detach())
@@ -190,9 +190,10 @@ SurrogateFunction = Callable[
 def clip_surrogate(
     loss: PPOPolicyLoss, ratio: Tensor, advantages: Tensor, logprobs: Tensor, mean: BatchAverage
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute PPO's pessimistic bound of the objective, negated, float [B, S], and its metrics.
+    """Compute the negated pessimistic bound of PPO's objective, float [B, S], and its metrics.
 
-    ``ratio``, ``advantages``: float [B, S], 1 and 0 at masked positions. ``logprobs`` is not read.
+    ``ratio``: float [B, S], 1 at masked positions. ``advantages``: float [B, S], 0 at masked
+    positions. ``logprobs`` is not read.
     """
     clamped = ratio.clamp(1 - loss.ratio_eps_low, 1 + loss.ratio_eps_high)
     free, clipped = -advantages * ratio, -advantages * clamped
@@ -214,7 +215,7 @@ def clip_surrogate(
 def cispo_surrogate(
     loss: PPOPolicyLoss, ratio: Tensor, advantages: Tensor, logprobs: Tensor, mean: BatchAverage
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the surrogate of a clipped weight without gradient, float [B, S], and its metrics.
+    """Compute CISPO's surrogate, float [B, S], and its metrics.
 
     ``ratio``, ``advantages``, ``logprobs``: float [B, S]. The ratio gets no gradient.
     """

@@ -38,13 +38,13 @@ TIE = 1e-4
 
 @dataclass(frozen=True)
 class PairwiseLoss(ABC):
-    """Base of pairwise losses: rewards of rows, mean over pairs, and the SFT term.
+    """Base of pairwise losses. A loss is a mean over pairs, plus an optional SFT term.
 
     ``sft_weight`` adds ``-mean log π`` of the chosen response: the mean over its tokens, then over
     pairs (OpenRLHF, and NeMo-Aligner with averaging, while NeMo-Aligner's default sums over tokens,
     TRL averages over all chosen tokens of a micro-batch).
 
-    Metrics are shares of means over pairs: ``loss``, ``preference_loss``, ``rewards_chosen``,
+    Metrics are means over pairs: ``loss``, ``preference_loss``, ``rewards_chosen``,
     ``rewards_rejected``, ``rewards_margin``, ``accuracy`` (the chosen response gets the higher
     reward, by more than ``β·TIE``), and with an SFT term ``sft_loss`` (unweighted).
     """
@@ -60,11 +60,11 @@ class PairwiseLoss(ABC):
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss and metric shares of one micro-batch of ``B / 2`` pairs.
+        """Compute what a micro-batch of ``B / 2`` pairs adds to the loss and to the metrics.
 
-        ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``token_mask`` [B, S], 1 at the
-        response's tokens. ``sample_mask`` [B], the same for both rows of a pair, and
-        ``ref_logprobs`` float [B, S] if the loss reads a reference.
+        ``outputs.values_or_logprobs``: float [B, S]. ``batch``: ``token_mask`` [B, S], 1 at the
+        response's tokens, and ``sample_mask`` [B], the same for both rows of a pair. If the loss
+        reads a reference, also ``ref_logprobs`` float [B, S].
         """
         # Rewards of both rows of each pair.
         logprobs = outputs.values_or_logprobs
@@ -132,7 +132,7 @@ class DPOLoss(ReferenceLoss):
 
 @dataclass(frozen=True)
 class IPOLoss(ReferenceLoss):
-    """``(m/β - 1/(2β))²``: the target of the margin is 1/2, not infinity (Azar et al., 2023).
+    """``(m/β - 1/(2β))²``, whose target for the margin is 1/2, not infinity (Azar et al., 2023).
 
     Log-probabilities are summed (NeMo-Aligner, OpenRLHF, TRL's CPO). ``average_logprobs=True``
     gives TRL's DPO trainer, which divides by the response's length.
@@ -144,7 +144,7 @@ class IPOLoss(ReferenceLoss):
 
 @dataclass(frozen=True)
 class RPOLoss(ReferenceLoss):
-    """Reward-aware preference optimisation (Sun et al., 2025), NeMo-Aligner's definitions.
+    """Reward-aware preference optimisation (Sun et al., 2025), as NeMo-Aligner defines it.
 
     The target of the margin is ``g = η·(R_chosen - R_rejected)``, the gap of ground-truth rewards,
     so that the margin of an almost equal pair stays small. With ``p = σ(m)`` and ``q = σ(g)``::
@@ -208,7 +208,7 @@ class KTOLoss:
     without gradient, see `kto_kl_baseline`. The estimate is a mean over the global batch. In the
     paper and TRL it is a mean over each micro-batch or rank.
 
-    Metrics are shares of means over sequences: ``loss``, ``rewards`` (``β·r``), ``rewards_margin``
+    Metrics are means over sequences: ``loss``, ``rewards`` (``β·r``), ``rewards_margin``
     (``±β·(r - z)``, + for desirable rows), ``accuracy`` (the margin is above ``β·TIE``),
     ``desirable_fraction`` and ``kl_baseline``.
     """
@@ -225,11 +225,11 @@ class KTOLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss and metric shares of one micro-batch.
+        """Compute what one micro-batch adds to the loss and to the metrics.
 
-        ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``ref_logprobs``,
+        ``outputs.values_or_logprobs``: float [B, S]. ``batch``: ``ref_logprobs`` [B, S],
         ``token_mask`` [B, S], ``sample_mask`` [B], ``desirable`` [B] (1 means good) and
-        ``kl_baseline`` float [B]: ``z``, the same value in every row of the global batch.
+        ``kl_baseline`` float [B], which is ``z`` in every row of the global batch.
         """
         logprobs, ref_logprobs = outputs.values_or_logprobs, batch["ref_logprobs"]
         mask = counted_tokens(batch, logprobs, ref_logprobs)

@@ -30,7 +30,7 @@ class BradleyTerryLoss:
     a batch. A negative strength means that the rejected response is better. ``scaled`` would fall
     without bound for such a pair, so its weight is 0 (runs refuse the data).
 
-    Metrics are shares of means over pairs: ``loss``, ``rewards_chosen``, ``rewards_rejected``,
+    Metrics are means over pairs: ``loss``, ``rewards_chosen``, ``rewards_rejected``,
     ``rewards_margin`` (d) and ``accuracy``.
     """
 
@@ -44,11 +44,11 @@ class BradleyTerryLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss and metric shares of one micro-batch of ``B / 2`` pairs.
+        """Compute what a micro-batch of ``B / 2`` pairs adds to the loss and to the metrics.
 
-        ``outputs.values_or_logprobs`` float [B, S], the head's output at every token, not shifted.
-        From ``batch``: ``input_lengths`` int64 [B], ``sample_mask`` [B], and except for ``plain``
-        ``preference_strengths`` float [B], read at chosen rows.
+        ``outputs.values_or_logprobs``: float [B, S], the head's output at every token, not shifted.
+        ``batch``: ``input_lengths`` int64 [B] and ``sample_mask`` [B]. Except for ``plain``, also
+        ``preference_strengths`` float [B], which are read at chosen rows.
         """
         pairs = pairs_of(batch, denominators)
         scores = sequence_scores(outputs.values_or_logprobs, batch["input_lengths"])
@@ -76,7 +76,7 @@ class AttributeRegressionLoss:
     ratings of a micro-batch, which is the same if no rating is missing.) A sequence without any
     rating must have ``sample_mask`` 0.
 
-    Metrics are shares of means over sequences: ``loss`` and ``absolute_error``.
+    Metrics are means over sequences: ``loss`` and ``absolute_error``.
     """
 
     needs_entropy: ClassVar[bool] = False
@@ -85,10 +85,10 @@ class AttributeRegressionLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss and metric shares of one micro-batch.
+        """Compute what one micro-batch adds to the loss and to the metrics.
 
-        ``outputs.values_or_logprobs`` float [B, S, K], or [B, S] for a single attribute: the head's
-        output at every token, not shifted. From ``batch``: ``input_lengths`` int64 [B],
+        ``outputs.values_or_logprobs``: the head's output at every token, not shifted, float
+        [B, S, K], or [B, S] for a single attribute. ``batch``: ``input_lengths`` int64 [B],
         ``attributes`` float [B, K], ``attribute_mask`` [B, K] (1 means rated) and ``sample_mask``
         [B].
         """

@@ -21,11 +21,11 @@ _ROWS = 4  # of the synthetic batch
 
 
 class PolicyLoss(Protocol):
-    """Interface of the class of ``model.ppo.loss``: a loss over one micro-batch.
+    """Interface of the class of ``model.ppo.loss``, a loss over one micro-batch.
 
-    ``B`` sequences of the micro-batch, ``S`` tokens of the longest sequence, prompt included.
-    Shorter sequences are padded. The form is the same with packed and dynamic micro-batches and on
-    every backend. Position ``t`` describes token ``t``.
+    A micro-batch has ``B`` sequences. ``S`` is the number of tokens of the longest sequence, with
+    its prompt. Shorter sequences are padded. The shapes are the same with packed and dynamic
+    micro-batches and on every backend. Position ``t`` describes token ``t``.
 
     The constructor is called with keyword arguments: all of ``model.ppo.loss_kwargs``, and the
     options of the built-in loss (fields of `aligner.losses.policy.PPOPolicyLoss`) that the
@@ -36,12 +36,12 @@ class PolicyLoss(Protocol):
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, Mapping[str, Tensor | float]]:
-        """Compute loss and metrics of one micro-batch, as *shares* of the global batch's values.
+        """Compute what one micro-batch adds to the global batch's loss and metrics.
 
         Args:
             outputs: ``values_or_logprobs`` float32 [B, S], log-probs of the tokens under the
-                weights in training, at the sampling temperature, with gradient, and ``entropy``
-                float32 [B, S] in nats, or None unless the loss needs the entropy.
+                current weights at the sampling temperature, with gradient. ``entropy`` float32
+                [B, S] in nats, or None unless the loss needs the entropy.
             batch: ``token_mask`` float32 [B, S] (1 if the token was generated) and
                 ``sample_mask`` float32 [B] (1 if the sample counts). A token counts if both masks
                 are 1. Elsewhere the other columns may be any finite value. ``advantages``,
@@ -67,7 +67,10 @@ class PolicyLoss(Protocol):
 
 
 class UserPolicyLoss:
-    """Adapter of a `PolicyLoss` to `aligner.types.LossFunction`, pickled as its path."""
+    """Adapter of a `PolicyLoss` to `aligner.types.LossFunction`.
+
+    Pickling stores the import path and the options of the `PolicyLoss`, not the object.
+    """
 
     rows_per_group: ClassVar[int] = 1
 
@@ -88,7 +91,7 @@ class UserPolicyLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute loss and metric shares of one micro-batch, see `PolicyLoss.__call__`."""
+        """Compute what a micro-batch adds to loss and metrics, see `PolicyLoss.__call__`."""
         logprobs = outputs.values_or_logprobs
         columns = {"prev_logprobs": logprobs.detach(), **batch}
         result = self._loss(outputs, columns, denominators)
@@ -108,16 +111,17 @@ def user_policy_loss(
 
     Args:
         name: ``package.module:Class`` or ``path/to/file.py:Class``.
-        kwargs: ``model.ppo.loss_kwargs``.
+        kwargs: ``model.ppo.loss_kwargs``, passed to the constructor.
         built_in: options of the built-in loss. The constructor receives the options that its
             signature names.
-        changed_settings: settings with other values than the default, as ``key=value``, and the
-            options that each setting changes. The constructor must name one of these options.
+        changed_settings: options that each non-default setting changes, by the setting as
+            ``key=value``. The constructor or ``kwargs`` must name one of the setting's options.
         has_reference: whether batches of the run contain ``ref_logprobs``.
 
     Raises:
-        ConfigError: the loss cannot be imported or constructed, raises, has no gradient, depends on
-            the split into micro-batches, or depends on tokens that do not count.
+        ConfigError: the loss cannot be imported or constructed, reads no option of a changed
+            setting, raises, has no gradient, depends on the split into micro-batches, or depends
+            on tokens whose mask is 0.
     """
     factory = load_function(name, key=KEY, kind="class")
     option_names = named_by(factory, built_in)

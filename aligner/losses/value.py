@@ -27,7 +27,7 @@ class PPOValueLoss:
     Values are padded, [B, S]: ``values[:, t]`` is the value of the state *before* token ``t``,
     the head's output shifted right by one. ``value_clip=None`` is the plain squared error.
 
-    Metrics are shares of global token means: ``loss`` and ``clip_fraction`` (tokens whose clipped
+    Metrics are means over all tokens: ``loss`` and ``clip_fraction`` (tokens whose clipped
     term is the larger).
     """
 
@@ -41,10 +41,11 @@ class PPOValueLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss and metric shares of one micro-batch.
+        """Compute what one micro-batch adds to the loss and to the metrics.
 
-        ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``returns``, ``token_mask``
-        [B, S], ``sample_mask`` [B], and with clipping ``values`` [B, S] of the rollout.
+        ``outputs.values_or_logprobs``: float [B, S]. ``batch``: ``returns`` [B, S],
+        ``token_mask`` [B, S] and ``sample_mask`` [B]. With clipping, also the rollout's ``values``
+        [B, S].
         """
         predicted, returns = outputs.values_or_logprobs, batch["returns"]
         mask = counted_tokens(batch, predicted, returns)
@@ -93,14 +94,14 @@ class MseValueLossFn:
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss and metric shares of one micro-batch.
+        """Compute what one micro-batch adds to the loss and to the metrics.
 
         Args:
             logits: values float32 ``[B, S]`` or ``[B, S, 1]``, of the states before each token.
-            data: ``returns``, ``token_mask`` ``[B, S]``, ``sample_mask`` ``[B]``, and with clipping
-                ``values`` ``[B, S]`` of the rollout.
+            data: ``returns`` and ``token_mask`` ``[B, S]``, ``sample_mask`` ``[B]``. With clipping,
+                also the rollout's ``values`` ``[B, S]``.
             global_valid_seqs: unused.
-            global_valid_toks: the denominator.
+            global_valid_toks: denominator of the mean, the tokens of the global batch.
         """
         values = logits.squeeze(-1) if logits.ndim == 3 else logits
         denominators = Denominators(valid_tokens=global_valid_toks, valid_seqs=global_valid_seqs)
@@ -109,7 +110,7 @@ class MseValueLossFn:
 
 
 def right_shift_values(values: Tensor) -> Tensor:
-    """Shift float ``[B, S]``, computed after each token, to values of the states before each token.
+    """Shift values after each token to values before each token, float ``[B, S]``.
 
     Position t gets the value of position t - 1, position 0 gets 0.
     """

@@ -384,7 +384,7 @@ class RoleWorker(Generic[RoleT]):
             self.model.optimizer.restore()
 
     def has_finite_weights(self) -> bool:
-        """Return whether all weights of all workers of the role are finite. Collective."""
+        """Return whether all weights of the role are finite. All its workers must call it."""
         self._restore_weights()
         shares = (
             p.to_local() if isinstance(p, DTensor) else p for p in self.model.model.parameters()

@@ -157,7 +157,7 @@ class SumGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, replicated: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the tensor, float [...], which is the same on every rank of ``group``."""
+        """Return ``replicated``, float [...], which must be equal on every rank of ``group``."""
         ctx.group = group
         return replicated.view_as(replicated)
 

@@ -237,7 +237,7 @@ class RankWatch:
 
 @contextlib.contextmanager
 def watched_ranks(parallel: ParallelState, timeout_s: float) -> Iterator[None]:
-    """End all ranks if one of them dies within the block. Collective.
+    """End all ranks if one of them dies within the block. All ranks must enter the block.
 
     Args:
         parallel: the processes of the run.

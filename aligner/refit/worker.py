@@ -38,7 +38,10 @@ class RefitWorker(ABC):
 
     @abstractmethod
     def hf_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the complete tensors ``names`` on every worker, one at a time in memory."""
+        """Yield the name and the full tensor of each of ``names``, one in memory at a time.
+
+        All workers must iterate over the same names. Every worker gets the gathered tensors.
+        """
 
     def refit_end(self) -> RefitEnd:
         """Describe this worker's location and library versions."""

@@ -128,7 +128,7 @@ def _write(
 
 
 def _answers(name: str, evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    """Yield a line for each response, for a conversation with its turns, end and columns."""
+    """Yield a line for each response. A conversation's line has its turns, end and columns."""
     batch = evaluation.batch
     lengths = (batch["input_lengths"] - batch["prompt_lengths"]).tolist()
     for row in range(batch.size):

@@ -50,7 +50,7 @@ def generate(config: GenerateConfig) -> None:
 
 
 def _sets(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, PromptDataset]]:
-    """Yield the prompts with the name of their set. A ground truth is an ordinary column here."""
+    """Yield the name and the prompts of each set. A ground truth is an ordinary column here."""
     data = config.data
     if config.prompt:
         rows = (
@@ -106,9 +106,10 @@ class Chat:
 
     Args:
         config: the command's options.
-        model: the model.
-        read: returns the user's message or raises `EOFError` to end the conversation.
-        write: receives text as soon as it is sampled.
+        model: the model that answers.
+        read: function that returns the user's message, or raises `EOFError` to end the
+            conversation.
+        write: function that receives text as soon as it is sampled.
     """
 
     def __init__(

@@ -42,8 +42,9 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
 
     Args:
         config: the command's options.
-        closing: ends the server, and then the model.
-        say: on rank 0 called with lines for the user: the address, and a generated token.
+        closing: stack of contexts that ends the server and then the model.
+        say: function that is called on rank 0 with lines for the user. They name the address and,
+            if it was generated, the access token.
 
     Raises:
         ConfigError: the server cannot listen at the address, or the token file is missing.

@@ -123,7 +123,7 @@ def shared_vocabulary(
 
 
 def check_responses(config: DistillRunConfig, longest: int, *models: GPTArchitecture) -> int:
-    """Return the maximum length of prompt and response, for which every model must have room."""
+    """Return the maximum length of prompt and response. Every model must have room for it."""
     key = "model.distill.length_params.max_length"
     response = config.model.distill.length_params.max_length
     for architecture in models:

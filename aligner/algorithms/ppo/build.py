@@ -108,11 +108,11 @@ def sampler_is_exact(config: RunConfig) -> bool:
 def rows_scored_by_training(config: RunConfig, trains_policy: bool = True) -> int:
     """Return the number of leading rows whose log-probs need no separate pass.
 
-    With one pass over the rollout, the first mini-batch is trained by the weights that sampled the
-    rollout, so training computes the old log-probs of its rows. The KL penalty needs log-probs
-    before training, for which the sampler's must be exact. A mask over all tokens of an update also
-    needs log-probs before training. If the policy is not trained, or if the sampler's log-probs
-    replace the old policy's, no row needs a pass.
+    With one pass over the rollout, the first mini-batch is trained on the weights that sampled the
+    rollout, so that training itself computes the old log-probs of these rows. If a KL penalty needs
+    log-probs before training, the sampler's are used, which must then be exact. A mask over all
+    tokens of an update also needs log-probs before training. No row needs a pass if the policy is
+    not trained, or if the sampler's log-probs replace the old policy's.
     """
     ppo = config.model.ppo
     if starts_at_sampler(config):
@@ -150,7 +150,7 @@ def make_kl_controller(config: TrainerPPOConfig) -> FixedKLController:
 
 
 def make_policy_loss(config: RunConfig) -> LossFunction:
-    """Return the policy's loss with the configured options: built-in, or the user's.
+    """Return the built-in or the user's policy loss, with the configured options.
 
     Raises:
         ConfigError: ``model.ppo.loss`` names a function that does not work.

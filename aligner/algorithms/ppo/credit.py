@@ -69,10 +69,10 @@ class Credit:
     def assign(self, batch: BatchedDataDict, beta: float) -> tuple[dict[str, float], float]:
         """Add ``advantages`` and, with a critic, ``returns`` to a shaped batch.
 
-        Reads ``shaped_rewards``, ``sample_mask``, ``prev_logprobs``, and if present
+        Reads ``shaped_rewards``, ``sample_mask`` and ``prev_logprobs``, and if present
         ``ref_logprobs`` and ``values``. ``beta`` is the weight of the KL penalty. Returns metrics,
-        and the KL to the reference summed over a response, mean over samples (0 without a
-        reference).
+        and the mean over samples of the KL to the reference, summed over a response. It is 0
+        without a reference.
         """
         trainer, shaped = self.trainer, batch["shaped_rewards"]
         mask = batch["token_mask"] * batch["sample_mask"][:, None]
@@ -179,7 +179,7 @@ class Credit:
     def _states(self, batch: BatchedDataDict) -> Tensor:
         """Return a mask of the states whose values, returns and advantages count, bool [B, S].
 
-        The states before every token count, or with ``timestep=turn`` before every turn.
+        These are the states before every token, or with ``timestep=turn`` before every turn.
         """
         if self.trainer.timestep == "token" or "turn_ids" not in batch:
             return batch["token_mask"] > 0

@@ -230,10 +230,10 @@ class PPOTrainer(SamplingTrainer):
         }
 
     def _add_logprobs(self, batch: BatchedDataDict, scored_rows: int) -> None:
-        """Add ``prev_logprobs`` [B, S], in the first ``scored_rows`` rows from the sampler.
+        """Add ``prev_logprobs`` [B, S]. The first ``scored_rows`` rows get the sampler's.
 
-        These rows are trained without the column. There the sampler's log-probs enter the KL
-        penalty at most, but not the ratio, unless ``correction.old_logprobs`` is ``sampler``.
+        These rows are trained without the column. Their sampler's log-probs can enter the KL
+        penalty, but enter the ratio only if ``correction.old_logprobs`` is ``sampler``.
         """
         batch["prev_logprobs"] = batch["generation_logprobs"].clone()
         if scored_rows < batch.size:

@@ -28,7 +28,7 @@ from aligner.parallel.collectives import on_rank_zero
 
 
 class Referenced(Protocol):
-    """Item of several examples: a pair of responses, a labelled response."""
+    """Item of one or more examples, for instance a pair of responses or a labelled response."""
 
     @property
     def examples(self) -> Sequence[Example]:
@@ -47,7 +47,7 @@ class WithReference(Generic[Item]):
     """A data set whose examples contain their log-probs under the reference."""
 
     def __init__(self, items: Examples[Item], logprobs: Tensor) -> None:
-        """``logprobs``: float32 [N], for the N learned tokens of all items' examples in order."""
+        """Store ``logprobs``, float32 [N], of the N learned tokens of all examples in order."""
         counts = [example.learned_tokens for example in _examples(items)]
         bounds = pairwise(accumulate(counts, initial=0))
         self._items, self._logprobs, self._bounds = items, logprobs, list(bounds)

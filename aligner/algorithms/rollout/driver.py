@@ -52,12 +52,13 @@ class ConversationFailedError(Exception):
 
 @dataclass
 class Episode:
-    """A row of the rollout until its conversation has ended. Times are ``time.monotonic()``.
+    """State of one row of the rollout until its conversation has ended.
 
-    ``seed`` seeds the environment. ``failures`` are the reasons of failed attempts. ``session`` is
-    the HTTP session with which the called process queries the policy. ``silent_s`` counts seconds
-    since the call began or the policy last answered. ``used_s`` counts seconds of all calls except
-    those spent waiting for the policy. ``reply`` is the engine's reply, None until it arrives.
+    Times are ``time.monotonic()``. ``seed`` seeds the environment. ``failures`` are the reasons of
+    failed attempts. ``session`` is the HTTP session with which the called process queries the
+    policy. ``silent_s`` counts seconds since the call began or the policy last answered. ``used_s``
+    counts seconds of all calls, without waiting for the policy. ``reply`` is the engine's reply,
+    None until it arrives.
     """
 
     row: int
@@ -87,7 +88,7 @@ class Episode:
 
 
 class Driver:
-    """Rank 0's part of a rollout. ``conduct`` returns the generator of one attempt."""
+    """Driver of a rollout's conversations, on rank 0. ``conduct`` returns an attempt's steps."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ class Prompts(Split[PromptDataset]):
 
     @property
     def held_out(self) -> dict[str, PromptDataset]:
-        """All validation sets, by the prefix of their metrics."""
+        """All validation sets. The keys are the prefixes of their metrics."""
         sets = {} if self.validation is None else {"val_rollouts": self.validation}
         return {**sets, **{f"val_sets/{name}": prompts for name, prompts in self.sets.items()}}
 
@@ -93,7 +93,10 @@ def prompt_loader(
     tokenizer: Tokenizer,
     architecture: GPTArchitecture,
 ) -> Callable[[PromptSourceConfig], PromptDataset]:
-    """Return a function that reads a source: prompts, or the rows of conversations."""
+    """Return a function that reads a source into a dataset.
+
+    The rows are prompts or, if the run has an environment, the first rows of conversations.
+    """
     if not config.environment.is_set:
         return lambda source: PromptDataset.load(source, tokenizer, data)
     max_length = longest_opening(config, architecture)
@@ -126,10 +129,11 @@ def open_environments(
     columns: Mapping[str, str | None],
     closing: ExitStack,
 ) -> RolloutSource | None:
-    """Start environments, with processes on rank 0. None without environments or in a dry run.
+    """Start the environments, with processes on rank 0. Return their rollout source.
 
-    ``columns``: see `columns_of_rows`. ``closing`` ends the environments. A dry run samples single
-    responses of the maximum length of a conversation instead.
+    Return None if the run has no environment, and in a dry run, which samples single responses of
+    the maximum length of a conversation instead. ``columns``: see `columns_of_rows`. ``closing``
+    ends the environments.
 
     Raises:
         ConfigError: the class or function cannot be imported or does not accept the columns, or

@@ -200,7 +200,7 @@ def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> 
 
 
 def frozen_config(policy: TrainedModelConfig, model: RewardModelConfig) -> TrainedModelConfig:
-    """Return a frozen reward model's configuration: layout of the policy, its own batch size."""
+    """Return a frozen reward model's configuration, with the layout of the policy."""
     return TrainedModelConfig(
         restore_from_path=model.restore_from_path,
         micro_batch_size=model.micro_batch_size,

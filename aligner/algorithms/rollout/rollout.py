@@ -328,7 +328,7 @@ def teaches(
     rollouts_per_prompt: int,
     credit: Literal["trajectory", "turn"] = "trajectory",
 ) -> Tensor:
-    """Return bool [B]: the rewards of the row's group differ, before and after shaping.
+    """Return bool [B], true if the rewards of the row's group differ before and after shaping.
 
     DAPO compares the verifier's rewards, without the length penalty. A limit of rewards
     (``trainer.ppo.reward.clip``) may remove the difference. All rows of a group get the same value.

@@ -116,7 +116,7 @@ class Rollouts:
         self._finish()
 
     def close(self) -> None:
-        """Abandon conversations in flight: environments outlive the workers that sample."""
+        """Abandon conversations in flight, because environments outlive the sampling workers."""
         if isinstance(self._pending, ConversationsAhead):
             self._pending.abandon()
             self._pending = None

@@ -62,9 +62,9 @@ def rollout_batch(
     Args:
         data: a `aligner.algorithms.rollout.rollout.prompts_batch` with the rows of ``rows``.
         rows: the conversations.
-        pad_id: pads tokens on the right.
-        with_positions: rows may contain several sequences, and the batch contains ``position_ids``
-            int64 [B, S], which restart at each sequence.
+        pad_id: id of the padding on the right.
+        with_positions: whether rows may contain several sequences. If so, the batch contains
+            ``position_ids`` int64 [B, S], which restart at each sequence.
         unscored: see `EnvironmentConfig`. A conversation that its environment ended without a
             reward does not count in any case.
     """
@@ -108,7 +108,7 @@ def rollout_batch(
 
 
 def _kept_ids(rows: Sequence[Sequence[KeptTokens]], width: int) -> Tensor:
-    """Return the kept ids at sampled tokens and -1 elsewhere: int32 [B, width, K]."""
+    """Return int32 [B, width, K], the kept ids at sampled tokens and -1 elsewhere."""
     size = next(kept.ids.shape[1] for row in rows for kept in row)
     result = torch.full((len(rows), width, size), PAD_VALUES["kept_ids"], dtype=torch.int32)
     for index, row in enumerate(rows):
@@ -118,7 +118,7 @@ def _kept_ids(rows: Sequence[Sequence[KeptTokens]], width: int) -> Tensor:
 
 
 def _padded(rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> Tensor:
-    """Return the rows right-padded with 0: ``dtype`` [B, width]."""
+    """Return the rows as [B, width] of ``dtype``, right-padded with 0."""
     result = torch.zeros(len(rows), width, dtype=dtype)
     for index, row in enumerate(rows):
         result[index, : len(row)] = torch.tensor(row, dtype=dtype)

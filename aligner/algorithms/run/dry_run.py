@@ -302,10 +302,10 @@ class MeasuredPhases(PhaseTimers):
 
 @dataclass(frozen=True)
 class DryLoop:
-    """The loop of a dry run: `STEPS` steps of the trainer, instead of `RunLoop`.
+    """Loop of a dry run, which makes `STEPS` steps of the trainer in place of `RunLoop`.
 
     ``roles``: the models of the run. Of models that share a process, one is sufficient. ``calls``:
-    calls of their workers.
+    recorded calls of the models' workers.
     """
 
     config: BaseRunConfig
@@ -346,7 +346,7 @@ def report(
     idle: Sequence[str],
     device: str,
 ) -> Group:
-    """Build a table with a row for every phase, and its summary.
+    """Build a table with a row for every phase, and a summary of the table.
 
     ``names``: role and phase by the name of the timer, which is the key of ``peaks``. ``idle``:
     roles without an update.

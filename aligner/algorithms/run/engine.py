@@ -55,7 +55,7 @@ class Clusters:
 
 
 class Engine(Protocol):
-    """Provider of clusters.
+    """Provider of the clusters on which a run's workers are started.
 
     ``worlds`` are the numbers of workers of the policy and of the critic (0: no critic). A launcher
     may have started more processes than ``trainer.devices``.
@@ -218,7 +218,7 @@ Resource = TypeVar("Resource", bound=Closable)
 
 @dataclass(eq=False)
 class Workers:
-    """One start of a run's workers: its clusters, and everything started on them.
+    """Clusters of one start of a run's workers, with everything that is started on them.
 
     ``closing`` shuts down in reverse order of starting.
     """
@@ -244,7 +244,7 @@ class Workers:
         with_reference: bool = False,
         init_optimizer: bool = True,
     ) -> Policy:
-        """Start the run's policy, with ``with_reference`` also a copy of its initial weights."""
+        """Start the run's policy. If ``with_reference``, also keep its initial weights."""
         return self.own(
             Policy(
                 self.clusters.policy,

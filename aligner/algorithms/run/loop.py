@@ -45,7 +45,7 @@ from aligner.parallel.collectives import any_rank, from_rank_zero, is_rank_zero,
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step or a validation: metrics by full name, and samples for display.
+    """Metrics by full name, and samples for display, of a step or a validation.
 
     ``idle_roles`` are roles without a finite update in the step. ``warnings`` are printed.
     """
@@ -342,7 +342,7 @@ class RunLoop:
         return metrics
 
     def _check_learning(self, step: int, idle: tuple[str, ...], finished: int | None) -> None:
-        """Warn of a step without an update, and raise after many in a row or if no step had one.
+        """Warn of a step without an update. Raise after many in a row, or if no step had one.
 
         ``finished``: after the last step, the number of steps of this process.
         """

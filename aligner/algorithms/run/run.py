@@ -133,7 +133,7 @@ class Attempt(Workers):
     """
 
     def __init__(self, run: Run[BaseRunConfig], index: int, started: float) -> None:
-        """``started``: start of ``trainer.max_time`` on the monotonic clock."""
+        """Begin attempt ``index``. ``started``: monotonic time at which the run's time began."""
         self._run, self._index, self._started = run, index, started
         self._calls = Calls()
         self.has_failed = False

@@ -152,10 +152,10 @@ def startup_summary(
     Args:
         workers: started workers of the run.
         batches: sentences on the batches of a step.
-        roles: memory of models per process.
-        longest: tokens of the longest training sequence.
-        restores: parts of a run state.
-        notes: additional lines.
+        roles: memory of the models per process.
+        longest: number of tokens of the longest training sequence.
+        restores: names of the parts of a run state.
+        notes: additional lines of the report.
     """
     config, architecture = workers.config, workers.architecture
     # Facts of the started workers.
@@ -201,7 +201,7 @@ def role_memory(
 ) -> RoleMemory:
     """Return the memory of a role of the run's model, on ``data_size`` data-parallel ranks.
 
-    ``model_parallel_size``: default the policy's size.
+    ``model_parallel_size``: size of the role's layout. Default: the policy's.
     """
     low_precision = config.trainer.precision == "bf16"
     lora = config.model.peft.lora if trainable else None
@@ -228,9 +228,9 @@ def working_memory(
 
     ``activations``: activations that layers keep for the backward pass of a training micro-batch.
     The micro-batch fills the token budget of packed or dynamic micro-batches, or contains sequences
-    of ``length`` tokens. 17 values per token, layer and hidden unit (Korthikanti et al. 2022, their
-    34 bytes in 16 bit, attention scores not stored). With full recomputation: each layer's input,
-    and the activations of the layer that is being recomputed.
+    of ``length`` tokens. A layer keeps 17 values per token and hidden unit (Korthikanti et al.
+    2022, 34 bytes in 16 bit, without attention scores). With full recomputation only each layer's
+    input and the activations of the layer that is being recomputed are kept.
 
     ``output layer``: float32 hidden states and their gradient, and the two tiles of logits that
     exist at the same time.

@@ -81,7 +81,7 @@ _SAME = (("hidden_act", "swish"), ("mlp_only_layers", None))
 
 @dataclass(frozen=True)
 class Family:
-    """One ``model_type``.
+    """Family of models with one ``model_type``.
 
     Args:
         model_type: name of the family in ``config.json``.

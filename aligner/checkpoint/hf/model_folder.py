@@ -181,7 +181,7 @@ def save_hf(
 ) -> None:
     """Write a Hugging Face directory that ``from_pretrained`` loads, completely or not at all.
 
-    The directory must not exist yet, or be empty.
+    ``folder`` must be a new or an empty directory.
     """
     folder = Path(folder)
     for name in tokenizer_files:
@@ -227,7 +227,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _classifier(family: Family) -> dict[str, Any]:
-    """Return ``config.json`` settings of a model with a scalar head, a one-label classifier."""
+    """Return the ``config.json`` settings of a classifier with one label, a scalar head."""
     if family.table is not LLAMA_TABLE:
         raise CheckpointError(
             f"the model has a reward head (rm_head), which a Hugging Face {family.model_type} "

@@ -32,7 +32,7 @@ def save_peft(
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``, completely or not at all.
 
     Args:
-        folder: must not exist yet, or be empty.
+        folder: path of a new or an empty directory.
         adapters: result of `read_adapters`.
         architecture: shape of the base model.
         base_model: name or path of the base model in Hugging Face's format, for the configuration.

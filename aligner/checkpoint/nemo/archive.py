@@ -43,7 +43,8 @@ def named_by(key: str) -> Iterator[None]:
 class ArchiveReader:
     """Read-only view of a `.nemo` tar (plain or gzip) or of an unpacked directory.
 
-    A context manager. ``names`` are the regular files in POSIX style without the leading ``./``.
+    The reader is a context manager. ``names`` are the paths of the regular files, in POSIX style
+    without the leading ``./``.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -139,9 +140,13 @@ class ArchiveReader:
         return self._mapped[""][info.offset_data : info.offset_data + info.size]
 
     def read(self, name: str) -> bytes:
-        """Return all bytes of member ``name``. In a tar, compare the digest from `CHECKSUMS`.
+        """Return all bytes of member ``name``.
 
-        Users may edit the files of an unpacked archive.
+        The bytes from a tar must match their digest in `CHECKSUMS`, if listed. The files of an
+        unpacked archive are not compared, because users may edit them.
+
+        Raises:
+            CheckpointError: the bytes do not match the digest.
         """
         if self._tar is None and name in self.names:
             return (self.path / name).read_bytes()

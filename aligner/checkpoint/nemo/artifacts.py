@@ -21,7 +21,7 @@ _PREFIX = re.compile(r"^[0-9a-f]{32}_")
 def write_artifacts(
     archive: ArchiveWriter, config: dict[str, Any], artifacts: Mapping[str, Path]
 ) -> None:
-    """Add files and set their references in ``config`` (changed in place), by dotted key."""
+    """Add files by dotted key, and set each key of ``config``, in place, to its file."""
     for key, path in sorted(artifacts.items()):
         name = _PREFIX.sub("", path.name)  # files extracted from a `.nemo` already have a prefix
         *parents, leaf = key.split(".")

@@ -55,7 +55,7 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 class NemoCheckpoint:
-    """An open `.nemo`, valid until the archive closes. Its parts are read on first use."""
+    """Opened `.nemo` file, valid until its archive is closed. Parts are read on first use."""
 
     def __init__(self, archive: ArchiveReader) -> None:
         self._archive = archive
@@ -107,7 +107,7 @@ def save_nemo(
     """Write a `.nemo` atomically. Equal models give equal bytes.
 
     Args:
-        path: destination, replaced once the new file is complete and on disk.
+        path: path of the file, which is replaced once the new file is complete and on disk.
         weights: canonical weights, read one tensor at a time. A reward head is included.
         architecture: shape of the model.
         tokenizer_files: result of ``Tokenizer.files()``.
@@ -129,7 +129,10 @@ def save_nemo(
 def _boxes(
     weights: Weights, architecture: GPTArchitecture
 ) -> Iterator[tuple[str, Shape, tuple[int, ...], Tensor]]:
-    """Yield the boxes of the distributed checkpoint, one per layer. The vocabulary is padded."""
+    """Yield the boxes (parts of tensors that are stored together), one per layer.
+
+    The vocabulary is padded.
+    """
     shapes = expected_shapes(architecture)
     for name in [*shapes, *REWARD_HEAD]:
         if name not in weights:  # only a head, or the output layer that a head replaces

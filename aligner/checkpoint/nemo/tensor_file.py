@@ -38,7 +38,7 @@ _THREAD_BYTES = 1 << 20  # smaller records are checked faster than passed to a t
 
 
 class Record:
-    """Bytes of one record and the comparison of their CRC-32, which is made once.
+    """Bytes of one record of a file. Their CRC-32 is compared once.
 
     Args:
         content: the bytes, uint8.

@@ -98,7 +98,10 @@ def read_metadata(data: bytes) -> dcp.Metadata:
 
 
 class TorchDistSource:
-    """Tensors of a torch_dist directory inside an archive. Boxes are read on demand."""
+    """Tensors of a torch_dist directory inside an archive.
+
+    A tensor is stored as boxes, rectangular parts of it, which are read on demand.
+    """
 
     def __init__(self, archive: ArchiveReader, folder: str) -> None:
         self._archive = archive
@@ -180,8 +183,9 @@ def write_torch_dist(
 ) -> None:
     """Write a torch_dist checkpoint into an archive. Only the current box is in memory.
 
-    ``boxes`` yields ``(key, global shape, offset of the box, tensor of the box)``. Tensors have any
-    shape and dtype. The boxes of a key must tile its tensor.
+    A box is a rectangular part of a tensor. ``boxes`` yields ``(key, global shape, offset of the
+    box, tensor of the box)``. Tensors have any shape and dtype. The boxes of a key must tile its
+    tensor.
     """
     archive.add_directory(folder)
     tensors: dict[str, dcp.TensorStorageMetadata] = {}

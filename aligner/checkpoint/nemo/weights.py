@@ -106,10 +106,10 @@ class LazyWeights(LazyTensors):
         return tensor
 
     def share(self, name: str, tp_rank: int, tp_size: int) -> Tensor:
-        """Return `split` of a tensor. Of several parts only the required parts are read.
+        """Return this rank's part of a tensor, as `split` does. Only required parts are read.
 
-        The result is a view of one part if the rows were together. Its records are compared in
-        the background: call `check` after the last tensor, before any value is used.
+        The result is a view of one stored part if that part contains all its rows. Its records are
+        compared in the background. Call `check` after the last tensor, before any value is used.
         """
         parts, axis = self._parts[name], split_axis(name)
         first, shapes = parts[0], {tuple(part.shape) for part in parts}
@@ -204,7 +204,7 @@ def _distributed_source(archive: ArchiveReader) -> TorchDistSource | ZarrSource:
 def _stacked_parts(
     source: TorchDistSource | ZarrSource, architecture: GPTArchitecture
 ) -> dict[str, Sequence[Part]]:
-    """Undo the stacking: return one part for each layer (and expert) of each stacked tensor.
+    """Return one part for each layer (and expert) of each stacked tensor.
 
     If the file has more layers than the model, only the first surplus layer is listed. It is
     refused later.

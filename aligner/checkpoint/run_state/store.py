@@ -118,8 +118,8 @@ class _Pending:
 class RunStateStore:
     """Storage of the run states below ``root``: saving, search, loading and removal.
 
-    `save`, `check`, `finish`, `load` and `latest` are collective: every rank calls them, and an
-    error on one rank is raised on all.
+    All ranks must call `save`, `check`, `finish`, `load` and `latest`. An error on one rank is
+    raised on all.
 
     Args:
         root: directory of the states, visible to all ranks.
@@ -130,7 +130,7 @@ class RunStateStore:
         save_last_k: number of newest states to keep. If the newest state is damaged, a run
             continues from the previous one.
         rank: rank of this process. Rank 0 writes the entries that all ranks share.
-        exchange: gathers one object of every rank. The default is for one process.
+        exchange: function that gathers one object of every rank. The default is for one process.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class RunStateStore:
             metric: value of ``monitor`` at this step, or None if it was not measured.
             roles: folder name → role whose workers write into this folder.
             in_background: whether threads write the state.
-            on_saved: called on rank 0 when the state is complete.
+            on_saved: function that is called on rank 0 when the state is complete.
         """
         if metric is not None and self.monitor is None:
             raise ConfigError(f"metric {metric} was given to a store without a monitor")
@@ -315,7 +315,7 @@ class RunStateStore:
             discard(path)
 
     def _score(self, state: SavedState) -> float | None:
-        """Return a value to rank by, higher is better, or None without a value of ``monitor``."""
+        """Return a number that is higher for better states. None without a ``monitor`` value."""
         if self.monitor is None:
             return state.step
         if state.metric is None or state.monitor != self.monitor:

@@ -92,7 +92,7 @@ def is_json(tree: Any) -> bool:
 
 
 def normalise(tree: Any, where: str = "state") -> Any:
-    """Prepare a tree for writing: plain containers, and no storage with unused parts.
+    """Return a tree for writing, with plain containers and no storage with unused parts.
 
     A file contains complete storages. Tensors that together cover their storage (views of one
     buffer, tied weights) are unchanged and written once, without a copy. A tensor is copied if
@@ -164,8 +164,8 @@ def bytes_to_copy(tree: Any) -> int:
 def storage_bytes(storage: torch.UntypedStorage, device: torch.device | None = None) -> Tensor:
     """Return a storage as uint8 ``[bytes]``.
 
-    ``device``: device of its tensors, default the storage's device. Storages of fake tensors have
-    no device.
+    ``device``: device of the storage's tensors, needed for fake tensors, whose storages have no
+    device. Default: the storage's device.
     """
     return torch.empty(0, dtype=torch.uint8, device=device or storage.device).set_(storage)
 

@@ -80,9 +80,9 @@ class StatefulWorker(Protocol):
 
 
 class ShareWriter:
-    """Writer of one worker's shares, in the step or in the background, one at a time.
+    """Writer of one worker's share of each run state, immediately or in the background.
 
-    It never waits for other workers.
+    The writer writes one share at a time, and never waits for other workers.
     """
 
     def __init__(self, worker: StatefulWorker) -> None:
@@ -222,7 +222,7 @@ def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> 
 def save_worker_state(worker: StatefulWorker, folder: str, prefix: str = "") -> None:
     """Write this worker's share and its random states to ``folder``, which all workers see.
 
-    Collective over the role's workers. An error on one is raised on all. ``prefix``: see
+    All workers of the role must call it. An error on one is raised on all. ``prefix``: see
     `raised_on_all`.
     """
     with raised_on_all(gather_objects, prefix):
@@ -235,7 +235,7 @@ def load_worker_state(worker: StatefulWorker, folder: str) -> None:
     """Restore the result of `save_worker_state` on any layout.
 
     Random states belong to a process. On another layout the generators keep their seeded states.
-    Collective over the role's workers. If a file is damaged, all workers raise `DamagedStateError`
+    All workers of the role must call it. If a file is damaged, all raise `DamagedStateError`
     before anything is restored.
     """
     parallel = worker.parallel
@@ -257,9 +257,10 @@ def check_worker_states(parallel: ParallelState, folder: Path) -> None:
 
 
 def save_optimizer_state(worker: StatefulWorker, folder: str) -> None:
-    """Write ``folder`` completely or not at all. Collective over workers that share the disk.
+    """Write the worker's training state to ``folder``, completely or not at all.
 
-    The contents are those of a role's folder in a run state. Any parallel layout can read it.
+    All workers of the role must call it with the same ``folder``, on a disk that they share. The
+    folder is written as a role's folder in a run state. Workers in any parallel layout can read it.
     """
     target = Path(folder)
     partial = target.with_name(f".{target.name}.partial")

@@ -176,7 +176,7 @@ def _parsed(argument: str) -> tuple[str, Any]:
 
 
 def _script(config_name: str, conf_dir: Path) -> str:
-    """Return the training script of a configuration, which its ``defaults`` name first."""
+    """Return the training script of a configuration: the first entry of its ``defaults``."""
     name = config_name.removesuffix(".yaml")
     for _ in range(16):  # recipes that extend recipes
         # A script has the same name, a recipe names its parent first.

@@ -43,7 +43,9 @@ def from_parallel_hidden_states_to_logprobs(
     unpacked_seqlen: int | None = None,
     sequence_parallel: bool = True,
 ) -> Tensor:
-    """Compute log-probs of ``target[:, 1:]``, float32 [B, S-1], packed [n, unpacked_seqlen - 1].
+    """Compute log-probs of ``target[:, 1:]`` from hidden states.
+
+    The result is float32 [B, S-1], or [n, unpacked_seqlen - 1] for packed sequences.
 
     The values equal `from_parallel_logits_to_logprobs` (packed: `…_packed_sequences`) of the
     logits, but only one tile of the logits is in memory at a time.
@@ -63,7 +65,7 @@ def from_parallel_hidden_states_to_logprobs(
         inference_only: save nothing for backward.
         cp_group: group that shards the sequence, in the chunks of `context_shard`.
         chunk_size: maximum number of tokens per step. None derives it from the memory of a tile.
-        sampling_params: the distribution of the sampler, temperature included.
+        sampling_params: temperature, top-k and top-p of the distribution of the log-probs.
         cu_seqlens_padded: integers [n + 1], boundaries of packed sequences in [T] (B is 1).
         unpacked_seqlen: length of the rows of unpacked sequences.
         sequence_parallel: whether the hidden states are sharded over ``tp_group``.

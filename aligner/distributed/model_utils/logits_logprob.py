@@ -43,7 +43,7 @@ class LogprobPlan:
         chunk_size: int | None = None,
         sampling: TrainingSamplingParams | None = None,
     ) -> "LogprobPlan":
-        """Return the plan for global ids ``start`` to ``end`` (excluded), default unfiltered."""
+        """Return the plan for global ids ``start`` to ``end`` (excluded). Default: no filter."""
         shard = VocabShard.between(start, end, group)
         return cls(shard, chunk_size, sampling or TrainingSamplingParams())
 

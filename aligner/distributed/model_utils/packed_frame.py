@@ -45,10 +45,11 @@ def unpack(
     unpacked_seqlen: int,
     cp_group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Unpack float [T_cp] of each rank to [n, unpacked_seqlen - 1], without last positions.
+    """Gather each rank's packed float [T_cp] into padded rows [n, unpacked_seqlen - 1].
 
-    Differentiable. Gradients are summed over the context-parallel ranks (`AllGatherCPTensor`).
-    Positions after the end of a sequence are 0. A sequence longer than ``unpacked_seqlen`` is cut.
+    The last position of each sequence is dropped, and positions after the end of a sequence are 0.
+    A sequence longer than ``unpacked_seqlen`` is cut. The function is differentiable: gradients are
+    summed over the context-parallel ranks (`AllGatherCPTensor`).
     """
     boundaries = cu_seqlens_padded.to(values.device, torch.int64)
     starts, lengths = boundaries[:-1].unsqueeze(1), boundaries.diff().unsqueeze(1)

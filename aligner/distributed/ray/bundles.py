@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Bundle:
-    """Room for one worker of each group: bundle ``index`` of a placement group on ``node``."""
+    """Bundle ``index`` of a placement group on ``node``. It has room for a worker per group."""
 
     group: Any
     index: int
@@ -35,4 +35,4 @@ class BundleCluster(Protocol):
         """Ray's resource options of an actor."""
 
     def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
-        """Return the bundles of a group with this many workers per node, one value or a list."""
+        """Return the bundles of a group. ``workers_per_node``: one value, or one per node."""

@@ -42,7 +42,7 @@ class WorkerHandle:
 def wait_for(
     calls: "Sequence[tuple[ObjectRef, Seat]]", call_name: str, timeout_s: float
 ) -> list[Any]:
-    """Return the results of all calls in order, errors as in `MultiWorkerFuture.get_results`."""
+    """Return the results of all calls in order. For errors see `MultiWorkerFuture.get_results`."""
     import ray
     from ray.exceptions import RayActorError, RayError, RayTaskError
 

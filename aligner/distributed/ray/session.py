@@ -39,7 +39,7 @@ class RayNeeds:
 
 @contextlib.contextmanager
 def ray_session(address: str | None, needs: RayNeeds) -> Iterator[None]:
-    """Connect to the cluster at ``address`` or ``RAY_ADDRESS``, or start a cluster without both.
+    """Connect to the cluster at ``address`` or ``RAY_ADDRESS``. Without both, start a cluster.
 
     An existing cluster keeps running. A started cluster ends with the block, and also if this
     process is killed. An already connected program keeps its connection.

@@ -76,7 +76,7 @@ class WorkerProcess:
     ) -> None:
         """Set up log, environment, directory and thread count before heavy imports.
 
-        ``workers_on_node``: workers of this group on this node, which compute at the same time.
+        ``workers_on_node``: number of this group's workers on this node.
         """
         self._role, self._rank, self._log = role, rank, log
         _write_output_to(log)
@@ -152,7 +152,7 @@ class WorkerProcess:
     def call_with(
         self, method_name: str, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call the worker's method with positional arguments, otherwise as `call`."""
+        """Call the worker's method with positional arguments, too. For the rest see `call`."""
         try:
             with contextlib.ExitStack() as stack:
                 if step:  # without a step, aligner.distributed need not be importable

@@ -56,7 +56,7 @@ class OpenEnvEnv:
 
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a missing package or function, before the run begins."""
+        """Raise `ConfigError` before the run if the package or a named function does not exist."""
         imported("openenv.core.generic_client", "openenv")
         _action(kwargs.get("action", "message"))
         _observation(kwargs.get("observation"))

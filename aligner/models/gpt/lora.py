@@ -106,7 +106,7 @@ class TokenDropout:
             hidden: float ``[L / parts, n, features]``.
             stream: the adapter's hash seed.
             part: index of this rank's part of the tokens.
-            parts: ranks over which tokens are sharded.
+            parts: number of ranks over which tokens are sharded.
             first: index of the first feature among the features of all ranks.
         """
         assert self._keys is not None, "adapter dropout needs the forward pass of a micro-batch"
@@ -118,7 +118,7 @@ class TokenDropout:
 
 
 class Adapter(nn.Module):
-    """The two matrices of one linear, or this rank's share of them, initially 0."""
+    """The two matrices A and B of one linear, or this rank's shard of them, initially 0."""
 
     def __init__(self, inputs: int, outputs: int, lora: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class RoleAdapters:
 
     @torch.no_grad()
     def _fill(self, full_tensor: Callable[[str], Tensor | None]) -> None:
-        """Copy this process's shares of full tensors. None leaves a parameter unchanged."""
+        """Copy this process's shards of full tensors. None leaves a parameter unchanged."""
         tp_rank, tp_size = self._parallel.tp_rank, self._parallel.config.tensor
         for name, parameter in canonical_parameters(self._gpt, self._architecture):
             share = full_tensor(name) if parameter.requires_grad else None
@@ -312,7 +312,7 @@ def adapters_off(gpt: nn.Module) -> Iterator[None]:
 
 
 def _adapters(gpt: GPTModel, architecture: GPTArchitecture) -> dict[str, Adapter]:
-    """Return the adapters of this stage by the canonical name of their linear."""
+    """Return this stage's adapters. The keys are the canonical names of their linears."""
     owners = {module.a: module for module in gpt.modules() if isinstance(module, Adapter)}
     return {
         name.removesuffix(LORA_A): owners[parameter]
@@ -322,7 +322,7 @@ def _adapters(gpt: GPTModel, architecture: GPTArchitecture) -> dict[str, Adapter
 
 
 def _require_gradient(_: nn.Module, __: Any, embedded: Tensor) -> None:
-    """Make the embeddings differentiable: a recomputed layer needs an input with a gradient."""
+    """Make the embeddings differentiable, because recomputation needs an input with gradient."""
     if torch.is_grad_enabled():
         embedded.requires_grad_()
 

@@ -76,14 +76,14 @@ class Generator:
             tokenizer: required for stop strings.
             eos_ids: tokens that end a response.
             pad_id: padding of ``tokens``. It may equal an EOS id.
-            length: minimum and maximum of new tokens.
+            length: smallest and largest number of new tokens.
             sampling: parameters of the distribution, and the stop strings.
-            max_batch_size: maximum of sequences in flight.
+            max_batch_size: largest number of sequences that are sampled at the same time.
             tp_group: ranks that shard the vocabulary. Default: the model's tensor-parallel group.
             cuda_graphs: on a GPU, launch decoding steps as CUDA graphs if the model is on one
                 process and all layers are dense. The tokens do not change.
-            record_kept: maximum of ids kept by top-k and top-p that are recorded with each sampled
-                token. If a filter keeps more, no ids are recorded. 0 turns recording off.
+            record_kept: record, with each sampled token, the ids that top-k and top-p kept, if
+                they are at most this many. 0 turns recording off.
 
         Raises:
             ConfigError: invalid lengths, ids or stop strings.
@@ -177,7 +177,7 @@ class Generator:
         stop: StopStrings | None,
         listener: TokenListener | None,
     ) -> Rollout:
-        """Run a rollout of ``prompts`` to its end. ``rows``: prompt tokens without padding."""
+        """Sample responses to ``prompts`` until all have ended. ``rows``: unpadded prompt ids."""
         # Modes: on a GPU the host runs ahead of the device, which CUDA graphs require.
         pipeline = dist.get_world_size(self._gpt.pg_collection.pp) > 1
         ahead = _runs_ahead(prompts.tokens.device) and not pipeline
@@ -228,7 +228,7 @@ class Generator:
         self._model, self._responses = None, {}
 
     def _model_for(self, num_slots: int, capacity: int, captured: bool) -> IncrementalModel:
-        """Return a model whose cache is large enough, the last one if possible.
+        """Return a model whose cache is large enough. Reuse the last model if possible.
 
         If weights have moved, graphs cannot be reused, because they contain addresses.
         """
@@ -248,7 +248,7 @@ class Generator:
         return self._model
 
     def _responses_for(self, prompts: Prompts, rules: RolloutRules, captured: bool) -> Responses:
-        """Return memory for responses, with graphs that of the same rules if large enough."""
+        """Return memory for responses. With graphs, reuse the memory of equal rules if it fits."""
         if not captured:
             return Responses(prompts, rules)
         key = dataclasses.replace(rules, seed=0)
@@ -334,12 +334,12 @@ def _runs_ahead(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def synchronized_experts(gpt: GPTModel) -> Iterator[None]:
-    """Allow ranks to run different numbers of forward passes inside the block. Collective.
+    """Allow ranks to run different numbers of forward passes inside the block.
 
-    Every expert layer exchanges tokens with the other ranks of its group: all ranks must run a
-    layer together, each with any number of tokens. Ranks finish generation at different times.
-    Therefore each pass is announced, and a finished rank continues with passes of the expert layers
-    only, with one token of zeros, until all ranks have finished.
+    An expert layer exchanges tokens with the other ranks of its group. All ranks must therefore
+    run a layer together, each with any number of tokens, but ranks finish generation at different
+    times. Each pass is announced, and a rank that has finished runs only the expert layers, with
+    one token of zeros, until all ranks have finished.
 
     All ranks of the expert-parallel group must enter the block, and must not use the group for
     anything else inside. Without expert parallelism the block has no effect. An error inside does

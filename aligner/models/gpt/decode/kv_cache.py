@@ -40,7 +40,7 @@ def aligned(length: int) -> int:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """Plan of a prefill pass, one row per token, prompt after prompt."""
+    """Plan of a forward pass over prompts. It has one row per token, prompt after prompt."""
 
     frame: Tensor  # int64 [m, P], row of each prompt's token (any row in padding)
     rows: Tensor  # int64 [n], index of each row in the flattened frame
@@ -50,7 +50,7 @@ class _Prefill:
 
 @dataclass(frozen=True)
 class _Decode:
-    """Plan of a decoding pass: one token for each of the first n slots."""
+    """Plan of a forward pass over one token for each of the first n slots."""
 
     targets: Tensor  # int64 [n * G, 2], rows of the flat cache for the new keys and values
     span: int  # maximum of tokens that a query attends to
@@ -85,15 +85,15 @@ class KVCache:
 
         Args:
             layer_numbers: megatron-core's global numbers of the layers on this process.
-            num_slots: maximum of sequences in flight.
-            capacity: maximum of tokens per sequence.
+            num_slots: largest number of sequences at the same time. Each occupies one slot.
+            capacity: largest number of tokens of a sequence.
             groups: key-value heads of this rank.
             queries: query heads per key-value head.
             head_dim: width of a head.
             dtype: dtype of keys and values.
             device: device of keys and values.
-            window: tokens visible to sliding-window attention, including the current token, or None
-                for all.
+            window: number of tokens that sliding-window attention sees, including the current
+                token. None means all.
         """
         # For narrow heads the span includes masked positions, so that one algorithm computes all.
         self._min_span = aligned(-(-_SMALL_PRODUCT // head_dim))
@@ -136,15 +136,15 @@ class KVCache:
     def begin_prefill(
         self, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
     ) -> None:
-        """Prepare for a forward pass over prompts, in which ``slots[i]`` stores ``sources[i]``.
+        """Prepare for a forward pass that stores prompt ``sources[i]`` in slot ``slots[i]``.
 
         Several slots can store the same prompt (samples of one prompt). The indices are computed on
         the host, without synchronising with the device.
 
         Args:
-            lengths: [m], of the prompts.
-            slots: [k].
-            sources: [k], indices of prompts.
+            lengths: [m], number of tokens of each prompt.
+            slots: [k], indices of slots.
+            sources: [k], index of the prompt that each slot stores.
         """
         width = aligned(max(lengths))
         ends = torch.tensor(lengths)
@@ -170,7 +170,7 @@ class KVCache:
         """Prepare for a forward pass that adds the token at ``positions[i]`` to slot i.
 
         Args:
-            positions: int64 [n], tokens already in slot i.
+            positions: int64 [n], number of tokens that are already in slot i.
             longest: ``positions.max() + 1``, which the caller knows without synchronising.
         """
         span = max(aligned(longest), self._min_span)
@@ -225,7 +225,10 @@ class KVCache:
         return attended.view(batch, length, -1).transpose(0, 1)
 
     def attend_rows(self, layer_number: int, heads: Tensor) -> Tensor:
-        """Compute `attend` on rows: contiguous float [n, G, R + 2, D] to [n, G * R * D]."""
+        """Compute `attend` for n tokens: contiguous float [n, G, R + 2, D] to [n, G * R * D].
+
+        ``heads`` contains, for each of G key-value heads, R queries, the key and the value.
+        """
         plan = self._pass
         assert plan is not None
         store = self._stores[layer_number]
@@ -238,7 +241,7 @@ class KVCache:
         # Queries [n * G, R, D], keys and values as views [n * G, span, D], without repetition.
         by_slot = store.view(2, -1, self._capacity, width)[:, : rows * groups, : plan.span]
         keys, values = by_slot.unbind()
-        if self._fused:  # the queries of a key-value head are in the dimension of positions
+        if self._fused:  # one head per group, whose R queries take the place of query positions
             attended = F.scaled_dot_product_attention(
                 by_group[:, None, :-2],
                 keys[:, None],

@@ -46,10 +46,11 @@ class Rotation(NamedTuple):
 
     @classmethod
     def table(cls, angles: Tensor, queries: int, head_dim: int, dtype: torch.dtype) -> "Rotation":
-        """Build the factors of all positions, from angles float [positions, 1, 1, D_rot].
+        """Build the factors of all positions from ``angles``, float [positions, 1, 1, D_rot].
 
-        ``queries``: R. The table is computed once for all rows. The vector and the scalar cosine of
-        a CPU differ in the last bit, so that per-batch factors would depend on the batch size.
+        ``queries``: R, the query heads per key-value head. The factors are not computed per batch:
+        they would depend on the batch size, because the vector and the scalar cosine of a CPU
+        differ in the last bit.
         """
         half = angles.shape[-1] // 2
         shape = (angles.shape[0], 1, queries + 2, head_dim)
@@ -88,7 +89,8 @@ class IncrementalLayer:
     ) -> None:
         """Extract the layer's parameters.
 
-        ``products``: packed linears. ``tp_group``: group that shards heads and MLP width, or None.
+        ``products``: the linears with packed weights. ``tp_group``: group that shards heads and
+        MLP width, or None.
         """
         attention, mlp = layer.self_attention, layer.mlp
         self._number: int = attention.core_attention.layer_number
@@ -120,7 +122,8 @@ class IncrementalLayer:
     ) -> Tensor:
         """Map [n, H] to [n, H] and store the rows' keys and values in ``cache``.
 
-        ``selected``: int64 [m], the rows to return, [m, H]. Default: all.
+        ``selected``: int64 [m], indices of the rows to return, so that the result is [m, H].
+        Default: all rows.
         """
         mixed = self._qkv(self._input_norm(hidden), self._qkv_bias)
         heads = mixed.view(hidden.shape[0], self._groups, -1, self._head_dim)

@@ -54,7 +54,7 @@ class PipelineComm:
     """Communication between pipeline stages. With one stage nothing is sent."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """``group``: the stages in order. ``device``: device of rows and tokens."""
+        """Store ``group``, the pipeline stages in order, and ``device``, where tensors are."""
         self._group = group
         self._device = device
         self._rank, self._last = dist.get_rank(group), dist.get_world_size(group) - 1
@@ -85,7 +85,7 @@ class PipelineComm:
     ) -> SampledTokens:
         """Call ``sample`` on the last stage and return its result for ``count`` rows on all stages.
 
-        ``record``: columns of ``kept_ids`` in the result.
+        ``record``: number of columns of ``kept_ids`` in the result.
 
         Raises:
             AlignerError: the error of ``sample``, on every stage.
@@ -219,7 +219,7 @@ class IncrementalModel:
     def can_be_kept(self) -> bool:
         """True inside a session if graphs are worth their memory until the next session.
 
-        Graphs that read copies of weights, for instance with merged adapters, are not.
+        A graph that reads copies of weights, for instance with merged adapters, is not kept.
         """
         parts = [part for layer in self._layers or () for part in vars(layer).values()]
         options = [getattr(part, "keywords", getattr(part, "__dict__", {})) for part in parts]
@@ -239,13 +239,13 @@ class IncrementalModel:
 
         Args:
             tokens: int64 [n, P] on the host, right-padded. P is a multiple of `kv_cache.ALIGNMENT`.
-            lengths: [n].
+            lengths: [n], number of tokens of each prompt.
             slots: [m], the slots to fill.
             sources: [m], the index of each slot's prompt.
 
         Returns:
-            Hidden state of each prompt's last token after this stage, [n, H]. On the last stage it
-            is the final hidden state.
+            Hidden state of each prompt's last token after this stage, [n, H]. On the last stage
+            these are the final hidden states.
         """
         self.cache.begin_prefill(lengths, slots, sources)
         ends, positions = torch.tensor(lengths), torch.arange(tokens.shape[1])
@@ -264,12 +264,13 @@ class IncrementalModel:
         """Add one token to each of the first n slots.
 
         Args:
-            tokens: int64 [n].
+            tokens: int64 [n], id of the token to add to each slot.
             positions: int64 [n], index of each token in its sequence.
             longest: ``positions.max() + 1``.
 
         Returns:
-            Hidden states after this stage, [n, H], on the last stage the final hidden states.
+            Hidden states after this stage, [n, H]. On the last stage these are the final hidden
+            states.
         """
         self.cache.begin_decode(positions, longest)
         if self._layers is None:
@@ -280,8 +281,8 @@ class IncrementalModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute next-token logits [n, V] from final hidden states [n, H], without padding.
 
-        From bfloat16 states, logits are float32 on a GPU and bfloat16 on a CPU. Call it on the last
-        pipeline stage.
+        Logits of bfloat16 states are float32 on a GPU and bfloat16 on a CPU. Only the last pipeline
+        stage may call it.
         """
         assert self._project is not None
         assert self._shard is not None

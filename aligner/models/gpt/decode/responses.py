@@ -65,7 +65,7 @@ class RolloutRules:
 
 
 class Responses:
-    """Tokens of B samples, and of a dummy sample in the last row.
+    """Tokens of B samples and, in the last row, of a dummy sample that fills up batches.
 
     ``tokens``: int64 [B + 1, S]. ``logprobs``: float32 [B + 1, S]. ``lengths``: int64 [B + 1].
     ``kept_ids``: int32 [B + 1, S, K], see `SampledTokens`. K is 0 if ids are not recorded.
@@ -74,7 +74,7 @@ class Responses:
     def __init__(
         self, prompts: Prompts, rules: RolloutRules, shape: tuple[int, int] = (0, 0)
     ) -> None:
-        """Allocate prompts without responses. ``shape``: minimum of [B + 1, S]."""
+        """Store the prompts and allocate responses. ``shape``: smallest allowed [B + 1, S]."""
         # The result tensors, with the prompts.
         length = rules.length
         batch, columns = prompts.tokens.shape
@@ -111,13 +111,13 @@ class Responses:
         self._graph_memory = accelerator.graph_memory()
 
     def refill(self, source: "Responses") -> None:
-        """Copy ``source``, which must have the same shape and, except for the seed, rules."""
+        """Copy ``source``. Its shape must be the same, and its rules except for the seed."""
         for name, tensor in vars(source).items():
             if isinstance(tensor, Tensor):
                 getattr(self, name).copy_(tensor)
 
     def batch(self, samples: Sequence[int], rows: int | None = None) -> Batch:
-        """Return a batch of samples, padded to ``rows`` with the dummy sample.
+        """Return a batch of samples. If ``rows`` is given, pad it to this count with the dummy.
 
         With ``rows``, the memory of the last batch with the same ``rows`` is reused.
         """
@@ -152,7 +152,7 @@ class Responses:
     ) -> None:
         """Sample and store the next token of each row, from final hidden states [n, H].
 
-        ``banning``: some rows are too short to end. ``may_wait``: see `sample_tokens`.
+        ``banning``: whether some rows are too short to end. ``may_wait``: see `sample_tokens`.
         """
         rows, positions = batch.rows, batch.positions
         num_new = positions - batch.starts
@@ -197,8 +197,8 @@ class Responses:
     ) -> None:
         """Sample one more token for the batch, whose samples are in the first n slots.
 
-        ``longest``: upper bound of the sequence lengths. ``captured``: use a CUDA graph from the
-        second step of a shape on (the first step loads kernels), for a batch made with ``rows``.
+        ``longest``: upper bound of the sequence lengths. ``captured``: use a CUDA graph, for a
+        batch made with ``rows``. The first step of a shape runs without, because it loads kernels.
         """
 
         def step() -> None:
@@ -223,7 +223,7 @@ class Responses:
         self._graph_batches.clear()
 
     def remove_last_tokens(self, samples: Sequence[int], lengths: Sequence[int]) -> None:
-        """Remove the last token of each sample. ``lengths``: their lengths afterwards."""
+        """Remove the last token of each sample. ``lengths``: the samples' lengths afterwards."""
         rows, positions = self.index(samples), self.index(lengths)
         self.tokens[rows, positions] = self._rules.pad_id
         self.logprobs[rows, positions] = 0.0
@@ -236,14 +236,14 @@ class Responses:
 
 
 def rows_of_graph(sequences: int, slots: int) -> int:
-    """Round a count of sequences up to the rows of a captured step, at most ``slots``."""
+    """Return the rows of the CUDA graph for a count of sequences, at most ``slots``."""
     if sequences > _ROW_STEP:
         return min(slots, -(-sequences // _ROW_STEP) * _ROW_STEP)
     return min(slots, 1 << (sequences - 1).bit_length())
 
 
 def span_of_graph(longest: int, capacity: int) -> int:
-    """Round a length up to the attention span of a captured step, at most ``capacity``."""
+    """Return the attention span of the CUDA graph for a length, at most ``capacity``."""
     step = max(_MIN_SPAN_STEP, (1 << (longest.bit_length() - 1)) // _SPAN_STEPS)
     return min(capacity, -(-longest // step) * step)
 

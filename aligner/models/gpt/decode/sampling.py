@@ -44,7 +44,9 @@ class SampledTokens(NamedTuple):
 
 
 def counter_uniforms(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return uniform numbers in [0, 1), float64 [b], by integer arithmetic, equal on all devices.
+    """Return uniform numbers in [0, 1), float64 [b].
+
+    They are computed with integers, so that all devices return the same numbers.
 
     Args:
         seed: seed of the run and step.
@@ -58,8 +60,8 @@ def counter_uniforms(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor
 def penalise_repetition(logits: Tensor, history_mask: Tensor, penalty: float) -> Tensor:
     """Apply the repetition penalty of CTRL (Keskar et al. 2019) as Hugging Face does.
 
-    Of tokens that occurred before, positive logits are divided by ``penalty`` and negative logits
-    multiplied. It applies to raw logits, before the temperature.
+    The positive logits of tokens that occurred before are divided by ``penalty``, and the negative
+    logits are multiplied by it. The penalty applies to raw logits, before the temperature.
 
     Args:
         logits: float [b, V].
@@ -98,7 +100,7 @@ def sample_tokens(
         banned: bool [b], rows in which ``end_ids`` cannot be drawn.
         end_ids: int64 [e], the end-of-sequence tokens. Required with ``banned``.
         may_wait: whether the host may wait for the device.
-        record: maximum of ids kept by top-k and top-p to return. 0 returns none.
+        record: largest number of ids to return of those that top-k and top-p kept. 0: no ids.
 
     Raises:
         NonFiniteError: the logits of a row are NaN, or infinite without a valid distribution.
@@ -227,7 +229,8 @@ def _keep_threshold(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the threshold of the top-k/top-p filter, [b], without sorting the vocabulary.
 
-    Without ``may_wait`` also return bool []: in some row the candidates contain no full nucleus.
+    Without ``may_wait`` also return a bool [], true if the candidates of some row do not contain
+    the complete nucleus.
     """
     columns = scores.shape[1]
     if top_k > 0 or columns <= _NUCLEUS:

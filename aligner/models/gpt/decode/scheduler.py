@@ -53,10 +53,11 @@ class _UnreadStep:
 
 
 class Rollout:
-    """State of B samples from prompt to end, with the results in its public tensors.
+    """State of B samples from prompt to end. The public tensors contain the results.
 
     ``tokens``: int64 [B, S]. ``logprobs``: float32 [B, S]. ``kept_ids``: int32 [B, S, K].
-    ``lengths``: int64 [B], prompt and response. ``is_end``: bool [B].
+    ``lengths``: int64 [B], tokens of prompt and response. ``is_end``: bool [B], true if the
+    response ended by itself.
     """
 
     def __init__(
@@ -75,13 +76,13 @@ class Rollout:
 
         Args:
             responses: memory of the results.
-            rows: tokens of each prompt of ``responses``, without padding.
-            rules: rules of sampling.
+            rows: token ids of each prompt of ``responses``, without padding.
+            rules: rules for sampling the tokens.
             stop: matcher of stop strings, if any.
             listener: called with every token.
-            runs_ahead: read a step while the next step runs.
+            runs_ahead: whether the host reads the result of a step while the next step runs.
             may_wait: whether the host may also wait for the device within a step.
-            captured: launch steps as CUDA graphs if the model supports it.
+            captured: whether to launch steps as CUDA graphs, if the model supports it.
         """
         # Results: views of the responses without the dummy sample.
         batch = len(rows)
@@ -242,7 +243,7 @@ class Rollout:
         self._read(unread=1 if self._runs_ahead else 0)
 
     def _read(self, unread: int) -> None:
-        """Read steps, oldest first, until ``unread`` remain, and end samples."""
+        """Read results of steps, oldest first, until ``unread`` remain. End finished samples."""
         while len(self._unread) > unread:
             step = self._unread.popleft()
             tokens, logprobs, wide = step.values.wait()
@@ -265,7 +266,7 @@ class Rollout:
             self._end(ended)
 
     def _end(self, ended: list[tuple[int, int]]) -> None:
-        """End samples by their last token. ``ended``: samples with their counts of new tokens."""
+        """End samples after their last token. ``ended``: samples and their new-token counts."""
         if not ended:
             return
         surplus = [sample for sample, num_new in ended if num_new < self._num_new[sample]]

@@ -62,7 +62,7 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
     # Generating -------------------------------------------------------------------------------
 
     def model_to_sample_from(self) -> GPTModel:
-        """Copy the current weights to a megatron-core model. Collective.
+        """Copy the current weights to a megatron-core model. All ranks must call it.
 
         The copy exists during rollouts, in the same tensor-parallel layout but not sharded over
         data-parallel ranks. It samples the same tokens as the megatron backend. Its memory is the

@@ -47,10 +47,10 @@ def build_sharded(
     Args:
         architecture: shape of the model.
         weights: full tensors by Hugging Face's names, or None to leave weights uninitialised.
-        parallel: data- and tensor-parallel groups.
+        parallel: parallel layout, with the data- and tensor-parallel groups.
         dtype: dtype of the forward and backward pass. Stored weights, gradients and the scalar head
             are float32.
-        recompute: activations to recompute in backward.
+        recompute: which activations to recompute in backward.
         with_scalar_head: use a scalar head in place of the output layer.
     """
     family, config = config_to_hf(architecture)

@@ -49,7 +49,7 @@ class DTensorModel(RoleModel, LightningModule):
         parallel: ParallelState,
         tokenizer: Tokenizer,
     ) -> None:
-        """Build the model from an open checkpoint. `setup_training` creates the optimizer."""
+        """Build the model from an opened checkpoint. `setup_training` creates the optimizer."""
         super().__init__()
         self.settings = settings
         self.parallel = parallel
@@ -63,7 +63,7 @@ class DTensorModel(RoleModel, LightningModule):
     def from_checkpoint(
         cls, checkpoint: ModelSource, *, settings: RoleSettings, tokenizer: Tokenizer
     ) -> Self:
-        """Build this process's share of the role from an open model."""
+        """Build this process's shard of the model from an opened checkpoint."""
         parallel = initialize_parallel(settings.parallel, seed=settings.seed)
         return cls(checkpoint, settings, parallel, tokenizer)
 
@@ -72,7 +72,7 @@ class DTensorModel(RoleModel, LightningModule):
     def build(
         self, weights: Mapping[str, Tensor] | None
     ) -> tuple[TransformersModel, list[ParameterShard]]:
-        """Build this process's share of a model, and load ``weights`` unless None.
+        """Build this process's shard of a model. Unless None, load ``weights``.
 
         ``weights``: full tensors by Hugging Face's names, [out, in] or [out], in any float dtype.
         """
@@ -168,7 +168,7 @@ class DTensorModel(RoleModel, LightningModule):
         return gathered
 
     def canonical_weights(self) -> HuggingFaceWeights:
-        """Return canonical weights, which are gathered when indexed. Collective."""
+        """Return canonical weights. A weight is gathered when all ranks index its name."""
         family, _ = config_to_hf(self.architecture)
         return HuggingFaceWeights(GatheredParameters(self.shards), family.table, self.architecture)
 

@@ -25,7 +25,7 @@ class TransformersModel(nn.Module):
     def __init__(
         self, prefix: str, body: nn.Module, lm_head: nn.Linear | None, score: ValueHead | None
     ) -> None:
-        """``prefix``: Hugging Face's name of the body in a language model."""
+        """Join body and heads. ``prefix``: Hugging Face's name of the body in a language model."""
         super().__init__()
         self._prefix = prefix
         self.add_module(prefix, body)
@@ -48,7 +48,7 @@ class TransformersModel(nn.Module):
         return next(child for child in self.body.children() if isinstance(child, nn.ModuleList))
 
     def forward(self, layout: TokenLayout, head: Callable[[Tensor], Result]) -> Result:
-        """Return ``head`` of the float hidden states ``[n * L, H]`` of a micro-batch's rows."""
+        """Return the result of ``head`` for a micro-batch's hidden states, float ``[n * L, H]``."""
         hidden = self.body(
             input_ids=layout.input_ids,
             position_ids=layout.positions,

@@ -20,7 +20,7 @@ from aligner.parallel.groups import ParallelState
 
 
 class ShardOptimizer(StepOptimizer):
-    """AdamW or SGD of the local elements, with the schedule."""
+    """AdamW or SGD that updates this process's elements, with a learning-rate schedule."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class ShardOptimizer(StepOptimizer):
     # Run state --------------------------------------------------------------------------------
 
     def owned_slices(self) -> Iterator[tuple[ParameterShard, OwnedSlice]]:
-        """Yield the local elements of every parameter, unless empty."""
+        """Yield this process's elements of every parameter of which it stores some."""
         for shard in self._shards:
             if shard.name in self._mains:
                 main = self._mains[shard.name]

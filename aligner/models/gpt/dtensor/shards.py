@@ -67,7 +67,7 @@ class ParameterShard:
         return tensor[self.rows.start : self.rows.stop]
 
     def gather(self) -> Tensor:
-        """Gather the full parameter on every process, in the forward pass's dtype. Collective."""
+        """Gather the full parameter in the forward pass's dtype. All processes must call it."""
         parallel = self.parallel
         part = _gather(
             self.local.to(self.dtype), 0, self.part_shape[0], parallel.dp_group, parallel.dp_size

@@ -51,7 +51,7 @@ def load_shard_state(
     optimizer: ShardOptimizer | None,
     states: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Restore this process's share, to the bit, from the states of all processes in rank order.
+    """Restore this process's shard bit for bit from the states of all processes in rank order.
 
     Raises:
         CheckpointError: the state is of another model or backend, or a slice is missing.
@@ -75,7 +75,7 @@ def load_shard_state(
 
 
 def _split(shard: ParameterShard) -> tuple[int | None, int, int]:
-    """Return the dimension that tensor parallelism splits, this rank's part, and all parts."""
+    """Return the dimension that tensor parallelism splits, this rank's index and the parts."""
     if shard.split_dim is None:
         return None, 0, 1
     return shard.split_dim, shard.parallel.tp_rank, shard.parallel.config.tensor

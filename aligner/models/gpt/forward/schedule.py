@@ -79,11 +79,11 @@ def placed_positions(gpt: GPTModel, layout: TokenLayout) -> Iterator[None]:
 
 
 def full_hidden_states(gpt: GPTModel, hidden: Tensor, *, vocab_parallel: bool) -> Tensor:
-    """Undo sequence parallelism on float ``[n, L, H]``: ``[n * L, H]``, the rows of `TokenLayout`.
+    """Undo sequence parallelism. Return the rows of `TokenLayout`, float ``[n * L, H]``.
 
-    ``vocab_parallel``: the following computation is sharded over the vocabulary, so that backward
-    sums the partial gradients of the tensor-parallel ranks. Otherwise every rank computes the full
-    gradient and backward sums nothing.
+    ``hidden``: float ``[n, L, H]``. ``vocab_parallel``: whether the following computation is
+    sharded over the vocabulary. If so, backward sums the partial gradients of the tensor-parallel
+    ranks. Otherwise every rank computes the full gradient and backward sums nothing.
     """
     if gpt.config.sequence_parallel:
         gathered = gather_from_sequence_parallel_region(
@@ -96,7 +96,7 @@ def full_hidden_states(gpt: GPTModel, hidden: Tensor, *, vocab_parallel: bool) -
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Some rows of a batch, trimmed to the longest row, and their layout in the model."""
+    """Some rows of a batch, trimmed to the longest of them, with their layout in the model."""
 
     columns: Mapping[str, Tensor]  # of `aligner.types`, [b] or [b, S, ...]
     layout: TokenLayout
@@ -113,7 +113,7 @@ ForwardStep = Callable[[Iterator[Microbatch], nn.Module], tuple[Tensor, Callable
 
 
 def row_bounds(rows: int, micro_batches: MicroBatches) -> list[tuple[int, int]]:
-    """Return [first row, last row + 1] of each micro-batch, of one empty one if there are none."""
+    """Return [first row, last row + 1] of each micro-batch. Without rows, return an empty one."""
     if isinstance(micro_batches, int):
         starts = range(0, max(1, rows), micro_batches)
         return [(start, min(start + micro_batches, rows)) for start in starts]
@@ -169,8 +169,9 @@ def forward_step(
 ) -> tuple[Tensor, Callable[..., Any]]:
     """Run megatron-core's forward step for any role.
 
-    Returns this stage's output (on the last stage hidden states ``[n, L, H]``, because the output
-    layer is bypassed) and the closure that the schedule calls with it, which applies ``head``.
+    Returns this stage's output, and the closure that applies ``head`` when the schedule calls it
+    with the output. On the last stage the output is hidden states ``[n, L, H]``, because the output
+    layer is bypassed.
     """
     microbatch = next(data_iterator)
     hidden = microbatch.hidden if microbatch.hidden is not None else _forward(microbatch, model)
@@ -219,8 +220,8 @@ def run_microbatches(
 ) -> list[Any]:
     """Run forward and backward, and add gradients, summed over ranks, to the gradient buffers.
 
-    Returns, on the last pipeline stage, the result of the head of ``step`` for each micro-batch,
-    without the loss. ``forward_only``: see `infer_microbatches`.
+    Returns, on the last pipeline stage, what the head of ``step`` returns besides the loss, for
+    each micro-batch. ``forward_only``: see `infer_microbatches`.
     """
     rows, length = microbatches[0].layout.input_ids.shape
     with accelerator.cuda_literals():
@@ -243,9 +244,9 @@ def infer_microbatches(
     *,
     with_graph: bool = False,
 ) -> list[Any]:
-    """Run forward without gradients or dropout and return the head's results on the last stage.
+    """Run forward without gradients or dropout. Return the head's results on the last stage.
 
-    Dropout is off in every phase of the model, also before its first phase and between updates.
+    Dropout is off even if the model is in training mode.
 
     ``with_graph``: compute hidden states that can be differentiated, as in training. Use it only
     for models without dropout.

@@ -72,7 +72,11 @@ class LayoutRules:
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Rows of one micro-batch in the model. Row indices are in n * L, frame indices in b * S."""
+    """Places of a micro-batch's tokens in the model's rows and in the caller's padded batch.
+
+    A row index counts the n * L rows of the model's hidden states. A frame index counts the
+    b * S positions of the right-padded batch, the frame.
+    """
 
     frame: tuple[int, int]  # b, S
     input_ids: Tensor  # int64 [n, L]
@@ -85,18 +89,19 @@ class TokenLayout:
     shared_tokens: tuple[IntArray, IntArray] | None = None  # rows and their other frame indices
 
     def all_tokens(self) -> tuple[Tensor, Tensor]:
-        """Return the row and the frame index of every token, int64 ``[N]`` each.
+        """Return the row index and the frame index of each of the N tokens, int64 ``[N]`` each.
 
-        Every frame index occurs once. A row occurs once for every sequence that contains its token.
+        Every frame index occurs once. Sequences with a common prefix share the prefix's rows, so
+        that a row index can occur several times.
         """
         rows, frame_indices = self._all_tokens()
         return self._to_device(rows), self._to_device(frame_indices)
 
     def predicted_tokens(self, selected: BoolArray | None = None) -> tuple[Tensor, Tensor]:
-        """Return the row that predicts each token and the token's frame index, int64 ``[N]`` each.
+        """Return the index of the row that predicts each token, and the token's frame index.
 
-        Every frame index occurs once. ``selected``: ``[b, S]``, true for the tokens to return.
-        Default: all.
+        Both are int64 ``[N]``. Every frame index occurs once. ``selected``: ``[b, S]``, true for
+        the tokens to return. Default: all.
         """
         rows, frame_indices = self._all_tokens()
         has_next = ~self.ends[frame_indices]
@@ -107,11 +112,11 @@ class TokenLayout:
         return self._to_device(rows), self._to_device(frame_indices)
 
     def take(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Return float ``[n * L, ...]`` at ``rows``, int64 ``[N]`` from a method above."""
+        """Return ``hidden``, float ``[n * L, ...]``, at the row indices ``rows``, int64 ``[N]``."""
         return hidden[rows] if self.shared_tokens is None else take_rows(hidden, rows)
 
     def to_frame(self, values: Tensor, frame_indices: Tensor) -> Tensor:
-        """Scatter values ``[N, ...]`` of all ranks to ``[b, S, ...]``, 0 elsewhere."""
+        """Scatter the ``values`` ``[N, ...]`` of all ranks to ``[b, S, ...]``, with 0 elsewhere."""
         rows, length = self.frame
         frame = values.new_zeros(rows * length, *values.shape[1:])
         frame = frame.index_copy(0, frame_indices, values).view(rows, length, *values.shape[1:])

@@ -28,9 +28,10 @@ from aligner.types import TokenOutputs
 class Projection(NamedTuple):
     """Hidden states and the output layer that computes logits.
 
-    ``rows``: float ``[n * L, H]`` of the layout, in training with gradients. Under tensor
-    parallelism their gradient is this rank's part. ``weight``: ``[V / tp, H]``, the same shape on
-    every rank. ``vocab_size``: unpadded. ``tp_group``: group that shards the vocabulary, or None.
+    ``rows``: hidden states of the layout's rows, float ``[n * L, H]``, in training with gradients.
+    Under tensor parallelism their gradient is this rank's summand. ``weight``: ``[V / tp, H]``, the
+    same shape on every rank. ``vocab_size``: size of the vocabulary without padding.
+    ``tp_group``: group that shards the vocabulary, or None.
     ``temperature``: divisor of the logits.
     """
 
@@ -46,9 +47,9 @@ class Projection(NamedTuple):
         return VocabShard.of(self.weight, self.vocab_size, self.tp_group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits of float ``[N, H]``, divided by the temperature: ``[N, V / tp]``.
+        """Compute logits ``[N, V / tp]`` of ``hidden``, float ``[N, H]``.
 
-        Their dtype is float32 or wider.
+        The logits are divided by the temperature. Their dtype is float32 or wider.
         """
         return wide_linear(hidden, self.weight) / self.temperature
 
@@ -69,7 +70,7 @@ def token_logprobs(
     padding) are dropped before the output layer.
 
     Args:
-        projection: of the layout's rows.
+        projection: hidden states of the layout's rows, and the output layer.
         input_ids: int64 ``[B, S]``.
         selected: ``[B, S]`` on the host, true to compute the log-prob of token t. Position 0 is
             never computed, because no hidden state predicts its token.
@@ -80,7 +81,7 @@ def token_logprobs(
             see `hidden_states_to_logprobs`. None if not recorded.
 
     Returns:
-        float32 ``[B, S]`` each.
+        The log-probs and the entropies (or None), float32 ``[B, S]`` each.
     """
     # Only rows that predict a selected token reach the output layer.
     rows, tokens = layout.predicted_tokens(selected)
@@ -186,7 +187,7 @@ def best_candidates(
 
 
 def _slices(rows: int, weight: Tensor) -> Iterator[slice]:
-    """Yield row slices within the memory limit, at least one, for the collectives of all ranks."""
+    """Yield slices of rows within the memory limit, at least one, so that collectives match."""
     size = max(1, _LOGIT_BYTES // (weight.shape[0] * torch.float32.itemsize))
     for start in range(0, max(1, rows), size):
         yield slice(start, min(start + size, rows))

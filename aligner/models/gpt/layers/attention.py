@@ -97,7 +97,7 @@ class CoreAttention(MegatronModule):
             key: ``[S, B, groups, D]``.
             value: ``[S, B, groups, D]``.
             attention_mask: must be None. See the class.
-            attn_mask_type: causal.
+            attn_mask_type: must be causal.
             attention_bias: must be None.
             packed_seq_params: the sequences in the ``S`` packed rows (``B`` is 1). If None,
                 each batch row is one sequence.
@@ -234,10 +234,10 @@ def attend(
     Args:
         query: float ``[B, heads, S, D]``.
         key: float ``[B, groups, S, D]``, or rows ``[R, groups, D]`` if ``key_rows`` is given.
-        value: as ``key``.
+        value: float, same shape as ``key``.
         mask: bool, true if the query attends to the key. None means causal attention.
         scale: factor of the scores.
-        dropout: probability.
+        dropout: probability of dropping an attention weight.
         key_rows: int64 ``[B * S]``, the row of each key.
     """
     if query.device.type == "cpu" and dropout == 0.0 and torch.is_grad_enabled():
@@ -336,7 +336,7 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return 0 where bool ``mask`` is true, -inf elsewhere, in its shape, or None for None."""
+    """Return 0 where bool ``mask`` is true and -inf elsewhere. Without a mask return None."""
     if mask is None:
         return None
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)

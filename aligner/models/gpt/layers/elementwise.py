@@ -61,7 +61,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
-    """Compute ``silu(gate) * up`` of float ``[..., 2 * F]``, gate first: ``[..., F]``."""
+    """Return ``silu(gate) * up``, ``[..., F]``, of the two halves of float ``[..., 2 * F]``."""
     return Origin(_swiglu, (gate_and_up.detach(),)).note(_SwiGLU.apply(gate_and_up))
 
 
@@ -77,7 +77,7 @@ class SwiGLU(nn.Module):
         assert config.glu_linear_offset == 0.0
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        """Compute `swiglu` of float ``[..., 2 * F]``: ``[..., F]``."""
+        """Return `swiglu` of float ``[..., 2 * F]``, which is ``[..., F]``."""
         return swiglu(gate_and_up)
 
 
@@ -88,9 +88,9 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _inverse_rms(rows: Tensor, eps: float) -> Tensor:
-    """Return ``1 / rms`` of rows ``[n, H]``: ``[n, 1]``.
+    """Return ``1 / rms`` of each of the rows ``[n, H]``, as ``[n, 1]``.
 
-    It uses the fewest possible operations, because decoding calls it on few rows.
+    The function uses the fewest possible operations, because decoding calls it on few rows.
     """
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     epsilon = _constant(eps, rows.dtype, rows.device)
@@ -152,7 +152,7 @@ class Norm(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise the last dimension of ``hidden`` [..., H], same shape and dtype."""
+        """Normalise the last dimension of ``hidden`` [..., H]. Shape and dtype do not change."""
         weight = self.weight + 1 if self.zero_centered else self.weight
         if self.is_rms:
             # In bf16, torch's function computes in float32 internally.
@@ -164,7 +164,7 @@ class Norm(nn.Module):
 
 
 def rms_norm_rows(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute `rms_norm` of float32 ``[n, H]`` without gradients, bit for bit the same."""
+    """Compute `rms_norm` of float32 ``[n, H]`` without gradients. Every bit is the same."""
     return (rows * _inverse_rms(rows, eps)).mul_(weight)
 
 

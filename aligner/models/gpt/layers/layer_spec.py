@@ -151,7 +151,7 @@ def uses_transformer_engine(spec: LayerSpec = "auto", lora: LoraConfig | None = 
 
 
 def moe_spec(config: TransformerConfig, linears: MLPSubmodules, grouped: bool) -> ModuleSpec:
-    """Return the spec of experts. ``grouped``: use grouped products if a kernel supports them."""
+    """Return the spec of experts, with grouped products if ``grouped`` and a kernel allow it."""
     kind = GroupedExperts if grouped and can_group(config) else SequentialMLP
     experts = ModuleSpec(module=kind, submodules=linears)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))

@@ -109,7 +109,7 @@ class _TakeRows(torch.autograd.Function):
 
 
 def add_rows(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    """Sum float values ``[N, ...]`` by row index, int64 ``[N]``: ``[num_rows, ...]``."""
+    """Sum float ``values`` ``[N, ...]`` by row index, int64 ``[N]``, into ``[num_rows, ...]``."""
     wide = torch.promote_types(values.dtype, torch.float32)
     total = values.new_zeros((num_rows, *values.shape[1:]), dtype=wide)
     return total.index_add_(0, rows, values.to(wide)).to(values.dtype)
@@ -119,8 +119,8 @@ def add_rows(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
 class Bucket:
     """Sequences of similar length.
 
-    ``positions``: int64 ``[sequences, queries]``, the key index of each query. None if query i is
-    at key i.
+    ``positions``: int64 ``[sequences, queries]``, position of each query among the keys of its
+    sequence. None if query i has position i.
     """
 
     sequences: int
@@ -150,7 +150,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Runs:
-    """The segments as pairs of a run of queries and a run of keys, aligned at their ends.
+    """Pairs of a run of queries and a run of keys. The two runs of a pair have the same end.
 
     Query i of q attends to the first ``k - q + i + 1`` of its k keys. A sequence is one pair. Under
     context parallelism it is two pairs, one for each chunk of the sequence on this rank.
@@ -191,7 +191,7 @@ class KeyRows:
 
         Args:
             parents: ``[n]``, the index of an earlier sequence, or -1 for no parent.
-            tokens: ``[n]``, tokens of each sequence without padding, which is in no prefix.
+            tokens: ``[n]``, number of tokens of each sequence. Padding is in no prefix.
         """
         prefixes = {-1: np.empty(0, np.int64)}  # by parent
         for parent in np.unique(parents[parents >= 0]).tolist():
@@ -207,7 +207,7 @@ class KeyRows:
         )
 
     def at(self, sequences: IntArray, positions: IntArray) -> IntArray:
-        """Return the rows at positions within sequences (their ends excluded). Shapes broadcast."""
+        """Return the rows of ``positions`` within ``sequences``, whose shapes are broadcast."""
         prefix_length = self.prefix_lengths[sequences]
         rows = self._rows(sequences, (positions - prefix_length).clip(0))
         if not len(self.prefix_rows):
@@ -216,7 +216,7 @@ class KeyRows:
         return np.where(positions < prefix_length, self.prefix_rows[index], rows)
 
     def _rows(self, sequences: IntArray, offsets: IntArray) -> IntArray:
-        """Return the rows at offsets within sequences, prefixes not counted."""
+        """Return the rows at offsets within sequences, counted from the end of their prefixes."""
         if self.ranks == 1:
             return self.starts[sequences] + offsets
         rank, offset = holder(offsets, self.lengths[sequences] // (2 * self.ranks), self.ranks)
@@ -279,14 +279,14 @@ def build_segments(
     """Plan the attention of sequences that are packed one after the other.
 
     Args:
-        lengths: padded tokens of each sequence, multiples of ``2 * cp_size`` if ``cp_size > 1``.
+        lengths: padded length of each sequence, a multiple of ``2 * cp_size`` if ``cp_size > 1``.
         num_rows: rows on this rank, at least ``lengths.sum() / cp_size``.
         device: device of the indices.
         parents: index of the earlier sequence that precedes each sequence, -1 for no parent.
             Default: no sequence has a parent.
-        tokens: tokens of each sequence without padding. Required with ``parents``.
+        tokens: length of each sequence without padding. Required with ``parents``.
         cp_rank: this rank's index in the context-parallel group.
-        cp_size: size of the group.
+        cp_size: size of the context-parallel group.
         cp_group: context-parallel group.
     """
     rows = KeyRows.of(lengths, num_rows, cp_size)

@@ -140,7 +140,10 @@ def _causal_bias(length: int, queries: int, dtype: torch.dtype) -> Tensor:
 def _head_rotation(
     angles: Tensor, queries: int, width: int, scale: float, dtype: torch.dtype
 ) -> HeadRotation:
-    """Build the factors once per pass: its layers share one table, and a tensor hashes by id."""
+    """Build the rotation factors of ``angles``, with a cache by the tensor's identity.
+
+    The layers of a pass share one tensor, so that only the first layer builds the factors.
+    """
     with torch.inference_mode(False), torch.no_grad():
         return HeadRotation.of(angles.to(dtype), queries, width, scale)
 
@@ -157,7 +160,7 @@ def short_attention(mixed: Tensor, angles: Tensor, scale: float) -> Tensor:
     Args:
         mixed: float ``[S, B, G, R + 2, D]``, output of the qkv projection.
         angles: ``[S, 1, 1, D_rot]``, megatron-core's rotary table.
-        scale: of the scores.
+        scale: factor of the scores.
 
     Returns:
         ``[S, B, G * R * D]``.

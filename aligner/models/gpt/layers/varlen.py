@@ -79,7 +79,7 @@ def flash_kernel() -> VarlenKernel | None:
 
 @functools.cache
 def find_kernel(window: int | None) -> VarlenKernel | None:
-    """Return the kernel for this window, or None: attention is then computed per bucket."""
+    """Return the kernel for this window. If None, attention is computed per bucket."""
     return torch_kernel(window) or flash_kernel()
 
 
@@ -108,7 +108,7 @@ def attend_varlen(
     Args:
         query: float ``[R, heads, D]``, this rank's rows.
         key: ``[cp_size * R, groups, D]``, rows of all context-parallel ranks.
-        value: as ``key``.
+        value: same shape as ``key``.
         segments: plan of the sequences.
         scale: factor of the scores.
         window: size of the sliding window, or None.

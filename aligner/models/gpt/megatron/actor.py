@@ -97,7 +97,7 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
         )
 
     def get_inference_log_probs(self, response_tokens: Tensor) -> Tensor:
-        """Score every token: int64 ``[B, S]`` to log-probs float32 ``[B, S]``, 0 at position 0."""
+        """Return log-probs of int64 ``[B, S]`` tokens, float32 ``[B, S]``, 0 at position 0."""
         return self.get_logprobs(_all_positions(response_tokens))
 
     def get_init_policy_logprobs(self, response_tokens: Tensor) -> Tensor:
@@ -128,11 +128,11 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
     def infer(
         self, inference_batch: Mapping[str, Tensor], *, seed: int | None = None
     ) -> dict[str, Tensor]:
-        """Sample responses to prompts. Every call samples anew.
+        """Sample responses to prompts. Without ``seed``, every call draws other samples.
 
         Args:
-            inference_batch: ``text`` int64 ``[B, P]`` right-padded prompts, ``length`` int64
-                ``[B]``.
+            inference_batch: prompts ``text``, int64 ``[B, P]``, right-padded, and their
+                ``length``, int64 ``[B]``.
             seed: seed of counter-based sampling, in which row b is sample b. Default: derived from
                 the role's seed and the count of earlier calls without a seed.
 

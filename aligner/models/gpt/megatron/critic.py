@@ -86,8 +86,8 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
     ) -> Tensor:
         """See `ValueModel.get_values`.
 
-        If these rows are the next update and form one micro-batch, the update reuses this forward
-        pass (`ForwardReuse`).
+        If the next update is on these rows, in one micro-batch, it reuses this forward pass
+        (`ForwardReuse`).
         """
         if micro_batches is not None or not self._trains_in_one_pass(batch):
             return super().get_values(batch, micro_batches)
@@ -156,7 +156,7 @@ def forward_step_value(
         global_valid_toks: valid tokens of the global batch, a denominator of the loss.
         data_iterator: this rank's micro-batches, laid out or as columns: ``input_ids`` int64
             ``[b, S]``, ``input_lengths`` int64 ``[b]`` and the columns that the loss reads.
-        model: this stage of the body, wrapped or not.
+        model: this pipeline stage of the body, with or without megatron-core's wrapper.
         value_head: `ValueHead`, or None before the last stage.
         loss_fn: loss of the values, from this library or a published one.
         pack_sequences: lay out columns in one row without padding. Ignored for a micro-batch that

@@ -32,7 +32,7 @@ def load_from_nemo(
         trainer: a Lightning trainer to attach (optional), whose precision and gradient clipping
             complete a section.
         strict: raise if the file contains a head of another shape. The body is always strict.
-        restore_path: the file. Default: ``cfg.restore_from_path``.
+        restore_path: path of the file. Default: ``cfg.restore_from_path``.
         tokenizer: tokenizer that replaces the file's.
 
     Raises:

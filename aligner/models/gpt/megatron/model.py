@@ -65,7 +65,7 @@ _ROW_COLUMNS = ("input_ids", "input_lengths")
 
 
 class ForwardReuse:
-    """Hidden states of ``model`` for one scored micro-batch, with their graph, for one update."""
+    """Hidden states of one scored micro-batch, with their graph, for reuse by one update."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -73,7 +73,7 @@ class ForwardReuse:
         self._versions: list[int] = []
 
     def keep(self, microbatch: Microbatch, hidden: Tensor) -> None:
-        """Keep ``hidden`` float [n, L, H], the output of the model for ``microbatch``."""
+        """Store ``hidden``, float [n, L, H], the model's output for ``microbatch``."""
         self._microbatch = dataclasses.replace(microbatch, hidden=hidden)
         self._versions = self._weight_versions()
 
@@ -82,9 +82,9 @@ class ForwardReuse:
         self._microbatch = None
 
     def take(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Return ``microbatches``, with the hidden states if the scored rows are the same.
+        """Return ``microbatches``. Add the stored hidden states if they are of the same rows.
 
-        The hidden states are dropped from here in either case.
+        The stored hidden states are dropped in either case.
         """
         scored, self._microbatch = self._microbatch, None
         if scored is None or len(microbatches) != 1 or self._versions != self._weight_versions():
@@ -108,8 +108,8 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         trainer: a Lightning trainer (optional). This library's trainers pass None.
         settings: layout, precision, batch sizes, optimizer. Default: the settings in ``cfg`` (see
             `settings_from_model_config`).
-        architecture: default: parsed from ``cfg``.
-        tokenizer: saved with the model.
+        architecture: shape of the model. Default: parsed from ``cfg``.
+        tokenizer: tokenizer that is saved with the model.
         initialize: initialise the weights at random. False if a checkpoint is loaded next.
     """
 
@@ -321,7 +321,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         tokenizer: Tokenizer | None = None,
         **options: Any,
     ) -> Self:
-        """Build this role from an open model and load its weights.
+        """Build this role from an opened checkpoint and load the checkpoint's weights.
 
         A role with a scalar head loads the ``rm_head`` of the file, or starts with a fresh head.
         ``options``: additional arguments of the role.
@@ -346,7 +346,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
     @classmethod
     def settings_for(cls, checkpoint: ModelSource, settings: RoleSettings) -> RoleSettings:
-        """Return ``settings``, completed by settings that a role reads from the file."""
+        """Return ``settings``, completed by those that the role reads from the file."""
         del checkpoint
         return settings
 
@@ -364,7 +364,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
     @classmethod
     def restore_from(cls, restore_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Restore from a `.nemo` file with NeMo's arguments and by default our connector."""
+        """Restore from a `.nemo` file with NeMo's arguments. Default: this library's connector."""
         kwargs.setdefault("save_restore_connector", GPTSaveRestoreConnector())
         return super().restore_from(restore_path, *args, **kwargs)
 

@@ -28,7 +28,7 @@ def wrap_for_training(
     overlap_grad_reduce: bool = False,
     overlap_param_gather: bool = False,
 ) -> DistributedDataParallel:
-    """Wrap a model in megatron-core's data parallelism: a float32 gradient buffer, summed over dp.
+    """Wrap a model in megatron-core's data parallelism, with a float32 gradient buffer.
 
     The summed gradient is the gradient of the global loss, because losses are divided by global
     counts (``calculate_per_token_loss`` in the transformer config). With overlap, gradients are
@@ -61,7 +61,8 @@ def _finalize_gradients(model: list[nn.Module], num_tokens: Tensor | None, **gro
 class RoleOptimizer(StepOptimizer):
     """Optimizer of one role.
 
-    A step copies gradients, computes their global norm, skips if it is not finite, clips, updates.
+    A step copies the gradients and computes their global norm. If the norm is not finite, the step
+    is skipped. Otherwise the gradients are clipped and the weights updated.
     """
 
     def __init__(
@@ -130,10 +131,10 @@ class RoleOptimizer(StepOptimizer):
         return StepOutcome(grad_norm=norm, lr=lr, skipped=False)
 
     def collect_weights(self) -> None:
-        """Gather the weights that other ranks updated, before the next forward pass would do so.
+        """Gather the weights that other ranks updated now, not in the next forward pass.
 
-        Collective over the data-parallel ranks. Call it before weights are read outside of a
-        forward pass of their modules.
+        All data-parallel ranks must call it, before weights are read outside of a forward pass of
+        their modules.
         """
         if self.model.ddp_config.overlap_param_gather and not self._collected:
             with accelerator.cuda_literals():
@@ -143,7 +144,7 @@ class RoleOptimizer(StepOptimizer):
     def defer_weight_gather(self) -> None:
         """Gather each weight in the forward pass that reads it, by megatron-core's pre-hooks.
 
-        It has no effect if every rank updates all weights.
+        The call has no effect if every rank updates all weights.
         """
         model = self.model
         if model.ddp_config.use_distributed_optimizer and not model.use_forward_hook:
@@ -152,7 +153,7 @@ class RoleOptimizer(StepOptimizer):
             model.enable_forward_pre_hook()
 
     def gather_weights_after_updates(self, param_sync: bool = True) -> None:
-        """Undo `defer_weight_gather`. ``param_sync``: also gather the weights now."""
+        """Undo `defer_weight_gather`. ``param_sync``: whether to gather the weights now, too."""
         if not self.model.use_forward_hook:
             return
         with accelerator.cuda_literals():
@@ -223,7 +224,7 @@ class RoleOptimizer(StepOptimizer):
     def publish_weights(self) -> None:
         """Compute the model's weights from all processes' float32 slices, as a step does.
 
-        Collective over the data-parallel ranks. Requires `is_distributed`.
+        All data-parallel ranks must call it. Requires that `is_distributed` is true.
         """
         with accelerator.cuda_literals():
             for part in self.inner.chained_optimizers:

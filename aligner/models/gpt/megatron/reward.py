@@ -110,7 +110,7 @@ class Standardization:
 
 
 class MegatronGPTRewardModel(MegatronGPTCriticModel):
-    """Model that scores sequences. The head's output at a token scores the tokens up to it.
+    """Model that scores sequences. The output at a token scores the text up to that token.
 
     A model trained on comparisons has one output. A model trained on ratings has one output for
     each attribute in ``settings.attributes``.
@@ -158,7 +158,7 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
         return rewards
 
     def standardize(self, mean: float, std: float) -> None:
-        """Apply ``(reward - mean) / std`` from now on, and save it with the model."""
+        """Apply ``(reward - mean) / std`` from now on. Both numbers are saved with the model."""
         self.standardization = Standardization(mean, std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:

@@ -59,7 +59,7 @@ _MAX_PADDING = 128  # rows of a vocabulary, per part. A `.nemo` can specify fewe
 
 
 class TensorPart(NamedTuple):
-    """Part ``rank`` of ``size`` of a tensor split by tensor parallelism, 0 of 1 if unsplit."""
+    """Part ``rank`` of the ``size`` parts of a tensor. An unsplit tensor is part 0 of 1."""
 
     rank: int
     size: int
@@ -142,9 +142,9 @@ class _SavedRole:
         return [kind for kind in self._pieces(name)[0]["tensors"] if kind != WEIGHT]
 
     def read(self, name: str, kind: str, part: TensorPart, shape: Shape, elements: range) -> Tensor:
-        """Read some elements of a part of a tensor, flat.
+        """Return some elements of a part of a tensor, as a flat tensor.
 
-        ``part``: part of the present split. ``shape``: required shape of the part. ``elements``:
+        ``part``: part in the present layout. ``shape``: required shape of the part. ``elements``:
         indices into the flattened part.
         """
         # The same split: the saved elements themselves.
@@ -192,7 +192,7 @@ class _SavedRole:
         return self._slices[name]
 
     def _saved(self, name: str, kind: str, index: int, elements: range) -> Tensor:
-        """Return elements of part ``index`` of the saved split.
+        """Return elements of part ``index`` in the saved layout.
 
         If one slice contains all of them, the result is a view of its file.
         """

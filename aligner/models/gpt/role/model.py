@@ -94,7 +94,7 @@ class RoleModel:
 
         ``batch`` contains the columns that the loss reads (see `aligner.types`), including float32
         ``token_mask`` ``[B, S]`` and ``sample_mask`` ``[B]``. Unless ``forward_only``, gradients
-        are added to the gradient buffers. ``loss_fn``: default: the role's loss.
+        are added to the gradient buffers. If ``loss_fn`` is None, the role's loss is computed.
         """
         metrics = self.run_batch(batch, forward_only, loss_fn, mbs).metrics
         return metrics["loss"], metrics
@@ -108,7 +108,7 @@ class RoleModel:
     ) -> dict[str, float]:
         """Run one optimizer step on one global batch.
 
-        Returns metrics plus ``grad_norm``, ``lr``, ``skipped``, ``empty``.
+        Returns the metrics of the loss, and ``grad_norm``, ``lr``, ``skipped`` and ``empty``.
 
         A loss or gradient that is not finite never reaches the weights: the step is skipped or the
         run stopped (`NonFiniteError`), and the offending samples are written to disk either way.
@@ -119,8 +119,8 @@ class RoleModel:
         Args:
             batch: see `get_loss_and_metrics`.
             number: index of the mini-batch in the pass, for the report of a non-finite loss.
-            loss_fn: default: the role's loss.
-            mbs: sequences per forward-backward pass, or the rows of each pass. Default:
+            loss_fn: loss to minimise. Default: the role's loss.
+            mbs: number of sequences per forward-backward pass, or the rows of each pass. Default:
                 ``micro_batch_size``.
         """
         optimizer = require_optimizer(self.optimizer)
@@ -143,7 +143,7 @@ class RoleModel:
 
     @property
     def shares_prefixes(self) -> bool:
-        """True if shared prefixes are computed once. Off with dropout, which differs per row."""
+        """True if shared prefixes are computed once. False with dropout, which differs per row."""
         return self.settings.shared_prefixes and not self.drops_out
 
     @property
@@ -172,8 +172,8 @@ class RoleModel:
     def split(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> list[Microbatch]:
         """Split this rank's ``batch`` into micro-batches.
 
-        ``batch``: columns of `aligner.types`, [B] or [B, S, ...]. If passes are collective, so is
-        this call: all ranks get the same count of micro-batches, padded with empty ones.
+        ``batch``: columns of `aligner.types`, [B] or [B, S, ...]. If `passes_are_collective`, all
+        ranks must call it, and get the same number of micro-batches, some of them without rows.
         """
         # Empty micro-batches are appended, so that they change no row.
         bounds = row_bounds(batch["input_ids"].shape[0], micro_batches)
@@ -216,8 +216,8 @@ class RoleModel:
         Args:
             batch: ``input_ids`` ``[B, S]``, ``input_lengths`` ``[B]`` and the columns that the role
                 reads.
-            micro_batches: sequences per forward pass, or the rows of each pass (without gaps).
-                Default: ``forward_micro_batch_size``.
+            micro_batches: number of sequences per forward pass, or the rows of each pass (without
+                gaps). Default: ``forward_micro_batch_size``.
             model: model of the backend. Default: this role's model.
 
         Returns:
@@ -253,11 +253,11 @@ class RoleModel:
         self.model.eval()
 
     def finish_inference(self) -> None:
-        """Release memory cached by inference to other processes on the device."""
+        """Free the memory that inference cached, for other processes on the device."""
         accelerator.release_shared_memory()
 
     def collect_weights(self) -> None:
-        """Complete the weights on every rank, if an update defers it. Collective."""
+        """Gather weights that other ranks updated, if updates defer it. All ranks must call it."""
 
     def drop_reused_forward(self) -> None:
         """Free the graph that a scoring pass keeps for training, if any."""

@@ -103,7 +103,7 @@ class SwappedWeights:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        """``parameters``: tensors of any shape and float dtype by their names."""
+        """Copy ``parameters``, tensors of any shape and float dtype by their names."""
         self._parameters = list(parameters.values())
         self._copies = CopyMemory().copies([value.detach() for value in self._parameters])
         accelerator.synchronize()

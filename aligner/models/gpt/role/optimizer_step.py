@@ -118,7 +118,7 @@ class StepOptimizer(ABC):
 
 @dataclass(frozen=True)
 class OwnedSlice:
-    """Elements of a parameter that this process updates: all, or a contiguous range."""
+    """Elements of a parameter that this process updates, either all or a contiguous range."""
 
     parameter: nn.Parameter
     start: int  # index of the first element in the flattened parameter

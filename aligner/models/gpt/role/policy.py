@@ -36,12 +36,12 @@ Score = Callable[[Mapping[str, Tensor], MicroBatches | None, Any], Tensor]
 class ReferencePolicy(LightningModule, Inferrable):
     """Frozen policy that scores tokens with the initial weights.
 
-    ``keep``: a second model on the device, without delay. ``swap``: a copy of the trained weights
-    (with adapters, only of these) in host memory, exchanged with the policy's weights to score. On
-    a GPU a swap costs two copies of the weights and no device memory. ``bare``: the policy without
-    its adapters, for adapters that started from zero.
+    ``keep``: the initial weights are a second model on the device. Scoring has no delay. ``swap``:
+    they are in host memory, and are exchanged with the policy's weights to score. With adapters
+    only the adapters are copied. On a GPU a swap copies the weights twice and needs no device
+    memory. ``bare``: the policy scores without its adapters, which must have started from zero.
 
-    The module registers parameters with ``keep`` only, and never the policy's parameters.
+    The module registers parameters only if the mode is ``keep``, and never the policy's.
     """
 
     def __init__(
@@ -56,11 +56,13 @@ class ReferencePolicy(LightningModule, Inferrable):
         """Store the initial weights.
 
         Args:
-            policy: the trained model.
-            mode: see the class.
-            score: the policy's scoring function.
-            weights: for ``swap``, the trained weights, named float tensors of any shape.
-            copy: for ``keep``, creates a second model with the policy's weights.
+            policy: the model that is trained.
+            mode: where the initial weights are, see the class.
+            score: function that computes log-probs with the model that it is given.
+            weights: parameters that training updates, by name, float tensors of any shape. Read
+                only if ``mode`` is ``swap``.
+            copy: function that creates a second model with the policy's weights. Called only if
+                ``mode`` is ``keep``.
         """
         super().__init__()
         self._score = score
@@ -127,9 +129,11 @@ class SamplingPolicy(RoleModel):
         return self.parallel.tp_group if self.parallel.config.tensor > 1 else None
 
     def output_layer(self, model: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors of the logits: rows ``[n * L, H]`` and weight ``[V / tp, H]``, float.
+        """Return the two factors of the logits.
 
-        ``hidden``: see `token_outputs`. Under tensor parallelism the rows' gradient is summed.
+        These are the rows of hidden states, float ``[n * L, H]``, and the output layer's weight,
+        float ``[V / tp, H]``. ``hidden``: see `token_outputs`. Under tensor parallelism the rows'
+        gradient is summed over the ranks.
         """
         raise NotImplementedError
 
@@ -144,7 +148,7 @@ class SamplingPolicy(RoleModel):
     ) -> TokenOutputs:
         """Compute log-probs and entropy where ``token_mask`` is 1 (see `RoleModel.token_outputs`).
 
-        The log-probs are of the tokens, or of ``teacher_topk_indices`` if the column exists.
+        If the batch has a column ``teacher_topk_indices``, these tokens are scored instead.
         """
         columns, selected, layout = microbatch.columns, microbatch.selected, microbatch.layout
         projection = self.projection(model, hidden)
@@ -199,8 +203,8 @@ class SamplingPolicy(RoleModel):
         """Return the ``k`` most likely of the first ``vocab_size`` tokens at each position.
 
         ``batch``: see `get_logprobs`. Returns logits divided by the sampling temperature, float32
-        ``[B, S, k]`` in descending order, and ids, int64 ``[B, S, k]``. Position t is for token t.
-        Both are 0 where ``token_mask`` is 0.
+        ``[B, S, k]`` in descending order, and ids, int64 ``[B, S, k]``. Position t is about token
+        t. Both are 0 where ``token_mask`` is 0.
         """
         raise ConfigError(
             "policy.backend=dtensor does not support top-k logits. A teacher needs "
@@ -213,7 +217,7 @@ class SamplingPolicy(RoleModel):
 
     @property
     def reference(self) -> ReferencePolicy:
-        """Policy with the initial weights. `ConfigError` before ``keep_reference``."""
+        """Policy with the initial weights. Before `keep_reference`, raises `ConfigError`."""
         reference: ReferencePolicy | None = self.__dict__["_reference"]
         if reference is None:
             raise ConfigError(
@@ -248,7 +252,7 @@ class SamplingPolicy(RoleModel):
         return self._generator is not None or not self.samples_from_a_copy
 
     def prepare_for_generation(self) -> None:
-        """Enter evaluation mode, and copy the weights if a copy samples. Collective."""
+        """Enter evaluation mode, and copy the weights if a copy samples. All ranks must call it."""
         self.prepare_for_inference()
         if self.samples_from_a_copy:
             self._generator = self._make_generator()
@@ -265,11 +269,14 @@ class SamplingPolicy(RoleModel):
             self._generator.release()
 
     def model_to_sample_from(self) -> GPTModel:
-        """Return a megatron-core model with the current weights. Collective if it is a copy."""
+        """Return a megatron-core model with the current weights.
+
+        If it is a copy, all ranks must call this method.
+        """
         raise NotImplementedError
 
     def hugging_face_weights(self) -> Mapping[str, Tensor]:
-        """Return full weights by Hugging Face name, gathered when indexed. Collective."""
+        """Return full weights by Hugging Face name, gathered when all ranks index a name."""
         raise NotImplementedError
 
     def _make_generator(self) -> Generator:

@@ -33,7 +33,7 @@ Precision = Literal["32", "bf16"]
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Settings that the roles of a run share and that are in neither role's section."""
+    """Settings that all roles of a run share and that are in no role's section."""
 
     precision: Precision = "32"
     gradient_clip_val: float = 1.0  # 0 turns clipping off
@@ -44,7 +44,7 @@ class RunSettings:
 
     @classmethod
     def of(cls, role: PublishedRole) -> "RunSettings":
-        """Read the settings from a published mapping, with defaults for the others."""
+        """Read the settings from a published mapping. Missing settings get their defaults."""
         return cls(precision=role.precision, gradient_clip_val=role.gradient_clip_val)
 
 
@@ -225,7 +225,7 @@ def run_section(
 
 
 def settings_of_section(config: SectionConfig, trainer: Any = None) -> RoleSettings:
-    """Return the settings of a separate role, with the Lightning trainer's precision and clip."""
+    """Return a separate role's settings, with the Lightning trainer's precision and clipping."""
     run = _run_settings(trainer)
     # A separate critic has no policy whose layout it could share.
     if isinstance(config, CriticConfig):

@@ -176,7 +176,7 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         return list(self.model.hugging_face_weights())
 
     def hf_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors on every worker. Collective over the workers that share the model."""
+        """Yield full tensors on every worker. All workers that share the model must iterate."""
         weights = self.model.hugging_face_weights()
         return ((name, weights[name]) for name in names)
 
