@@ -29,7 +29,7 @@ def parse_messages(value: Sequence[Any]) -> list[Message]:
     ``tool_call_id`` and ``name``. Null keys and an empty list of calls count as absent.
 
     Raises:
-        DataError: describes the problem without the row, which the caller adds.
+        DataError: the chat is invalid. The message does not name the row, which the caller adds.
     """
     messages = _parse(value)
     if messages[-1]["role"] == "assistant":
@@ -144,7 +144,7 @@ def render_chat(
     Args:
         tokenizer: tokenizer with a chat template.
         prompt: text, or a list of messages.
-        system_prompt: first message unless ``prompt`` contains a system prompt.
+        system_prompt: text of the first message, unless ``prompt`` contains a system prompt.
         tools: JSON schemas of functions that the assistant may call.
     """
     messages = parse_messages(

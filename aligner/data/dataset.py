@@ -135,7 +135,7 @@ def read_items(
         longest: maximum number of tokens of an item. A warning counts the dropped items. None
             means no limit.
         noun: name of the items in messages.
-        key: setting of ``longest``, for messages.
+        key: name of the setting of ``longest``, for messages.
 
     Returns:
         The items, and the number of dropped items.
@@ -210,7 +210,8 @@ class PromptSampler:
     ) -> None:
         """Start at the first epoch of ``size`` prompts.
 
-        ``may_change``: `load_state_dict` accepts the state of other data, seed or shuffling.
+        ``may_change``: whether `load_state_dict` accepts a state with other data, another seed or
+        other shuffling.
         """
         if size < 1:
             raise DataError("data: the data set is empty")
@@ -235,7 +236,7 @@ class PromptSampler:
         self._begin_epoch(0)
 
     def next_batch(self, count: int | None = None) -> list[int]:
-        """Return the next ``count`` indices, default ``batch_size``."""
+        """Return the next ``count`` indices. Default: ``batch_size``."""
         count = self.batch_size if count is None else count
         batch: list[int] = []
         if self.last_batch == "drop" and self.size - self.position < count:

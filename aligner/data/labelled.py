@@ -59,9 +59,11 @@ class LabelledDataset(Dataset[Labelled]):
 
 
 def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:
-    """Return `collate_examples` of the responses, and of the mismatched ones with `MISMATCHED`.
+    """Collate labelled responses to a batch.
 
-    ``desirable`` float32 [B]: 1 if the response is desirable, else 0.
+    The columns are those of `collate_examples` for the responses, and the same columns with the
+    prefix `MISMATCHED` for the mismatched responses. ``desirable`` float32 [B] is 1 if the response
+    is desirable, else 0.
     """
     batch = collate_examples([row.example for row in rows], pad_id)
     mismatched = collate_examples([row.mismatched for row in rows], pad_id)

@@ -23,7 +23,7 @@ from aligner.errors import DataError
 
 @dataclass(frozen=True)
 class Pair(Examples):
-    """Two examples of one prompt. ``rewards``: of chosen and rejected, 1 and 0 if unknown."""
+    """Two examples of a prompt. ``rewards``: the chosen's and the rejected's, or 1 and 0."""
 
     chosen: Example
     rejected: Example
@@ -92,7 +92,7 @@ def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> BatchedDataDict:
 def length_accuracy(train: Iterable[Pair], held_out: Iterable[Pair]) -> float:
     """Return the accuracy on ``held_out`` of preferring the longer, or the shorter, response.
 
-    ``train`` determines which of the two rules is used. A pair of equal lengths counts half. A
+    ``train`` determines which of the two rules is used. A pair of equal lengths adds one half. A
     reward model should exceed this accuracy.
     """
     longer_is_better = _longer_chosen(train) >= 0.5

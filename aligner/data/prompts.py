@@ -87,7 +87,7 @@ class PromptDataset(Dataset[Prompt]):
 
 
 class EpisodeDataset(PromptDataset):
-    """Rows for environments, which build the prompts. The prompts of this class have no tokens."""
+    """Rows for environments. The environments build the prompts, so items have no tokens."""
 
     def __init__(
         self, items: list[Prompt], *, dropped_too_long: int = 0, longest_prompt: int = 0
@@ -210,7 +210,7 @@ def check_plain_text(data: PromptColumns) -> None:
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """``B`` prompts: tensors for the model, lists for the reward function."""
+    """Batch of ``B`` prompts, with tensors for the model and lists for the reward function."""
 
     input_ids: Tensor  # int64 [B, P], right-padded
     input_lengths: Tensor  # int64 [B], tokens without padding
@@ -224,7 +224,7 @@ class PromptBatch:
 
 
 def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Stack token lists into ``(ids int64 [B, P], lengths int64 [B])``, P the longest length."""
+    """Stack token lists to ``(ids int64 [B, P], lengths int64 [B])``. P is the largest length."""
     lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
     longest = int(lengths.max()) if len(sequences) else 0
     ids = torch.full((len(sequences), longest), pad_id, dtype=torch.int64)

@@ -17,7 +17,7 @@ from aligner.errors import DataError
 
 @dataclass(frozen=True)
 class Rated(Examples):
-    """One sequence and its ratings, None for attributes without a rating."""
+    """Sequence with its ratings. The rating of an attribute is None if it is unknown."""
 
     example: Example
     ratings: tuple[float | None, ...]

@@ -142,7 +142,7 @@ def _check_text(row: Row) -> Row:
 
 
 def take(row: Row, name: str, kind: type | tuple[type, ...], key: str) -> Any:
-    """Return a required column of this kind. ``key``: setting with its name, for errors."""
+    """Return a required column of type ``kind``. ``key``: setting with its name, for errors."""
     value = row.columns.get(name)
     if value is None:
         raise DataError(

@@ -27,7 +27,7 @@ def treat_special_tokens(
     special, for example ``<think>``, and may end with an end token.
 
     Raises:
-        DataError: a text spells a refused token, or escaping does not hide the token.
+        DataError: a text contains a refused token, or escaping does not hide the token.
     """
     if policy == "keep":
         return value

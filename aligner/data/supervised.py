@@ -188,8 +188,8 @@ def encode_chat(
 
     Raises:
         DataError: the template changes earlier messages (some drop earlier reasoning), so that
-            only the last message can be learned. Or the generation prompt does not precede the
-            answer. Or an answer spells an end token before its end.
+            only the last message can be learned. Also if the generation prompt does not precede
+            the answer, or if an answer contains an end token before its end.
     """
     # Remove end tokens of the data, then render and encode message by message.
     ends = {end: tokenizer.decode([end]) for end in tokenizer.end_ids}
@@ -272,9 +272,9 @@ def _after_tag(opening: str, message: Message) -> str:
 def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDict:
     """Collate examples to a batch.
 
-    Columns: ``input_ids`` int64 [B, S] right-padded, ``input_lengths`` int64 [B], ``token_mask``
-    float32 [B, S] (1 for learned tokens), ``sample_mask`` float32 [B] (all 1). If the examples have
-    them, ``ref_logprobs`` float32 [B, S], 0 outside of the mask.
+    The columns are ``input_ids`` int64 [B, S] (right-padded), ``input_lengths`` int64 [B],
+    ``token_mask`` float32 [B, S] (1 for learned tokens) and ``sample_mask`` float32 [B] (all 1). If
+    the examples have log-probs, also ``ref_logprobs`` float32 [B, S], 0 where the mask is 0.
     """
     ids, lengths = pad_right([example.ids for example in examples], pad_id)
     # Learned tokens are 1.

@@ -121,7 +121,7 @@ def release_shared_memory() -> None:
 
 
 def free_memory_bytes() -> int:
-    """Return the free memory of the device, on a CPU the available host memory."""
+    """Return the free memory of the device. On a CPU, return the available host memory."""
     if has_gpu():
         return torch.cuda.mem_get_info()[0]
     return available_bytes()
@@ -155,7 +155,7 @@ def device_info() -> DeviceInfo:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of one process: on its GPU as torch counts them, without a GPU resident host memory.
+    """Bytes that torch uses on a process's GPU. Without a GPU, its resident host memory.
 
     ``process`` and ``device`` are unique over all machines.
     """

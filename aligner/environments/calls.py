@@ -56,8 +56,8 @@ _SHORT.maxstring = _SHORT.maxother = 500
 class ToolCall(NamedTuple):
     """A tool call of the policy.
 
-    ``problem``: why the call cannot be executed, or None. ``id``: the id that the policy wrote, or
-    None.
+    ``problem``: reason why the call cannot be executed, or None. ``id``: the id that the policy
+    wrote, or None.
     """
 
     name: str
@@ -73,11 +73,12 @@ class ToolCall(NamedTuple):
 
 
 class CallForm(NamedTuple):
-    """A row of the table of formats.
+    """Format of tool calls.
 
-    ``sign``: matches a call as the template renders it. None if templates show neither functions
-    nor results, so that text must. ``begins``: matches the start of the calls in a message.
-    ``read``: parses the calls of a message. ``results``: makes the messages with the results.
+    ``sign``: pattern of a call as the template renders it. None if templates show neither functions
+    nor results, so that text must. ``begins``: pattern of the start of the calls in a message.
+    ``read``: function that parses the calls of a message. ``results``: function that makes the
+    messages with the results.
     """
 
     sign: re.Pattern[str] | None
@@ -171,7 +172,7 @@ def _rendered_call(tokenizer: Tokenizer, tools: Tools | None) -> str:
 
 
 def _read_hermes(text: str) -> list[ToolCall]:
-    """Parse JSON between tags, the last tag perhaps not closed, in linear time for any text."""
+    """Parse the JSON between tags, in linear time. The last tag may be missing its end."""
     begin, end = _HERMES
     problem = "a call is a JSON object with name and arguments"
     calls = []

@@ -54,9 +54,10 @@ class ChatRenderer:
     ) -> None:
         """Inspect the tokenizer's template.
 
-        ``add_bos``: start with BOS unless the text does. ``rewritten_history``: if the template
-        renders earlier turns differently from the tokens so far, fork, refuse, or keep the tokens.
-        ``special_tokens_in_text``: treatment of special tokens spelt in environments' messages.
+        ``add_bos``: whether to add BOS to a text that does not begin with it.
+        ``rewritten_history``: what to do if the template renders earlier turns differently from the
+        tokens so far: fork, refuse, or keep the tokens. ``special_tokens_in_text``: treatment of
+        special tokens that environments' messages contain as text.
         """
         self.treated = partial(treat_special_tokens, tokenizer, policy=special_tokens_in_text)
         self.tokenizer, self._add_bos = tokenizer, add_bos
@@ -112,11 +113,11 @@ class ChatRenderer:
 
         Args:
             history: the messages before the answer.
-            answer: its text, without the end token.
+            answer: text of the answer, without the end token.
             new: the messages after the answer.
             tools: tools of the conversation.
-            end_id: the sampled end token, None if the answer was cut. An end token of messages
-                replaces the template's. Other end tokens (of texts) are followed by the template's.
+            end_id: the sampled end token, or None if the answer was cut. An end token of messages
+                replaces the template's. Another end token (of texts) is kept before the template's.
         """
         if self._has_template:
             check_all_used(self.tokenizer, [_QUESTION, _answer("b"), *new])
@@ -139,10 +140,12 @@ class ChatRenderer:
             history: the messages before the last answer.
             now: ``history``, the answer and the messages after it.
             tools: tools of the conversation.
-            text: the sequence so far. White space is not compared, as templates trim messages.
+            text: text of the sequence so far. White space is not compared, because templates trim
+                messages.
 
         Raises:
-            RewrittenHistoryError: it would fork, but ``rewritten_history`` is ``refuse``.
+            RewrittenHistoryError: the conversation would fork, but ``rewritten_history`` is
+                ``refuse``.
         """
         if not self._has_template or self._rewritten_history == "keep":
             return None
@@ -195,7 +198,7 @@ class ChatRenderer:
 
 
 class Conversation(Trajectory):
-    """A conversation with an environment: adds sampled answers, and messages as tokens."""
+    """Conversation with an environment, as messages and as tokens."""
 
     def __init__(self, renderer: ChatRenderer, start: Start) -> None:
         """Render the environment's first messages."""
@@ -221,7 +224,7 @@ class Conversation(Trajectory):
     def answered(self, ids: Sequence[int], logprobs: Sequence[float], is_end: bool) -> Message:
         """Append the tokens that the policy sampled, and return them as a message.
 
-        ``is_end``: the model ended the answer, not a limit.
+        ``is_end``: True if the model ended the answer, False if a limit did.
         """
         ended = is_end and ids[-1] in self._renderer.tokenizer.end_ids
         content = decode_response(self._renderer.tokenizer, self.sequence, ids)
@@ -271,7 +274,7 @@ def _has_template(tokenizer: Tokenizer) -> bool:
 
 
 def _check_answers(tokenizer: Tokenizer) -> None:
-    """Refuse a template that changes assistant messages, at the end or before a question."""
+    """Raise if the template changes assistant messages, at the end or before a question."""
     for chat in ([_QUESTION, _answer(_ANSWER)], [_QUESTION, _answer(_ANSWER), _QUESTION]):
         try:
             shown = render(tokenizer, chat, open_answer=False)

@@ -46,12 +46,12 @@ class Failure(NamedTuple):
 
 
 def engine_failure(error: Exception) -> Failure:
-    """Return the failure of an engine call, one object for all conversations that waited."""
+    """Return the failure of an engine call. All conversations that waited share the object."""
     return Failure("engine_error", f"the engine raised {type(error).__name__}: {error}", error)
 
 
 class EnvironmentPool(ProcessPool):
-    """Slots, each with a process for one conversation at a time.
+    """Pool of slots. A slot has a process, which runs one conversation at a time.
 
     A process that hangs is killed with its children, and a process that raised is ended. The next
     conversation in the slot starts a new process. The other slots are not affected. An unfinished
@@ -71,12 +71,13 @@ class EnvironmentPool(ProcessPool):
         """Start the first process, so that an unusable class is refused now.
 
         Args:
-            factory: the class. With ``runs_agents``: a function, or the words of a command.
+            factory: path of the class. With ``runs_agents``, path of a function or the words of a
+                command.
             kwargs: ``environment.kwargs``.
             columns: the columns of the data, which the class must accept.
             form: format of tool calls in the chat template, for classes with this parameter.
-            memory_mb: memory limit of each process in MiB, None for no limit.
-            runs_agents: run agents instead of environments.
+            memory_mb: memory limit of each process in MiB. None means no limit.
+            runs_agents: whether the processes run agents instead of environments.
         """
         is_command = not isinstance(factory, str)
         self.factory = factory if isinstance(factory, str) else shlex.join(factory)

@@ -21,7 +21,7 @@ _MAX_FLOAT32 = 3.4e38
 class Start:
     """Start of a conversation.
 
-    ``messages``: ``{"role": text, "content": text}`` each. The last is not an assistant message.
+    ``messages``: list of ``{"role": text, "content": text}``. The last is not an assistant message.
     ``tools``: JSON schemas of functions, for the tokenizer's chat template.
     """
 
@@ -35,14 +35,14 @@ class Turn:
 
     ``messages``: messages that the policy reads next. If ``done``, they are optional and only
     stored with the sample.
-    ``reward``: reward of the policy's message. None means not scored, which differs from 0. A
-    mapping contains ``reward`` and additional metrics, without values that are not finite. Metrics
-    are summed over the conversation, except ``accuracy``, a verdict from 0 to 1, whose last value
-    counts.
-    ``done``: the conversation is over.
-    ``info``: stored with the sample.
-    ``steps``: additional rewards of parts of the message, ``(end, reward)`` each. ``end`` is the
-    number of characters of the message up to the end of the part.
+    ``reward``: reward of the policy's message. None means that the message is not scored, which
+    differs from 0. A mapping contains ``reward`` and additional metrics. All values are finite.
+    Metrics are summed over the conversation, except ``accuracy``, a verdict from 0 to 1, of which
+    the last value is used.
+    ``done``: True if the conversation is over.
+    ``info``: mapping that is stored with the sample.
+    ``steps``: additional rewards of parts of the message, as pairs ``(end, reward)``. ``end`` is
+    the number of characters of the message up to the end of the part.
     """
 
     messages: Sequence[Message] = ()
@@ -72,7 +72,7 @@ class Turn:
 class MessageEnv(Protocol):
     """An environment of chat messages, created for each conversation.
 
-    It is created by ``Class(seed=..., **columns of the data's row, **environment.kwargs)``. The
+    The run calls ``Class(seed=..., **columns of the data's row, **environment.kwargs)``. The
     methods are coroutines or plain functions, and ``close`` is optional. An optional class method
     ``check_kwargs(kwargs)`` refuses ``environment.kwargs`` before the run begins, with an
     `AlignerError`.

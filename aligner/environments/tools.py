@@ -92,7 +92,7 @@ class ToolEnv:
         raise NotImplementedError
 
     def call_reward(self, calls: Sequence[ToolCall], results: Sequence[str]) -> float | None:
-        """Return the reward of a message with calls, by default None (not scored)."""
+        """Return the reward of a message with calls. Default: None (not scored)."""
         del calls, results
         return None
 

@@ -55,7 +55,7 @@ class Trajectory:
     """Record of a conversation. ``ids``, ``logprobs`` and ``turn_ids`` have a value per token.
 
     ``prompt``: text before the first turn. ``ids``: tokens of all sequences, one after the other.
-    A conversation that forked has several. ``starts``: index at which each sequence begins.
+    A forked conversation has several sequences. ``starts``: index at which each sequence begins.
     ``logprobs``: log-probs of sampled tokens, 0 elsewhere. ``turn_ids``: index of the turn that
     sampled the token, from 1, and 0 elsewhere. ``failures``: reasons of failed earlier attempts.
     """
@@ -113,7 +113,7 @@ class Trajectory:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Additional metrics: sums over the turns, but the last value of ``accuracy``."""
+        """Sums over the turns of additional metrics. Of ``accuracy``, the last value."""
         total: dict[str, float] = {}
         for turn in self.turns:
             for name, value in turn.parts.items():
@@ -156,7 +156,7 @@ class Trajectory:
     def _step_ends(self, indices: Sequence[int], steps: Sequence[tuple[int, float]]) -> list[int]:
         """Return the index of the token that completes each step of a turn.
 
-        ``indices``: of the turn's tokens, which are consecutive.
+        ``indices``: indices of the turn's tokens, which are consecutive.
         """
         if not steps:
             return []

@@ -89,9 +89,10 @@ def check_names(
     key: str,
     origin: str,
 ) -> None:
-    """Refuse names that occur in two of ``names``, ``kwargs`` and the data's ``columns``.
+    """Raise `ConfigError` if two of ``names``, ``kwargs`` and ``columns`` share a name.
 
-    ``key``: the key with its value, for the message. ``origin``: passes the arguments ``names``.
+    ``columns``: columns of the data. ``key``: the key with its value, for the message. ``origin``:
+    description, for the message, of what passes the arguments ``names``.
     """
     repeated = sorted({*names, *columns} & kwargs.keys()) + sorted({*names} & {*columns})
     if repeated:
@@ -104,7 +105,7 @@ def check_names(
 def check_columns(
     function: Callable[..., Any], names: Sequence[str], columns: Collection[str], message: str
 ) -> None:
-    """Refuse a function that cannot be called with ``names`` and the columns of each row.
+    """Raise `ConfigError` if a row's columns and ``names`` cannot be the function's arguments.
 
     ``columns``: names, or the result of `aligner.data.prompts.columns_of_rows`. ``message``: start
     of the message of the `ConfigError`.
@@ -130,7 +131,7 @@ def check_kwargs(function: Any, kwargs: Mapping[str, Any], key: str) -> None:
 
 
 class Host:
-    """Runs one conversation at a time, and the event loop of its coroutines."""
+    """Host of one conversation at a time, with an event loop for coroutines."""
 
     def __init__(self, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         """Create no environment yet."""

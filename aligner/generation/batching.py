@@ -51,10 +51,10 @@ class _AbandonedError(Exception):
 class EngineSettings:
     """Settings of an engine.
 
-    ``rows``: maximum batch size. ``positions``: positions of the model. ``seed``: random numbers
-    depend only on the seed, the prompt and the sample id. ``end_ids``: tokens that end an answer.
-    ``listens``: the engine reports every token when it is sampled. ``has_peers``: other ranks take
-    part, so that a started batch must be completed.
+    ``rows``: maximum batch size. ``positions``: number of positions of the model. ``seed``: seed of
+    the random numbers, which depend only on it, the prompt and the sample id. ``end_ids``: tokens
+    that end an answer. ``listens``: whether the engine reports every token when it is sampled.
+    ``has_peers``: whether other ranks take part, so that a started batch must be completed.
     """
 
     rows: int

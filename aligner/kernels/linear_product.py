@@ -169,7 +169,7 @@ def _has_kernel(matrix: Tensor) -> bool:
 def wide_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Compute ``left @ right``, [n, k] by [k, m], without gradients.
 
-    The result is float32, or float64 for float64 matrices. ``out``: receives the result.
+    The result is float32, or float64 for float64 matrices. ``out``: tensor for the result.
     """
     if has_wide_products(left, right):
         return torch.mm(left, right, torch.float32, out=out)

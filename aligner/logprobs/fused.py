@@ -61,9 +61,8 @@ def row_statistics(
 ) -> RowStatistics:
     """Compute statistics of ``hidden`` [N, H], ``weight`` [V_local, H], ``target`` int64 [N].
 
-    ``restriction``: the tokens that count, default all. An excluded target still counts with
-    ``keep_target``. Without ``keep_target`` its log-prob is -inf. Logits are divided by
-    ``divisor``.
+    ``restriction``: tokens that enter the softmax. Default: all. An excluded target enters too if
+    ``keep_target`` is true. Otherwise its log-prob is -inf. Logits are divided by ``divisor``.
     """
     # Logits of the targets, which also initialise the running maximum.
     tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor)
@@ -150,7 +149,7 @@ def _add_tile(
 
 
 def _target_column(local: Tensor, owned: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return the column of each target in a tile, [n, 1], else 0, and bool [n, 1]: it is inside."""
+    """Return each target's column in a tile, or 0, and whether it is inside, both [n, 1]."""
     column = local - columns.start
     is_inside = owned & (column >= 0) & (column < columns.stop - columns.start)
     return torch.where(is_inside, column, 0).unsqueeze(1), is_inside.unsqueeze(1)

@@ -67,7 +67,7 @@ class VocabShard:
         return cls(start=start, columns=end - start, group=group if ranks > 1 else None)
 
     def localize(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return local rows int64 [...] of global ids int64 [...], and bool [...]: the id is local.
+        """Return local rows int64 [...] of global ids int64 [...], and which ids are local, bool.
 
         The row of an id on another rank is 0.
         """

@@ -18,10 +18,10 @@ Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """Convert [BS, V_local] of each rank to [BS_local, V], complete rows of a share of the tokens.
+    """Exchange [BS, V_local] of each rank for [BS_local, V], complete rows of some tokens.
 
-    Any dtype, differentiable (backward is the inverse exchange). Rank r gets the r-th of the equal
-    parts of the flattened tokens, with columns in rank order.
+    The dtype is any. The function is differentiable, and backward is the inverse exchange. Rank r
+    gets the r-th of the equal parts of the flattened tokens, with columns in rank order.
 
     Raises:
         LayoutError: the logits are not two-dimensional, or BS is not a multiple of the group size.
@@ -71,7 +71,7 @@ def _sequence_to_vocab(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _exchange(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send the r-th of equal parts of the memory to rank r. Return received parts in rank order."""
+    """Send the r-th equal part of ``blocks`` to rank r. Return received parts in rank order."""
     received = torch.empty_like(blocks)
     dist.all_to_all_single(received, blocks, group=group)
     return received

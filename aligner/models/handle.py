@@ -68,15 +68,15 @@ class RoleHandle:
             loss_fn: a loss of `aligner.algorithms.losses`, or of the type that NeMo-RL publishes, a
                 function of (logits, data, global_valid_seqs, global_valid_toks) (see
                 `aligner.losses.interfaces`).
-            eval_mode: forward only, no update.
-            gbs: rows of a global mini-batch, over all ranks. Default: as configured.
-            mbs: rows per forward-backward pass, which does not separate rows that ``loss_fn``
-                compares. Default: as configured.
+            eval_mode: whether to run forward passes only, without updates.
+            gbs: number of rows of a global mini-batch, over all ranks. Default: as configured.
+            mbs: number of rows per forward-backward pass, which must not separate rows that
+                ``loss_fn`` compares. Default: as configured.
 
         Returns:
             ``loss`` and ``grad_norm`` (means over the pass's steps), ``lr`` of the last step,
             ``skipped`` (whether a step was skipped because it was not finite) and
-            ``all_mb_metrics``: lists with one value per step, reduced over the global mini-batch.
+            ``all_mb_metrics`` (dict of lists with one value per step, over the global mini-batch).
 
         Raises:
             DataError: one of `TRAINED_COLUMNS` is missing.
@@ -124,7 +124,7 @@ class RoleHandle:
         return replace(devices[0], free_bytes=min(device.free_bytes for device in devices))
 
     def memory_use(self) -> list[MemoryUse]:
-        """Measure the memory of the workers of this process, peaks since `reset_peak_memory`."""
+        """Measure the memory of this process's workers, with peaks since `reset_peak_memory`."""
         return run_on_all(self.worker_group, RoleWorker.memory_use)
 
     # State ------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def checkpoint_paths(
     optimizer_path: str | os.PathLike[str] | None,
     tokenizer_path: str | os.PathLike[str] | None = None,
 ) -> dict[str, str]:
-    """Return the paths that are not None, absolute, as a worker's working directory may differ."""
+    """Return the paths that are not None as absolute paths, which workers can use anywhere."""
     paths = {
         "weights_path": weights_path,
         "optimizer_path": optimizer_path,

@@ -88,11 +88,11 @@ class AlignableGenerativeInterface(SupervisedInterface, TrainingPhases, Inferrab
 
     @abstractmethod
     def get_inference_log_probs(self, response_tokens: Tensor) -> Tensor:
-        """Score int64 ``[B, S]`` tokens under the current weights: log-probs float32 ``[B, S]``."""
+        """Return log-probs of int64 ``[B, S]`` under the current weights, float32 ``[B, S]``."""
 
     @abstractmethod
     def get_init_policy_logprobs(self, response_tokens: Tensor) -> Tensor:
-        """Score int64 ``[B, S]`` tokens under the initial weights: log-probs float32 ``[B, S]``."""
+        """Return log-probs of int64 ``[B, S]`` under the initial weights, float32 ``[B, S]``."""
 
 
 class CriticModelInterface(SupervisedInterface, TrainingPhases, Inferrable):
@@ -223,7 +223,7 @@ class BackgroundGeneration(GenerationInterface):
     def generate_in_background(
         self, data: "BatchedDataDict", *, seed: int = 0
     ) -> PendingGeneration:
-        """Start generating a batch. Until its end no other call is allowed."""
+        """Start generating a batch. No other call is allowed until the batch has ended."""
 
 
 class RoleHandleInterface(TrainingPhases):

@@ -131,7 +131,7 @@ class RoleWorker(Generic[RoleT]):
             model: the role's share of a model on this process.
             parallel: parallel layout and groups of this process.
             offloads: whether to move all memory off the device between phases.
-            init_optimizer: False for a frozen role.
+            init_optimizer: whether to create an optimizer. False for a frozen role.
             weights_path: weights from `save_checkpoint` to continue from.
             optimizer_path: optimizer state, a directory from `save_checkpoint`, to continue from.
         """
@@ -358,8 +358,8 @@ class RoleWorker(Generic[RoleT]):
             model: this worker's model, or another model on its device.
             device: ``"cpu"`` offloads the model to host memory, where it cannot be used (on a
                 machine without a GPU it has no effect). Any other device restores all memory.
-            move_params: offload the weights.
-            move_grads: free the gradient buffers, which are restored as zeros.
+            move_params: whether to move the weights.
+            move_grads: whether to free the gradient buffers, which are restored as zeros.
         """
         offload = self.offload_of(model)
         if torch.device(device).type == "cpu":

@@ -33,8 +33,9 @@ def mean_over_prompts(values: Sequence[float]) -> Estimate:
 def pass_at_k(right: Sequence[float], k: int) -> float:
     """Estimate the probability that at least one of ``k`` of these responses is right.
 
-    ``1 - C(n - c, k) / C(n, k)`` with c right responses of n: the unbiased estimator of Chen et al.
-    (2021), "Evaluating Large Language Models Trained on Code". A response is right from 0.5 on.
+    The estimate is ``1 - C(n - c, k) / C(n, k)`` with c right responses of n, the unbiased
+    estimator of Chen et al. (2021), "Evaluating Large Language Models Trained on Code". A response
+    is right if its value is at least 0.5.
     """
     count, hits = len(right), sum(value >= 0.5 for value in right)
     if not 1 <= k <= count:

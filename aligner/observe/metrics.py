@@ -28,9 +28,9 @@ class PhaseTimers:
     """Timers that add up the seconds of named phases, which may repeat and may be nested.
 
     Args:
-        synchronize: called before the clock is read at either end, so that queued device work
-            counts for the phase that queued it.
-        on_enter: called with the name of a phase when it begins (the progress bar shows the name).
+        synchronize: function that is called before the clock is read at either end, so that the
+            time of queued device work is added to the phase that queued it.
+        on_enter: function that is called with the name of a phase when it begins.
         clock: a monotonic clock in seconds.
     """
 
@@ -75,8 +75,9 @@ class MetricsWriter:
 
     Args:
         folder: directory of the run.
-        rank: only rank 0 writes. On other ranks every method returns at once.
-        loggers: creates the mirrors at the first line, because importing them takes seconds.
+        rank: rank of this process. Only rank 0 writes. On others every method returns at once.
+        loggers: function that creates the loggers at the first line, because importing them takes
+            seconds.
     """
 
     def __init__(

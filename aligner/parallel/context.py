@@ -26,7 +26,7 @@ def local_position(offset: Positions, chunk: Positions, rank: int, size: int) ->
 
 
 def holder(position: Positions, chunk: Positions, size: int) -> tuple[Positions, Positions]:
-    """Return the rank of a position and its offset there: the inverse of `local_position`."""
+    """Return a position's rank and offset on that rank, as the inverse of `local_position`."""
     index = position // chunk
     in_second = index >= size
     rank = index + in_second * (2 * size - 1 - 2 * index)
@@ -34,7 +34,7 @@ def holder(position: Positions, chunk: Positions, size: int) -> tuple[Positions,
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Sum of a partial tensor over the ranks, which then compute the same from it.
+    """Sum of a partial tensor over the ranks. All ranks then compute the same from the sum.
 
     In backward each rank uses the gradient of its copy unchanged.
     """

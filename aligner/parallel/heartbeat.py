@@ -244,7 +244,7 @@ def watched_ranks(parallel: ParallelState, timeout_s: float) -> Iterator[None]:
         timeout_s: longest wait in a collective (``cluster.timeout_s``), see `silence_limit`.
 
     Raises:
-        WorkerError: a collective failed because another rank died. Names the rank.
+        WorkerError: a collective failed because another rank died. The message names the rank.
     """
     if parallel.world_size == 1:
         yield

@@ -57,8 +57,8 @@ def check_ends(
     Args:
         senders: workers of the policy by rank. Rank 0 broadcasts.
         receiver: the engine.
-        separate: broadcast instead of shared memory.
-        keys: configuration keys of the engine.
+        separate: whether weights are broadcast, not passed in shared memory.
+        keys: configuration keys of the engine, for messages.
 
     Raises:
         ConfigError: the ends compute on different kinds of devices, share no device, or have

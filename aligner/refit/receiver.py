@@ -54,7 +54,7 @@ class RefitReceiver(ABC):
     def receive_weights(
         self, infos: Sequence[tuple[str, tuple[tuple[int, ...], torch.dtype]]]
     ) -> None:
-        """Receive and load the weights ``infos``: names with shapes and dtypes."""
+        """Receive and load weights. ``infos``: names, shapes and dtypes of the weights."""
         if self._broadcast is None:
             raise WorkerError("init_collective must be called before weights are received")
         weights: list[tuple[str, Tensor]] = []

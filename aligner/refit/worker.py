@@ -48,7 +48,7 @@ class RefitWorker(ABC):
         return RefitEnd.of_this_process(f"policy rank {self.parallel.rank}")
 
     def prepare_refit_info(self) -> RefitInfo:
-        """Return shape and dtype of every weight, which are determined once."""
+        """Return shape and dtype of every weight. The first call gathers the weights."""
         if self._info is None:
             tensors = self.hf_weights(list(self.hf_weight_names()))
             self._info = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors}
@@ -105,7 +105,7 @@ class RefitWorker(ABC):
         self._broadcast = WeightBroadcast(store, 0, world_size, timeout_s)
 
     def broadcast_weights_for_collective(self, keys: Sequence[str] | None = None) -> None:
-        """Send the weights ``keys`` (default all) to every engine, tensor by tensor."""
+        """Send the weights ``keys`` to every engine, tensor by tensor. Default: all weights."""
         names = list(self.prepare_refit_info()) if keys is None else keys
         for _, tensor in self.hf_weights(names):
             if self.parallel.rank != 0:

@@ -95,7 +95,7 @@ class Reward:
         return reward
 
     def check_columns(self, available: frozenset[str]) -> None:
-        """Refuse data without a column that the function needs."""
+        """Raise `DataError` if the data lacks a column that the function needs."""
         columns = available | {"is_end", "response_lengths"}
         on_rank_zero(lambda: self._rank_zero_function().check_columns(columns))
 

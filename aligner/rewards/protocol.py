@@ -100,7 +100,7 @@ class Signature:
         )
 
     def check_columns(self, available: Collection[str]) -> None:
-        """Refuse data without a column that the function requires.
+        """Raise `DataError` if the data lacks a column that the function requires.
 
         Columns with the name of one of the three lists are refused, too, with ``**columns``.
         """

@@ -35,7 +35,7 @@ class Choice:
 
     ``ids`` and ``logprobs``: all sampled tokens. ``pieces``: the text that each token completes,
     whose concatenation is the whole text. ``offsets``: number of characters before each piece.
-    ``text``: the text shown so far. ``finish``: why the answer ended, None while it grows.
+    ``text``: the text shown so far. ``finish``: reason why the answer ended, None before its end.
     """
 
     def __init__(
@@ -50,8 +50,9 @@ class Choice:
     ) -> None:
         """Create an empty answer.
 
-        ``is_buffered``: show no text before the end. ``min_tokens``: stop strings that end before
-        this token are ignored. ``skips_special``: special tokens have no text.
+        ``is_buffered``: whether no text is shown before the end. ``min_tokens``: number of tokens
+        within which stop strings are ignored. ``skips_special``: whether special tokens have no
+        text.
         """
         self.prompt, self.ids, self.logprobs = list(prompt), list[int](), list[float]()
         self.pieces, self.offsets = list[str](), list[int]()
@@ -141,9 +142,9 @@ class Choice:
 
 
 class Answer(ABC):
-    """Formats the answers to one request, complete or as a stream of pieces.
+    """Format of the answers to one request, complete or as a stream of pieces.
 
-    ``nothing``: empty content, of the last piece of a choice.
+    ``nothing``: empty content, which the last piece of a choice has.
     """
 
     object: str
@@ -159,7 +160,7 @@ class Answer(ABC):
         choices: Sequence[Choice],
         form: Form | None = None,
     ) -> None:
-        """Format ``choices``, which grow later. ``form``: format of tool calls, None: no tools."""
+        """Format ``choices``, which grow later. ``form``: format of tool calls, or None."""
         self.choices = choices
         self._tokenizer, self._request, self._form = tokenizer, request, form
         unique = f"{self.prefix}-{uuid.uuid4().hex}"

@@ -65,7 +65,7 @@ class Service:
         return {"status": "ok"}
 
     async def models(self, request: Request) -> ModelList:
-        """Return the list of models, which contains one."""
+        """Return the list of models. The list contains one model."""
         return ModelList(data=[await self.model(request, self.served.name)])
 
     async def model(self, request: Request, name: str) -> ModelInfo:

@@ -219,7 +219,7 @@ class DetokenizeRequest(_Request):
 
 
 class SessionRequest(BaseModel):
-    """``POST /v1/sessions``. ``seed``: seeds the requests that do not set a seed."""
+    """``POST /v1/sessions``. ``seed``: seed of requests that do not set one."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     seed: int | None = None

@@ -39,9 +39,9 @@ class RecordedSequence:
 
     ``turn_ids``: index of the turn that sampled the token, from 1. 0 for tokens of prompts.
     ``logprobs``: log-probs of sampled tokens, 0 for tokens of prompts.
-    ``ends``: why each turn ended.
+    ``ends``: reason why each turn ended.
     ``forked_from``: index of the earlier sequence whose first ``shared`` tokens this sequence
-    repeats, at least one of them a sampled token. None without such a sequence.
+    repeats. At least one of these is a sampled token. None without such a sequence.
     ``text``: text of all tokens, None if it is not known.
     """
 
@@ -86,7 +86,7 @@ class RecordedAnswer(NamedTuple):
 class Session:
     """Recorded answers and rewards of one API key. Thread-safe.
 
-    ``seed``: seeds the requests that do not set a seed. ``sequences``: the recorded sequences.
+    ``seed``: seed of requests that do not set one. ``sequences``: the recorded sequences.
     ``answers``: the recorded answers in order of arrival. ``rewards``: maps the number of answers
     recorded so far to the last reward set at that point. ``exceeded``: the limit that a request
     exceeded, or None.
@@ -159,9 +159,9 @@ class Session:
         """Encode a prompt, reusing the token ids of the recorded sequence that it extends.
 
         Args:
-            text: the prompt.
-            encode_text: encodes a whole prompt.
-            encode_continuation: encodes text that follows other text.
+            text: text of the prompt.
+            encode_text: function that encodes a whole prompt.
+            encode_continuation: function that encodes text that follows other text.
         """
         # The longest sequence whose text the prompt starts with.
         with self._lock:
@@ -337,7 +337,7 @@ class Sessions:
             return session
 
     def with_key(self, key: str) -> Session | None:
-        """Return the session of an API key, or None. Counts as use of the session."""
+        """Return the session of an API key, or None. The call counts as use of the session."""
         session = self._by_key.get(key)
         if session is not None:
             session.used = time.monotonic()

@@ -47,7 +47,7 @@ class IncrementalDecoder:
         return self._emit(text)
 
     def flush(self) -> str:
-        """Return the remaining text, incomplete characters as U+FFFD. Call once, at the end."""
+        """Return the rest of the text, with U+FFFD for incomplete characters. Call it last."""
         return self._emit(self._tokenizer.decode(self._window))
 
     def _emit(self, text: str) -> str:

@@ -95,7 +95,7 @@ class HuggingFaceTokenizer:
 
     @property
     def turn_end_id(self) -> int:
-        """Token that ends an assistant's message in the chat template, default EOS."""
+        """Token that ends an assistant's message in the chat template. Default: EOS."""
         if not self._config.get("chat_template"):
             return self.eos_id
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]

@@ -11,7 +11,7 @@ from aligner.errors import DataError, TokenizerError, raised_as
 
 
 class SentencePieceTokenizer:
-    """Tokenizer of one ``.model`` file. Plain text only, without a chat template."""
+    """Tokenizer of one ``.model`` file, for plain text. The file has no chat template."""
 
     def __init__(
         self, model: bytes, *, extra_ends: Sequence[int] = (), origin: str = "tokenizer.model"

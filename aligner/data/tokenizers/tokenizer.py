@@ -41,13 +41,13 @@ class Tokenizer(Protocol):
     def end_ids(self) -> tuple[int, ...]:
         """Every token that ends a response, ``eos_id`` first.
 
-        Others are in ``generation_config.json``, at the end of an assistant's message in the chat
-        template, and in `with_end_tokens`.
+        The other tokens are those of ``generation_config.json``, the token at the end of an
+        assistant's message in the chat template, and those of `with_end_tokens`.
         """
 
     @property
     def turn_end_id(self) -> int:
-        """Token that ends an assistant's message in the chat template, default ``eos_id``."""
+        """Token that ends an assistant's message in the chat template. Default: ``eos_id``."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text`` without additions. Spelt special tokens are found."""

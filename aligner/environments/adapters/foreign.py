@@ -55,21 +55,24 @@ def user_message(*texts: str | None) -> list[Message]:
 
 
 def check_names(kwargs: Mapping[str, Any], *keys: str) -> None:
-    """Refuse values of ``keys`` that cannot be imported."""
+    """Raise `ConfigError` if a value of ``keys`` in ``kwargs`` cannot be imported."""
     for key in keys:
         if kwargs.get(key) is not None:
             loaded(kwargs[key], key)
 
 
 def as_text(observation: Any) -> str:
-    """Return text unchanged, and any other observation as JSON, with arrays as lists."""
+    """Return text unchanged. Return any other observation as JSON, with arrays as lists."""
     if isinstance(observation, str):
         return observation
     return json.dumps(_plain(observation), default=str)
 
 
 class PromptedTools(ToolEnv):
-    """Tools after a prompt of the data, whose last message is a user message."""
+    """Base of environments with tools that begin with a prompt of the data.
+
+    The prompt's last message must be a user message.
+    """
 
     def __init__(
         self, messages: Sequence[Message], tools: Sequence[Callable[..., Any]], form: Form

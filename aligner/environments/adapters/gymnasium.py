@@ -29,8 +29,8 @@ class GymnasiumEnv:
     """An environment of ``gymnasium.make``.
 
     A message is an action, and its reward is the reward of the step. A message without an action
-    does not step the environment, is answered with the format of actions, and gets
-    ``invalid_reward``. ``terminated`` and ``truncated`` end the conversation.
+    gets ``invalid_reward`` and is answered with the format of actions. The environment does not
+    step. ``terminated`` and ``truncated`` end the conversation.
     """
 
     def __init__(
@@ -54,13 +54,14 @@ class GymnasiumEnv:
             id: argument of ``gymnasium.make``. ``module:Name-v0`` imports the module first.
             make: additional arguments of ``gymnasium.make``.
             options: argument of ``reset``.
-            instructions: text before the first observation. None: the format of actions.
+            instructions: text before the first observation. Default: the format of actions.
             actions: names of a `Discrete` space's actions, in order.
-            action: function (text, action space) -> action, or None if the text contains none.
-            observation: function (observation, info) -> text. ``render``: the text that the
+            action: function (text, action space) -> action. It returns None if the text contains no
+                action.
+            observation: function (observation, info) -> text, or ``render`` for the text that the
                 environment renders, with highlights in brackets.
-            invalid_reward: reward of a message without an action. It should be lower than the
-                rewards of valid actions, or the policy learns to avoid actions.
+            invalid_reward: reward of a message without an action. If it is not lower than the
+                rewards of valid actions, the policy learns to avoid actions.
             columns: columns of the row, not used.
         """
         del columns
@@ -77,7 +78,7 @@ class GymnasiumEnv:
 
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
-        """Refuse invalid arguments before the run begins."""
+        """Raise `ConfigError` before the run if an argument is invalid."""
         gymnasium = imported("gymnasium", "gymnasium")
         check_names(kwargs, "action")
         if kwargs.get("observation") != "render":

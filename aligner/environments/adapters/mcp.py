@@ -21,7 +21,7 @@ from aligner.rewards.protocol import Samples
 
 
 class MCPEnv(PromptedTools):
-    """The row's prompt with the tools of an MCP server.
+    """Environment that asks the row's prompt and offers the tools of an MCP server.
 
     A message without a call is the answer, and a reward function scores it. Messages with calls are
     not scored. The server is killed with the environment's process.
@@ -47,11 +47,11 @@ class MCPEnv(PromptedTools):
             seed: not used, as servers have no seed.
             prompt: prompt of the row.
             command: command of the server, as a list of words.
-            reward: a reward function, named as in ``reward.function`` (docs/ppo.md). It gets the
-                last message of ``prompt`` and the answer.
+            reward: a reward function, named as in ``reward.function`` (docs/ppo.md). The function
+                gets the last message of ``prompt`` and the answer.
             reward_kwargs: additional keyword arguments of the reward function.
             ground_truth: ground truth of the row.
-            tools: names of the offered tools, None for all.
+            tools: names of the tools to offer. None means all.
             variables: environment variables of the server, in addition to MCP's defaults.
             form: format of tool calls.
             columns: the other columns of the row, for the reward function.
@@ -79,7 +79,7 @@ class MCPEnv(PromptedTools):
 
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a missing package, reward or command, before the run begins."""
+        """Raise `ConfigError` before the run if the package, reward or command is missing."""
         imported("mcp", "mcp")
         command = kwargs.get("command")
         if isinstance(command, str) or not command:
@@ -112,7 +112,7 @@ class MCPEnv(PromptedTools):
         self._loop.close()
 
     def _tools_of_server(self) -> dict[str, dict[str, Any]]:
-        """Return MCP's description of each tool, by the name of the tool."""
+        """Return a mapping from the name of each tool to MCP's description."""
         tools: dict[str, dict[str, Any]] = {}
         page = self._loop.run(self._session.list_tools())
         while True:

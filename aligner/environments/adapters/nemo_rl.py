@@ -16,7 +16,7 @@ from aligner.errors import ConfigError, DataError
 
 
 class NeMoRLEnv:
-    """A class of NeMo-RL's interface.
+    """Environment of a class with NeMo-RL's interface.
 
     The reward of a message is the reward of its step. Several rewards of a step (``[1, K]``) are
     summed, as in NeMo-RL, and reported as ``reward1`` to ``rewardK``. Stop strings of the next turn
@@ -40,10 +40,11 @@ class NeMoRLEnv:
         Args:
             seed: argument of ``start``.
             environment: ``package.module:Class`` or ``path/to/file.py:Class``.
-            config: argument of the class, None for no argument.
+            config: argument of the class. None means no argument.
             start: function ``(seed, **columns) -> (messages, metadata)`` instead of NeMo-RL's data
                 processor. None: use the columns ``prompt`` and ``extra_env_info``.
-            observation_role: replaces the role ``environment``, which chat templates do not accept.
+            observation_role: role that replaces ``environment``, which chat templates do not
+                accept.
             prompt: prompt of the row.
             extra_env_info: metadata of the row. None: all other columns.
             columns: the other columns of the row.
@@ -69,7 +70,7 @@ class NeMoRLEnv:
 
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a class without the interface, before the run begins."""
+        """Raise `ConfigError` before the run if the class lacks NeMo-RL's methods."""
         check_names(kwargs, "start")
         name = kwargs.get("environment")
         if name is not None and not callable(

@@ -17,7 +17,8 @@ from aligner.errors import ConfigError
 class OpenEnvEnv:
     """A session of a running OpenEnv server.
 
-    A message is an action, and its reward is the reward of the step. None is not scored.
+    A message is an action, and its reward is the reward of the step. A reward of None means that
+    the message is not scored.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class OpenEnvEnv:
         Args:
             seed: argument of ``reset``.
             base_url: address of the server, such as ``http://localhost:8000``.
-            action: field of the action for the message's text, or a function text -> all fields.
-            observation: shown field of the observation, or a function all fields -> text. None:
-                all fields as JSON.
+            action: name of the action's field that gets the message's text, or a function from the
+                text to all fields.
+            observation: name of the observation's field to show, or a function from all fields to
+                text. None means all fields as JSON.
             instructions: text before the first observation.
             reset: additional arguments of ``reset``.
             client: additional arguments of OpenEnv's client, such as ``message_timeout_s``.

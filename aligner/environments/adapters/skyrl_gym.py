@@ -54,7 +54,7 @@ class SkyRLGymEnv:
 
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a missing package or an unknown name, before the run begins."""
+        """Raise `ConfigError` before the run if the package is missing or the name unknown."""
         imported("skyrl_gym", _PACKAGE)
         if kwargs.get("id") is not None:
             _registered(kwargs["id"])

@@ -27,7 +27,7 @@ _OTHER_METHODS = ("reset", "get_reward")  # public methods that are not tools
 
 
 class TRLEnv(PromptedTools):
-    """A class of TRL's form.
+    """Environment of a class that TRL's `GRPOTrainer` accepts as ``environment_factory``.
 
     A message without a call ends the conversation and gets the reward of ``get_reward``. Messages
     with calls are not scored. The calls of a message are executed in order or, if all tools are
@@ -53,10 +53,10 @@ class TRLEnv(PromptedTools):
             environment: ``package.module:Class`` or ``path/to/file.py:Class``.
             prompt: prompt of the row. The text that ``reset`` returns is appended to it.
             arguments: keyword arguments of the class.
-            reward: a reward function of TRL's form, required for a class without ``get_reward``.
+            reward: a reward function as TRL takes it, required for a class without ``get_reward``.
             form: format of tool calls.
-            max_tool_calling_iterations: maximum number of messages with calls. Another such message
-                ends the conversation. None: only the limits of the run end it.
+            max_tool_calling_iterations: maximum number of messages with calls. The next such
+                message ends the conversation. None means no limit besides the run's.
             columns: the other columns of the row, which with ``prompt`` are arguments of ``reset``.
         """
         self._environment = loaded(environment, "environment")(**(arguments or {}))
@@ -80,7 +80,7 @@ class TRLEnv(PromptedTools):
 
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a class without TRL's form, before the run begins."""
+        """Raise `ConfigError` before the run if the class lacks the methods that TRL needs."""
         check_names(kwargs, "reward")
         name = kwargs.get("environment")
         if name is None:
@@ -125,7 +125,7 @@ class TRLEnv(PromptedTools):
         return observation
 
     def _score(self) -> float | None:
-        """Add the rewards of the class and of the reward function. None if both are None."""
+        """Return the sum of the class's and the reward function's reward. None if both are."""
         rewards = []
         if hasattr(self._environment, "get_reward"):
             rewards.append(_result_of(self._environment.get_reward()))

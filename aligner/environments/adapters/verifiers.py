@@ -46,7 +46,7 @@ class VerifiersEnv:
         """Load the environment, once per process.
 
         Args:
-            seed: chooses a row of the environment's data if ``prompt`` is None.
+            seed: number that chooses a row of the environment's data if ``prompt`` is None.
             environment: a name for ``verifiers.load_environment``, or such a function as
                 ``path/to/file.py:load_environment``.
             arguments: keyword arguments of the function.
@@ -77,7 +77,7 @@ class VerifiersEnv:
 
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a missing package, another version or an unknown name, before the run begins."""
+        """Raise `ConfigError` for a missing package, another version or an unknown name."""
         if not hasattr(imported("verifiers", _PACKAGE), "MultiTurnEnv"):
             raise ConfigError(
                 "this version of verifiers has no MultiTurnEnv: from 0.4 on its tasks are run with "

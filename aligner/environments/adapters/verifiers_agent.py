@@ -24,7 +24,7 @@ class VerifiersAgent:
     """
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a missing package, another version or an invalid taskset with a `ConfigError`."""
+        """Raise `ConfigError` for a missing package, another version or an invalid taskset."""
         _package()
         if "taskset" in kwargs:
             _load(kwargs["taskset"], kwargs.get("agent"))
@@ -45,7 +45,7 @@ class VerifiersAgent:
         Args:
             base_url: address of the policy.
             api_key: key of the conversation's session.
-            seed: chooses the task if ``idx`` is None.
+            seed: number that chooses the task if ``idx`` is None.
             taskset: module of the taskset, or settings with the module as ``id``.
             agent: settings of verifiers' ``AgentConfig``, such as ``harness`` and ``runtime``. The
                 default runtime is ``subprocess``.
@@ -53,8 +53,8 @@ class VerifiersAgent:
             columns: the other columns of the row, not used.
 
         Returns:
-            ``reward`` of the trace with its metrics and the score of each reward. None if the task
-            has no rewards.
+            A mapping with the ``reward`` of the trace, its metrics and the score of each reward.
+            None if the task has no rewards.
 
         Raises:
             ConfigError: ``taskset`` or ``agent`` is invalid.

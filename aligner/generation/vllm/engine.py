@@ -40,7 +40,7 @@ Rules = tuple[SamplingOptions, StopStrings | None]
 
 @dataclass
 class Response:
-    """Response to one prompt. ``is_end``: it ended properly.
+    """Response to one prompt. ``is_end``: whether the response ended properly.
 
     ``kept_ids`` contains for each token the ids that top-k and top-p kept, if recorded.
     """

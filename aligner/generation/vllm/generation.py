@@ -26,7 +26,7 @@ GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
 
 
 class VllmGeneration(BackgroundGeneration):
-    """Handle of engines with copies of the policy's weights, each sampling a share of a rollout."""
+    """Handle of engines with copies of the policy's weights. Each samples a part of a rollout."""
 
     model = None  # no token budgets: an engine forms its own micro-batches
     get_logprobs = scored_rows(VllmWorker.get_logprobs, ("input_ids", "input_lengths"))

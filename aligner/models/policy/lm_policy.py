@@ -65,15 +65,15 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
             config: the policy's section, with the layout of the workers, or a mapping of
                 `PolicyConfig`, which also contains the backend and the workers' environment.
             tokenizer: a tokenizer of this library or of transformers.
-            name_prefix: role in messages and log names.
-            workers_per_node: on Ray, count of bundles used on each node, or a list of counts.
+            name_prefix: name of the role in messages and log names.
+            workers_per_node: on Ray, number of bundles to use on each node, or a list of numbers.
                 Default: all.
-            init_optimizer: False for a frozen policy.
+            init_optimizer: whether to create an optimizer. False for a frozen policy.
             weights_path: weights from `save_checkpoint` to continue from. The reference policy
                 still uses the weights of ``config``.
             optimizer_path: optimizer state to continue from.
-            init_reference_model: False for runs without a KL term, to keep no copy of the initial
-                weights.
+            init_reference_model: whether to keep a copy of the initial weights. False for runs
+                without a KL term.
             run: precision, gradient clipping and seed. Default: the values of a mapping, or else
                 `RunSettings`.
             backend: ``megatron`` or ``dtensor``, ignored for a mapping.

@@ -46,7 +46,7 @@ class RewardOutput:
 
 @dataclass(eq=False)
 class RewardFunction(AbstractContextManager["RewardFunction"]):
-    """A loaded reward function, by :meth:`load` or :meth:`wrap`. Close it, or use it in ``with``.
+    """Reward function that :meth:`load` or :meth:`wrap` returned. Close it, or use ``with``.
 
     Attributes:
         time_limit_s: time limit of a batch.

@@ -36,7 +36,7 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
     The reference policy always uses the weights of ``config``. For most arguments see `Policy`.
 
     Args:
-        worker_sharding_annotations: place of every worker, which must agree with ``config``.
+        worker_sharding_annotations: layout of the workers, which must agree with ``config``.
         parallel: parallel layout and groups of this process. Default: created from RANK and related
             environment variables.
         kwargs: ignored published arguments, listed in a warning.
