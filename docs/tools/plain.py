@@ -6,6 +6,7 @@ library, and of README and pages. The limits are about twice the highest rate of
 verl, prime-rl, Stable-Baselines3 and tinker-cookbook (2026-11-24).
 """
 
+import argparse
 import ast
 import io
 import re
@@ -118,14 +119,15 @@ def measures(root: Path = ROOT) -> list[Measure]:
 
 def main() -> None:
     """Print every measure, and the places of those above their limit."""
-    found = measures()
-    for measure in found:
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    results = measures()
+    for measure in results:
         mark = "!" if measure.is_exceeded else " "
         print(f"{mark} {measure.rate:6.1f} of at most {measure.limit:5.1f}  {measure.subject}")
-    for measure in found:
+    for measure in results:
         if measure.is_exceeded:
             print(f"\n{measure.subject}", *measure.places, sep="\n  ")
-    sys.exit(any(measure.is_exceeded for measure in found))
+    sys.exit(any(measure.is_exceeded for measure in results))
 
 
 if __name__ == "__main__":
