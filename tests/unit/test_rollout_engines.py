@@ -126,4 +126,4 @@ def test_an_engine_without_resources_is_not_planned(tiny_nemo):
     )
     assert done.returncode != 0
     assert "FixedAnswers: this engine does not state its resources" in done.stderr
-    assert "override EngineConfig.resources" in done.stderr
+    assert "EngineConfig.resources" in done.stderr
