@@ -56,8 +56,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     ) -> Self:
         """Join the rows of batches. Tensors are right-padded in dimension 1 to the longest.
 
-        ``pad_value_dict``: padding value per column, default `aligner.types.PAD_VALUES`, else 0. A
-        batch without rows does not affect the width.
+        ``pad_value_dict``: padding value per column. Default: that of `aligner.types.PAD_VALUES`,
+        else 0. A batch without rows does not affect the width.
         """
         if not batches:
             raise DataError("from_batches needs at least one batch, got none")

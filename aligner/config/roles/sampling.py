@@ -259,7 +259,7 @@ class RolloutConfig:
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse a number of responses that the prompts of a step do not divide."""
+        """Refuse a number of responses that is not a multiple of the responses per prompt."""
         samples, per_prompt = self.num_rollout_samples, self.num_rollouts_per_prompt
         if samples % per_prompt:
             yield (
