@@ -37,6 +37,8 @@ def run_script(command: str, arguments: Sequence[str]) -> None:
     # The caller may have extended sys.path, by which its modules are imported.
     added = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(added)}
+    if not has_terminal:  # notebooks set it, and the progress bar needs a terminal
+        environment.pop("FORCE_COLOR", None)
     process = subprocess.Popen(
         [sys.executable, "-m", "aligner.commands", command, *arguments],
         stdout=None if has_terminal else subprocess.PIPE,
