@@ -21,6 +21,7 @@ from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import AskConfig, LengthParams, RunConfig, SamplingOptions, SamplingParams
 from aligner.config.load import parse_config
 from aligner.config.parse import build
+from aligner.config.roles.model import LAYOUT_KEYS, STAGE_KEYS
 from aligner.data.prompts import Prompt, PromptDataset, make_prompt
 from aligner.data.readers import Row
 from aligner.distributed.batched_data_dict import BatchedDataDict
@@ -253,14 +254,18 @@ def load_critic(folder: str | os.PathLike[str]) -> CriticModel | None:
     config = parse_config(RunStateStore(state.parent).load(state).state["config"], RunConfig)
     if config.critic is None:
         return None
+    # This process holds the complete critic, whatever the layout of the run was.
+    single: dict[str, Any] = {**dict.fromkeys(LAYOUT_KEYS, 1), "sequence_parallel": False}
+    unset: dict[str, Any] = dict.fromkeys(LAYOUT_KEYS)
+    model = replace(config.model, **single | dict.fromkeys(STAGE_KEYS))
     with ExitStack() as closing, _unchanged(), quiet():
         loaded = _open(folder, closing)
         value = Value(
             loaded.engine.clusters(closing).value,
-            config.critic,
+            replace(config.critic, **unset),
             loaded.tokenizer,
             init_optimizer=False,
-            model=config.model,
+            model=model,
             run=run_settings(config),
             backend=config.policy.backend,
         )

@@ -5,7 +5,7 @@
     run's process                       caller
     stdout  ── thread ──►  sys.stdout   (directly if that is a terminal)
     stderr  ── thread ──►  sys.stderr   (the last lines become the exception)
-    signals ◄── SIGINT ──  KeyboardInterrupt, once. A second one kills the run
+    signals ◄── SIGINT ──  KeyboardInterrupt, once. A second one, or the caller's death, kills
 """
 
 import os
@@ -23,6 +23,11 @@ from aligner.errors import AlignerError, WorkerError
 from aligner.process_tree import kill_tree
 
 _MAX_LINES = 2000
+# `die_with_parent`: a killed or restarted kernel leaves no run behind.
+_PROGRAM = (
+    "from aligner.process_tree import die_with_parent; die_with_parent(); "
+    "from aligner.commands import main; main()"
+)
 
 
 def run_script(command: str, arguments: Sequence[str]) -> None:
@@ -40,7 +45,7 @@ def run_script(command: str, arguments: Sequence[str]) -> None:
     if not has_terminal:  # notebooks set it, and the progress bar needs a terminal
         environment.pop("FORCE_COLOR", None)
     process = subprocess.Popen(
-        [sys.executable, "-m", "aligner.commands", command, *arguments],
+        [sys.executable, "-c", _PROGRAM, command, *arguments],
         stdout=None if has_terminal else subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
@@ -60,7 +65,7 @@ def run_script(command: str, arguments: Sequence[str]) -> None:
         status = process.wait()
     except KeyboardInterrupt:
         was_interrupted = True
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # all ranks, as a terminal does
         status = process.wait()
     finally:
         if process.poll() is None:  # a second Ctrl-C, or an error of this process

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -155,6 +156,44 @@ def test_ctrl_c_saves(tiny_nemo, tmp_path):
     assert output.endswith("interrupted\n")
     steps = [line["step"] for line in read_metrics(metrics)]
     assert (folder / "run_state" / f"step_{steps[-1]:06d}" / "manifest.json").exists()
+
+
+@pytest.mark.extended
+def test_a_run_ends_with_its_caller(tiny_nemo, tmp_path):
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", CTRL_C, str(tiny_nemo), str(folder)], stdout=subprocess.DEVNULL
+    )
+    for _ in range(600):
+        if (folder / "metrics.jsonl").exists():
+            break
+        time.sleep(0.2)
+    runs = psutil.Process(process.pid).children(recursive=True)
+    assert runs
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(runs, timeout=30)
+    assert alive == []
+
+
+@pytest.mark.extended
+def test_models_of_a_tensor_parallel_run_are_loaded_into_one_process(tiny_nemo, tmp_path):
+    layout = {"model.tensor_model_parallel_size": 2, "model.sequence_parallel": True}
+    result = aligner.train_ppo(
+        model=tiny_nemo,
+        data=DATA,
+        reward=digits,
+        max_steps=2,
+        samples_per_step=16,
+        max_new_tokens=3,
+        devices=2,
+        output_dir=tmp_path / "run",
+        overrides=layout,
+    )
+    assert [len(row) for row in result.value.values(["1 + 1 = "], ["23"])] == [2]
+    with aligner.load_model(os.fspath(result)) as model:
+        expected = model.logprobs(["1 + 1 = "], ["23"])[0]
+    assert result.policy.logprobs(["1 + 1 = "], ["23"])[0] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.extended
