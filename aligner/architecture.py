@@ -29,23 +29,45 @@ PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of rope: Llama 3's by frequency, or linear interpolation by ``factor`` only."""
+    """Scaling of rope.
+
+    ``linear`` interpolates by ``factor`` only. ``llama3`` and ``yarn`` (Peng et al. 2023) scale by
+    frequency. ``longrope`` (Ding et al. 2024) divides every frequency by its own factor: the short
+    factors, because sequences are limited to the original length.
+    """
 
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-    kind: Literal["llama3", "linear"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # of rotated queries and keys (None: of the method)
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()  # exported only
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
             value = getattr(self, name)
             _check(f"rope_scaling.{name}", value, _is_number(value) and value > 0, "positive")
         positions = self.original_max_position_embeddings
         name = "rope_scaling.original_max_position_embeddings"
         _check(name, positions, _is_size(positions), "a positive integer")
-        is_valid = self.kind in ("llama3", "linear")
-        _check("rope_scaling.kind", self.kind, is_valid, "llama3 or linear")
+        kinds = ("llama3", "linear", "yarn", "longrope")
+        _check("rope_scaling.kind", self.kind, self.kind in kinds, f"one of {', '.join(kinds)}")
+        for factor in (*self.short_factor, *self.long_factor, self.concentration):
+            _check("rope_scaling", factor, _is_number(factor) and factor > 0, "of positive factors")
+
+    @property
+    def concentration(self) -> float:
+        """Factor of rotated queries and keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        stretch = math.log(max(self.factor, 1.0))
+        if self.kind == "longrope":
+            return math.sqrt(1.0 + stretch / math.log(self.original_max_position_embeddings))
+        return 1.0 + 0.1 * stretch if self.kind == "yarn" else 1.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +93,7 @@ class GPTArchitecture:
     rotary_base: float = 10_000.0
     rotary_percent: float = 1.0
     rope_scaling: RopeScaling | None = None
+    layers_without_rope: tuple[int, ...] = ()  # from 0 (SmolLM 3)
     tie_embeddings: bool = False
     bias_linear: bool = False  # biases on proj, fc1, fc2 (and on qkv)
     bias_qkv: bool = False  # biases on qkv only (Qwen2)
@@ -107,6 +130,17 @@ class GPTArchitecture:
         divisor = f"a divisor of num_attention_heads={self.num_attention_heads}"
         _check("num_query_groups", self.num_query_groups, divides, divisor)
 
+        # Layers and frequencies of the rotation.
+        layers = self.layers_without_rope
+        valid = all(_is_number(n) and 0 <= n < self.num_layers for n in layers)
+        _check("layers_without_rope", layers, valid, "numbers of layers")
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "longrope":
+            count = int(self.kv_channels * self.rotary_percent) // 2
+            for name in ("short_factor", "long_factor"):
+                factors = getattr(scaling, name)
+                _check(f"rope_scaling.{name}", factors, len(factors) == count, f"{count} numbers")
+
         # Numbers and flags.
         for name in ("layernorm_epsilon", "rotary_base", "init_std"):
             value = getattr(self, name)
@@ -117,6 +151,11 @@ class GPTArchitecture:
         for name in ("tie_embeddings", "bias_linear", "bias_qkv", "qk_layernorm"):
             value = getattr(self, name)
             _check(name, value, isinstance(value, bool), "true or false")
+
+    @property
+    def rope_concentration(self) -> float:
+        """Factor of rotated queries and keys."""
+        return 1.0 if self.rope_scaling is None else self.rope_scaling.concentration
 
     @property
     def gated(self) -> bool:

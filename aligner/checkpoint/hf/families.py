@@ -1,16 +1,22 @@
 """Conversion between Hugging Face's ``config.json`` and `GPTArchitecture`, per model family."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from aligner.architecture import Activation, GPTArchitecture, RopeScaling
 from aligner.checkpoint.hf.tensors import (
+    FUSED_GATE_UP,
+    FUSED_QKV,
     GPT2_TABLE,
+    INTERLEAVED_ROPE,
     LLAMA_TABLE,
     MIXTRAL_TABLE,
     QWEN3_MOE_TABLE,
+    STARCODER2_MLP,
+    UNGATED_MLP,
     Table,
 )
 from aligner.errors import CheckpointError, raised_as
@@ -66,13 +72,15 @@ _GPT2_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
 }
 # rope_type → its settings, under the names of the fields of `RopeScaling`.
+_ORIGINAL = "original_max_position_embeddings"
 _ROPE_SETTINGS = {
     "linear": ("factor",),
-    "llama3": (
-        *("factor", "low_freq_factor", "high_freq_factor"),
-        "original_max_position_embeddings",
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", _ORIGINAL),
+    "longrope": ("short_factor", "long_factor", "attention_factor", _ORIGINAL),
 }
+_OPTIONAL_ROPE_SETTINGS = {"attention_factor", "beta_fast", "beta_slow"}
+_PARTIAL, _LAYERS = "partial_rotary_factor", "num_hidden_layers"
 # Settings that config.json lacks, or that matter only in training.
 _NOT_CARRIED = {"make_vocab_size_divisible_by", "family", "hidden_dropout", "attention_dropout"}
 # Other values that transformers treats as equal to the fixed value.
@@ -92,6 +100,9 @@ class Family:
         fixed: keys with their only supported value. An absent key counts as this value.
         implied: architecture fields that are equal for all models of the family.
         written: keys that are always written to ``config.json`` with this value.
+        equal: keys whose value must be the value of another key.
+        rotary_percent: rotated share of a head if ``config.json`` does not give it. None: all, and
+            ``config.json`` may not give another share.
     """
 
     model_type: str
@@ -102,6 +113,16 @@ class Family:
     fixed: Mapping[str, Any]
     implied: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
+    equal: Mapping[str, str] = field(default_factory=dict)
+    rotary_percent: float | None = None
+
+    def variant(self, model_type: str, model_class: str, **changes: Any) -> "Family":
+        """Return a family with other names and ``changes``. Mappings are extended."""
+        extended: dict[str, Any] = {
+            name: {**getattr(self, name), **value} if isinstance(value, Mapping) else value
+            for name, value in changes.items()
+        }
+        return dataclasses.replace(self, model_type=model_type, model_class=model_class, **extended)
 
     @property
     def _is_gpt2(self) -> bool:
@@ -115,69 +136,132 @@ class Family:
         fields["kv_channels"] = fields.get("kv_channels") or hidden // heads
         if self._is_gpt2:
             fields["ffn_hidden_size"] = fields["ffn_hidden_size"] or 4 * hidden
-        kind = _read_gpt2(config) if self._is_gpt2 else _read_llama(config)
+        fields |= _read_gpt2(config) if self._is_gpt2 else self._read_rope(config)
+        for key, other in self.equal.items():
+            if bool(config.get(key)) != bool(config.get(other)):
+                raise CheckpointError(
+                    f"{other} and {key} differ in config.json. Set both or neither"
+                )
         if "moe_router_pre_softmax" in fields:
             fields["moe_router_pre_softmax"] = not fields["moe_router_pre_softmax"]
             # ``num_experts`` became ``num_local_experts`` in transformers 5.
             experts = fields["num_moe_experts"] or config.get("num_local_experts") or 128
             fields["num_moe_experts"] = experts
-        return GPTArchitecture(**{**fields, **kind, **self.implied, "family": self.model_type})
+        if "layers_without_rope" in fields:
+            fields["layers_without_rope"] = _layers_without_rope(config)
+        return GPTArchitecture(**{**fields, **self.implied, "family": self.model_type})
 
     def write(self, architecture: GPTArchitecture) -> Config:
         """Return the ``config.json`` of an architecture."""
-        config = {key: getattr(architecture, name) for name, key in self.keys.items()}
+        # Some families have an id in their defaults, which a small vocabulary lacks.
+        config: Config = {"pad_token_id": None}
+        config |= {key: getattr(architecture, name) for name, key in self.keys.items()}
         if self._is_gpt2:
             activations = {value: key for key, value in reversed(_GPT2_ACTIVATIONS.items())}
             activation = activations.get(architecture.activation, architecture.activation)
             config |= {"activation_function": activation, "embd_pdrop": architecture.hidden_dropout}
         else:
-            scaling, rope = architecture.rope_scaling, None
-            if scaling is not None:
-                settings = {name: getattr(scaling, name) for name in _ROPE_SETTINGS[scaling.kind]}
-                rope = {"rope_type": scaling.kind, **settings}
-            config |= {"hidden_act": "silu", "rope_theta": architecture.rotary_base}
-            config["rope_scaling"] = rope
+            config |= {"hidden_act": "silu", **self._written_rope(architecture)}
         # Keys with another form or meaning than the architecture's fields.
         if "moe_router_pre_softmax" in self.keys:
             config["moe_intermediate_size"] = architecture.expert_ffn_hidden_size
             config["norm_topk_prob"] = not architecture.moe_router_pre_softmax
-        if self.model_type == "llama":
-            config |= dict.fromkeys(("attention_bias", "mlp_bias"), architecture.bias_linear)
+        if "layers_without_rope" in self.keys:
+            skipped = architecture.layers_without_rope
+            config["no_rope_layers"] = [int(n not in skipped) for n in range(config[_LAYERS])]
+        config |= {key: config[other] for key, other in self.equal.items()}
         names = {"model_type": self.model_type, "architectures": [self.model_class]}
         return {**config, **self.written, **names}
 
+    def _read_rope(self, config: Config) -> dict[str, Any]:
+        """Return base, share and scaling of the rotation, and the longest sequence.
 
-def _read_llama(config: Config) -> dict[str, Any]:
-    """Return the fields that depend on several keys of ``config.json``.
+        They are in ``rope_parameters`` (transformers 5) or in older keys.
+        """
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        share = rope.get(_PARTIAL, config.get(_PARTIAL))
+        if self.rotary_percent is None and share not in (None, 1.0):
+            raise CheckpointError(
+                f"{_PARTIAL}={share!r} in config.json is not supported for {self.model_type}. "
+                "Supported: 1.0"
+            )
+        scaling = _read_rope_scaling(config, rope)
+        positions = config["max_position_embeddings"]
+        if scaling is not None and scaling.kind == "longrope":
+            positions = min(positions, scaling.original_max_position_embeddings)
+        return {
+            "rotary_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+            "rotary_percent": float((self.rotary_percent or 1.0) if share is None else share),
+            "rope_scaling": scaling,
+            "max_position_embeddings": positions,
+        }
 
-    The rotary base and scaling are in ``rope_parameters`` (transformers 5) or in two older keys.
-    """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    def _written_rope(self, architecture: GPTArchitecture) -> Config:
+        """Return the keys that `_read_rope` reads, in the older form that all versions read."""
+        config: Config = {"rope_theta": architecture.rotary_base, "rope_scaling": None}
+        scaling = architecture.rope_scaling
+        if scaling is not None:
+            settings = {name: getattr(scaling, name) for name in _ROPE_SETTINGS[scaling.kind]}
+            config["rope_scaling"] = {"rope_type": scaling.kind} | {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in settings.items()
+                if value is not None
+            }
+            if scaling.kind == "longrope":
+                original = scaling.original_max_position_embeddings
+                config |= {_ORIGINAL: original}
+                config["max_position_embeddings"] = round(original * scaling.factor)
+        if self.rotary_percent is not None:
+            config[_PARTIAL] = architecture.rotary_percent
+        return config
+
+
+def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
+    """Return the scaling of the rotary frequencies."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    # Scaling of the rotary frequencies.
-    scaling = None
-    if kind in _ROPE_SETTINGS:
-        settings: dict[str, Any] = {name: float(rope[name]) for name in _ROPE_SETTINGS[kind]}
-        if kind == "llama3":
-            positions = int(rope["original_max_position_embeddings"])
-            settings["original_max_position_embeddings"] = positions
-        scaling = RopeScaling(**{**settings, "kind": kind})
-    elif kind != "default":
+    # Early configurations of Phi-3 have other names for longrope.
+    kind = "longrope" if "short_factor" in rope else kind
+    if kind == "default":
+        return None
+    if kind not in _ROPE_SETTINGS:
         raise CheckpointError(
-            f"rope type {kind!r} in config.json is not supported. Supported: default, linear, "
-            "llama3"
+            f"rope type {kind!r} in config.json is not supported. Supported: default, "
+            f"{', '.join(_ROPE_SETTINGS)}"
         )
-    # One flag covers the biases of attention and MLP.
-    biases = {bool(config.get("attention_bias")), bool(config.get("mlp_bias"))}
-    if len(biases) > 1:
-        raise CheckpointError(
-            "attention_bias and mlp_bias differ in config.json. Set both or neither"
-        )
-    return {
-        "rotary_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-        "rope_scaling": scaling,
-        "bias_linear": biases.pop(),
-    }
+    positions, values = config["max_position_embeddings"], dict(rope)
+    if kind != "linear":
+        values[_ORIGINAL] = int(config.get(_ORIGINAL) or rope.get(_ORIGINAL) or positions)
+    # Settings that transformers derives from others.
+    scales = [float(rope.get(name) or 0.0) for name in ("mscale", "mscale_all_dim")]
+    if kind == "yarn" and rope.get("truncate") is False:
+        raise CheckpointError("truncate=false of rope type 'yarn' in config.json is not supported")
+    if kind == "yarn" and all(scales) and rope.get("attention_factor") is None:
+        upper, lower = (1.0 + 0.1 * scale * math.log(rope["factor"]) for scale in scales)
+        values["attention_factor"] = upper / lower
+    if kind == "longrope":
+        values["factor"] = positions / values[_ORIGINAL]
+        if rope.get("factor") and rope.get("attention_factor") is None:
+            original = values[_ORIGINAL]
+            given = RopeScaling(rope["factor"], 1.0, 4.0, original, "longrope")
+            values["attention_factor"] = given.concentration
+    # An absent setting has its default, if it has one.
+    settings: dict[str, Any] = {"kind": kind, "factor": float(values["factor"])}
+    for name in _ROPE_SETTINGS[kind]:
+        if name in _OPTIONAL_ROPE_SETTINGS and values.get(name) is None:
+            continue
+        value = values[name]
+        if isinstance(value, list | tuple):
+            settings[name] = tuple(map(float, value))
+        else:
+            settings[name] = value if name == _ORIGINAL else float(value)
+    return RopeScaling(**settings)
+
+
+def _layers_without_rope(config: Config) -> tuple[int, ...]:
+    """Return the layers of SmolLM 3 without rotation: given, or every fourth one."""
+    count, interval = config[_LAYERS], config.get("no_rope_layer_interval") or 4
+    rotated = config["no_rope_layers"] or [(n + 1) % interval for n in range(count)]
+    return tuple(n for n in range(count) if not rotated[n])
 
 
 def _read_gpt2(config: Config) -> dict[str, Any]:
@@ -204,8 +288,120 @@ _QWEN_DEFAULTS = {
     **{"max_position_embeddings": 32_768, "num_key_value_heads": 32},
 }
 _QWEN3_FIXED = {**_NO_WINDOW, **_SILU, "attention_bias": False}
+_LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    LLAMA_TABLE,
+    {**_LLAMA_KEYS, "bias_linear": "attention_bias"},
+    {**_LLAMA_DEFAULTS, "attention_bias": False, "mlp_bias": False},
+    _SILU,
+    equal={"mlp_bias": "attention_bias"},
+)
+# Families that differ from Llama by names, activation, norms or biases.
+_PLAIN = dataclasses.replace(_LLAMA, keys=_LLAMA_KEYS, equal={})
+_BIAS_QKV = {"bias_qkv": "attention_bias"}
+_SQUARED_RELU: dict[str, Any] = {
+    "table": UNGATED_MLP,
+    "fixed": {"hidden_act": "relu2"},
+    "implied": {"activation": "squared_relu"},
+    "written": {"hidden_act": "relu2"},
+}
+_GLM = _PLAIN.variant(
+    "glm",
+    "GlmForCausalLM",
+    table={**INTERLEAVED_ROPE, **FUSED_GATE_UP},
+    keys=_BIAS_QKV,
+    defaults={"attention_bias": True, "rms_norm_eps": 1.5625e-07, "num_key_value_heads": 2}
+    | {"head_dim": 128, "max_position_embeddings": 131_072},
+    rotary_percent=0.5,
+)
+_LLAMA_LIKE = (
+    _LLAMA.variant(
+        "nemotron",
+        "NemotronForCausalLM",
+        **_SQUARED_RELU
+        | {"implied": {"activation": "squared_relu", "normalization": "layernorm1p"}},
+        keys={"layernorm_epsilon": "norm_eps"},
+        defaults={"norm_eps": 1e-5, "initializer_range": 0.0134, "max_position_embeddings": 4096},
+        rotary_percent=0.5,
+    ),
+    _PLAIN.variant(
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        table=STARCODER2_MLP,
+        keys={"bias_linear": "use_bias", "layernorm_epsilon": "norm_epsilon"}
+        | {"window_size": "sliding_window", "hidden_dropout": "residual_dropout"},
+        defaults={"use_bias": True, "norm_epsilon": 1e-5, "initializer_range": 0.018042}
+        | {"num_key_value_heads": 2, "max_position_embeddings": 4096, "residual_dropout": 0.0}
+        | {"tie_word_embeddings": True},
+        fixed={"hidden_act": "gelu_pytorch_tanh"},
+        implied={"activation": "gelu_tanh", "normalization": "layernorm"},
+        written={"hidden_act": "gelu_pytorch_tanh"},
+    ),
+    _PLAIN.variant(
+        "phi3",
+        "Phi3ForCausalLM",
+        table={**FUSED_QKV, **FUSED_GATE_UP},
+        keys={"window_size": "sliding_window", "hidden_dropout": "resid_pdrop"},
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "resid_pdrop": 0.0}
+        | {_ORIGINAL: 4096},
+        rotary_percent=1.0,
+    ),
+    _PLAIN.variant(
+        "stablelm",
+        "StableLmForCausalLM",
+        keys={"bias_qkv": "use_qkv_bias", "layernorm_epsilon": "layer_norm_eps"},
+        defaults={"layer_norm_eps": 1e-5, "use_qkv_bias": False, "num_key_value_heads": 32}
+        | {"max_position_embeddings": 4096},
+        fixed={"use_parallel_residual": False, "qk_layernorm": False, "hidden_dropout": 0.0},
+        implied={"normalization": "layernorm"},
+        rotary_percent=0.25,
+    ),
+    _PLAIN.variant(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        keys={**_BIAS_QKV, "hidden_dropout": "residual_dropout"},
+        defaults={"attention_bias": True, "attention_dropout": 0.1, "residual_dropout": 0.1}
+        | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524_288},
+        fixed={"attention_out_bias": False, "mlp_bias": False},
+    ),
+    _LLAMA.variant(
+        "arcee",
+        "ArceeForCausalLM",
+        **_SQUARED_RELU,
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    ),
+    _LLAMA.variant(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        keys={"layers_without_rope": "no_rope_layers"},
+        defaults={"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6}
+        | {"max_position_embeddings": 32_768, "no_rope_layers": None},
+        fixed=_NO_WINDOW,
+        written=_NO_WINDOW,
+    ),
+    _GLM,
+    _PLAIN.variant(
+        "ernie4_5",
+        "Ernie4_5ForCausalLM",
+        table=INTERLEAVED_ROPE,
+        keys={"bias_linear": "use_bias"},
+        defaults={"use_bias": False, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+        | {"num_key_value_heads": 2, "head_dim": 128, "rope_theta": 5e5}
+        | {"max_position_embeddings": 131_072},
+    ),
+    _PLAIN.variant(
+        "helium",
+        "HeliumForCausalLM",
+        table=INTERLEAVED_ROPE,
+        keys=_BIAS_QKV,
+        defaults={"attention_bias": False, "rms_norm_eps": 1e-8, "rope_theta": 1e5}
+        | {"num_key_value_heads": 20, "head_dim": 128, "max_position_embeddings": 4096},
+        fixed={"mlp_bias": False},
+    ),
+)
 _FAMILIES = (
-    Family("llama", "LlamaForCausalLM", LLAMA_TABLE, _LLAMA_KEYS, _LLAMA_DEFAULTS, _SILU),
+    _LLAMA,
     Family(
         "mistral",
         "MistralForCausalLM",
@@ -264,6 +460,7 @@ _FAMILIES = (
         | {"tie_word_embeddings": True},
         {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
     ),
+    *_LLAMA_LIKE,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
 
@@ -313,6 +510,8 @@ def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
 def _guess(architecture: GPTArchitecture) -> str:
     if architecture.position_embedding == "learned_absolute":
         return "gpt2"
+    if architecture.normalization == "layernorm1p":
+        return "nemotron"
     if architecture.num_moe_experts is not None:
         return "qwen3_moe" if architecture.qk_layernorm else "mixtral"
     if architecture.qk_layernorm:

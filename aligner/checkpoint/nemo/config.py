@@ -128,6 +128,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             rotary_base=float(get("rotary_base", 10_000)),
             rotary_percent=float(get("rotary_percentage", 1.0)),
             rope_scaling=_rope_scaling(config),
+            layers_without_rope=_layers_without_rope(config),
             tie_embeddings=bool(get("share_embeddings_and_output_weights", True)),
             bias_linear=bool(get("bias", True)),
             bias_qkv=bool(get("qkv_bias", False)) and not get("bias", True),
@@ -188,7 +189,9 @@ def _rope_scaling(config: Config) -> RopeScaling | None:
     if config.get("rope_scaling"):
         text = "rope_scaling in model_config.yaml is not a mapping of its settings"
         with raised_as(CheckpointError, text, TypeError):
-            return RopeScaling(**config["rope_scaling"])
+            settings: Config = dict(config["rope_scaling"])
+            lists = {name: tuple(v) for name, v in settings.items() if isinstance(v, list)}
+            return RopeScaling(**settings | lists)
     if config.get("scale_positional_embedding"):  # NeMo's switch for Llama 3.1's constants
         return RopeScaling(factor=float(config.get("scale_factor") or 8.0))
     if config.get("seq_len_interpolation_factor"):
@@ -198,6 +201,7 @@ def _rope_scaling(config: Config) -> RopeScaling | None:
 
 def config_from_architecture(architecture: GPTArchitecture) -> Config:
     """Return NeMo's keys for an architecture, including all keys that affect numbers."""
+    skipped = architecture.layers_without_rope
     # Keys that are always written. The optional keys follow.
     config: Config = {
         "mcore_gpt": True,
@@ -244,6 +248,9 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
     }
     optional = {
         "hf_model_type": architecture.family,
+        "no_rope_freq": [int(n in skipped) for n in range(architecture.num_layers)]
+        if skipped
+        else None,
         "window_size": [architecture.window_size - 1, 0] if architecture.window_size else None,
         "num_moe_experts": architecture.num_moe_experts,
         "moe_router_topk": architecture.moe_router_topk if architecture.num_moe_experts else None,
@@ -254,15 +261,30 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
     return config | _written_rope_scaling(architecture.rope_scaling)
 
 
+def _layers_without_rope(config: Config) -> tuple[int, ...]:
+    """Return the layers that megatron-core's ``no_rope_freq`` skips: flags, or every n-th layer."""
+    flags, layers = config.get("no_rope_freq") or [], range(int(config["num_layers"]))
+    if isinstance(flags, int):
+        return tuple(n for n in layers if (n + 1) % flags == 0)
+    if flags and len(flags) != len(layers):
+        raise CheckpointError(
+            f"no_rope_freq in model_config.yaml has {len(flags)} values for {len(layers)} layers"
+        )
+    return tuple(n for n in layers if flags and flags[n])
+
+
 def _written_rope_scaling(scaling: RopeScaling | None) -> Config:
     if scaling is None:
         return {}
     if scaling.kind == "linear":
         return {"seq_len_interpolation_factor": scaling.factor}
+    settings = {name: value for name, value in vars(scaling).items() if value not in (None, ())}
+    if scaling.kind != "llama3":
+        return {"rope_scaling": settings}
     return {
         "scale_positional_embedding": True,
         "scale_factor": scaling.factor,
-        "rope_scaling": {**vars(scaling)},
+        "rope_scaling": settings,
     }
 
 

@@ -177,7 +177,8 @@ class IncrementalModel:
             # The module's own cache would keep this table for training passes.
             self._rope = gpt.rotary_pos_emb.get_emb(aligned(capacity)).to(parameter.device)
             shape = queries, architecture.kv_channels
-            self._rotation = Rotation.table(self._rope, *shape, parameter.dtype)
+            factor = architecture.rope_concentration
+            self._rotation = Rotation.table(self._rope, *shape, parameter.dtype, factor)
         # Set inside of `session`. Output layer and final norm are on the last stage.
         self._project: Product | None = None
         self._layers: list[IncrementalLayer] | None = None

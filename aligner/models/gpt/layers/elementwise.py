@@ -11,6 +11,7 @@ differs in the last bit and is closer to the exact value.
 
 import functools
 import importlib.util
+import math
 import os
 import shutil
 import sysconfig
@@ -186,6 +187,10 @@ class GPTConfig(TransformerConfig):
     """megatron-core's configuration with additional settings."""
 
     rotates_in_one_kernel: bool = False
+    # Factor of rotated queries and keys, as megatron-core's attention reads it.
+    yarn_mscale: float = 0.0
+    yarn_mscale_all_dim: float = 0.0
+    yarn_rotary_scaling_factor: float = math.e
 
 
 @dataclass(frozen=True)

@@ -218,4 +218,6 @@ class ShortSelfAttention(SelfAttention):
             and isinstance(self.q_layernorm or IdentityOp(), IdentityOp)
             and self.world_size <= self.config.num_query_groups
             and not self.config.rotary_interleaved
+            and not self.config.yarn_mscale  # no factor of rotated heads
+            and not (self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1])
         )

@@ -1,6 +1,7 @@
 """Build a megatron-core `GPTModel` from a `GPTArchitecture`."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -97,6 +98,7 @@ def transformer_config(
 
 def _network(architecture: GPTArchitecture) -> dict[str, Any]:
     """Return the shape, operations and initial weights of the layers."""
+    skipped = [int(n in architecture.layers_without_rope) for n in range(architecture.num_layers)]
     return {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
@@ -109,6 +111,9 @@ def _network(architecture: GPTArchitecture) -> dict[str, Any]:
         "normalization": "RMSNorm" if architecture.normalization == "rmsnorm" else "LayerNorm",
         "layernorm_zero_centered_gamma": architecture.normalization == "layernorm1p",
         "layernorm_epsilon": architecture.layernorm_epsilon,
+        "no_rope_freq": skipped if any(skipped) else None,
+        # megatron-core multiplies cosines and sines by 1 + 0.1 * scale * ln(factor).
+        "yarn_mscale": 10.0 * (architecture.rope_concentration - 1.0),
         "add_bias_linear": architecture.bias_linear,
         "add_qkv_bias": architecture.bias_qkv,
         "qk_layernorm": architecture.qk_layernorm,
@@ -221,7 +226,9 @@ def build_gpt(
     # megatron-core does not read the constants of the checkpoint.
     if architecture.rope_scaling is not None:
         rope = model.rotary_pos_emb
-        rope.inv_freq = scaled_inverse_frequencies(rope.inv_freq, architecture.rope_scaling)
+        rope.inv_freq = scaled_inverse_frequencies(
+            rope.inv_freq, architecture.rope_scaling, architecture.rotary_base
+        )
     if pre_process and architecture.position_embedding == "learned_absolute":
         # megatron-core ignores the dtype here, and float32 rows would promote all activations.
         model.embedding.position_embeddings.to(dtype)
@@ -242,15 +249,30 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
                 set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
-def scaled_inverse_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:
+def scaled_inverse_frequencies(inverse: Tensor, scaling: RopeScaling, base: float) -> Tensor:
     """Scale rotary frequencies, float32 [D_rot / 2], to a longer context.
 
     ``linear`` divides all frequencies by the factor (Chen et al. 2023). ``llama3`` divides only
     those with a wavelength above the original context and interpolates in between (Llama 3.1,
     2024). Its constants are read from the checkpoint, whereas megatron-core hard-codes them.
+    ``yarn`` interpolates over the index of the frequency instead (Peng et al. 2023). ``longrope``
+    divides each frequency by its short factor (Ding et al. 2024).
     """
     if scaling.kind == "linear":
         return inverse / scaling.factor
+    if scaling.kind == "longrope":
+        return inverse / inverse.new_tensor(scaling.short_factor)
+    if scaling.kind == "yarn":
+        # Indices of the frequencies with `beta_fast` and `beta_slow` turns in the original context.
+        count, context = len(inverse), scaling.original_max_position_embeddings / (2 * math.pi)
+        first, last = (
+            count * math.log(context / turns) / math.log(base)
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        low, high = max(math.floor(first), 0), min(math.ceil(last), 2 * count - 1)
+        index = torch.arange(count, dtype=inverse.dtype, device=inverse.device)
+        divided = ((index - low) / (high - low or 0.001)).clamp(0.0, 1.0)
+        return inverse / scaling.factor * divided + inverse * (1 - divided)
     turns = scaling.original_max_position_embeddings * inverse / (2 * torch.pi)
     smooth = (turns - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
