@@ -390,9 +390,10 @@ def hidden_states_to_logprobs(
     ``target``: int64 [N], global ids below ``vocab_size``. ``vocab_size``: the global vocabulary
     without padding rows, which are outside the softmax and get gradient 0.
 
-    ``temperature`` divides the logits. ``cap`` then bounds them (`soft_cap_`). ``top_k`` (0, -1: off), then ``top_p`` (1: off) restrict the
-    distribution, which is renormalised over the kept tokens. The target always counts as kept, so
-    that the log-prob is finite even if the filter excludes the target now (-inf in NeMo-RL).
+    ``temperature`` divides the logits, then ``cap`` bounds them (`soft_cap_`). ``top_k`` (0, -1:
+    off), then ``top_p`` (1: off) restrict the distribution, which is renormalised over the kept
+    tokens. The target always counts as kept, so that the log-prob is finite even if the filter
+    excludes the target now (-inf in NeMo-RL).
     ``kept_ids``: int [N, K], ids that the sampler kept, padded with -1. A row with at least one id
     is renormalised over its ids instead.
     ``chunk_size``: maximum number of tokens per step. None derives it from the memory of a tile.

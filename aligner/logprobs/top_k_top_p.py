@@ -128,8 +128,8 @@ def restriction_of(
     """Compute the restriction of ``hidden`` [N, H], or None if every token counts.
 
     Logits are divided by ``divisor`` and bounded by ``cap``. ``kept_ids``: int [N, K], global ids
-    that the sampler kept, padded with -1. Rows without an id, and all rows if ``kept_ids`` is None, are not recorded, so
-    the set is recomputed from the trainer's logits.
+    that the sampler kept, padded with -1. Rows without an id, and all rows if ``kept_ids`` is None,
+    are not recorded, so the set is recomputed from the trainer's logits.
 
     A recomputed set differs from the sampler's set at its edge, if engines round differently, if
     the weights have changed, and always for the reference model. Sampler and trainer then
@@ -164,7 +164,8 @@ def keep_thresholds(
 ) -> Tensor:
     """Compute the threshold of each row's logits / ``divisor``, float [N], for ``hidden`` [N, H].
 
-    ``cap``: bound of the logits, see `soft_cap_`. Only the logits of a few tokens are in memory at a time.
+    ``cap``: bound of the logits, see `soft_cap_`. Only the logits of a few tokens are in memory at
+    a time.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     budget = _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES_ACCELERATOR)
