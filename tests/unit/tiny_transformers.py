@@ -185,7 +185,6 @@ _OTHERS = """
     gpt-sw3 internlm3 iquestcoder
     cpmant dots3_note_text
 """
-)
 
 
 def model_types() -> list[str]:
