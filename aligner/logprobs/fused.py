@@ -114,9 +114,7 @@ def _target_logits(
     if shard.columns == 0:  # this rank stores only padding
         return shard.sum(hidden.new_zeros(hidden.shape[0], dtype=tiles.dtype))
     logits = (hidden.to(tiles.dtype) * weight[local].to(tiles.dtype)).sum(dim=1)
-    if tiles.divisor != 1.0:
-        logits /= tiles.divisor
-    soft_cap_(logits, tiles.cap)
+    soft_cap_(logits.div_(tiles.divisor), tiles.cap)
     return shard.sum(torch.where(owned, logits, 0))
 
 
@@ -186,8 +184,7 @@ def _logit_gradient(
     """Prepare the backward pass from the gradients of the two outputs, float [N] each."""
     logprobs, _, entropy = statistics
     local, owned = shard.localize(target)
-    if grad_logprobs is None:
-        grad_logprobs = torch.zeros_like(logprobs)
+    grad_logprobs = torch.zeros_like(logprobs) if grad_logprobs is None else grad_logprobs
     # With a filter the tiles exclude the target, so p_target is added separately.
     probability = logprobs.exp() if restricted else torch.zeros_like(logprobs)
     if grad_entropy is None or entropy is None:
