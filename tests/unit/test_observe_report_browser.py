@@ -53,7 +53,7 @@ def sample(step: int, split: str, **changes) -> Sample:
 
 
 def report() -> str:
-    """A run of ten steps with the metrics of PPO, two of three of them constant, and long samples."""
+    """A run of ten steps with the metrics of PPO, most of them constant, and long samples."""
     metrics = [
         {"step": step, **{name: 4.0 if i % 3 else math.sin(step) for i, name in numbered_metrics()}}
         for step in range(10)
