@@ -1,4 +1,4 @@
-"""Training functions with the choices of the configuration: adapters, engines, backends, objects."""
+"""Training functions with adapters, engines, backends and objects chosen by overrides."""
 
 import os
 from pathlib import Path
