@@ -22,8 +22,11 @@ _SIZES = (
 )
 _OPTIONAL_SIZES = ("window_size", "num_moe_experts", "moe_ffn_hidden_size")
 
-Activation = Literal["gelu", "gelu_tanh", "swiglu", "geglu", "squared_relu", "relu", "silu"]
-Normalization = Literal["layernorm", "layernorm1p", "rmsnorm"]
+Activation = Literal[
+    "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "squared_relu", "relu", "silu"
+]
+Normalization = Literal["layernorm", "layernorm1p", "rmsnorm", "rmsnorm1p"]
+BranchNorms = Literal["before", "after", "both"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 
 
@@ -98,6 +101,12 @@ class GPTArchitecture:
     bias_linear: bool = False  # biases on proj, fc1, fc2 (and on qkv)
     bias_qkv: bool = False  # biases on qkv only (Qwen2)
     qk_layernorm: bool = False  # Qwen3
+    qk_norm_over_heads: bool = False  # q/k norms over all heads together (OLMo 2)
+    branch_norms: BranchNorms = "before"  # of attention and MLP: GLM-4 0414 both, OLMo 2 after
+    attention_scale: float | None = None  # factor of the scores (None: 1 / sqrt(kv_channels))
+    embedding_multiplier: float = 1.0  # Gemma, Granite
+    residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
+    logits_divisor: float = 1.0  # Granite
     window_size: int | None = None  # sliding-window attention (Mistral 7B v0.1)
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
@@ -144,13 +153,21 @@ class GPTArchitecture:
                 _check(f"rope_scaling.{name}", factors, len(factors) == count, f"{count} numbers")
 
         # Numbers and flags.
-        for name in ("layernorm_epsilon", "rotary_base", "init_std"):
+        for name in (
+            *("layernorm_epsilon", "rotary_base", "init_std", "attention_scale"),
+            *("embedding_multiplier", "residual_multiplier", "logits_divisor"),
+        ):
             value = getattr(self, name)
-            _check(name, value, _is_number(value) and value >= 0, "a finite number of 0 or more")
+            if value is not None or name != "attention_scale":
+                is_valid = _is_number(value) and value >= 0
+                _check(name, value, is_valid, "a finite number of 0 or more")
         for name in ("attention_dropout", "hidden_dropout", "rotary_percent"):
             value = getattr(self, name)
             _check(name, value, _is_number(value) and 0 <= value <= 1, "between 0 and 1")
-        for name in ("tie_embeddings", "bias_linear", "bias_qkv", "qk_layernorm"):
+        kinds = ("before", "after", "both")
+        _check("branch_norms", self.branch_norms, self.branch_norms in kinds, ", ".join(kinds))
+        flags = ("tie_embeddings", "bias_linear", "bias_qkv", "qk_layernorm", "qk_norm_over_heads")
+        for name in flags:
             value = getattr(self, name)
             _check(name, value, isinstance(value, bool), "true or false")
 
@@ -162,7 +179,7 @@ class GPTArchitecture:
     @property
     def gated(self) -> bool:
         """True if fc1 is ``[gate; up]``."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "geglu", "geglu_tanh")
 
     @property
     def expert_ffn_hidden_size(self) -> int:

@@ -91,6 +91,14 @@ CASES = {
     "ernie4_5": ("ernie4_5", {"head_dim": 8}),
     "ernie4_5_biases": ("ernie4_5", {"head_dim": 8, "use_bias": True}),
     "helium": ("helium", {"head_dim": 8}),
+    "glm4": ("glm4", {"head_dim": 12}),
+    "olmo2": ("olmo2", {}),
+    "granite": (
+        "granite",
+        {"attention_multiplier": 0.3, "logits_scaling": 0.7}
+        | {"embedding_multiplier": 1.7, "residual_multiplier": 0.6},
+    ),
+    "gemma": ("gemma", {"head_dim": 12, "tie_word_embeddings": True}),
     "gpt2": ("gpt2", {}),
     "gpt2_erf": ("gpt2", {"activation_function": "gelu"}),
     "gpt2_n_inner": ("gpt2", {"n_inner": 40}),

@@ -8,6 +8,7 @@ from typing import Any
 
 from aligner.architecture import Activation, GPTArchitecture, RopeScaling
 from aligner.checkpoint.hf.tensors import (
+    ALL_HEADS_NORM,
     FUSED_GATE_UP,
     FUSED_QKV,
     GPT2_TABLE,
@@ -18,6 +19,7 @@ from aligner.checkpoint.hf.tensors import (
     STARCODER2_MLP,
     UNGATED_MLP,
     Table,
+    norms_after,
 )
 from aligner.errors import CheckpointError, raised_as
 
@@ -84,7 +86,10 @@ _PARTIAL, _LAYERS = "partial_rotary_factor", "num_hidden_layers"
 # Settings that config.json lacks, or that matter only in training.
 _NOT_CARRIED = {"make_vocab_size_divisible_by", "family", "hidden_dropout", "attention_dropout"}
 # Other values that transformers treats as equal to the fixed value.
-_SAME = (("hidden_act", "swish"), ("mlp_only_layers", None))
+_SAME: tuple[tuple[str, Any, Any], ...] = (
+    *(("hidden_act", "silu", "swish"), ("hidden_act", "gelu_pytorch_tanh", "gelu")),
+    *(("mlp_only_layers", [], None), ("use_bidirectional_attention", None, False)),
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,7 @@ class Family:
         equal: keys whose value must be the value of another key.
         rotary_percent: rotated share of a head if ``config.json`` does not give it. None: all, and
             ``config.json`` may not give another share.
+        scales_embeddings: true if embeddings are multiplied by the root of their width.
     """
 
     model_type: str
@@ -115,6 +121,7 @@ class Family:
     written: Mapping[str, Any] = field(default_factory=dict)
     equal: Mapping[str, str] = field(default_factory=dict)
     rotary_percent: float | None = None
+    scales_embeddings: bool = False
 
     def variant(self, model_type: str, model_class: str, **changes: Any) -> "Family":
         """Return a family with other names and ``changes``. Mappings are extended."""
@@ -149,6 +156,8 @@ class Family:
             fields["num_moe_experts"] = experts
         if "layers_without_rope" in fields:
             fields["layers_without_rope"] = _layers_without_rope(config)
+        if self.scales_embeddings:
+            fields["embedding_multiplier"] = math.sqrt(hidden)
         return GPTArchitecture(**{**fields, **self.implied, "family": self.model_type})
 
     def write(self, architecture: GPTArchitecture) -> Config:
@@ -399,6 +408,44 @@ _LLAMA_LIKE = (
         | {"num_key_value_heads": 20, "head_dim": 128, "max_position_embeddings": 4096},
         fixed={"mlp_bias": False},
     ),
+    _GLM.variant(
+        "glm4",
+        "Glm4ForCausalLM",
+        table=norms_after("post_self_attn_layernorm", "post_mlp_layernorm"),
+        implied={"branch_norms": "both"},
+    ),
+    _PLAIN.variant(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        table={
+            **norms_after("post_attention_layernorm", "post_feedforward_layernorm"),
+            **ALL_HEADS_NORM,
+        },
+        defaults={"rms_norm_eps": 1e-5},
+        fixed={"attention_bias": False},
+        implied={"branch_norms": "after", "qk_layernorm": True, "qk_norm_over_heads": True},
+    ),
+    _LLAMA.variant(
+        "granite",
+        "GraniteForCausalLM",
+        table={},
+        keys={"attention_scale": "attention_multiplier", "logits_divisor": "logits_scaling"}
+        | {name: name for name in ("embedding_multiplier", "residual_multiplier")},
+        defaults={"attention_multiplier": 1.0, "logits_scaling": 1.0}
+        | {"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
+    ),
+    _PLAIN.variant(
+        "gemma",
+        "GemmaForCausalLM",
+        table={},
+        defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True}
+        | {"max_position_embeddings": 8192},
+        fixed={"hidden_act": "gelu_pytorch_tanh", "attention_bias": False}
+        | {"use_bidirectional_attention": None},
+        implied={"activation": "geglu_tanh", "normalization": "rmsnorm1p"},
+        written={"hidden_act": "gelu_pytorch_tanh"},
+        scales_embeddings=True,
+    ),
 )
 _FAMILIES = (
     _LLAMA,
@@ -480,7 +527,7 @@ def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
     family = family_of(config.get("model_type"))
     for key, value in family.fixed.items():
         setting = config.get(key, value)
-        if setting != value and (key, setting) not in _SAME:
+        if setting != value and (key, value, setting) not in _SAME:
             raise CheckpointError(
                 f"{key}={setting!r} in config.json is not supported for {family.model_type}. "
                 f"Supported: {value!r}"

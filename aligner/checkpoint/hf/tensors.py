@@ -146,8 +146,20 @@ STARCODER2_MLP: Table = {
     f"{_L}.mlp.linear_fc1": (_COPY, (f"{_MLP}.c_fc",)),
     f"{_L}.mlp.linear_fc2": (_COPY, (f"{_MLP}.c_proj",)),
 }
+ALL_HEADS_NORM: Table = {
+    f"{_L}.self_attention.{kind}_layernorm.all_heads": (_COPY, (f"{_ATTENTION}.{kind}_norm",))
+    for kind in ("q", "k")
+}
 _DENSE_MLP = (f"{_L}.mlp.linear_fc1", f"{_L}.mlp.linear_fc2")
 _EXPERT = f"{_L}.mlp.experts.local_experts.{{e}}"
+
+
+def norms_after(attention: str, mlp: str) -> Table:
+    """Return the rows of the norms after attention and MLP."""
+    return {
+        f"{_L}.self_attn_bda.norm": (_COPY, (f"{_H}.{attention}",)),
+        f"{_L}.mlp_bda.norm": (_COPY, (f"{_H}.{mlp}",)),
+    }
 
 
 def _experts_table(block: str, gate: str, up: str, down: str) -> Table:

@@ -1,5 +1,6 @@
 """Conversion between NeMo's ``model_config.yaml`` and `GPTArchitecture`."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -43,6 +44,7 @@ _WRITTEN_ACTIVATIONS: dict[Activation, str] = {
     "squared_relu": "squared-relu",
     "swiglu": "fast-swiglu",
     "geglu": "fast-geglu",
+    "geglu_tanh": "geglu",  # together with bias_activation_fusion
 }
 # Settings of experts that megatron-core supports and `GPTArchitecture` does not (only Mixtral's and
 # Qwen3-MoE's experts are supported), with the value that disables them.
@@ -55,6 +57,11 @@ _PLAIN_EXPERTS: Config = {
     "moe_router_topk_scaling_factor": None,
     "moe_expert_capacity_factor": None,
 }
+# Fields that NeMo has no key for. They are written if they differ from the default.
+_OWN_KEYS = (
+    *("qk_norm_over_heads", "branch_norms", "embedding_multiplier", "residual_multiplier"),
+    "logits_divisor",
+)
 _INTERPOLATION = re.compile(r"^\$\{\.*(?:model\.)?(\w+)\}$")
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
@@ -110,6 +117,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
     text = "model_config.yaml contains a value of a wrong type"
     with raised_as(CheckpointError, text, TypeError, ValueError, ArithmeticError):
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        scaled = hidden**0.5 if config.get("apply_embedding_scaling") else 1.0  # NeMo's Gemma
         return GPTArchitecture(
             num_layers=int(config["num_layers"]),
             hidden_size=hidden,
@@ -120,7 +128,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             vocab_size=vocab_size,
             max_position_embeddings=_positions(config),
             activation=_activation(config),
-            normalization=_choice(config, "normalization", "layernorm", _NORMALIZATIONS),
+            normalization=_normalization(config),
             layernorm_epsilon=float(get("layernorm_epsilon", 1e-5)),
             position_embedding=_choice(
                 config, "position_embedding_type", "learned_absolute", _POSITION_EMBEDDINGS
@@ -133,6 +141,12 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             bias_linear=bool(get("bias", True)),
             bias_qkv=bool(get("qkv_bias", False)) and not get("bias", True),
             qk_layernorm=bool(get("qk_layernorm", False)),
+            qk_norm_over_heads=bool(get("qk_norm_over_heads", False)),
+            branch_norms=get("branch_norms", "before"),
+            attention_scale=config.get("softmax_scale"),
+            embedding_multiplier=float(get("embedding_multiplier", scaled)),
+            residual_multiplier=float(get("residual_multiplier", 1.0)),
+            logits_divisor=float(get("logits_divisor", 1.0)),
             # NeMo's ``[left, 0]`` excludes the current token, this library includes it.
             window_size=int(config["window_size"][0]) + 1 if config.get("window_size") else None,
             attention_dropout=float(get("attention_dropout", 0.1)),
@@ -165,12 +179,14 @@ def _activation(config: Config) -> Activation:
     fused = bool(config.get("bias_activation_fusion"))
     if activation == "gelu" and (fused or config.get("openai_gelu")):
         return "gelu_tanh"
-    if activation == "geglu" and fused:
-        raise CheckpointError(
-            "activation='geglu' with bias_activation_fusion=true computes a tanh GELU gate, which "
-            "is not supported. Supported: geglu without fusion"
-        )
-    return activation
+    return "geglu_tanh" if activation == "geglu" and fused else activation
+
+
+def _normalization(config: Config) -> Normalization:
+    norm: Normalization = _choice(config, "normalization", "layernorm", _NORMALIZATIONS)
+    if norm in ("layernorm", "rmsnorm") and config.get("layernorm_zero_centered_gamma"):
+        return "layernorm1p" if norm == "layernorm" else "rmsnorm1p"
+    return norm
 
 
 def _positions(config: Config) -> int:
@@ -202,6 +218,7 @@ def _rope_scaling(config: Config) -> RopeScaling | None:
 def config_from_architecture(architecture: GPTArchitecture) -> Config:
     """Return NeMo's keys for an architecture, including all keys that affect numbers."""
     skipped = architecture.layers_without_rope
+    is_zero_centred = architecture.normalization == "rmsnorm1p"
     # Keys that are always written. The optional keys follow.
     config: Config = {
         "mcore_gpt": True,
@@ -224,7 +241,7 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
         "attention_dropout": architecture.attention_dropout,
         "ffn_dropout": 0.0,
         "apply_query_key_layer_scaling": False,
-        "normalization": architecture.normalization,
+        "normalization": "rmsnorm" if is_zero_centred else architecture.normalization,
         "layernorm_epsilon": architecture.layernorm_epsilon,
         "make_vocab_size_divisible_by": architecture.make_vocab_size_divisible_by,
         "vocab_size": architecture.vocab_size,
@@ -235,7 +252,7 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
         "qk_layernorm": architecture.qk_layernorm,
         "activation": _WRITTEN_ACTIVATIONS.get(architecture.activation, architecture.activation),
         "openai_gelu": architecture.activation == "gelu_tanh",
-        "bias_activation_fusion": False,
+        "bias_activation_fusion": architecture.activation == "geglu_tanh",
         "transformer_block_type": "pre_ln",
         "position_embedding_type": architecture.position_embedding,
         "rotary_percentage": architecture.rotary_percent,
@@ -248,6 +265,8 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
     }
     optional = {
         "hf_model_type": architecture.family,
+        "layernorm_zero_centered_gamma": is_zero_centred or None,
+        "softmax_scale": architecture.attention_scale,
         "no_rope_freq": [int(n in skipped) for n in range(architecture.num_layers)]
         if skipped
         else None,
@@ -257,6 +276,9 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
         "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
         "moe_router_pre_softmax": architecture.moe_router_pre_softmax or None,
     }
+    default = {field.name: field.default for field in dataclasses.fields(GPTArchitecture)}
+    others = {name: getattr(architecture, name) for name in _OWN_KEYS}
+    optional |= {name: value for name, value in others.items() if value != default[name]}
     config |= {key: value for key, value in optional.items() if value is not None}
     return config | _written_rope_scaling(architecture.rope_scaling)
 

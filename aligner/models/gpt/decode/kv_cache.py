@@ -79,6 +79,7 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scale: float | None = None,
         window: int | None = None,
     ) -> None:
         """Allocate the cache.
@@ -92,6 +93,7 @@ class KVCache:
             head_dim: width of a head.
             dtype: dtype of keys and values.
             device: device of keys and values.
+            scale: factor of the scores. Default: ``1 / sqrt(head_dim)``.
             window: number of tokens that sliding-window attention sees, including the current
                 token. None means all.
         """
@@ -109,7 +111,7 @@ class KVCache:
         self._columns = torch.arange(self._capacity, device=device)
         self._zero = torch.zeros((), dtype=dtype, device=device)
         self._minus_inf = torch.full((), -torch.inf, dtype=dtype, device=device)
-        self._scale = 1.0 / math.sqrt(head_dim)
+        self._scale = scale or 1.0 / math.sqrt(head_dim)
         self._window = window
         self._groups, self._queries = groups, queries
         # FBGEMM's sum of weighted rows, which torch calls for an embedding bag.

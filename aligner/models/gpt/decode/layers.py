@@ -190,10 +190,15 @@ def is_transformer_engine(module: nn.Module) -> bool:
 
 
 def _is_supported(layer: nn.Module, products: Mapping[nn.Module, Product]) -> bool:
-    """Return whether the layer is dense, and of our local spec or Transformer Engine's."""
+    """Return whether the layer is dense, and of our local spec or Transformer Engine's.
+
+    A module that adds a branch to the residual is not supported.
+    """
     if type(layer) is not TransformerLayer or not isinstance(layer.self_attention, SelfAttention):
         return False
     attention, mlp = layer.self_attention, layer.mlp
+    if isinstance(layer.self_attn_bda, nn.Module):
+        return False
     if type(mlp) is not MLP or type(attention.core_attention) is not CoreAttention:
         return False
     norms = (
@@ -246,7 +251,7 @@ def _norm_or_none(norm: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
 
 def fast_norm(norm: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return ``norm``, or for float32 RMSNorm an equal function with fewer operations."""
-    plain = isinstance(norm, Norm) and norm.is_rms and not norm.zero_centered
+    plain = type(norm) is Norm and norm.is_rms and not norm.zero_centered
     if not plain or norm.weight.dtype != torch.float32:
         return norm
     return functools.partial(rms_norm_rows, weight=norm.weight.detach(), eps=norm.eps)

@@ -169,6 +169,7 @@ class IncrementalModel:
             head_dim=architecture.kv_channels,
             dtype=parameter.dtype,
             device=parameter.device,
+            scale=self._attention[0].scale,
             window=architecture.window_size,
         )
         self._rope: Tensor | None = None
@@ -345,6 +346,8 @@ class IncrementalModel:
         else:
             local, owned = self._embedded.localize(tokens)
             hidden = self._embedded.sum(F.embedding(local, table) * owned[:, None])
+        if self._gpt.config.embedding_multiplier != 1.0:
+            hidden = hidden * self._gpt.config.embedding_factor
         if embedding.add_position_embedding:
             hidden += embedding.position_embeddings(positions)
         return hidden

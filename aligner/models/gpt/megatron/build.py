@@ -41,6 +41,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "geglu": F.gelu,
+    "geglu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "swiglu": F.silu,
     "silu": F.silu,
     "relu": F.relu,
@@ -64,15 +65,12 @@ def transformer_config(
     check_fp8(fp8, dtype, layers.spec)
     parallel = parallel or ParallelConfig()
     fused = Fusions.of(architecture, layers.fusions)
-    of_transformer_engine = uses_transformer_engine(layers.spec, lora)
-    return GPTConfig(
+    config = GPTConfig(
         **_network(architecture),
         **_experts(architecture, fp8),
         **_layout(parallel),
         # An activation module is an option of our spec, not of Transformer Engine's MLP.
-        use_te_activation_func=architecture.activation == "swiglu"
-        and not fused.swiglu
-        and not of_transformer_engine,
+        use_te_activation_func=architecture.activation == "swiglu" and not fused.swiglu,
         bias_activation_fusion=fused.swiglu,
         rotates_in_one_kernel=fused.rotary,
         params_dtype=dtype,
@@ -94,6 +92,14 @@ def transformer_config(
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
     )
+    of_transformer_engine = uses_transformer_engine(layers.spec, lora, config)
+    if fp8 and not of_transformer_engine and lora is None:
+        raise ConfigError(
+            f"model.fp8={fp8} is not supported for {architecture.family} models, whose layers "
+            "Transformer Engine does not have. Set model.fp8=null"
+        )
+    config.use_te_activation_func &= not of_transformer_engine
+    return config
 
 
 def _network(architecture: GPTArchitecture) -> dict[str, Any]:
@@ -108,15 +114,23 @@ def _network(architecture: GPTArchitecture) -> dict[str, Any]:
         "kv_channels": architecture.kv_channels,
         "activation_func": _ACTIVATIONS[architecture.activation],
         "gated_linear_unit": architecture.gated,
-        "normalization": "RMSNorm" if architecture.normalization == "rmsnorm" else "LayerNorm",
-        "layernorm_zero_centered_gamma": architecture.normalization == "layernorm1p",
+        "normalization": "RMSNorm"
+        if architecture.normalization.startswith("rmsnorm")
+        else "LayerNorm",
+        "layernorm_zero_centered_gamma": architecture.normalization.endswith("1p"),
         "layernorm_epsilon": architecture.layernorm_epsilon,
         "no_rope_freq": skipped if any(skipped) else None,
         # megatron-core multiplies cosines and sines by 1 + 0.1 * scale * ln(factor).
         "yarn_mscale": 10.0 * (architecture.rope_concentration - 1.0),
         "add_bias_linear": architecture.bias_linear,
         "add_qkv_bias": architecture.bias_qkv,
-        "qk_layernorm": architecture.qk_layernorm,
+        "qk_layernorm": architecture.qk_layernorm and not architecture.qk_norm_over_heads,
+        "qk_norm_over_heads": architecture.qk_norm_over_heads,
+        "branch_norms": architecture.branch_norms,
+        "softmax_scale": architecture.attention_scale,
+        "embedding_multiplier": architecture.embedding_multiplier,
+        "residual_multiplier": architecture.residual_multiplier,
+        "logits_divisor": architecture.logits_divisor,
         "window_size": (architecture.window_size - 1, 0) if architecture.window_size else None,
         "attention_dropout": architecture.attention_dropout,
         "hidden_dropout": architecture.hidden_dropout,
@@ -232,9 +246,17 @@ def build_gpt(
     if pre_process and architecture.position_embedding == "learned_absolute":
         # megatron-core ignores the dtype here, and float32 rows would promote all activations.
         model.embedding.position_embeddings.to(dtype)
+    if pre_process and architecture.embedding_multiplier != 1.0:
+        scale = functools.partial(_scale_output, config.embedding_factor)
+        model.embedding.word_embeddings.register_forward_hook(scale)
     if not initialize:
         _mark_tensor_parallel(model)
     return model.to(accelerator.device())
+
+
+def _scale_output(factor: float, module: Any, args: Any, output: Tensor) -> Tensor:
+    del module, args
+    return output * factor
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
