@@ -20,7 +20,13 @@ _SIZES = (
     *("kv_channels", "vocab_size", "max_position_embeddings", "make_vocab_size_divisible_by"),
     "moe_router_topk",
 )
-_OPTIONAL_SIZES = ("window_size", "num_moe_experts", "moe_ffn_hidden_size")
+_OPTIONAL_SIZES = (
+    "window_size",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_size",
+)
+_OPTIONAL_NUMBERS = ("attention_scale", "window_rotary_base")
 
 Activation = Literal[
     "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "squared_relu", "relu", "silu"
@@ -108,6 +114,8 @@ class GPTArchitecture:
     residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
     logits_divisor: float = 1.0  # Granite
     window_size: int | None = None  # sliding-window attention (Mistral 7B v0.1)
+    layers_without_window: tuple[int, ...] = ()  # from 0 (OLMo 3, Gemma 3)
+    window_rotary_base: float | None = None  # of layers with a window, unscaled. None: as others
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     init_std: float = 0.02
@@ -117,6 +125,9 @@ class GPTArchitecture:
     moe_ffn_hidden_size: int | None = None  # of one expert (None: ffn_hidden_size)
     # Softmax over all experts before the selection, not over the selected experts (Qwen3-MoE).
     moe_router_pre_softmax: bool = False
+    # Width of an expert that all tokens use, and whether a gate scales its output (Qwen2-MoE).
+    moe_shared_expert_size: int | None = None
+    moe_shared_expert_gate: bool = False
     # Hugging Face `model_type` of the source and of exports. None if unknown.
     family: str | None = None
     # Suffix of the file to which a run writes such a model.
@@ -142,9 +153,10 @@ class GPTArchitecture:
         _check("num_query_groups", self.num_query_groups, divides, divisor)
 
         # Layers and frequencies of the rotation.
-        layers = self.layers_without_rope
-        valid = all(_is_number(n) and 0 <= n < self.num_layers for n in layers)
-        _check("layers_without_rope", layers, valid, "numbers of layers")
+        for name in ("layers_without_rope", "layers_without_window"):
+            layers = getattr(self, name)
+            valid = all(_is_number(n) and 0 <= n < self.num_layers for n in layers)
+            _check(name, layers, valid, "numbers of layers")
         scaling = self.rope_scaling
         if scaling is not None and scaling.kind == "longrope":
             count = int(self.kv_channels * self.rotary_percent) // 2
@@ -154,11 +166,11 @@ class GPTArchitecture:
 
         # Numbers and flags.
         for name in (
-            *("layernorm_epsilon", "rotary_base", "init_std", "attention_scale"),
+            *("layernorm_epsilon", "rotary_base", "init_std", *_OPTIONAL_NUMBERS),
             *("embedding_multiplier", "residual_multiplier", "logits_divisor"),
         ):
             value = getattr(self, name)
-            if value is not None or name != "attention_scale":
+            if value is not None or name not in _OPTIONAL_NUMBERS:
                 is_valid = _is_number(value) and value >= 0
                 _check(name, value, is_valid, "a finite number of 0 or more")
         for name in ("attention_dropout", "hidden_dropout", "rotary_percent"):
@@ -208,6 +220,17 @@ class TransformersArchitecture(GPTArchitecture):
 
     settings: str = "{}"
     suffix: ClassVar[str] = ""
+
+
+def layer_flags(
+    layers: tuple[int, ...], architecture: GPTArchitecture, *, invert: bool = False
+) -> list[int] | None:
+    """Return megatron-core's 0 or 1 of every layer: 1 for ``layers``, or for all others.
+
+    None if there are no ``layers``.
+    """
+    flags = [int((n in layers) is not invert) for n in range(architecture.num_layers)]
+    return flags if layers else None
 
 
 def _is_size(value: Any) -> bool:

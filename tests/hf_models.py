@@ -25,6 +25,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 300.0}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}
 YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 500.0,
@@ -99,6 +101,27 @@ CASES = {
         | {"embedding_multiplier": 1.7, "residual_multiplier": 0.6},
     ),
     "gemma": ("gemma", {"head_dim": 12, "tie_word_embeddings": True}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 5}),
+    "olmo3_yarn": (
+        "olmo3",
+        {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+        | {"rope_parameters": {"full_attention": YARN_ROPE, "sliding_attention": PLAIN_ROPE}},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 12, "num_hidden_layers": 3, "sliding_window": 5, "query_pre_attn_scalar": 7}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "gemma3_scaled": (
+        "gemma3_text",
+        {"head_dim": 8, "layer_types": ["full_attention", "sliding_attention"]}
+        | {"rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": PLAIN_ROPE}},
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"shared_expert_intermediate_size": 20},
+    ),
     "gpt2": ("gpt2", {}),
     "gpt2_erf": ("gpt2", {"activation_function": "gelu"}),
     "gpt2_n_inner": ("gpt2", {"n_inner": 40}),

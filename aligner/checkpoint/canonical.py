@@ -121,6 +121,11 @@ def _layer_shapes(architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:
     if architecture.num_moe_experts is None:
         yield from _mlp("mlp", architecture.ffn_hidden_size, architecture)
         return
+    shared = architecture.moe_shared_expert_size
+    if shared is not None:
+        yield from _mlp("mlp.shared_experts", shared, architecture)
+        if architecture.moe_shared_expert_gate:
+            yield "mlp.shared_experts.gate_weight", (1, hidden)
     # Experts replace the MLP.
     yield from _linear("mlp.router", architecture.num_moe_experts, hidden, bias=bias)
     for expert in range(architecture.num_moe_experts):

@@ -15,6 +15,7 @@ from aligner.checkpoint.hf.tensors import (
     INTERLEAVED_ROPE,
     LLAMA_TABLE,
     MIXTRAL_TABLE,
+    QWEN2_MOE_TABLE,
     QWEN3_MOE_TABLE,
     STARCODER2_MLP,
     UNGATED_MLP,
@@ -82,6 +83,7 @@ _ROPE_SETTINGS = {
     "longrope": ("short_factor", "long_factor", "attention_factor", _ORIGINAL),
 }
 _OPTIONAL_ROPE_SETTINGS = {"attention_factor", "beta_fast", "beta_slow"}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _PARTIAL, _LAYERS = "partial_rotary_factor", "num_hidden_layers"
 # Settings that config.json lacks, or that matter only in training.
 _NOT_CARRIED = {"make_vocab_size_divisible_by", "family", "hidden_dropout", "attention_dropout"}
@@ -109,6 +111,9 @@ class Family:
         rotary_percent: rotated share of a head if ``config.json`` does not give it. None: all, and
             ``config.json`` may not give another share.
         scales_embeddings: true if embeddings are multiplied by the root of their width.
+        window_pattern: default of n, where all layers but every n-th have a window. None: all
+            layers are alike.
+        window_rotary_base: default of the rotary base of layers with a window.
     """
 
     model_type: str
@@ -122,6 +127,8 @@ class Family:
     equal: Mapping[str, str] = field(default_factory=dict)
     rotary_percent: float | None = None
     scales_embeddings: bool = False
+    window_pattern: int | None = None
+    window_rotary_base: float | None = None
 
     def variant(self, model_type: str, model_class: str, **changes: Any) -> "Family":
         """Return a family with other names and ``changes``. Mappings are extended."""
@@ -156,6 +163,10 @@ class Family:
             fields["num_moe_experts"] = experts
         if "layers_without_rope" in fields:
             fields["layers_without_rope"] = _layers_without_rope(config)
+        if self.window_pattern is not None:
+            fields |= self._read_windows(config)
+        if "attention_scale" in fields and self.model_type.startswith("gemma"):
+            fields["attention_scale"] = fields["attention_scale"] ** -0.5
         if self.scales_embeddings:
             fields["embedding_multiplier"] = math.sqrt(hidden)
         return GPTArchitecture(**{**fields, **self.implied, "family": self.model_type})
@@ -179,8 +190,48 @@ class Family:
             skipped = architecture.layers_without_rope
             config["no_rope_layers"] = [int(n not in skipped) for n in range(config[_LAYERS])]
         config |= {key: config[other] for key, other in self.equal.items()}
+        if self.window_pattern is not None:
+            config |= self._written_windows(architecture, config)
+        if "attention_scale" in self.keys and self.model_type.startswith("gemma"):
+            config["query_pre_attn_scalar"] = round((architecture.attention_scale or 1.0) ** -2)
         names = {"model_type": self.model_type, "architectures": [self.model_class]}
         return {**config, **self.written, **names}
+
+    def _read_windows(self, config: Config) -> dict[str, Any]:
+        """Return the layers without a window, and the rotary base of the others."""
+        numbers, pattern = range(config[_LAYERS]), config.get("sliding_window_pattern")
+        full = {n for n in numbers if (n + 1) % (pattern or self.window_pattern or 1) == 0}
+        if config.get("layer_types"):
+            full = {n for n in numbers if config["layer_types"][n] == _FULL}
+        if len(full) == len(numbers):
+            return {"window_size": None}
+        rope = (config.get("rope_parameters") or {}).get(_SLIDING) or {}
+        if rope.get("rope_type", "default") != "default":
+            raise CheckpointError(
+                f"rope type {rope['rope_type']!r} of {_SLIDING} layers in config.json is not "
+                "supported. Supported: default"
+            )
+        base = rope.get("rope_theta") or config.get("rope_local_base_freq")
+        read = self._read_rope(config)
+        base = float(base or self.window_rotary_base or read["rotary_base"])
+        is_same = base == read["rotary_base"] and read["rope_scaling"] is None
+        windows = {"layers_without_window": tuple(sorted(full))}
+        return {**windows, "window_rotary_base": None if is_same else base}
+
+    def _written_windows(self, architecture: GPTArchitecture, config: Config) -> Config:
+        """Return the kinds of the layers and their rotations."""
+        numbers, windowed = range(architecture.num_layers), architecture.window_size is not None
+        full = architecture.layers_without_window if windowed else numbers
+        base, scaling = config["rope_theta"], config["rope_scaling"] or {"rope_type": "default"}
+        local = architecture.window_rotary_base or base
+        return {
+            "layer_types": [_FULL if n in full else _SLIDING for n in numbers],
+            "rope_local_base_freq": local,
+            "rope_parameters": {
+                _FULL: {**scaling, "rope_theta": base},
+                _SLIDING: {"rope_type": "default", "rope_theta": local},
+            },
+        }
 
     def _read_rope(self, config: Config) -> dict[str, Any]:
         """Return base, share and scaling of the rotation, and the longest sequence.
@@ -188,6 +239,7 @@ class Family:
         They are in ``rope_parameters`` (transformers 5) or in older keys.
         """
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope = rope.get(_FULL) or rope
         share = rope.get(_PARTIAL, config.get(_PARTIAL))
         if self.rotary_percent is None and share not in (None, 1.0):
             raise CheckpointError(
@@ -297,6 +349,17 @@ _QWEN_DEFAULTS = {
     **{"max_position_embeddings": 32_768, "num_key_value_heads": 32},
 }
 _QWEN3_FIXED = {**_NO_WINDOW, **_SILU, "attention_bias": False}
+_QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    QWEN3_MOE_TABLE,
+    _QWEN3_MOE_KEYS,
+    {**_QWEN_DEFAULTS, "num_key_value_heads": 4, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 768, "norm_topk_prob": False},
+    {**_QWEN3_FIXED, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    {"qk_layernorm": True},
+    _NO_WINDOW,
+)
 _LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
@@ -447,6 +510,29 @@ _LLAMA_LIKE = (
         scales_embeddings=True,
     ),
 )
+_OLMO3 = next(family for family in _LLAMA_LIKE if family.model_type == "olmo2").variant(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    keys={"window_size": "sliding_window"},
+    defaults={"sliding_window": 4096, "rope_theta": 5e5},
+    window_pattern=4,
+)
+_GEMMA3 = _LLAMA_LIKE[-1].variant(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    table=norms_after(
+        "post_attention_layernorm", "post_feedforward_layernorm", "pre_feedforward_layernorm"
+    ),
+    keys={"window_size": "sliding_window", "attention_scale": "query_pre_attn_scalar"},
+    defaults={"sliding_window": 4096, "query_pre_attn_scalar": 256, "rope_theta": 1e6}
+    | {"num_key_value_heads": 4, "max_position_embeddings": 131_072},
+    fixed={"hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": None}
+    | {"attn_logit_softcapping": None},
+    implied={"branch_norms": "both", "qk_layernorm": True},
+    written={"hidden_activation": "gelu_pytorch_tanh"},
+    window_pattern=6,
+    window_rotary_base=1e4,
+)
 _FAMILIES = (
     _LLAMA,
     Family(
@@ -486,17 +572,7 @@ _FAMILIES = (
         | {"num_local_experts": 8, "num_experts_per_tok": 2},
         {**_SILU, "router_jitter_noise": 0.0},
     ),
-    Family(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        QWEN3_MOE_TABLE,
-        _QWEN3_MOE_KEYS,
-        {**_QWEN_DEFAULTS, "num_key_value_heads": 4, "num_experts_per_tok": 8}
-        | {"moe_intermediate_size": 768, "norm_topk_prob": False},
-        {**_QWEN3_FIXED, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        {"qk_layernorm": True},
-        _NO_WINDOW,
-    ),
+    _QWEN3_MOE,
     Family(
         "gpt2",
         "GPT2LMHeadModel",
@@ -508,6 +584,18 @@ _FAMILIES = (
         {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
     ),
     *_LLAMA_LIKE,
+    _OLMO3,
+    _GEMMA3,
+    _QWEN3_MOE.variant(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        table=QWEN2_MOE_TABLE,
+        keys={"moe_shared_expert_size": "shared_expert_intermediate_size"},
+        defaults={"num_key_value_heads": 16, "num_experts_per_tok": 4, "num_experts": 60}
+        | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+        fixed={"qkv_bias": True},
+        implied={"bias_qkv": True, "qk_layernorm": False, "moe_shared_expert_gate": True},
+    ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
 
@@ -559,6 +647,8 @@ def _guess(architecture: GPTArchitecture) -> str:
         return "gpt2"
     if architecture.normalization == "layernorm1p":
         return "nemotron"
+    if architecture.normalization == "rmsnorm1p":
+        return "gemma" if architecture.branch_norms == "before" else "gemma3_text"
     if architecture.num_moe_experts is not None:
         return "qwen3_moe" if architecture.qk_layernorm else "mixtral"
     if architecture.qk_layernorm:

@@ -154,9 +154,10 @@ _DENSE_MLP = (f"{_L}.mlp.linear_fc1", f"{_L}.mlp.linear_fc2")
 _EXPERT = f"{_L}.mlp.experts.local_experts.{{e}}"
 
 
-def norms_after(attention: str, mlp: str) -> Table:
-    """Return the rows of the norms after attention and MLP."""
+def norms_after(attention: str, mlp: str, before_mlp: str = "post_attention_layernorm") -> Table:
+    """Return the rows of the norms after attention and MLP, and of the norm before the MLP."""
     return {
+        f"{_L}.pre_mlp_layernorm": (_COPY, (f"{_H}.{before_mlp}",)),
         f"{_L}.self_attn_bda.norm": (_COPY, (f"{_H}.{attention}",)),
         f"{_L}.mlp_bda.norm": (_COPY, (f"{_H}.{mlp}",)),
     }
@@ -176,6 +177,16 @@ def _experts_table(block: str, gate: str, up: str, down: str) -> Table:
 
 MIXTRAL_TABLE = _experts_table("block_sparse_moe", "w1", "w3", "w2")
 QWEN3_MOE_TABLE = _experts_table("mlp", "gate_proj", "up_proj", "down_proj")
+_SHARED_EXPERT = f"{_MLP}.shared_expert"
+QWEN2_MOE_TABLE: Table = {
+    **QWEN3_MOE_TABLE,
+    f"{_L}.mlp.shared_experts.linear_fc1": (
+        _GATE_UP,
+        (f"{_SHARED_EXPERT}.gate_proj", f"{_SHARED_EXPERT}.up_proj"),
+    ),
+    f"{_L}.mlp.shared_experts.linear_fc2": (_COPY, (f"{_SHARED_EXPERT}.down_proj",)),
+    f"{_L}.mlp.shared_experts.gate_weight": (_COPY, (f"{_SHARED_EXPERT}_gate",)),
+}
 _G = "transformer.h.{n}"
 GPT2_TABLE: Table = {
     "embedding.word_embeddings": (_COPY, ("transformer.wte",)),
@@ -207,6 +218,8 @@ def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
     unnumbered = _NUMBERED.sub("decoder.layers.{n}.", name)
     unnumbered = _NUMBERED_EXPERT.sub(".local_experts.{e}.", unnumbered)
     module, _, kind = unnumbered.rpartition(".")
+    if unnumbered in table:  # a parameter with a name of its own
+        module, kind = unnumbered, "weight"
     if module not in table:
         raise CheckpointError(f"{name} does not exist in this Hugging Face family")
     layout, sources = table[module]

@@ -12,6 +12,7 @@ from aligner.architecture import (
     Normalization,
     PositionEmbedding,
     RopeScaling,
+    layer_flags,
 )
 from aligner.errors import CheckpointError, raised_as
 
@@ -49,7 +50,6 @@ _WRITTEN_ACTIVATIONS: dict[Activation, str] = {
 # Settings of experts that megatron-core supports and `GPTArchitecture` does not (only Mixtral's and
 # Qwen3-MoE's experts are supported), with the value that disables them.
 _PLAIN_EXPERTS: Config = {
-    "moe_shared_expert_intermediate_size": None,
     "moe_layer_freq": 1,
     "moe_router_score_function": "softmax",
     "moe_router_enable_expert_bias": False,
@@ -60,7 +60,7 @@ _PLAIN_EXPERTS: Config = {
 # Fields that NeMo has no key for. They are written if they differ from the default.
 _OWN_KEYS = (
     *("qk_norm_over_heads", "branch_norms", "embedding_multiplier", "residual_multiplier"),
-    "logits_divisor",
+    *("logits_divisor", "window_rotary_base"),
 )
 _INTERPOLATION = re.compile(r"^\$\{\.*(?:model\.)?(\w+)\}$")
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
@@ -136,7 +136,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             rotary_base=float(get("rotary_base", 10_000)),
             rotary_percent=float(get("rotary_percentage", 1.0)),
             rope_scaling=_rope_scaling(config),
-            layers_without_rope=_layers_without_rope(config),
+            layers_without_rope=_skipped(config, "no_rope_freq"),
             tie_embeddings=bool(get("share_embeddings_and_output_weights", True)),
             bias_linear=bool(get("bias", True)),
             bias_qkv=bool(get("qkv_bias", False)) and not get("bias", True),
@@ -157,6 +157,10 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             moe_router_topk=int(get("moe_router_topk", 2)),
             moe_ffn_hidden_size=config.get("moe_ffn_hidden_size"),
             moe_router_pre_softmax=bool(get("moe_router_pre_softmax", False)),
+            moe_shared_expert_size=config.get("moe_shared_expert_intermediate_size"),
+            moe_shared_expert_gate=bool(get("moe_shared_expert_gate", False)),
+            layers_without_window=_skipped(config, "window_attn_skip_freq", invert=True),
+            window_rotary_base=config.get("window_rotary_base"),
             family=config.get("hf_model_type"),
         )
 
@@ -217,7 +221,6 @@ def _rope_scaling(config: Config) -> RopeScaling | None:
 
 def config_from_architecture(architecture: GPTArchitecture) -> Config:
     """Return NeMo's keys for an architecture, including all keys that affect numbers."""
-    skipped = architecture.layers_without_rope
     is_zero_centred = architecture.normalization == "rmsnorm1p"
     # Keys that are always written. The optional keys follow.
     config: Config = {
@@ -267,14 +270,17 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
         "hf_model_type": architecture.family,
         "layernorm_zero_centered_gamma": is_zero_centred or None,
         "softmax_scale": architecture.attention_scale,
-        "no_rope_freq": [int(n in skipped) for n in range(architecture.num_layers)]
-        if skipped
-        else None,
+        "no_rope_freq": layer_flags(architecture.layers_without_rope, architecture),
+        "window_attn_skip_freq": layer_flags(
+            architecture.layers_without_window, architecture, invert=True
+        ),
         "window_size": [architecture.window_size - 1, 0] if architecture.window_size else None,
         "num_moe_experts": architecture.num_moe_experts,
         "moe_router_topk": architecture.moe_router_topk if architecture.num_moe_experts else None,
         "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
         "moe_router_pre_softmax": architecture.moe_router_pre_softmax or None,
+        "moe_shared_expert_intermediate_size": architecture.moe_shared_expert_size,
+        "moe_shared_expert_gate": architecture.moe_shared_expert_gate or None,
     }
     default = {field.name: field.default for field in dataclasses.fields(GPTArchitecture)}
     others = {name: getattr(architecture, name) for name in _OWN_KEYS}
@@ -283,16 +289,19 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
     return config | _written_rope_scaling(architecture.rope_scaling)
 
 
-def _layers_without_rope(config: Config) -> tuple[int, ...]:
-    """Return the layers that megatron-core's ``no_rope_freq`` skips: flags, or every n-th layer."""
-    flags, layers = config.get("no_rope_freq") or [], range(int(config["num_layers"]))
+def _skipped(config: Config, key: str, *, invert: bool = False) -> tuple[int, ...]:
+    """Return the layers that megatron-core skips: those with a flag, or every n-th one.
+
+    ``invert``: the flags mark the other layers.
+    """
+    flags, layers = config.get(key) or [], range(int(config["num_layers"]))
     if isinstance(flags, int):
         return tuple(n for n in layers if (n + 1) % flags == 0)
     if flags and len(flags) != len(layers):
         raise CheckpointError(
-            f"no_rope_freq in model_config.yaml has {len(flags)} values for {len(layers)} layers"
+            f"{key} in model_config.yaml has {len(flags)} values for {len(layers)} layers"
         )
-    return tuple(n for n in layers if flags and flags[n])
+    return tuple(n for n, flag in enumerate(flags) if bool(flag) is not invert)
 
 
 def _written_rope_scaling(scaling: RopeScaling | None) -> Config:

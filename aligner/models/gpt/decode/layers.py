@@ -175,7 +175,7 @@ def incremental_layers(
     layers = list(gpt.decoder.layers)
     if gpt.config.fp32_residual_connection or gpt.config.rotary_interleaved:
         return None
-    if gpt.config.attention_output_gate:
+    if gpt.config.attention_output_gate or gpt.config.window_rotary_base is not None:
         return None
     if not all(_is_supported(layer, products) for layer in layers):
         return None

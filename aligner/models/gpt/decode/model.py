@@ -170,7 +170,7 @@ class IncrementalModel:
             dtype=parameter.dtype,
             device=parameter.device,
             scale=self._attention[0].scale,
-            window=architecture.window_size,
+            windows=[module.window for module in self._attention],
         )
         self._rope: Tensor | None = None
         self._rotation: Rotation | None = None

@@ -32,6 +32,11 @@ def check_backend(family: str, architecture: GPTArchitecture, parallel: Parallel
             f"policy.backend=dtensor does not support {family} models, because transformers' "
             "layers do not pass on which rows are one sequence. Use policy.backend=megatron"
         )
+    if architecture.logits_divisor != 1.0:
+        raise LayoutError(
+            f"policy.backend=dtensor does not support {family} models, whose logits are divided by "
+            f"logits_scaling={architecture.logits_divisor:g}. Use policy.backend=megatron"
+        )
     if parallel.tensor > 1 and family not in LLAMA_LIKE:
         raise LayoutError(
             f"model.tensor_model_parallel_size={parallel.tensor}: policy.backend=dtensor does not "

@@ -26,6 +26,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -143,7 +144,8 @@ def uses_transformer_engine(
 ) -> bool:
     """Return whether layers use Transformer Engine.
 
-    Its fused linears do not support adapters, and it has no norms over all heads or after a branch.
+    Its fused linears do not support adapters, and it has no norms over all heads or after a branch, and
+    no second rotary base.
     """
     if spec == "transformer_engine" and not has_transformer_engine():
         raise ConfigError(
@@ -153,6 +155,7 @@ def uses_transformer_engine(
             + ". Install transformer_engine[pytorch], or set model.layer_spec=auto"
         )
     plain = config.adds_plainly and not config.qk_norm_over_heads
+    plain = plain and config.window_rotary_base is None
     return spec != "local" and has_transformer_engine() and lora is None and plain
 
 
@@ -160,7 +163,11 @@ def moe_spec(config: TransformerConfig, linears: MLPSubmodules, grouped: bool) -
     """Return the spec of experts, with grouped products if ``grouped`` and a kernel allow it."""
     kind = GroupedExperts if grouped and can_group(config) else SequentialMLP
     experts = ModuleSpec(module=kind, submodules=linears)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
+    # Without adapters, which are per expert.
+    plain = MLPSubmodules(linear_fc1=ColumnLinear, activation_func=SwiGLU, linear_fc2=RowLinear)
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=plain)
+    submodules = MoESubmodules(experts=experts, shared_experts=shared)
+    return ModuleSpec(module=MoELayer, submodules=submodules)
 
 
 def local_layer_spec(

@@ -1,5 +1,6 @@
 """Build a megatron-core `GPTModel` from a `GPTArchitecture`."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch import Tensor
 
-from aligner.architecture import GPTArchitecture, RopeScaling
+from aligner.architecture import GPTArchitecture, RopeScaling, layer_flags
 from aligner.config import LayerOptions, LayerSpec, LoraConfig, ParallelConfig
 from aligner.device import accelerator
 from aligner.errors import ConfigError
@@ -104,7 +105,6 @@ def transformer_config(
 
 def _network(architecture: GPTArchitecture) -> dict[str, Any]:
     """Return the shape, operations and initial weights of the layers."""
-    skipped = [int(n in architecture.layers_without_rope) for n in range(architecture.num_layers)]
     return {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
@@ -119,7 +119,7 @@ def _network(architecture: GPTArchitecture) -> dict[str, Any]:
         else "LayerNorm",
         "layernorm_zero_centered_gamma": architecture.normalization.endswith("1p"),
         "layernorm_epsilon": architecture.layernorm_epsilon,
-        "no_rope_freq": skipped if any(skipped) else None,
+        "no_rope_freq": layer_flags(architecture.layers_without_rope, architecture),
         # megatron-core multiplies cosines and sines by 1 + 0.1 * scale * ln(factor).
         "yarn_mscale": 10.0 * (architecture.rope_concentration - 1.0),
         "add_bias_linear": architecture.bias_linear,
@@ -132,6 +132,13 @@ def _network(architecture: GPTArchitecture) -> dict[str, Any]:
         "residual_multiplier": architecture.residual_multiplier,
         "logits_divisor": architecture.logits_divisor,
         "window_size": (architecture.window_size - 1, 0) if architecture.window_size else None,
+        "window_attn_skip_freq": layer_flags(
+            architecture.layers_without_window, architecture, invert=True
+        ),
+        "window_rotary_base": architecture.window_rotary_base,
+        "rotary_scale": architecture.rope_scaling.factor
+        if architecture.rope_scaling is not None and architecture.rope_scaling.kind == "linear"
+        else 1.0,
         "attention_dropout": architecture.attention_dropout,
         "hidden_dropout": architecture.hidden_dropout,
         "init_method_std": architecture.init_std,
@@ -146,6 +153,8 @@ def _experts(architecture: GPTArchitecture, fp8: FP8 | None) -> dict[str, Any]:
         "moe_router_topk": architecture.moe_router_topk,
         "moe_ffn_hidden_size": architecture.expert_ffn_hidden_size if is_moe else None,
         "moe_router_pre_softmax": architecture.moe_router_pre_softmax,
+        "moe_shared_expert_intermediate_size": architecture.moe_shared_expert_size,
+        "moe_shared_expert_gate": architecture.moe_shared_expert_gate,
         "moe_router_dtype": "fp32",
         # No token is dropped, and ranks may dispatch different numbers of tokens.
         "moe_token_dispatcher_type": "alltoall",
@@ -246,6 +255,10 @@ def build_gpt(
     if pre_process and architecture.position_embedding == "learned_absolute":
         # megatron-core ignores the dtype here, and float32 rows would promote all activations.
         model.embedding.position_embeddings.to(dtype)
+    if not config.adds_plainly:
+        for layer in model.decoder.layers:
+            # Otherwise the addition would record gradients where the pass records none.
+            layer.bias_dropout_add_exec_handler = contextlib.nullcontext
     if pre_process and architecture.embedding_multiplier != 1.0:
         scale = functools.partial(_scale_output, config.embedding_factor)
         model.embedding.word_embeddings.register_forward_hook(scale)
