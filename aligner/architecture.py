@@ -158,7 +158,11 @@ class GPTArchitecture:
             valid = all(_is_number(n) and 0 <= n < self.num_layers for n in layers)
             _check(name, layers, valid, "numbers of layers")
         scaling = self.rope_scaling
-        if scaling is not None and scaling.kind == "longrope":
+        is_long = scaling is not None and scaling.kind == "longrope"
+        valid = self.window_rotary_base is None or (self.rotary_percent == 1.0 and not is_long)
+        expected = "null with partial rotation or longrope"
+        _check("window_rotary_base", self.window_rotary_base, valid, expected)
+        if scaling is not None and is_long:
             count = int(self.kv_channels * self.rotary_percent) // 2
             for name in ("short_factor", "long_factor"):
                 factors = getattr(scaling, name)

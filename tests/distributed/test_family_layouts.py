@@ -18,7 +18,8 @@ LAYOUTS = {"tensor 2": "2,1", "pipe 2": "1,2"}
 # One case of every family that has a way of computing of its own.
 FAMILIES = (
     *("nemotron", "starcoder2", "phi4_mini", "stablelm_biases", "seed_oss", "arcee"),
-    *("smollm3_biases", "glm", "ernie4_5_biases", "helium"),
+    *("smollm3_biases", "glm", "ernie4_5_biases", "helium", "glm4", "olmo2", "olmo3_yarn"),
+    *("granite", "gemma", "gemma3", "qwen2_moe"),
 )
 CELLS = [
     pytest.param(layout, family, marks=() if layout == "tensor 2" else pytest.mark.extended)

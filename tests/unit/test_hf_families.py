@@ -178,6 +178,11 @@ def test_query_groups_by_hand():
     assert all(torch.equal(a, b) for a, b in zip(part_qkv(joined, full), [q, k, v], strict=True))
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 5e3, "original_max_position_embeddings": 16}
+FACTORS = {"short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [4.0] * 4}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
+
+
 def write_model(folder, config, tensors):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -213,6 +218,20 @@ def test_an_unsupported_family_lists_the_supported(tmp_path):
         ({"model_type": "helium", "mlp_bias": True}, "mlp_bias=True"),
         ({"model_type": "nemotron", "mlp_bias": True}, "attention_bias and mlp_bias differ"),
         ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act='silu'"),
+        ({"model_type": "nemotron", "hidden_act": "swish"}, "hidden_act='swish'"),
+        ({"model_type": "starcoder2", "hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"model_type": "olmo2", "attention_bias": True}, "attention_bias=True"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "bidirectional_attention"),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 5.0},
+            r"attn_logit_softcapping=5\.0",
+        ),
+        (
+            {"model_type": "olmo3", "layer_types": ["full_attention", "sliding_attention"]}
+            | {"rope_parameters": {"sliding_attention": YARN, "full_attention": YARN}},
+            "rope type 'yarn' of sliding_attention layers",
+        ),
+        ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias=False"),
     ],
 )
 def test_unsupported_configurations_are_named(changes, message):
@@ -227,9 +246,6 @@ def test_older_rope_keys_are_understood():
     assert (found.rope_scaling.kind, found.rope_scaling.factor) == ("linear", 3.0)
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 5e3, "original_max_position_embeddings": 16}
-FACTORS = {"short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [4.0] * 4}
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
 ROPES = {
     "yarn": {"rope_scaling": {**YARN, "factor": 4.0}},
     "yarn with two scales": {
@@ -243,10 +259,6 @@ ROPES = {
         "rope_scaling": {**LONG, "factor": 9.0},
         "original_max_position_embeddings": 16,
     },
-    "longrope under its first name": {
-        "rope_scaling": {"type": "su", **FACTORS},
-        "original_max_position_embeddings": 16,
-    },
 }
 
 
@@ -256,13 +268,13 @@ def test_rotation_is_that_of_transformers_there_and_back(case):
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    found = architecture_from_hf({"model_type": "phi3", **LLAMA_SIZES, **ROPES[case]})
+    kind = "llama" if "yarn" in case else "phi3"
+    given = {"model_type": kind, **LLAMA_SIZES, **ROPES[case]}
+    found = architecture_from_hf(given)
     inverse = 1.0 / found.rotary_base ** (torch.arange(4) / 4)
     scaled = scaled_inverse_frequencies(inverse, found.rope_scaling, found.rotary_base)
-    for values in ({**LLAMA_SIZES, **ROPES[case]}, config_to_hf(found)[1]):
-        # Phi-3's class takes yarn for longrope.
-        kind = "llama" if "yarn" in case else "phi3"
-        config = AutoConfig.for_model(**{**values, "model_type": kind})
+    for values in (given, config_to_hf(found)[1]):
+        config = AutoConfig.for_model(**values)
         rope_type = config.rope_parameters["rope_type"]
         expected, factor = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu")
         torch.testing.assert_close(scaled, expected)

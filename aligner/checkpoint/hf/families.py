@@ -87,9 +87,9 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PARTIAL, _LAYERS = "partial_rotary_factor", "num_hidden_layers"
 # Settings that config.json lacks, or that matter only in training.
 _NOT_CARRIED = {"make_vocab_size_divisible_by", "family", "hidden_dropout", "attention_dropout"}
-# Other values that transformers treats as equal to the fixed value.
+# Key, fixed value (or family), and another value that transformers treats as equal to it.
 _SAME: tuple[tuple[str, Any, Any], ...] = (
-    *(("hidden_act", "silu", "swish"), ("hidden_act", "gelu_pytorch_tanh", "gelu")),
+    *(("hidden_act", "silu", "swish"), ("hidden_act", "gemma", "gelu")),
     *(("mlp_only_layers", [], None), ("use_bidirectional_attention", None, False)),
 )
 
@@ -615,7 +615,8 @@ def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
     family = family_of(config.get("model_type"))
     for key, value in family.fixed.items():
         setting = config.get(key, value)
-        if setting != value and (key, value, setting) not in _SAME:
+        is_same = any((key, of, setting) in _SAME for of in (value, family.model_type))
+        if setting != value and not is_same:
             raise CheckpointError(
                 f"{key}={setting!r} in config.json is not supported for {family.model_type}. "
                 f"Supported: {value!r}"
