@@ -104,9 +104,9 @@ class Family:
         table: names and layouts of the tensors.
         keys: architecture field → key of ``config.json``.
         defaults: transformers' values for keys that are absent in ``config.json``.
-        fixed: keys with their only supported value. An absent key counts as this value.
+        fixed: keys with their only supported value, which is written to ``config.json``. An absent
+            key counts as this value.
         implied: architecture fields that are equal for all models of the family.
-        written: keys that are always written to ``config.json`` with this value.
         equal: keys whose value must be the value of another key.
         rotary_percent: rotated share of a head if ``config.json`` does not give it. None: all, and
             ``config.json`` may not give another share.
@@ -123,7 +123,6 @@ class Family:
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any]
     implied: Mapping[str, Any] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)
     equal: Mapping[str, str] = field(default_factory=dict)
     rotary_percent: float | None = None
     scales_embeddings: bool = False
@@ -174,14 +173,14 @@ class Family:
     def write(self, architecture: GPTArchitecture) -> Config:
         """Return the ``config.json`` of an architecture."""
         # Some families have an id in their defaults, which a small vocabulary lacks.
-        config: Config = {"pad_token_id": None}
+        config: Config = {"pad_token_id": None, **self.fixed}
         config |= {key: getattr(architecture, name) for name, key in self.keys.items()}
         if self._is_gpt2:
             activations = {value: key for key, value in reversed(_GPT2_ACTIVATIONS.items())}
             activation = activations.get(architecture.activation, architecture.activation)
             config |= {"activation_function": activation, "embd_pdrop": architecture.hidden_dropout}
         else:
-            config |= {"hidden_act": "silu", **self._written_rope(architecture)}
+            config |= self._written_rope(architecture)
         # Keys with another form or meaning than the architecture's fields.
         if "moe_router_pre_softmax" in self.keys:
             config["moe_intermediate_size"] = architecture.expert_ffn_hidden_size
@@ -195,7 +194,7 @@ class Family:
         if "attention_scale" in self.keys and self.model_type.startswith("gemma"):
             config["query_pre_attn_scalar"] = round((architecture.attention_scale or 1.0) ** -2)
         names = {"model_type": self.model_type, "architectures": [self.model_class]}
-        return {**config, **self.written, **names}
+        return {**config, **names}
 
     def _read_windows(self, config: Config) -> dict[str, Any]:
         """Return the layers without a window, and the rotary base of the others."""
@@ -358,7 +357,6 @@ _QWEN3_MOE = Family(
     | {"moe_intermediate_size": 768, "norm_topk_prob": False},
     {**_QWEN3_FIXED, "decoder_sparse_step": 1, "mlp_only_layers": []},
     {"qk_layernorm": True},
-    _NO_WINDOW,
 )
 _LLAMA = Family(
     "llama",
@@ -376,7 +374,6 @@ _SQUARED_RELU: dict[str, Any] = {
     "table": UNGATED_MLP,
     "fixed": {"hidden_act": "relu2"},
     "implied": {"activation": "squared_relu"},
-    "written": {"hidden_act": "relu2"},
 }
 _GLM = _PLAIN.variant(
     "glm",
@@ -408,7 +405,6 @@ _LLAMA_LIKE = (
         | {"tie_word_embeddings": True},
         fixed={"hidden_act": "gelu_pytorch_tanh"},
         implied={"activation": "gelu_tanh", "normalization": "layernorm"},
-        written={"hidden_act": "gelu_pytorch_tanh"},
     ),
     _PLAIN.variant(
         "phi3",
@@ -450,7 +446,6 @@ _LLAMA_LIKE = (
         defaults={"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6}
         | {"max_position_embeddings": 32_768, "no_rope_layers": None},
         fixed=_NO_WINDOW,
-        written=_NO_WINDOW,
     ),
     _GLM,
     _PLAIN.variant(
@@ -506,7 +501,6 @@ _LLAMA_LIKE = (
         fixed={"hidden_act": "gelu_pytorch_tanh", "attention_bias": False}
         | {"use_bidirectional_attention": None},
         implied={"activation": "geglu_tanh", "normalization": "rmsnorm1p"},
-        written={"hidden_act": "gelu_pytorch_tanh"},
         scales_embeddings=True,
     ),
 )
@@ -529,7 +523,6 @@ _GEMMA3 = _LLAMA_LIKE[-1].variant(
     fixed={"hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": None}
     | {"attn_logit_softcapping": None},
     implied={"branch_norms": "both", "qk_layernorm": True},
-    written={"hidden_activation": "gelu_pytorch_tanh"},
     window_pattern=6,
     window_rotary_base=1e4,
 )
@@ -551,7 +544,6 @@ _FAMILIES = (
         _QWEN_DEFAULTS,
         {**_NO_WINDOW, **_SILU},
         {"bias_qkv": True},
-        _NO_WINDOW,
     ),
     Family(
         "qwen3",
@@ -561,7 +553,6 @@ _FAMILIES = (
         {**_QWEN_DEFAULTS, "head_dim": 128},
         _QWEN3_FIXED,
         {"qk_layernorm": True},
-        _NO_WINDOW,
     ),
     Family(
         "mixtral",
