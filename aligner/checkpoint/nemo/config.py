@@ -270,6 +270,9 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
         "hf_model_type": architecture.family,
         "layernorm_zero_centered_gamma": is_zero_centred or None,
         "softmax_scale": architecture.attention_scale,
+        "apply_embedding_scaling": architecture.embedding_multiplier
+        == architecture.hidden_size**0.5
+        or None,
         "no_rope_freq": layer_flags(architecture.layers_without_rope, architecture),
         "window_attn_skip_freq": layer_flags(
             architecture.layers_without_window, architecture, invert=True
