@@ -109,8 +109,8 @@ CASES = {
     ),
     "gemma3": (
         "gemma3_text",
-        {"head_dim": 12, "num_hidden_layers": 3, "sliding_window": 5, "query_pre_attn_scalar": 7}
-        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {"head_dim": 12, "num_hidden_layers": 4, "sliding_window": 5, "query_pre_attn_scalar": 7}
+        | {"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2]},
     ),
     "gemma3_scaled": (
         "gemma3_text",
