@@ -71,7 +71,7 @@ class ClusterConfig:
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse keys of the other engine, and workers not a multiple of the critic's layout."""
+        """Report keys of the other engine, and workers not a multiple of the critic's layout."""
         # Workers in the processes of the run.
         layouts_differ = run.value_parallel != run.model.parallel
         if self.engine == "local":

@@ -157,7 +157,7 @@ class EnvironmentConfig:
         return f"environment.factory={self.factory}"
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse settings that the kind does not support, and limits without room for a prompt."""
+        """Report settings that the kind does not support, and limits without room for a prompt."""
         yield from self.kind_class.problems(key, run)
         if not self.is_set:
             return

@@ -110,7 +110,7 @@ class GenerationConfig:
         return engine.resources(has_gpu=has_gpu, ahead=self.async_rollouts)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse invalid engines, and asynchronous rollouts without a correction."""
+        """Report invalid engines, and asynchronous rollouts without a correction."""
         try:
             engine = self.engine
         except ConfigError as error:

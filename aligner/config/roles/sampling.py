@@ -37,7 +37,7 @@ class LengthParams:
     """Fewest new tokens of a response."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse a lower limit above the upper limit."""
+        """Report a lower limit above the upper limit."""
         if self.min_length > self.max_length:
             yield (
                 f"{key}.min_length={self.min_length} exceeds {key}.max_length="
@@ -109,7 +109,7 @@ class KLLossConfig:
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse an estimator without gradient."""
+        """Report an estimator without gradient."""
         if self.coef > 0 and self.estimator == "k1":
             yield (
                 f"{key}.estimator=k1: the mean of its gradient is 0, so that the term does not "
@@ -164,7 +164,7 @@ class CorrectionConfig:
         return self != CorrectionConfig()
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse bounds that exclude a ratio of 1, and options that cancel one another."""
+        """Report bounds that exclude a ratio of 1, and options that cancel one another."""
         # Bounds.
         for name in ("bounds", "geometric_bounds"):
             bounds = getattr(self, name)
@@ -259,7 +259,7 @@ class RolloutConfig:
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse a number of responses that is not a multiple of the responses per prompt."""
+        """Report a number of responses that is not a multiple of the responses per prompt."""
         samples, per_prompt = self.num_rollout_samples, self.num_rollouts_per_prompt
         if samples % per_prompt:
             yield (
@@ -281,7 +281,7 @@ class PolicyRSConfig(RolloutConfig):
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also more selected responses than sampled responses."""
+        """Also report more selected responses than sampled responses."""
         yield from super().problems(key, run)
         if self.top_n_rollouts > self.num_rollouts_per_prompt:
             yield (
@@ -368,7 +368,7 @@ class PolicyPPOConfig(RolloutConfig):
         return self.ratio_eps, self.ratio_eps
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also arguments without a loss, and recording that has no effect."""
+        """Also report arguments without a loss, and recording that has no effect."""
         yield from super().problems(key, run)
         if self.loss_kwargs and self.loss is None:
             yield (
