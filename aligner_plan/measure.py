@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.config import LengthParams, SamplingOptions
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.models.gpt.decode.responses import Responses
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.worker import RoleWorker

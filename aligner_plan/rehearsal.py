@@ -41,10 +41,10 @@ from aligner.data.preferences import Pair, PairDataset
 from aligner.data.prompts import Prompt, PromptDataset
 from aligner.data.ratings import Rated, RatedDataset
 from aligner.data.supervised import Example, ExampleDataset
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.named_sharding import layout_of
 from aligner.distributed.workers import LocalFuture
 from aligner.errors import ConfigError, LayoutError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.observe.metrics import PhaseTimers
 from aligner_plan.options import PlanConfig, with_length
 from aligner_plan.roles import Column, Phase, PlannedRole, PlannedRun

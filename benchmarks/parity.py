@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from benchmarks.common import ROOT, log
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from aligner.config import ModelConfig, OptimConfig
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.workers import LocalCluster
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 from benchmarks.common import stdout_reserved

@@ -34,7 +34,6 @@ MOVED = {
     "environments.interpreter": "examples.tasks.python_tool",
     "environments.traces": "examples.tasks.calculator",
     "environments.sandbox": "examples.tasks.sandbox",
-    "data.tokenizers.byte_tokenizer": "examples.tasks.byte_tokenizer",
     "data.reasoning_gym": "examples.tasks.reasoning",
     "rewards.reasoning_gym": "examples.tasks.reasoning",
     "environments.tools": "examples.tasks.calculator",  # some of its names

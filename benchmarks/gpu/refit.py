@@ -21,8 +21,8 @@ if __name__ == "__main__":
     machine.choose_device()
 
 from aligner.config import ModelConfig
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.models.gpt import MegatronGPTActorModel
 from aligner.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
 from aligner.parallel.groups import initialize_parallel

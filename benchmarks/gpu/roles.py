@@ -8,8 +8,8 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import LengthParams, OptimConfig
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.models.gpt import MegatronGPTModel
 from aligner.models.gpt.role.settings import RoleSettings
 

@@ -4,8 +4,8 @@ The function is called without arguments and returns a tokenizer of transformers
 (`aligner.data.tokenizers.tokenizer`), whose files are saved in the trained ``.nemo``.
 """
 
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 
 
 def by_line() -> Tokenizer:

@@ -15,7 +15,7 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 
 TINY_ARCHITECTURE = GPTArchitecture(
     num_layers=4,

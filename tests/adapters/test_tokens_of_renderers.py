@@ -20,12 +20,12 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from aligner.checkpoint.model_source import open_model
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.environments.calls import FORMS, form_of, parse_calls
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.protocol import Start, Turn
 from aligner.environments.tools import json_schema
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.calculator import calculator
 
 pytestmark = pytest.mark.extended

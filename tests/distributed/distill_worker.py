@@ -18,8 +18,8 @@ from aligner.config import DistillRunConfig, parse_config
 from aligner.data.dataset import PromptSampler, Split
 from aligner.data.prompts import PromptDataset
 from aligner.data.supervised import ExampleDataset
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.workers import LocalCluster
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
 from aligner.observe.metrics import PhaseTimers

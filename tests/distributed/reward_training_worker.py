@@ -24,9 +24,9 @@ from aligner.config import (
 from aligner.data.preferences import PairDataset, collate_pairs
 from aligner.data.ratings import Rated, collate_rated
 from aligner.data.readers import Row
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.form_pairs import form_pairs
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from aligner.models.gpt.role.settings import RunSettings

@@ -30,8 +30,8 @@ from aligner.checkpoint.run_state.worker_state import (
     load_worker_state,
 )
 from aligner.config import OptimConfig, ParallelConfig
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import DamagedStateError, StorageError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss

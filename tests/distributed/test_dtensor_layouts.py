@@ -17,7 +17,7 @@ import torch
 from ranks import run_ranks
 
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 
 WORKER = Path(__file__).with_name("dtensor_worker.py")

@@ -11,7 +11,7 @@ from role_checks import assert_same, launch
 from role_worker import train_both
 
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 
 UNTIED = dataclasses.replace(

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 
 DENSE = dataclasses.replace(

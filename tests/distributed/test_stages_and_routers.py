@@ -10,7 +10,7 @@ from test_moe_layouts import ARCHITECTURE
 
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.config import OptimConfig
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo

@@ -25,9 +25,9 @@ import torch
 
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.config import LengthParams, LoraConfig, OptimConfig, ParallelConfig, SamplingParams
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.distillation import DistillationLoss
 from aligner.losses.policy import PPOPolicyLoss

@@ -17,8 +17,8 @@ import torch
 
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import LengthParams, LoraConfig, OptimConfig, SamplingParams
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.reward import BradleyTerryLoss

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from aligner.checkpoint.adapters import MergedWeights, read_adapters
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.config import RunConfig, SFTRunConfig, load_config
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.observe.metrics import read_metrics
 

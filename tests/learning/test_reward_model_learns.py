@@ -17,8 +17,8 @@ from hydra import compose, initialize_config_dir
 from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.algorithms.reward_model.build import train_reward_model
 from aligner.config import RewardRunConfig, load_config
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import RewardServerError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.form_pairs import form_pairs
 from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
 from aligner.models.gpt.megatron.reward import SequenceForm

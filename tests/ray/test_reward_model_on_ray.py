@@ -5,7 +5,7 @@ import torch
 from runs import ON_RAY, train
 
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.ray_heavy, pytest.mark.timeout(1200)]

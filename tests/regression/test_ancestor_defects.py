@@ -24,10 +24,10 @@ from aligner.config import (
     parse_config,
 )
 from aligner.data.prompts import PromptBatch
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError, DamagedStateError, NonFiniteError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss

@@ -9,8 +9,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 
 QWEN = (
     "{% if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}{% for t in tools %}"

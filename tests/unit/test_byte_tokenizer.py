@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
 

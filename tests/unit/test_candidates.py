@@ -10,10 +10,10 @@ import torch
 from aligner.algorithms.distill.build import check_teacher
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import DistillRunConfig, TeacherConfig, parse_config
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.data.tokenizers.tokenizer import differing_token
 from aligner.errors import ConfigError, DataError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.models.gpt.forward import token_logprobs as candidates
 from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout

@@ -16,9 +16,9 @@ from aligner.data.preferences import PairDataset
 from aligner.data.prompts import PromptDataset
 from aligner.data.ratings import RatedDataset
 from aligner.data.supervised import ExampleDataset, encode_chat, encode_pair
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.errors import DataError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.rewards.sequences import SequenceEncoder
 
 LLAMA2 = (

@@ -6,11 +6,11 @@ import pytest
 from test_chat_data import prepending
 from test_environment_config import loaded
 
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files, with_chat_template
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.protocol import Start, Turn
 from aligner.errors import ConfigError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 
 KEY = "environment.chat_template"
 OWN = (

@@ -12,10 +12,10 @@ from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.config import LengthParams, ModelConfig, PolicyPPOConfig, SamplingParams
 from aligner.config.validation import ValidationConfig
 from aligner.data.supervised import encode_chat
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.decoding import decode_response
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.errors import TokenizerError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.dtensor.actor import DTensorActorModel

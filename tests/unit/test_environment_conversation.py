@@ -11,13 +11,13 @@ from functools import partial
 import pytest
 from test_chat_data import LLAMA2, MISTRAL, R1, WITH_TOOLS, chatml, prepending
 
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.data.tokenizers.tokenizer import encode_fragment
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.protocol import Start, Turn
 from aligner.environments.tools import HOW_TO_CALL
 from aligner.errors import DataError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.serving.sessions import Session
 
 WORDS = ["two", "and", "four", "ab", "five more"]

@@ -20,13 +20,13 @@ from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.config import LengthParams, SamplingParams
 from aligner.config.environment import EnvironmentConfig
 from aligner.data.prompts import Prompt, collate_prompts
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments import Start, Turn
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.pool import Answer, EnvironmentPool, Failure
 from aligner.environments.worker import Host
 from aligner.errors import EnvironmentCallError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
 MOST = 4  # tokens of a response

@@ -6,6 +6,7 @@ import pytest
 from test_chat_data import chatml
 from transformers.utils import get_json_schema
 
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.environments.calls import (
     ToolCall,
     before_calls,
@@ -16,7 +17,6 @@ from aligner.environments.calls import (
 from aligner.environments.tools import ToolEnv, json_schema
 from aligner.environments.worker import load_factory
 from aligner.errors import ConfigError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.calculator import Calculation, calculator
 from aligner.examples.tasks.games import GuessingGame, guessing_games
 

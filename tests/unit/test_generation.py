@@ -7,9 +7,9 @@ import torch
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import LengthParams, SamplingParams
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.errors import ConfigError, DataError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.models.gpt.decode.generator import Generator
 from aligner.models.gpt.decode.sampling import counter_uniforms, inverse_cdf
 from aligner.models.gpt.megatron.build import build_gpt

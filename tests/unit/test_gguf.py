@@ -7,9 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
+from aligner.data.tokenizers.byte_tokenizer import _byte_characters
 from aligner.data.tokenizers.loading import load_tokenizer
 from aligner.errors import CheckpointError
-from aligner.examples.tasks.byte_tokenizer import _byte_characters
 
 SIZES = {
     "num_hidden_layers": 2,

@@ -20,8 +20,8 @@ from aligner.checkpoint.hf.families import architecture_from_hf, config_to_hf
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
 from aligner.checkpoint.hf.tensors import join_qkv, part_qkv
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError, StorageError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.megatron.build import build_gpt

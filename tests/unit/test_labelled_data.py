@@ -7,8 +7,8 @@ import torch
 from loaded import load_set
 
 from aligner.data.labelled import LabelledDataset, collate_labelled
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import DataError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 
 ROWS = [
     {"prompt": "2+3=", "response": "5", "label": True},

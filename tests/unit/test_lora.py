@@ -16,8 +16,8 @@ from aligner.checkpoint.adapters import (
 from aligner.checkpoint.gpt_weights import GatheredWeights
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.config import LengthParams, LoraConfig, OptimConfig, SamplingParams
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss

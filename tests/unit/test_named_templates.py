@@ -5,9 +5,9 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import load_tokenizer, tokenizer_from_files
 from aligner.environments.calls import form_of
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 
 PLAIN = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
 TOOLS = (

@@ -13,8 +13,8 @@ from test_nemo_kinds import GPT, LLAMA, NEMOTRON, distinct_weights
 from aligner.architecture import GPTArchitecture, RopeScaling
 from aligner.checkpoint.nemo.config import architecture_from_config, config_from_architecture
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import CheckpointError, StorageError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, write_tiny_nemo
 from aligner.models.gpt.megatron.build import transformer_config
 from aligner.parallel.groups import initialize_parallel

@@ -11,9 +11,9 @@ from aligner.data.preferences import PairDataset
 from aligner.data.prompts import PromptDataset
 from aligner.data.readers import read_rows
 from aligner.data.supervised import ExampleDataset
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.errors import DataError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 
 TEMPLATE = (
     "{% if tools %}{{ 'TOOLS ' + (tools | tojson) }}{% endif %}{% for m in messages %}"

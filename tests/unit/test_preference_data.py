@@ -9,8 +9,8 @@ from loaded import load_set
 from aligner.algorithms.reward_model.build import kind_of
 from aligner.config import RewardRunConfig, parse_config
 from aligner.data.preferences import OrderedPairDataset, PairDataset, collate_pairs
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import DataError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 
 ROWS = [
     {"prompt": "2+3=", "chosen": "5", "rejected": "66", "good": 0.9, "bad": 0.25},

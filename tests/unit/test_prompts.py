@@ -11,8 +11,8 @@ from pyarrow import parquet
 from aligner.data.chat import parse_messages
 from aligner.data.prompts import PromptDataset
 from aligner.data.readers import read_rows
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, DataError, TokenizerError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 
 ROWS = [
     {"prompt": "2+3=", "ground_truth": "5", "level": 1},

@@ -15,8 +15,8 @@ from aligner.algorithms.rollout.rollout import score
 from aligner.algorithms.rollout.trajectories import rollout_batch
 from aligner.config import TrainerPPOConfig
 from aligner.config.algorithms.trainer import AdvantageConfig, ImproperEndConfig
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.losses.advantages import generalized_advantage_estimate
 from aligner.serving.sessions import Session
 

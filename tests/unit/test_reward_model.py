@@ -14,9 +14,9 @@ from aligner.config import TrainedModelConfig, parse_config
 from aligner.config.run import RewardRunConfig, RunConfig
 from aligner.data.preferences import PairDataset
 from aligner.data.ratings import RatedDataset, collate_rated
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.errors import CheckpointError, ConfigError, DataError, RewardError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.models.gpt import MegatronGPTCriticModel, MegatronGPTRewardModel, load_from_nemo
 from aligner.models.gpt.megatron.reward import SequenceForm, Standardization
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings

@@ -19,9 +19,9 @@ import torch
 from servers import bound_port, started
 
 from aligner.config import RewardServerConfig
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, RewardError, RewardServerError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.http.tokens import read_token
 from aligner.rewards.server.client import RemoteReward, RewardClient
 from aligner.rewards.server.wire import WireSample

@@ -14,9 +14,9 @@ from aligner.algorithms.run.run import prepare_log_dir
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import RunConfig
 from aligner.config.load import load_config
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import with_chat_template
 from aligner.errors import ConfigError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from tests.unit.test_run_directory import (  # noqa: F401
     begun,
     configured,

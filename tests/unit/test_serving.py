@@ -18,8 +18,8 @@ import pytest
 from aligner.algorithms.ask.generate import generate
 from aligner.algorithms.ask.serve import start_server
 from aligner.config import GenerateConfig, ServeConfig, parse_config
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
 PROMPTS = ["12+3=", "hello", "1"]

@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.environments.calls import parse_calls
 from aligner.environments.trajectory import Limits
 from aligner.errors import DataError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.generation.rows import Progress
 from aligner.serving.answers import ChatAnswer, Choice, CompletionAnswer
 from aligner.serving.requests import ChatRequest, chat_messages, read_request

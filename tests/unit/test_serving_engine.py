@@ -16,9 +16,9 @@ import torch
 from chat_families import FAMILIES
 
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import NonFiniteError, WorkerDiedError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.generation.batching import EngineSettings, ServingEngine
 from aligner.generation.rows import Row, RowJob
 from aligner.http.queue import JobQueue

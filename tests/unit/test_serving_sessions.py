@@ -6,8 +6,8 @@ The engine's answers are written down, and so is what each trajectory must be.
 import pytest
 from test_serving_engine import CHAT, TEXT, serving, texts
 
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import NonFiniteError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.serving.sessions import Session
 
 TOKENIZER = byte_level_tokenizer()

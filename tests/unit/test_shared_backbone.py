@@ -9,8 +9,8 @@ from hydra import compose, initialize_config_dir
 
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.config import CriticConfig, ModelConfig, RunConfig, TrainedModelConfig, load_config
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights, write_tiny_nemo
 from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings

@@ -25,10 +25,10 @@ from aligner.config import (
     SamplingParams,
     SequencePackingConfig,
 )
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.sequences import build_prefix_tree
 from aligner.distributed.workers import LocalCluster
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.losses.distillation import DistillationLoss
 from aligner.losses.policy import PPOPolicyLoss

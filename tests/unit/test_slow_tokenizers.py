@@ -10,10 +10,10 @@ from transformers import AutoTokenizer, LlamaTokenizer
 from aligner.checkpoint.convert import convert
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.data.tokenizers import loading
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import load_tokenizer, tokenizer_from_files
 from aligner.data.tokenizers.tokenizer import is_tokenizer_file
 from aligner.errors import TokenizerError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 
 CHARACTERS = "abtheox  THE \n\t0123456789.,!?'éß漢字😀👍🏽\u00a0\u3000\u200d\u0301İﬁ½_<>|[]▁"
 PIECES = ["<|endoftext|>", "<|im_end|>", "<s>", "</s>", "[SEP]", " the", "12", "  ", "I'LL", "\r\n"]

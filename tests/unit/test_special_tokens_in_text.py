@@ -21,12 +21,12 @@ from aligner.data.ratings import RatedDataset
 from aligner.data.readers import Row
 from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.supervised import ExampleDataset
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.hf import HuggingFaceTokenizer
 from aligner.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.protocol import Start, Turn
 from aligner.errors import DataError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.http.application import blame_sender
 from aligner.serving.served import Served
 

@@ -13,8 +13,8 @@ from aligner.data.supervised import (
     encode_pair,
     response_note,
 )
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, DataError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 
 CHAT = [
     {"role": "system", "content": "Add."},

@@ -14,12 +14,12 @@ from aligner.config import GenerateConfig, RunConfig, SFTRunConfig, parse_config
 from aligner.data.chat import render
 from aligner.data.readers import Row
 from aligner.data.supervised import make_example
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.clock import fixed_time
 from aligner.data.tokenizers.loading import tokenizer_from_files, with_template_kwargs
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.protocol import Start
 from aligner.errors import ConfigError, DataError
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.serving.requests import ChatRequest, TokenizeRequest, read_request
 from aligner.serving.served import Served
 

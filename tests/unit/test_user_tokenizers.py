@@ -7,7 +7,7 @@ from aligner.data.tokenizers.loading import named_tokenizer
 from aligner.errors import ConfigError
 
 TOKENIZERS = """
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 
 def good():
     return byte_level_tokenizer()

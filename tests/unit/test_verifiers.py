@@ -4,9 +4,9 @@ import pytest
 from loaded import load_set
 
 from aligner.data.prompts import PromptDataset
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, RewardError
 from aligner.examples.tasks import exact_number, reasoning
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
 from aligner.rewards import math_verify, regex_format
 from aligner.rewards.function.runner import RewardFunction
 

@@ -16,7 +16,7 @@ from leftovers import living_actors, processes_of, reserved_groups, session_fold
 from vllm_roles import WIDE
 
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.examples.tasks.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import random_weights
 
 
