@@ -43,9 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Fail unit tests that start a process or build a model."""
+    """In `make unit`, fail tests that start a process or build a model."""
     global _is_unit_test
-    _is_unit_test = item.get_closest_marker("unit") is not None
+    _is_unit_test = item.config.getoption("markexpr") == "unit"
     with _without_models_and_processes() if _is_unit_test else nullcontext():
         yield
     _is_unit_test = False
