@@ -58,6 +58,7 @@ def write_nonfinite(
         update: index of the mini-batch in the role's pass over the rollout, from 0.
         updates: number of optimizer updates that the role has made in its life.
     """
+    # The offending rows, with their values and texts.
     rows = offending_rows(batch)
     tensors = {
         name: value.detach().cpu()[rows]

@@ -162,6 +162,7 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
     text = f"{setting}: cannot be read as text"
     with raised_as(ConfigError, text, OSError, UnicodeDecodeError):
         template = Path(path).expanduser().read_text(encoding="utf-8-sig")
+    # Replace the template in the files, because the trained model stores the files.
     files = tokenizer.files()
     if "tokenizer.json" not in files:
         raise ConfigError(

@@ -159,6 +159,7 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
                 "policy.generation is not set, so that sampling is not configured. Set its "
                 "max_new_tokens, temperature, top_p and top_k"
             )
+        # Sample on all ranks, and join the shares in the order of the prompts.
         results, _ = run_sharded(
             self.worker_group,
             PolicyWorker.generate,
