@@ -75,6 +75,7 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
     stem = key.replace(".", "_")
     name = getattr(value, "__name__", "")
     name = name if name.isidentifier() else "value"
+    # Code of a module that the run cannot import travels in the pickle.
     module = sys.modules.get(getattr(value, "__module__", None) or "__main__")
     by_value = module is not None and not _is_on_path(module.__name__)
     try:
@@ -89,6 +90,7 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
+    # The pickle, and the module that loads it.
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{stem}.pickle").write_bytes(pickled)
     source = textwrap.indent("\n".join(_sources(name, value)), "# ", lambda line: True)

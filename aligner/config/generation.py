@@ -142,6 +142,7 @@ class GenerationConfig:
                 "per step is unknown with trainer.ppo.dynamic_sampling.enabled=true. Set one of "
                 "them to false"
             )
+        # Correction of the older weights.
         if ppo.truncated_importance_sampling is None and not ppo.correction.is_on:
             yield (
                 f"{key}.async_rollouts=true samples with the weights of the previous update and "

@@ -85,6 +85,7 @@ def write_nonfinite(
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise storage_error(path.parent, error) from error
+    # The tensors first, so that a report always has its tensors.
     write_tree(path.with_suffix(".pt"), normalise(tensors, "batch"))
     write_json(path, report)
     return path

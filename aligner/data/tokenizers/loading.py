@@ -55,6 +55,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return tokenizer_from_files(gguf_tokenizer_files(path), origin=str(path))
     if path.suffix == ".model":
         return tokenizer_from_files({path.name: path.read_bytes()}, origin=str(path))
+    # A Hugging Face directory, or a file that lies in one.
     directory = path if path.is_dir() else path.parent
     files = _read_known_files(directory)
     if path.is_file():

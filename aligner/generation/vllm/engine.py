@@ -171,6 +171,7 @@ class VllmEngine:
                         running.discard(row)
                         if self._record_kept and not greedy:
                             check_sets(response.kept_ids, response.tokens)
+            # No request may be left for the next call.
             self._drain()
             return responses
         except Exception:

@@ -93,6 +93,7 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         run = run or RunSettings()
         check_policy_backend(backend, config)
         tokenizer = as_tokenizer(tokenizer)
+        # End tokens of a mapping, in addition to those of the tokenizer.
         self._published = published
         if published is not None and published.stop_token_ids:
             stop_ids = published.stop_token_ids  # in addition to the tokenizer's end tokens
