@@ -200,6 +200,7 @@ def _call(name: str, callback: Callback, hook: str, *arguments: Any) -> Any:
 
 
 def _construct(key: str, name: str, entry: CallbackConfig) -> Callback:
+    # Import the class and construct the callback.
     factory = load_function(entry.callback, key=key, kind="class")
     remedy = f"Give arguments as {key}={{callback: {entry.callback}, kwargs: {{NAME: VALUE}}}}"
     callback = construct(factory, entry.kwargs, name, remedy)

@@ -58,6 +58,7 @@ def write_nonfinite(
         update: index of the mini-batch in the role's pass over the rollout, from 0.
         updates: number of optimizer updates that the role has made in its life.
     """
+    # The offending rows, with their values and texts.
     rows = offending_rows(batch)
     tensors = {
         name: value.detach().cpu()[rows]
@@ -82,6 +83,7 @@ def write_nonfinite(
     path = unused_path(folder / "nonfinite" / f"{name}.json")
     with storing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
+    # The tensors first, so that a report always has its tensors.
     write_tree(path.with_suffix(".pt"), normalise(tensors, "batch"))
     write_json(path, report)
     return path

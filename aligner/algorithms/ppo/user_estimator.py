@@ -154,6 +154,7 @@ class UserEstimator:
             "discount_factor": 1.0,
             "gae_lambda": 0.95,
         }
+        # An exception of the function names the arguments that it received.
         names = ", ".join([*self._names, *self._kwargs])
         call = f"a test rollout of {rows} responses to 2 prompts with the arguments {names}"
         with user_errors(str(self), call):
