@@ -49,6 +49,7 @@ def our_logits(weights, architecture, tokens):
         return gpt(tokens, positions, None)[..., : architecture.vocab_size]
 
 
+@pytest.mark.integration
 def test_logits_equal_transformers(model_folder):
     model, folder = model_folder
     tokens = torch.randint(259, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -72,6 +73,7 @@ def reference_logprobs(model, ids):
     return torch.nn.functional.pad(logits[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2), (1, 0))
 
 
+@pytest.mark.integration
 def test_packed_and_shared_prefixes_equal_transformers(model_folder, role):
     ids = torch.randint(259, (6, 46), generator=torch.Generator().manual_seed(2))
     ids[1:3, :40] = ids[0, :40]
@@ -86,6 +88,7 @@ def test_packed_and_shared_prefixes_equal_transformers(model_folder, role):
     assert (actual - expected)[inside].abs().max() < 1e-4
 
 
+@pytest.mark.integration
 def test_generated_tokens_are_those_of_transformers(model_folder, role):
     model, _ = model_folder
     prompts = torch.randint(259, (5, 9), generator=torch.Generator().manual_seed(4))
@@ -109,6 +112,7 @@ def test_generated_tokens_are_those_of_transformers(model_folder, role):
     assert (output.logprobs[:, 1:] - best)[sampled[:, 1:]].abs().max() < 1e-4
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_round_trip_through_nemo_is_exact(model_folder, tmp_path, dtype):
     """Tensors bit for bit, tokenizer byte for byte, a configuration that reads alike."""
@@ -348,6 +352,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.integration
 def test_conversion_scripts(tmp_path):
     """Both command lines, one after the other, and an error without a traceback."""
 
@@ -394,6 +399,7 @@ def test_convert_tells_the_direction_by_the_suffix(tmp_path, tiny_nemo):
         convert(tmp_path / "hf", tmp_path / "other")
 
 
+@pytest.mark.integration
 def test_a_directory_is_loaded_as_its_nemo_is(tmp_path, tiny_nemo):
     """By megatron-core's roles too; what reads `.nemo` files alone names the converter."""
     convert(tiny_nemo, tmp_path / "hf")

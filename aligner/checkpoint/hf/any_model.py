@@ -1,4 +1,4 @@
-"""Hugging Face directories of models that only transformers builds, read and written by transformers.
+"""Hugging Face directories of models that only transformers builds.
 
 Names and layouts in the files may differ from those of the module. transformers converts them both
 ways. The weights of such a model are named as in the module.
