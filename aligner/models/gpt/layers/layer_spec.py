@@ -163,9 +163,7 @@ def moe_spec(config: TransformerConfig, linears: MLPSubmodules, grouped: bool) -
     """Return the spec of experts, with grouped products if ``grouped`` and a kernel allow it."""
     kind = GroupedExperts if grouped and can_group(config) else SequentialMLP
     experts = ModuleSpec(module=kind, submodules=linears)
-    # Without adapters, which are per expert.
-    plain = MLPSubmodules(linear_fc1=ColumnLinear, activation_func=SwiGLU, linear_fc2=RowLinear)
-    shared = ModuleSpec(module=SharedExpertMLP, submodules=plain)
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
     submodules = MoESubmodules(experts=experts, shared_experts=shared)
     return ModuleSpec(module=MoELayer, submodules=submodules)
 
