@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch.distributed.nn.functional
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.jit import jit_fuser
 from megatron.core.tensor_parallel import layers as megatron_layers
@@ -190,7 +190,11 @@ class AllHeadsNorm(nn.Module):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, heads: int
     ) -> None:
         super().__init__()
-        self.size, self.ranks, self.eps = heads * hidden_size, config.tensor_model_parallel_size, eps
+        self.size, self.ranks, self.eps = (
+            heads * hidden_size,
+            config.tensor_model_parallel_size,
+            eps,
+        )
         weight = nn.Parameter(torch.ones(self.size // self.ranks, dtype=config.params_dtype))
         megatron_layers.set_tensor_model_parallel_attributes(weight, True, 0, 1)
         self.all_heads = nn.ParameterDict({"weight": weight})

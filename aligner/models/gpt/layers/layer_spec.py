@@ -40,7 +40,14 @@ from aligner.errors import ConfigError
 from aligner.kernels.linear_product import ColumnLinear, RowLinear
 from aligner.logprobs.output_layer import ready_weight
 from aligner.models.gpt.layers.attention import CoreAttention
-from aligner.models.gpt.layers.elementwise import AllHeadsNorm, BranchAdd, FinalNorm, GPTConfig, Norm, SwiGLU
+from aligner.models.gpt.layers.elementwise import (
+    AllHeadsNorm,
+    BranchAdd,
+    FinalNorm,
+    GPTConfig,
+    Norm,
+    SwiGLU,
+)
 from aligner.models.gpt.layers.short_attention import ShortSelfAttention
 from aligner.models.gpt.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 
@@ -139,12 +146,10 @@ def has_transformer_engine() -> bool:
     return accelerator.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def uses_transformer_engine(
-    spec: LayerSpec, lora: LoraConfig | None, config: GPTConfig
-) -> bool:
+def uses_transformer_engine(spec: LayerSpec, lora: LoraConfig | None, config: GPTConfig) -> bool:
     """Return whether layers use Transformer Engine.
 
-    Its fused linears do not support adapters, and it has no norms over all heads or after a branch, and
+    Its fused linears do not support adapters. It has no norms over all heads or after a branch, and
     no second rotary base.
     """
     if spec == "transformer_engine" and not has_transformer_engine():
