@@ -232,7 +232,7 @@ def test_an_unsupported_family_lists_the_supported(tmp_path):
         ),
         (
             {"model_type": "olmo3", "layer_types": ["full_attention", "sliding_attention"]}
-            | {"rope_parameters": {"sliding_attention": YARN, "full_attention": YARN}},
+            | {"rope_parameters": {"sliding_attention": YARN}},
             "rope type 'yarn' of sliding_attention layers",
         ),
         ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias=False"),
