@@ -15,8 +15,8 @@ from aligner.data.chat import render
 from aligner.data.readers import Row
 from aligner.data.supervised import make_example
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.data.tokenizers.clock import fixed_time
 from aligner.data.tokenizers.loading import tokenizer_from_files, with_template_kwargs
+from aligner.data.tokenizers.tokenizer import fixed_time
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.protocol import Start
 from aligner.errors import ConfigError, DataError

@@ -32,7 +32,7 @@ from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config.parse import without_new_defaults
 from aligner.data.dataset import PromptSampler
-from aligner.data.tokenizers.clock import TEMPLATE_TIME
+from aligner.data.tokenizers.tokenizer import TEMPLATE_TIME
 from aligner.device import accelerator
 from aligner.distributed.step import training_step
 from aligner.errors import CheckpointError, DamagedStateError, NonFiniteError
