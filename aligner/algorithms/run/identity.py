@@ -213,17 +213,14 @@ def _content(source: Any, content: str | None) -> dict[str, Any]:
 
 def _same_content(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
     """Compare contents and function names, or file names if a content is unknown."""
-    names = [_file_names(entry["source"]) for entry in (new, old)]
+    sources = [entry["source"] for entry in (new, old)]
+    sources = [source if isinstance(source, list) else [source] for source in sources]
+    names = [[str(part).rpartition("/")[2] for part in parts] for parts in sources]
     if None in (new["content"], old["content"]):
         return names[0] == names[1]
     functions = [[name.partition(":")[2] for name in part] for part in names]
     contents = [_current(entry["content"]) for entry in (new, old)]
     return contents[0] == contents[1] and functions[0] == functions[1]
-
-
-def _file_names(source: Any) -> list[str]:
-    parts = source if isinstance(source, list) else [source]
-    return [str(part).rpartition("/")[2] for part in parts]
 
 
 def _code_content(key: str, value: Any) -> str | None:
