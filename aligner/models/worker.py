@@ -7,6 +7,7 @@ same on every process of a model-parallel group.
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aligner.checkpoint.adapters import adapters_beside
+from aligner.architecture import TransformersArchitecture
+from aligner.checkpoint.hf.any_model import save_any
 from aligner.checkpoint.hf.model_folder import save_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.run_state.worker_state import (
@@ -311,12 +314,17 @@ class RoleWorker(Generic[RoleT]):
         """
         note_unused("save_checkpoint", kwargs)
         self._restore_weights()
-        # The suffix selects the format.
-        if weights_path.endswith(".nemo"):
+        # The suffix selects the format, unless only a directory can contain the model.
+        architecture = self.model.architecture
+        if isinstance(architecture, TransformersArchitecture):
+            folder = Path(weights_path.removesuffix(".nemo"))
+            weights, files = self.model.whole_weights(), self._tokenizer().files()
+            on_rank_zero(lambda: save_any(folder, weights, architecture, files))
+        elif weights_path.endswith(".nemo"):
             self.model.save_to(weights_path)
         else:
             weights, files = self.model.whole_weights(), self._tokenizer().files()
-            on_rank_zero(lambda: save_hf(weights_path, weights, self.model.architecture, files))
+            on_rank_zero(lambda: save_hf(weights_path, weights, architecture, files))
         if self.model.settings.lora is not None:
             self.model.save_adapters(adapters_beside(weights_path))
         if optimizer_path is not None:

@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 
 from aligner.algorithms.run.engine import Workers
-from aligner.architecture import GPTArchitecture
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.adapters import adapter_shapes, check_same, read_adapters
 from aligner.checkpoint.canonical import expected_shapes
+from aligner.checkpoint.hf.any_model import parameter_shapes, require_megatron
 from aligner.checkpoint.model_source import open_model
 from aligner.config import (
     BaseRunConfig,
@@ -40,6 +41,8 @@ def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture
         ConfigError: ``environment.chat_template`` or ``data.chat_template_kwargs`` cannot be used.
     """
     tokenizer, architecture = describe_model(config.model)
+    if config.policy.backend == "megatron":
+        require_megatron(architecture)
     if isinstance(config, SamplingRunConfig) and config.environment.chat_template is not None:
         template, key = config.environment.chat_template, "environment.chat_template"
         tokenizer = with_chat_template(tokenizer, template, key=key)
@@ -70,7 +73,9 @@ def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitectur
 
 def count_parameters(architecture: GPTArchitecture) -> int:
     """Return the number of parameters of the model, without a role's head."""
-    return sum(math.prod(shape) for shape in expected_shapes(architecture).values())
+    is_own = isinstance(architecture, TransformersArchitecture)
+    shapes = parameter_shapes(architecture) if is_own else expected_shapes(architecture)
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def check_lengths(

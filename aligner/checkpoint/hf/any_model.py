@@ -1,4 +1,4 @@
-"""Hugging Face directories of models that only transformers builds, read and written by transformers.
+"""Hugging Face directories of models that only transformers builds.
 
 Names and layouts in the files may differ from those of the module. transformers converts them both
 ways. The weights of such a model are named as in the module.
@@ -20,7 +20,7 @@ from aligner.checkpoint.canonical import Shape, Weights, misfits
 from aligner.checkpoint.hf.model_folder import new_folder, read_json, read_tokenizer_files
 from aligner.checkpoint.nemo.config import Config, config_from_architecture
 from aligner.data.tokenizers.loading import tokenizer_from_files
-from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, Tokenizer
 from aligner.errors import CheckpointError, raised_as
 
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ def read_any(folder: Path) -> TransformersSource:
     settings = read_json(folder / "config.json")
     architecture = architecture_of(settings, str(folder))
     source = TransformersSource(folder, architecture, read_tokenizer_files(folder, settings))
-    size = source.tokenizer.vocab_size if source.tokenizer_files else 0
+    has_tokenizer = source.tokenizer_files.keys() - {GENERATION_CONFIG}
+    size = source.tokenizer.vocab_size if has_tokenizer else 0
     if size > architecture.vocab_size:
         raise CheckpointError(
             f"the tokenizer in {str(folder)!r} has {size} tokens, but vocab_size="

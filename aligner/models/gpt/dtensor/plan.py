@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from aligner.architecture import GPTArchitecture
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.config import ParallelConfig
 from aligner.errors import ConfigError, LayoutError
@@ -38,6 +38,13 @@ def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, train
 
     ``trained``: whether the role is trained. Otherwise the checkpoint's dropout (None) is ignored.
     """
+    if isinstance(architecture, TransformersArchitecture):
+        if dropout:
+            raise ConfigError(
+                f"model.dropout={dropout:g}: {architecture.family} models are trained without "
+                "dropout. Set it to 0"
+            )
+        return
     hidden = architecture.with_dropout(dropout).hidden_dropout
     family = config_to_hf(architecture)[0].model_type
     if hidden and family in LLAMA_LIKE and (trained or dropout is not None):

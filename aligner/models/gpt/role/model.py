@@ -164,7 +164,7 @@ class RoleModel:
         """Rules for the layout of micro-batches."""
         return LayoutRules.of(
             self.parallel,
-            packed=self.settings.sequence_packing,
+            packed=self.settings.sequence_packing is True,
             sequence_length_round=self.settings.sequence_length_round,
             shared_prefixes=self.shares_prefixes,
         )
