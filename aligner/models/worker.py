@@ -317,9 +317,13 @@ class RoleWorker(Generic[RoleT]):
         # The suffix selects the format, unless only a directory can contain the model.
         architecture = self.model.architecture
         if isinstance(architecture, TransformersArchitecture):
-            folder = Path(weights_path.removesuffix(".nemo"))
+            if weights_path.endswith(".nemo"):
+                raise ConfigError(
+                    f"{weights_path}: a .nemo cannot contain a {architecture.family} model of "
+                    "transformers. Give the name of a directory"
+                )
             weights, files = self.model.whole_weights(), self._tokenizer().files()
-            on_rank_zero(lambda: save_any(folder, weights, architecture, files))
+            on_rank_zero(lambda: save_any(Path(weights_path), weights, architecture, files))
         elif weights_path.endswith(".nemo"):
             self.model.save_to(weights_path)
         else:
@@ -402,6 +406,10 @@ class RoleWorker(Generic[RoleT]):
     def device_info(self) -> accelerator.DeviceInfo:
         """Describe this worker's device."""
         return accelerator.device_info()
+
+    def way_in_words(self) -> str:
+        """Describe how the model runs, for the start-up report."""
+        return self.model.way_in_words()
 
     def memory_use(self) -> accelerator.MemoryUse:
         """Measure the memory of this worker's process, with peaks since `reset_peak_memory`."""

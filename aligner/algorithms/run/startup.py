@@ -73,8 +73,10 @@ def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitectur
 
 def count_parameters(architecture: GPTArchitecture) -> int:
     """Return the number of parameters of the model, without a role's head."""
-    is_own = isinstance(architecture, TransformersArchitecture)
-    shapes = parameter_shapes(architecture) if is_own else expected_shapes(architecture)
+    if isinstance(architecture, TransformersArchitecture):
+        shapes = parameter_shapes(architecture)
+    else:
+        shapes = expected_shapes(architecture)
     return sum(math.prod(shape) for shape in shapes.values())
 
 
@@ -185,6 +187,7 @@ def startup_summary(
         ),
         packages=find_packages(),
         restores=restores,
+        way=workers.roles[0].way_in_words(),
         dropout=dropout_in_words(config.model, architecture),
         repetition=repetition,
         notes=[

@@ -154,7 +154,7 @@ def architecture_of(settings: Mapping[str, Any], origin: str) -> TransformersArc
     text = json.dumps(dict(settings), sort_keys=True)
     damage = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
     with raised_as(CheckpointError, f"config.json in {origin!r} is incomplete or damaged", *damage):
-        config = _config(settings)
+        config = _config(text)
         sizes = {name: _size(config, keys) for name, keys in _SIZES.items()}
         heads = sizes["num_attention_heads"] or 1
         groups = sizes["num_query_groups"] or heads
@@ -230,15 +230,21 @@ def _size(config: "PreTrainedConfig", names: tuple[str, ...]) -> int:
     return 0
 
 
-def _config(settings: Mapping[str, Any]) -> "PreTrainedConfig":
+def _config(text: str) -> "PreTrainedConfig":
+    """Return the configuration of transformers that a ``config.json`` contains."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[settings["model_type"]].from_dict(dict(settings))
+    def special_float(content: dict[str, Any]) -> Any:
+        """Return infinity or NaN, which transformers writes as an object."""
+        return float(content["__float__"]) if content.keys() == {"__float__"} else content
+
+    settings = json.loads(text, object_hook=special_float)
+    return CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
 
 
 def random_settings(architecture: TransformersArchitecture) -> dict[str, float]:
     """Return the settings of dropout and router noise above 0, which training does not apply."""
-    settings = _config(json.loads(architecture.settings)).to_dict()
+    settings = _config(architecture.settings).to_dict()
     return {
         name: value
         for name, value in settings.items()
@@ -251,7 +257,7 @@ def random_settings(architecture: TransformersArchitecture) -> dict[str, float]:
 
 def model_config(architecture: TransformersArchitecture) -> "PreTrainedConfig":
     """Return transformers' configuration, without dropout and noise of routers."""
-    config = _config(json.loads(architecture.settings))
+    config = _config(architecture.settings)
     for name in random_settings(architecture):
         setattr(config, name, 0.0)
     return config
@@ -312,7 +318,7 @@ def save_any(
     from safetensors.torch import save_file
 
     model = empty_model(architecture)
-    model.config = _config(json.loads(architecture.settings))
+    model.config = _config(architecture.settings)
     state = {name: tensor.contiguous() for name, tensor in weights.items() if name not in HEAD}
     model.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
     with new_folder(folder) as partial:

@@ -3,13 +3,14 @@
 from typing import Literal
 
 import torch
-from megatron.core.models.gpt import GPTModel
-from torch import Tensor
+from torch import Tensor, nn
 
+from aligner.architecture import TransformersArchitecture
 from aligner.checkpoint.gpt_weights import load_weights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import CheckpointError
+from aligner.models.gpt.dtensor.build import build_whole
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.dtensor.shards import GatheredParameters
@@ -70,13 +71,17 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
 
     # Generating -------------------------------------------------------------------------------
 
-    def model_to_sample_from(self) -> GPTModel:
+    def model_to_sample_from(self) -> nn.Module:
         """Copy the current weights to a megatron-core model. All ranks must call it.
 
         The copy exists during rollouts, in the same tensor-parallel layout but not sharded over
         data-parallel ranks. It samples the same tokens as the megatron backend. Its memory is the
-        weights of a tensor-parallel rank, in the dtype of the forward pass.
+        weights of a tensor-parallel rank, in the dtype of the forward pass. If only transformers
+        builds the model, the copy is transformers' causal language model.
         """
+        if isinstance(self.architecture, TransformersArchitecture):
+            weights, buffers = GatheredParameters(self.shards), self.persistent_buffers()
+            return build_whole(self.architecture, weights, buffers, self.settings.dtype)
         gpt = build_gpt(
             self.architecture,
             dtype=self.settings.dtype,

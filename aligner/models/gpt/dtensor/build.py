@@ -64,9 +64,7 @@ def build_sharded(
         family, config = config_to_hf(architecture)
         check_backend(family.model_type, architecture, parallel.config)
         model = _empty_model(architecture, config, recompute, with_scalar_head)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, accelerator.to_device(buffer))
+    _move_buffers(model)
     mesh = init_device_mesh(
         accelerator.device().type,
         (parallel.dp_size, parallel.config.tensor),
@@ -88,6 +86,32 @@ def build_sharded(
         for name, parameter in model.named_parameters()
     ]
     return model, shards
+
+
+def build_whole(
+    architecture: TransformersArchitecture,
+    weights: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> nn.Module:
+    """Build a causal language model of transformers, unsharded, in evaluation mode.
+
+    ``weights``: full parameters by the module's names, of which tied ones have one name.
+    ``buffers``: the persistent buffers. ``dtype``: dtype of the parameters.
+    """
+    causal = empty_model(architecture)
+    _fill(causal, "", weights, {}, dtype)
+    for name, buffer in causal.named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])
+    _move_buffers(causal)
+    return causal.eval().requires_grad_(False)
+
+
+def _move_buffers(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, accelerator.to_device(buffer))
 
 
 def _empty_model(
@@ -195,8 +219,9 @@ def _fill_and_shard(
         _fill_head(model.score, weights)
         shard(model.score, MixedPrecisionPolicy())
     _fill(model, "", weights, filled)
-    for name in sorted(buffers if weights is not None else ()):
-        model.get_buffer(name).copy_(weights[name])
+    if weights is not None:
+        for name in sorted(buffers):
+            model.get_buffer(name).copy_(weights[name])
     if mesh["tensor"].size() > 1:
         split_vocabulary(model.embedding, model.output_layer, mesh["tensor"])
     shard(model, policy)
@@ -214,6 +239,7 @@ def _fill(
     prefix: str,
     weights: Mapping[str, Tensor] | None,
     filled: dict[nn.Parameter, nn.Parameter],
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Allocate the parameters of a block that have no memory yet, and load their weights.
 
@@ -226,7 +252,7 @@ def _fill(
         if parameter in filled:
             block.get_submodule(owner).register_parameter(leaf, filled[parameter])
             continue
-        value = torch.empty(parameter.shape, device=accelerator.device())
+        value = torch.empty(parameter.shape, dtype=dtype, device=accelerator.device())
         if weights is not None:
             if name not in weights:
                 raise CheckpointError(

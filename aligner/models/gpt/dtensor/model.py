@@ -15,9 +15,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from aligner.architecture import TransformersArchitecture
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.canonical import Weights
-from aligner.checkpoint.hf.any_model import LoadedWeights
+from aligner.checkpoint.hf.any_model import LoadedWeights, random_settings
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView, HuggingFaceWeights
 from aligner.checkpoint.model_source import ModelSource
@@ -62,7 +62,7 @@ class DTensorModel(RoleModel, LightningModule):
         self.architecture = source.architecture
         check_layout(self.architecture, settings.parallel, parallel.world_size)
         self.form = self._form_of(source)
-        self.settings = _runnable(settings, self.form, self.architecture.family)
+        self.settings = _runnable(settings, self.form, self.architecture)
         self.model, self.shards = self.build(self._module_names(source.weights))
         self.optimizer: ShardOptimizer | None = None
 
@@ -113,6 +113,20 @@ class DTensorModel(RoleModel, LightningModule):
                 gradient_clip_val=self.settings.gradient_clip_val,
                 total_steps=self.settings.max_optimizer_steps,
             )
+
+    def way_in_words(self) -> str:
+        """See `RoleModel.way_in_words`."""
+        if not isinstance(self.architecture, TransformersArchitecture):
+            return ""
+        parts = [f"{self.architecture.family} of transformers: {WORDS[self.form.way]}"]
+        parts += [f"not {way}: {fault}" for way, fault in self.form.faults.items()]
+        random = random_settings(self.architecture)
+        if random:
+            shown = ", ".join(f"{name}={value:g}" for name, value in random.items())
+            parts.append(f"without the randomness of config.json ({shown})")
+        if not self.model.layers:
+            parts.append("sharded as one unit, because layers share weights")
+        return "; ".join(parts)
 
     def num_parameters(self) -> int:
         """Count the parameters of the role over all processes."""
@@ -182,12 +196,15 @@ class DTensorModel(RoleModel, LightningModule):
             tensor = weights[name]
             if self.parallel.rank == 0:
                 gathered[name] = tensor.to("cpu", copy=True)
-        if is_own and self.parallel.rank == 0:  # every rank has the persistent buffers
-            saved = self.model.state_dict().keys()
-            for name, buffer in self.model.named_buffers():
-                if name in saved:
-                    gathered[name] = buffer.to("cpu", copy=True)
+        if is_own and self.parallel.rank == 0:
+            buffers = self.persistent_buffers()
+            gathered |= {name: buffer.to("cpu", copy=True) for name, buffer in buffers.items()}
         return gathered
+
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that files contain, by name. They are the same on every rank."""
+        saved = self.model.state_dict().keys()
+        return {name: b for name, b in self.model.named_buffers() if name in saved}
 
     def canonical_weights(self) -> HuggingFaceWeights:
         """Return canonical weights. A weight is gathered when all ranks index its name."""
@@ -225,7 +242,9 @@ class DTensorModel(RoleModel, LightningModule):
         load_shard_state(self.shards, self.optimizer, states)
 
 
-def _runnable(settings: RoleSettings, form: ModelForm, family: str | None) -> RoleSettings:
+def _runnable(
+    settings: RoleSettings, form: ModelForm, architecture: GPTArchitecture
+) -> RoleSettings:
     """Return the settings with packing and shared prefixes as the model's way allows.
 
     Raises:
@@ -235,9 +254,10 @@ def _runnable(settings: RoleSettings, form: ModelForm, family: str | None) -> Ro
     if packed is True and form.way == "rows":
         faults = "; ".join(f"{WORDS[way]}: {fault}" for way, fault in form.faults.items())
         raise ConfigError(
-            f"model.sequence_packing.enabled=true: {family} models run with {WORDS['rows']} "
+            f"model.sequence_packing.enabled=true: {architecture.family} models run with {WORDS['rows']} "
             f"({faults}). Set it to auto or false"
         )
-    is_packed = packed is True or (packed == "auto" and form.way != "rows")
+    if packed == "auto":
+        packed = isinstance(architecture, TransformersArchitecture) and form.way != "rows"
     shares = settings.shared_prefixes and form.way == "aligner"
-    return dataclasses.replace(settings, sequence_packing=is_packed, shared_prefixes=shares)
+    return dataclasses.replace(settings, sequence_packing=packed, shared_prefixes=shares)

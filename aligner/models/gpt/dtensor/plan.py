@@ -25,11 +25,13 @@ def check_backend(family: str, architecture: GPTArchitecture, parallel: Parallel
             f"policy.backend=dtensor does not support mixture of experts, but the model is a "
             f"{family} with {architecture.num_moe_experts} experts. Use policy.backend=megatron"
         )
+    is_own = isinstance(architecture, TransformersArchitecture)
     if parallel.tensor > 1 and family not in LLAMA_LIKE:
         raise LayoutError(
             f"model.tensor_model_parallel_size={parallel.tensor}: policy.backend=dtensor does not "
             f"support tensor parallelism for {family} models, only for {', '.join(LLAMA_LIKE)}. "
-            "Use 1 (data-parallel ranks shard the weights anyway), or policy.backend=megatron"
+            "Use 1 (data-parallel ranks shard the weights anyway)"
+            + ("" if is_own else ", or policy.backend=megatron")
         )
 
 

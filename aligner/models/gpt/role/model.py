@@ -322,6 +322,10 @@ class RoleModel:
         """Load adapters and head from a file of `save_adapters`. Call it on every rank."""
         raise NotImplementedError
 
+    def way_in_words(self) -> str:
+        """Describe how the model runs, empty if its type determines it."""
+        return ""
+
     def num_parameters(self) -> int:
         """Count the parameters on this process."""
         raise NotImplementedError

@@ -169,7 +169,7 @@ def _settings(
         micro_batch_size=trained.micro_batch_size,
         global_batch_size=trained.global_batch_size,
         forward_micro_batch_size=scoring.forward_micro_batch_size,
-        sequence_packing=model.sequence_packing.enabled,
+        sequence_packing=not model.dynamic_batching.enabled and model.sequence_packing.enabled,
         sequence_length_round=model.sequence_length_round,
         shared_prefixes=model.shared_prefixes,
         optim=trained.optim,
