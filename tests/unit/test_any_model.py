@@ -33,8 +33,16 @@ EVERY_TIME = (
     "cohere2",
 )
 # Types that pack by transformers' masks, and types of which packed sequences affect each other.
-PACKED_BY_TRANSFORMERS: frozenset[str] = frozenset()
-ROWS = frozenset(("mamba2", "bloom"))
+PACKED_BY_TRANSFORMERS = ("codegen", "doge", "gpt_neo", "gpt_neox_japanese", "gptj")
+_ROWS = """
+    axk2 bailing_hybrid bamba bloom deepseek_v32 deepseek_v4 falcon falcon_h1 falcon_mamba
+    glm_moe_dsa granitemoehybrid hy_v4 inkling2_text inkling_text jamba kimi_linear lfm2 lfm2_moe
+    lfm3 mamba mamba2 minimax mpt nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text
+    qwen3_next qwen4_exp_text recurrent_gemma rwkv xglm xlstm zamba zamba2 zaya
+"""
+ROWS = _ROWS.split()
+# transformers sets the embedding of the padding token to 0 when it loads the type.
+WITHOUT_PADDING = ("youtu",)
 NO_POLICY = ("modernbert-decoder",)
 
 
@@ -132,7 +140,8 @@ def test_a_type_scores_trains_and_travels(model_type, folder_of, tmp_path):
     trained = role.get_logprobs(make_batch())
     assert (trained - expected).abs().max() > 1e-3
     again = load(save(role, tmp_path / "again"))
-    torch.testing.assert_close(again.get_logprobs(make_batch()), trained, atol=1e-5, rtol=0)
+    limit = 1e-4 if model_type in WITHOUT_PADDING else 1e-5
+    torch.testing.assert_close(again.get_logprobs(make_batch()), trained, atol=limit, rtol=0)
     theirs = expected_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval())
     torch.testing.assert_close(theirs, trained, atol=1e-4, rtol=0)
 

@@ -82,7 +82,9 @@ class LoadedWeights(Mapping[str, Tensor]):
             CheckpointError: the files are damaged, or tensors are missing or surplus.
         """
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()
         folder = self._source.folder
         with raised_as(CheckpointError, f"transformers cannot load {str(folder)!r}"):
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -92,14 +94,15 @@ class LoadedWeights(Mapping[str, Tensor]):
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        # A critic has no output layer.
+        # A critic has only the body.
         missing = set(report["missing_keys"])
-        head = {f"{output_path(model)}.{leaf}" for leaf in ("weight", "bias")}
-        is_critic = (folder / HEAD_FILE).is_file()
-        unread = {*report["mismatched_keys"], *report["error_msgs"]}
-        problems = misfits(set(report["unexpected_keys"]), missing, set())
-        if (missing - head if is_critic else missing) or report["unexpected_keys"] or unread:
-            problems = "; ".join(filter(None, [problems, *map(str, sorted(unread, key=str))]))
+        absent = missing
+        if (folder / HEAD_FILE).is_file():
+            absent = {name for name in missing if name.startswith(f"{body_path(model)}.")}
+        unread = sorted(map(str, (*report["mismatched_keys"], *report["error_msgs"])))
+        problems = misfits(set(report["unexpected_keys"]), absent, set())
+        if problems or unread:
+            problems = "; ".join(filter(None, [problems, *unread]))
             raise CheckpointError(
                 f"weights in {str(folder)!r} do not fit its config.json: {problems}. Complete the "
                 "directory, or correct config.json"
@@ -155,7 +158,8 @@ def architecture_of(settings: Mapping[str, Any], origin: str) -> TransformersArc
     damage = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
     with raised_as(CheckpointError, f"config.json in {origin!r} is incomplete or damaged", *damage):
         config = _config(text)
-        sizes = {name: _size(config, keys) for name, keys in _SIZES.items()}
+        values = config.to_dict()
+        sizes = {name: _size(values, keys) for name, keys in _SIZES.items()}
         heads = sizes["num_attention_heads"] or 1
         groups = sizes["num_query_groups"] or heads
         positions = sizes["max_position_embeddings"]
@@ -221,13 +225,10 @@ def _check_type(settings: Mapping[str, Any], origin: str) -> None:
         )
 
 
-def _size(config: "PreTrainedConfig", names: tuple[str, ...]) -> int:
-    """Return the largest value under the first name that the configuration has, or 0."""
-    for name in names:
-        value = getattr(config, name, None)
-        if value:
-            return max(value) if isinstance(value, list | tuple) else int(value)
-    return 0
+def _size(values: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    """Return the value under the first name with a value, of a list the largest, or 0."""
+    value = next(filter(None, map(values.get, names)), 0)
+    return max(value) if isinstance(value, list | tuple) else int(value)
 
 
 def _config(text: str) -> "PreTrainedConfig":
@@ -316,7 +317,9 @@ def save_any(
     critic is written to a file of its own, and the output layer is then missing.
     """
     from safetensors.torch import save_file
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = empty_model(architecture)
     model.config = _config(architecture.settings)
     state = {name: tensor.contiguous() for name, tensor in weights.items() if name not in HEAD}
