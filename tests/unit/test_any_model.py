@@ -13,7 +13,8 @@ import torch
 from tiny_transformers import model_types, tiny_config, tiny_model
 
 from aligner.architecture import TransformersArchitecture
-from aligner.checkpoint.hf.any_model import read_any, save_any
+from aligner.checkpoint.canonical import expected_shapes
+from aligner.checkpoint.hf.any_model import read_any, require_megatron, save_any
 from aligner.checkpoint.model_source import open_model
 from aligner.config import OptimConfig, ParallelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -272,6 +273,14 @@ def test_what_this_backend_does_not_do_for_any_type_is_refused(folder_of):
         load(folder, recompute="selective")
     with pytest.raises(ConfigError, match=r"granularity=full.*ctrl"):
         load(folder_of("ctrl"), recompute="full")
+
+
+def test_what_needs_a_table_of_tensors_is_refused(folder_of, tmp_path):
+    architecture = read_any(folder_of("olmo2")).architecture
+    with pytest.raises(CheckpointError, match=r"olmo2.*no table of tensors"):
+        expected_shapes(architecture)
+    with pytest.raises(CheckpointError, match=r"olmo2.*policy\.backend=dtensor"):
+        require_megatron(architecture)
 
 
 def test_dropout_of_the_configuration_is_not_applied(folder_of):
