@@ -153,7 +153,7 @@ class RoleWorker(Generic[RoleT]):
     @classmethod
     def load_model(cls, settings: RoleSettings, path: str, tokenizer: Tokenizer) -> RoleT:
         """Load the backend's model from a `.nemo` file or a Hugging Face directory."""
-        with open_model(path) as source:
+        with open_model(path, cls.model_class.backend) as source:
             return cls.model_class.from_checkpoint(source, settings=settings, tokenizer=tokenizer)
 
     def __repr__(self) -> str:
@@ -346,7 +346,7 @@ class RoleWorker(Generic[RoleT]):
         if self.model.settings.lora is not None:
             self.model.load_adapters(adapters_beside(weights_path))
         else:
-            with open_model(weights_path) as source:
+            with open_model(weights_path, self.model.backend) as source:
                 self.model.load_whole_weights(source.weights)
         if optimizer_path is not None:
             load_optimizer_state(self, optimizer_path)

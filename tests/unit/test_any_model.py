@@ -4,15 +4,14 @@ The reference is transformers' model on each sequence alone. Rows of the batch s
 that packed types also run on a prefix tree.
 """
 
+import copy
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from tiny_transformers import model_types, tiny_config, tiny_model
 
-from aligner.architecture import TransformersArchitecture
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.hf.any_model import read_any, require_megatron, save_any
 from aligner.checkpoint.model_source import open_model
@@ -201,6 +200,21 @@ def test_recomputed_activations_give_the_same_update(model_type, recompute, fold
         assert torch.allclose(weight, weights[1][name], atol=1e-6), name
 
 
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v32"])
+def test_a_run_state_continues_bit_for_bit(model_type, folder_of):
+    """Also with weights that get no gradient, such as the indexers of deepseek_v32."""
+    folder = folder_of(model_type)
+    role, resumed = load(folder), load(folder)
+    update(role, PPOPolicyLoss())
+    state = copy.deepcopy(role.run_state())
+    update(role, PPOPolicyLoss())
+    resumed.setup_training()
+    resumed.load_run_state([state])
+    update(resumed, PPOPolicyLoss())
+    expected, found = role.whole_weights(), resumed.whole_weights()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
 # Refusals ----------------------------------------------------------------------------------------
 
 
@@ -296,4 +310,7 @@ def test_a_directory_without_a_row_is_opened_by_its_type(folder_of):
     with open_model(folder_of("mamba2")) as source:
         assert isinstance(source.architecture, TransformersArchitecture)
         assert source.architecture.num_layers == 4
-    shutil.rmtree(Path(source.folder))
+    mixtral = folder_of("mixtral")
+    for backend, kind in (("megatron", GPTArchitecture), ("dtensor", TransformersArchitecture)):
+        with open_model(mixtral, backend) as source:
+            assert type(source.architecture) is kind

@@ -40,7 +40,7 @@ def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture
     Raises:
         ConfigError: ``environment.chat_template`` or ``data.chat_template_kwargs`` cannot be used.
     """
-    tokenizer, architecture = describe_model(config.model)
+    tokenizer, architecture = describe_model(config.model, config.policy.backend)
     if config.policy.backend == "megatron":
         require_megatron(architecture)
     if isinstance(config, SamplingRunConfig) and config.environment.chat_template is not None:
@@ -50,12 +50,14 @@ def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture
     return with_template_kwargs(tokenizer, config.data.chat_template_kwargs), architecture
 
 
-def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitecture]:
+def describe_model(
+    model: TrainedModelConfig, backend: str = "megatron"
+) -> tuple[Tokenizer, GPTArchitecture]:
     """Return tokenizer and architecture of the model, without reading its weights.
 
-    Raises for adapters that do not fit the model.
+    ``backend``: ``policy.backend``. Raises for adapters that do not fit the model.
     """
-    with open_model(model.restore_from_path) as checkpoint:
+    with open_model(model.restore_from_path, backend) as checkpoint:
         tokenizer = (
             checkpoint.tokenizer
             if model.tokenizer is None

@@ -29,7 +29,7 @@ from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.dtensor.optimizer import ShardOptimizer
 from aligner.models.gpt.dtensor.plan import check_dropout
 from aligner.models.gpt.dtensor.shards import GatheredParameters, ParameterShard, SentWeights
-from aligner.models.gpt.dtensor.state import load_shard_state, shard_state
+from aligner.models.gpt.dtensor.state import BACKEND, load_shard_state, shard_state
 from aligner.models.gpt.dtensor.ways import WORDS, ModelForm, examine, keyed_form
 from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
 from aligner.models.gpt.role.model import (
@@ -47,6 +47,8 @@ from aligner.types import LossFunction
 
 class DTensorModel(RoleModel, LightningModule):
     """A role's share of a transformers model on this process."""
+
+    backend = BACKEND
 
     def __init__(
         self,

@@ -22,8 +22,9 @@ def check_backend(family: str, architecture: GPTArchitecture, parallel: Parallel
     """Raise if this backend does not support the model or the layout."""
     if architecture.num_moe_experts is not None:
         raise LayoutError(
-            f"policy.backend=dtensor does not support mixture of experts, but the model is a "
-            f"{family} with {architecture.num_moe_experts} experts. Use policy.backend=megatron"
+            f"policy.backend=dtensor does not support mixtures of experts in .nemo files, but the "
+            f"model is a {family} with {architecture.num_moe_experts} experts. Use "
+            "policy.backend=megatron, or give the model's Hugging Face directory"
         )
     is_own = isinstance(architecture, TransformersArchitecture)
     if parallel.tensor > 1 and family not in LLAMA_LIKE:
