@@ -200,6 +200,7 @@ def _call(name: str, callback: Callback, hook: str, *arguments: Any) -> Any:
 
 
 def _construct(key: str, name: str, entry: CallbackConfig) -> Callback:
+    # Import the class and construct the callback.
     factory = load_function(entry.callback, key=key, kind="class")
     check_call(
         factory,

@@ -30,10 +30,10 @@ class RewardModelConfig:
     """Sequences per forward pass, per data-parallel rank."""
 
     add_bos: StrictBool | None = None
-    """Begin sequences with the BOS token. `null` means as in the reward model's training.
+    """Begin sequences with the BOS token.
 
-    The file stores the setting of its training, and a different value is refused. If a file lacks
-    the setting, `null` means `false`.
+    `null` means as in the reward model's training (`false` if the file lacks the setting). A
+    different value is refused.
     """
 
     workers: Count | None = None

@@ -40,6 +40,7 @@ class PairDataset(Dataset[Pair]):
     @classmethod
     def make(cls, row: Row, index: int, tokenizer: Tokenizer, data: PairDataConfig) -> Pair:
         """See `aligner.data.dataset.Dataset.make`."""
+        # Both responses must continue the same prompt.
         chosen = make_example(row, index, tokenizer, data, "chosen_column")
         rejected = make_example(row, index, tokenizer, data, "rejected_column")
         if chosen.prompt_ids != rejected.prompt_ids:

@@ -58,6 +58,7 @@ def write_nonfinite(
         update: index of the mini-batch in the role's pass over the rollout, from 0.
         updates: number of optimizer updates that the role has made in its life.
     """
+    # The offending rows, with their values and texts.
     rows = offending_rows(batch)
     tensors = {
         name: value.detach().cpu()[rows]
@@ -84,6 +85,7 @@ def write_nonfinite(
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise storage_error(path.parent, error) from error
+    # The tensors first, so that a report always has its tensors.
     write_tree(path.with_suffix(".pt"), normalise(tensors, "batch"))
     write_json(path, report)
     return path

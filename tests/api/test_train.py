@@ -235,16 +235,15 @@ def test_the_scripts_learn_from_an_installed_wheel(script, tiny_nemo, tmp_path, 
     (tmp_path / "models" / "tiny.nemo").symlink_to(tiny_nemo)
     path = installed / "aligner" / "examples" / "python" / f"{script}.py"
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    program = "import aligner, runpy, sys; print(aligner.__file__); runpy.run_path(sys.argv[1])"
+    program = [sys.executable, "-c", "import aligner; print(aligner.__file__)"]
+    imported = subprocess.run(
+        program, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert imported.stdout == f"{installed}/aligner/__init__.py\n"
     done = subprocess.run(
-        [sys.executable, "-c", program, str(path)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
+        [sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{installed}/aligner/")
     last = done.stdout.splitlines()[-1]
     if script == "sft":
         assert float(last.split()[0]) < 0.2

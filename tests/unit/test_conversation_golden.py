@@ -28,6 +28,8 @@ from aligner.distributed.workers import LocalCluster
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 RECORD = Path(__file__).parent / "conversation_golden.json"
 FILE = golden_games.__file__
 # Shows some letters of earlier answers otherwise, so that a turn may begin another sequence.

@@ -20,6 +20,8 @@ from aligner.environments.pool import Call, EnvironmentPool, Failure
 from aligner.errors import ConfigError
 from aligner.examples.tasks.python_tool import Interpreter, Programming
 
+pytestmark = pytest.mark.integration
+
 # Asked of the kernel here too, so that a layer that fails to close is no skipped test.
 HAS_LAYERS = (
     sys.platform == "linux"

@@ -32,6 +32,8 @@ from aligner.examples.pipeline_stages import plan, run_pipeline
 from aligner.examples.tasks.gsm8k import gsm8k_examples
 from aligner.examples.tasks.gsm8k_solutions import solution_pairs
 
+pytestmark = pytest.mark.integration
+
 CONF = Path(__file__).parents[2] / "conf"
 SCRIPTS = ("train_gpt_sft", "train_gpt_reward", "train_gpt_rs")
 PIPELINE = """

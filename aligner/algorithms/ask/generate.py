@@ -182,6 +182,7 @@ class Chat:
                 "sample_ids": torch.tensor([self._turns]),
             }
         )
+        # Sample the answer. Ctrl-C ends the answer and not the chat.
         streams = isinstance(engine, Policy) and self._model.run.cluster.engine == "local"
         try:
             engine.prepare_for_generation()
@@ -196,6 +197,7 @@ class Chat:
                     listen(0, token)
         finally:
             engine.finish_generation()
+        # Continue the conversation with the answer, even if the answer is incomplete.
         texts.append(decoder.flush())
         self._write(f"{texts[-1]}\n")
         self._turns += 1

@@ -49,6 +49,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     Raises:
         ConfigError: the server cannot listen at the address, or the token file is missing.
     """
+    # Lower the default length of answers to the positions of the model.
     model = open_model(config, closing)
     room = model.architecture.max_position_embeddings - 1
     if config.sampling.max_length > room:  # only the default of requests
@@ -64,6 +65,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     generation, _ = model.start(served.positions - 1, say)
     generation.prepare_for_generation()
     closing.callback(generation.finish_generation)
+    # Requests wait in the queue, from which the main thread takes them.
     queue = JobQueue[Row](config.server.max_waiting)
     sessions = Sessions(config.server.session_idle_s)
     service = Service(served, queue, config.server.timeout_s, token, sessions)

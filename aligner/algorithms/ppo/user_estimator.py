@@ -154,6 +154,7 @@ class UserEstimator:
             "discount_factor": 1.0,
             "gae_lambda": 0.95,
         }
+        # An exception of the function names the arguments that it received.
         try:
             self(rollout)
         except ConfigError:

@@ -164,6 +164,7 @@ class ConversationRollouts(RolloutSource):
         )
         survives = partial(engine_survives, generation)
         engine = ServingEngine(generation, self._queue, settings, survives, driver.is_complete)
+        # Serve requests until all conversations have ended.
         try:
             if is_rank_zero():
                 driver.start(data, seed, per_prompt)

@@ -34,10 +34,9 @@ class PairDataConfig(PromptColumns, TrainingSets):
     """Column of the worse response."""
 
     chosen_reward_column: StrictStr | None = None
-    """Column with the reward of the chosen response. `null` means a reward of 1.
+    """Column with the reward of the chosen response.
 
-    RPO and the variants `margin` and `scaled` of reward models read both rewards. For these
-    variants the difference of the rewards is the strength of the preference.
+    `null` means a reward of 1. RPO and the variants `margin` and `scaled` of reward models read it.
     """
 
     rejected_reward_column: StrictStr | None = None

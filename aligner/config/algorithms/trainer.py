@@ -274,7 +274,7 @@ class LoopConfig:
     max_skipped_steps: Count = 5
     """Consecutive steps without any update of a role after which the run ends with status 2.
 
-    A shorter run in which all steps were skipped ends so, too. The console reports each such step.
+    A shorter run in which all steps were skipped ends so, too.
     """
 
 

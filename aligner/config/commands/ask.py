@@ -278,6 +278,7 @@ def as_run(
     ``restore_from_path``, ``peft`` and ``tokenizer`` describe the model. They differ from
     ``config.model`` if it names the directory of a run.
     """
+    # Sections that every command has.
     sampling_options, rows = config.sampling.sampling_options, config.sampling.batch_size
     layout = asdict(config.model) | {"restore_from_path": restore_from_path, "peft": peft}
     layout["tokenizer"] = config.model.tokenizer or tokenizer
@@ -298,6 +299,7 @@ def as_run(
         del data["prompts"], data["sets"]
         source = config.data.prompts
 
+    # The run, and the rules of the sections that the command sets.
     run = RSRunConfig(
         model=RSModelConfig(
             **layout,

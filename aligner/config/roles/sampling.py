@@ -77,9 +77,9 @@ class SamplingParams:
     end_tokens: tuple[StrictStr, ...] = ()
     """Additional tokens, as text, that end a response, such as `["<end_of_turn>"]`.
 
-    The tokenizer's EOS, the EOS tokens of `generation_config.json` and the end-of-turn token of the
-    chat template always end a response. The token is part of the response, but the reward does not
-    receive its text. The trained `.nemo` stores these tokens.
+    EOS tokens of tokenizer and `generation_config.json` and the end-of-turn token of the chat
+    template always do. The reward does not receive the text of the token. The trained `.nemo`
+    stores these tokens.
     """
 
 
@@ -239,20 +239,18 @@ class RolloutConfig:
     """
 
     offload_gradients: StrictBool = False
-    """Remove gradient buffers and float32 weights from the device while the policy does not train.
+    """Remove gradient buffers from the device while the policy does not train.
 
-    Gradient buffers are freed. The optimizer's float32 weights (of a bf16 model) are kept in host
-    memory. Saves 8 bytes per parameter on one process. When a run state is saved, they are on the
-    device until the next phase. No effect on CPUs.
+    Also removes the float32 weights of a bf16 model. These weights are kept in host memory. Saves 8
+    bytes per parameter on one process. No effect on CPUs.
     """
 
     offload_weights: StrictBool = False
-    """Keep the policy in host memory while other roles use the device. GPUs only.
+    """Keep the policy in host memory while it neither generates, scores nor trains.
 
-    Offloads weights (with `model.reference.mode=keep` also those of the reference), gradient
-    buffers, float32 weights and moments while the policy neither generates, scores nor trains.
-    Each phase of the policy costs a copy of the weights in each direction. When a run state is
-    saved, the weights are on the device until the next phase.
+    GPUs only. Offloads weights (with `model.reference.mode=keep` also the reference's), gradient
+    buffers, float32 weights and moments. Each phase of the policy costs a copy of the weights in
+    each direction.
     """
 
     length_params: LengthParams = field(default_factory=LengthParams)
@@ -344,20 +342,19 @@ class PolicyPPOConfig(RolloutConfig):
     """Keyword arguments of the constructor of the user-defined loss."""
 
     truncated_importance_sampling: Positive | None = None
-    """Upper bound of importance weights, the trainer's probability divided by the sampler's.
+    """Upper bound of importance weights.
 
-    The weights apply to tokens, or with `ratio_level=sequence` to responses (the product over
-    tokens). Short for weights of `correction` within `[0, bound]`. `null` turns them off.
+    Short for weights of `correction` within `[0, bound]`, of tokens, or with `ratio_level=sequence`
+    of responses. `null` turns them off.
     """
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     record_kept_tokens: Natural = 0
-    """Most tokens per position that are recorded after top-k and top-p. `0` records none.
+    """Most tokens per position that are recorded after top-k and top-p.
 
-    Policy and reference then compute log-probs over the recorded tokens, so that ratios and KL are
-    exact. If more tokens remain at a position, none is recorded and the trainer repeats the
-    filtering. vLLM records them if `top_k` is set. For agents that use an endpoint they are not
-    recorded.
+    `0` records none (docs/corrections.md#recorded-top-k-and-top-p-sets). Policy and reference then
+    compute log-probs over the recorded tokens, so ratios and KL are exact. If more tokens remain at
+    a position, the trainer repeats the filtering.
     """
 
     @property
