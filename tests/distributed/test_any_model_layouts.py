@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from tiny_transformers import model_types, tiny_model
 
+pytestmark = pytest.mark.integration
+
 SOME = ["gemma3_text", "gpt_oss", "deepseek_v3", "mamba2", "zamba", "gptj"]  # also a shared layer
 OTHERS = [kind for kind in model_types() if kind not in (*SOME, "modernbert-decoder")]
 GROUPS = [OTHERS[start : start + 25] for start in range(0, len(OTHERS), 25)]

@@ -26,6 +26,8 @@ from aligner.models.gpt.dtensor.plan import check_backend
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 LENGTHS, WIDTH = (11, 7, 13, 9), 13
 # Windows, soft caps, sinks, latent attention, experts, state space, biased head, no plan.
 EVERY_TIME = (
