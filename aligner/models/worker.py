@@ -323,7 +323,8 @@ class RoleWorker(Generic[RoleT]):
                     "transformers. Give the name of a directory"
                 )
             weights, files = self.model.whole_weights(), self._tokenizer().files()
-            on_rank_zero(lambda: save_any(Path(weights_path), weights, architecture, files))
+            folder, keys = Path(weights_path), self.model.nemo_keys()
+            on_rank_zero(lambda: save_any(folder, weights, architecture, files, keys))
         elif weights_path.endswith(".nemo"):
             self.model.save_to(weights_path)
         else:

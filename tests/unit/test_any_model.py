@@ -23,6 +23,8 @@ from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.dtensor.critic import DTensorCriticModel
 from aligner.models.gpt.dtensor.plan import check_backend
+from aligner.models.gpt.dtensor.reward import DTensorRewardModel
+from aligner.models.gpt.role.reward import saved_attributes
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel
 
@@ -96,7 +98,7 @@ def update(role, loss):
 
 
 def save(role, folder):
-    save_any(folder, role.whole_weights(), role.architecture, {})
+    save_any(folder, role.whole_weights(), role.architecture, {}, role.nemo_keys())
     return folder
 
 
@@ -173,6 +175,32 @@ def test_a_critic_is_no_policy(folder_of, tmp_path):
 def test_logits_that_are_no_product_are_refused(folder_of):
     with pytest.raises(CheckpointError, match=r"modernbert-decoder.*no policy.*critic"):
         load(folder_of("modernbert-decoder"))
+
+
+@pytest.mark.parametrize("attributes", [(), ("helpful", "brief")])
+def test_a_reward_model_travels_with_its_keys(attributes, folder_of, tmp_path):
+    def open_role(folder, **changes):
+        settings = RoleSettings(sequence_packing="auto", **changes)
+        return DTensorRewardModel.from_checkpoint(
+            read_any(folder), settings=settings, tokenizer=None
+        )
+
+    folder = folder_of("gemma3_text")
+    assert saved_attributes(read_any(folder)) is None
+    role = open_role(folder, attributes=attributes)
+    for shard in role.shards:
+        if shard.name == "score.weight":
+            shard.local.normal_(generator=torch.Generator().manual_seed(3))
+    role.standardize(0.5, 2.0)
+    rewards = role.infer(make_batch())
+    assert rewards.shape == (4, 2) if attributes else (4,)
+    body = role.infer(make_batch(), standardize=False)
+    torch.testing.assert_close(rewards, (body - 0.5) / 2.0)
+    saved = save(role, tmp_path / "reward")
+    source = read_any(saved)
+    assert saved_attributes(source) == attributes
+    assert "model" not in vars(source.weights)  # the keys were read without the weights
+    assert torch.equal(open_role(saved).infer(make_batch()), rewards)
 
 
 # The reference and recomputation -----------------------------------------------------------------

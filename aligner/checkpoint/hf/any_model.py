@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
-from aligner.checkpoint.canonical import Shape, Weights, misfits
+from aligner.checkpoint.canonical import REWARD_HEAD, Shape, Weights, misfits
 from aligner.checkpoint.hf.model_folder import new_folder, read_json, read_tokenizer_files
 from aligner.checkpoint.nemo.config import Config, config_from_architecture
 from aligner.data.tokenizers.loading import tokenizer_from_files
@@ -26,8 +28,8 @@ from aligner.errors import CheckpointError, raised_as
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-HEAD_FILE = "value_head.safetensors"  # of a critic
-HEAD = ("score.weight", "score.bias")
+HEAD_FILE = "value_head.safetensors"  # of a critic or reward model, with its keys of NeMo
+_HEAD = ("score.weight", "score.bias")  # in the module
 # Parts of the names of settings that drop or disturb at random.
 _RANDOM = ("dropout", "pdrop", "layerdrop", "drop_prob", "jitter")
 # Names of a size in configurations, by the field of `GPTArchitecture`.
@@ -53,8 +55,18 @@ class TransformersSource:
 
     @property
     def config(self) -> Config:
-        """Sizes under NeMo's keys."""
-        return config_from_architecture(self.architecture)
+        """Sizes under NeMo's keys, and the keys of a reward model."""
+        keys = json.loads(self.head[1].get("keys", "{}"))
+        return {**config_from_architecture(self.architecture), **keys}
+
+    @cached_property
+    def head(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Tensors of the head by canonical names, and metadata. Both are empty without a head."""
+        file = self.folder / HEAD_FILE
+        if not file.is_file():
+            return {}, {}
+        with safe_open(file, framework="pt") as head:
+            return {name: head.get_tensor(name) for name in head.keys()}, head.metadata() or {}  # noqa: SIM118
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -97,7 +109,7 @@ class LoadedWeights(Mapping[str, Tensor]):
         # A critic has only the body.
         missing = set(report["missing_keys"])
         absent = missing
-        if (folder / HEAD_FILE).is_file():
+        if self._source.head[0]:
             absent = {name for name in missing if name.startswith(f"{body_path(model)}.")}
         unread = sorted(map(str, (*report["mismatched_keys"], *report["error_msgs"])))
         problems = misfits(set(report["unexpected_keys"]), absent, set())
@@ -115,11 +127,13 @@ class LoadedWeights(Mapping[str, Tensor]):
         tensors = dict(self.model.state_dict())
         for name in self._missing:
             tensors.pop(name, None)
-        if (self._source.folder / HEAD_FILE).is_file():
-            from safetensors.torch import load_file
-
-            tensors |= load_file(self._source.folder / HEAD_FILE)
+        if head := self._source.head[0]:
+            tensors |= {name: head[key] for name, key in zip(_HEAD, REWARD_HEAD, strict=True)}
         return tensors
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether a tensor exists. A head's canonical name is found without loading."""
+        return name in (self._source.head[0] if name in REWARD_HEAD else self._tensors)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -128,7 +142,7 @@ class LoadedWeights(Mapping[str, Tensor]):
         return len(self._tensors)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
+        return (self._source.head[0] if name in REWARD_HEAD else self._tensors)[name]
 
 
 def read_any(folder: Path) -> TransformersSource:
@@ -310,26 +324,28 @@ def save_any(
     weights: Weights,
     architecture: TransformersArchitecture,
     tokenizer_files: Mapping[str, bytes],
+    keys: Mapping[str, Any],
 ) -> None:
     """Write a directory that ``from_pretrained`` loads, completely or not at all.
 
-    ``folder``: a new or an empty directory. ``weights``: by the module's names. The head of a
-    critic is written to a file of its own, and the output layer is then missing.
+    ``folder``: a new or an empty directory. ``weights``: by the module's names. ``keys``: NeMo's
+    keys of a reward model. A head is written to a file of its own, and the output layer is then
+    missing.
     """
-    from safetensors.torch import save_file
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     model = empty_model(architecture)
     model.config = _config(architecture.settings)
-    state = {name: tensor.contiguous() for name, tensor in weights.items() if name not in HEAD}
+    state = {name: tensor.contiguous() for name, tensor in weights.items() if name not in _HEAD}
     model.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
     with new_folder(folder) as partial:
         model.save_pretrained(partial, state_dict=state)
         for name, content in tokenizer_files.items():
             (partial / name).write_bytes(content)
-        if HEAD[0] in weights:
-            save_file({name: weights[name] for name in HEAD}, partial / HEAD_FILE)
+        if _HEAD[0] in weights:
+            head = {key: weights[name] for key, name in zip(REWARD_HEAD, _HEAD, strict=True)}
+            save_file(head, partial / HEAD_FILE, metadata={"keys": json.dumps(dict(keys))})
 
 
 def require_megatron(architecture: GPTArchitecture) -> None:

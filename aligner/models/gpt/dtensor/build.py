@@ -41,7 +41,7 @@ def build_sharded(
     *,
     dtype: torch.dtype,
     recompute: Recompute | None = None,
-    with_scalar_head: bool = False,
+    head_outputs: int = 0,
     way: Way = "aligner",
 ) -> tuple[TransformersModel, list[ParameterShard]]:
     """Build this process's share of a model.
@@ -53,17 +53,17 @@ def build_sharded(
         dtype: dtype of the forward and backward pass. Stored weights, gradients and the scalar head
             are float32.
         recompute: which activations to recompute in backward.
-        with_scalar_head: use a scalar head in place of the output layer.
+        head_outputs: outputs of a head in place of the output layer. 0: an output layer.
         way: how sequences are passed to the body.
     """
     dtensor_attention.register()
     if isinstance(architecture, TransformersArchitecture):
         check_backend(architecture.family or "", architecture, parallel.config)
-        model = _empty_any(architecture, recompute, with_scalar_head, way)
+        model = _empty_any(architecture, recompute, head_outputs, way)
     else:
         family, config = config_to_hf(architecture)
         check_backend(family.model_type, architecture, parallel.config)
-        model = _empty_model(architecture, config, recompute, with_scalar_head)
+        model = _empty_model(architecture, config, recompute, head_outputs)
     _move_buffers(model)
     mesh = init_device_mesh(
         accelerator.device().type,
@@ -118,7 +118,7 @@ def _empty_model(
     architecture: GPTArchitecture,
     config: Mapping[str, Any],
     recompute: Recompute | None,
-    with_scalar_head: bool,
+    head_outputs: int,
 ) -> TransformersModel:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModel
@@ -132,9 +132,9 @@ def _empty_model(
             dtype=torch.float32,
         )
         lm_head = None
-        if not (with_scalar_head or architecture.tie_embeddings):
+        if not (head_outputs or architecture.tie_embeddings):
             lm_head = nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
-        score = ValueHead(architecture.hidden_size) if with_scalar_head else None
+        score = _head(architecture, head_outputs) if head_outputs else None
     if recompute == "full":
         body.gradient_checkpointing_enable({"use_reentrant": False})
     prefix = body.base_model_prefix
@@ -147,10 +147,14 @@ def _empty_model(
     )
 
 
+def _head(architecture: GPTArchitecture, outputs: int) -> ValueHead:
+    return ValueHead(architecture.hidden_size, outputs=outputs)
+
+
 def _empty_any(
     architecture: TransformersArchitecture,
     recompute: Recompute | None,
-    with_scalar_head: bool,
+    head_outputs: int,
     way: Way,
 ) -> TransformersModel:
     """Build a model from the class that transformers has for it, without its parameters' memory."""
@@ -175,7 +179,7 @@ def _empty_any(
         causal.gradient_checkpointing_enable({"use_reentrant": False})
     body, parts = body_path(causal), dict(causal.named_children())
     layer_classes = frozenset(causal._no_split_modules or ())
-    if not with_scalar_head:
+    if not head_outputs:
         output = output_path(causal)
         return TransformersModel(
             parts, body, output=output, layer_classes=layer_classes, way=way
@@ -183,7 +187,7 @@ def _empty_any(
     from accelerate import init_empty_weights
 
     with init_empty_weights():
-        score = ValueHead(architecture.hidden_size)
+        score = _head(architecture, head_outputs)
     first = body.partition(".")[0]
     return TransformersModel(
         {first: parts[first]}, body, score=score, layer_classes=layer_classes, way=way
@@ -274,7 +278,7 @@ def _fill_head(head: ValueHead, weights: Mapping[str, Tensor] | None) -> None:
             if weights[name].shape != value.shape:
                 raise CheckpointError(
                     f"{name} has shape {tuple(weights[name].shape)}, but this role needs "
-                    f"{tuple(value.shape)}. Start from a model without a head, or with one label"
+                    f"{tuple(value.shape)}. Start from a model without a head, or with the same number of outputs"
                 )
             value.copy_(weights[name])
         head.register_parameter(leaf, nn.Parameter(value))

@@ -101,7 +101,7 @@ class DTensorModel(RoleModel, LightningModule):
             self.parallel,
             dtype=self.settings.dtype,
             recompute=self.settings.recompute,
-            with_scalar_head=self.has_head,
+            head_outputs=self.head_outputs,
             way=self.form.way,
         )
 
@@ -144,7 +144,8 @@ class DTensorModel(RoleModel, LightningModule):
     ) -> Tensor:
         """See `RoleModel.infer_tokens`."""
         model = model or self.model
-        frame = torch.zeros(batch["input_ids"].shape, device=batch["input_ids"].device)
+        ids = batch["input_ids"]
+        frame = torch.zeros((*ids.shape, *self.output_shape), device=ids.device)
         start = 0
         for microbatch in self.split(
             batch, micro_batches or self.settings.forward_micro_batch_size

@@ -66,6 +66,16 @@ class RoleModel:
 
     # Outputs ----------------------------------------------------------------------------------
 
+    @property
+    def head_outputs(self) -> int:
+        """Number of the head's outputs for a token, 0 without a head."""
+        return 0
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Shape of the role's output for one token: ``(K,)`` for K > 1 outputs, else ``()``."""
+        return () if self.head_outputs < 2 else (self.head_outputs,)
+
     def token_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
