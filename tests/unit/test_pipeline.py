@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 from test_observe_report import Document, sample
 
-from aligner.data.preferences import length_accuracy
 from aligner.errors import CheckpointNotFoundError, ConfigError, DataError, WorkerError
 from aligner.examples.comparison import (
     ComparedPolicy,
@@ -28,7 +27,7 @@ from aligner.examples.comparison import (
     wilson_interval,
 )
 from aligner.examples.pipeline_config import load_pipeline
-from aligner.examples.pipeline_stages import plan, run_pipeline
+from aligner.examples.pipeline_stages import length_accuracy, plan, run_pipeline
 from aligner.examples.tasks.gsm8k import gsm8k_examples
 from aligner.examples.tasks.gsm8k_solutions import solution_pairs
 

@@ -18,7 +18,7 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.errors import CheckpointError, ConfigError, DataError, RewardError
 from aligner.models.gpt import MegatronGPTCriticModel, MegatronGPTRewardModel, load_from_nemo
-from aligner.models.gpt.megatron.reward import SequenceForm, Standardization
+from aligner.models.gpt.role.reward import SequenceForm, Standardization
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings
 from aligner.models.reward.workers.megatron_reward_worker import MegatronRewardWorker
 from aligner.parallel.groups import initialize_parallel

@@ -10,7 +10,7 @@ from aligner.algorithms.run.stopping import stop_signal
 from aligner.config import ServeConfig
 from aligner.config.commands.ask import as_run
 from aligner.data.tokenizers.loading import with_template_kwargs
-from aligner.errors import ConfigError, TokenizerError
+from aligner.errors import TokenizerError
 from aligner.generation.batching import EngineSettings, ServingEngine
 from aligner.generation.rows import Row
 from aligner.http.queue import JobQueue
@@ -71,14 +71,9 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     service = Service(served, queue, config.server.timeout_s, token, sessions)
 
     def listen() -> None:
-        server = config.server
-        try:
-            address = closing.enter_context(policy_server((server.host, server.port), service))
-        except OSError as error:
-            raise ConfigError(
-                f"server.host={server.host} server.port={server.port}: cannot listen: {error}. "
-                "Set another port, or 0 for any free port"
-            ) from error
+        host, port = config.server.host, config.server.port
+        setting = f"server.host={host} server.port={port}"
+        address = closing.enter_context(policy_server((host, port), service, setting))
         say(f"{served.name} at http://{address[0]}:{address[1]}/v1 (Ctrl-C ends)")
 
     on_rank_zero(listen)
