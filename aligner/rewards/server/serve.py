@@ -24,7 +24,7 @@ from aligner.http.application import Bodies, Routes, blame_sender, check_bearer,
 from aligner.http.messages import parse_json, validated
 from aligner.http.queue import Job, JobQueue, Slot
 from aligner.http.results import Results
-from aligner.models.gpt.megatron.reward import rated_attributes
+from aligner.models.gpt.role.reward import rated_attributes
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.reward.reward_model import RewardModel
 from aligner.parallel.collectives import from_rank_zero, is_rank_zero, on_rank_zero
