@@ -14,7 +14,7 @@ from aligner.algorithms.supervised.build import (
     load_split,
     supervised_summary,
 )
-from aligner.algorithms.supervised.trainer import Examples, SupervisedTrainer, Task
+from aligner.algorithms.supervised.trainer import ExampleSet, SupervisedTrainer, Task
 from aligner.checkpoint.model_source import open_model
 from aligner.config import RewardRunConfig
 from aligner.data.dataset import Dataset, Split
@@ -22,7 +22,7 @@ from aligner.data.preferences import OrderedPairDataset, Pair, PairDataset, coll
 from aligner.data.ratings import RatedDataset, collate_rated
 from aligner.errors import ConfigError
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
-from aligner.models.gpt.megatron.reward import Standardization, saved_attributes
+from aligner.models.gpt.role.reward import Standardization, saved_attributes
 from aligner.models.reward.reward_model import RewardModel
 
 
@@ -47,6 +47,7 @@ def train_reward_model(config: RewardRunConfig) -> None:
                         run_settings(config),
                         attributes=config.data.attribute_columns,
                         max_optimizer_steps=steps,
+                        backend=config.policy.backend,
                     )
                 )
                 limit = config.loop.limit_val_examples
@@ -86,7 +87,7 @@ def kind_of(config: RewardRunConfig) -> type[Dataset[Any]]:
     return PairDataset if loop.variant == "plain" else OrderedPairDataset
 
 
-def last_token(examples: Examples[Any]) -> int | None:
+def last_token(examples: ExampleSet[Any]) -> int | None:
     """Return the last token of all sequences, or None if last tokens differ."""
     items: list[Any] = [examples[index] for index in range(len(examples))]
     sequences = [item.examples if isinstance(item, Pair) else (item.example,) for item in items]
@@ -103,7 +104,7 @@ def reward_task(config: RewardRunConfig, examples: Split[Any], pad_id: int) -> T
 
 
 def measure(
-    model: RewardModel, task: Task[Any], examples: Examples[Any], limit: int
+    model: RewardModel, task: Task[Any], examples: ExampleSet[Any], limit: int
 ) -> Standardization:
     """Return mean and standard deviation of the rewards of the first ``limit`` examples."""
     count = min(len(examples), limit)
@@ -118,7 +119,7 @@ def measure(
 
 def check_head(config: RewardRunConfig) -> None:
     """Raise if the model is a reward model with another number of attributes."""
-    with open_model(config.model.restore_from_path) as checkpoint:
+    with open_model(config.model.restore_from_path, config.policy.backend) as checkpoint:
         saved = saved_attributes(checkpoint)
     columns = config.data.attribute_columns
     if saved is not None and max(1, len(saved)) != max(1, len(columns)):

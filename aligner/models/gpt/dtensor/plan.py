@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from aligner.architecture import GPTArchitecture
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.hf.families import FAMILIES, config_to_hf
 from aligner.config import ParallelConfig
 from aligner.errors import ConfigError, LayoutError
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 # Families with the modules that `split_layer` splits.
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
-# Families whose layers do not tell their attention which rows are one sequence.
-WITHOUT_SEGMENTS = ("nemotron", "stablelm")
+# Families whose logits are divided, or whose layers do not tell their attention which rows are one
+# sequence.
+ONLY_BY_TRANSFORMERS = ("granite", "nemotron", "stablelm")
 # Replicated weights that each rank applies to its own heads, so that gradients must be summed.
 APPLIED_TO_OWN_HEADS = (".self_attn.q_norm.weight", ".self_attn.k_norm.weight")
 
@@ -24,24 +25,22 @@ def check_backend(family: str, architecture: GPTArchitecture, parallel: Parallel
     """Raise if this backend does not support the model or the layout."""
     if architecture.num_moe_experts is not None:
         raise LayoutError(
-            f"policy.backend=dtensor does not support mixture of experts, but the model is a "
-            f"{family} with {architecture.num_moe_experts} experts. Use policy.backend=megatron"
+            f"policy.backend=dtensor does not support mixtures of experts in .nemo files, but the "
+            f"model is a {family} with {architecture.num_moe_experts} experts. Use "
+            "policy.backend=megatron, or give the model's Hugging Face directory"
         )
-    if family in WITHOUT_SEGMENTS:
+    is_own = isinstance(architecture, TransformersArchitecture)
+    if family in ONLY_BY_TRANSFORMERS and not is_own:
         raise LayoutError(
-            f"policy.backend=dtensor does not support {family} models, because transformers' "
-            "layers do not pass on which rows are one sequence. Use policy.backend=megatron"
-        )
-    if architecture.logits_divisor != 1.0:
-        raise LayoutError(
-            f"policy.backend=dtensor does not support {family} models, whose logits are divided by "
-            f"logits_scaling={architecture.logits_divisor:g}. Use policy.backend=megatron"
+            f"policy.backend=dtensor does not support {family} models in .nemo files. Use "
+            "policy.backend=megatron, or give the model's Hugging Face directory"
         )
     if parallel.tensor > 1 and family not in LLAMA_LIKE:
         raise LayoutError(
             f"model.tensor_model_parallel_size={parallel.tensor}: policy.backend=dtensor does not "
             f"support tensor parallelism for {family} models, only for {', '.join(LLAMA_LIKE)}. "
-            "Use 1 (data-parallel ranks shard the weights anyway), or policy.backend=megatron"
+            "Use 1 (data-parallel ranks shard the weights anyway)"
+            + ("" if is_own else ", or policy.backend=megatron")
         )
 
 
@@ -50,6 +49,13 @@ def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, train
 
     ``trained``: whether the role is trained. Otherwise the checkpoint's dropout (None) is ignored.
     """
+    if isinstance(architecture, TransformersArchitecture):
+        if dropout:
+            raise ConfigError(
+                f"model.dropout={dropout:g}: {architecture.family} models are trained without "
+                "dropout. Set it to 0"
+            )
+        return
     hidden = architecture.with_dropout(dropout).hidden_dropout
     family = config_to_hf(architecture)[0].model_type
     has_key = "hidden_dropout" in FAMILIES[family].keys
