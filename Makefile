@@ -2,6 +2,7 @@
 # make pipeline   fine-tuning, reward model, PPO, GRPO, rejection sampling, DPO: one comparison
 # make pipeline DATA=gsm8k GSM8K=folder   fine-tuning and a reward model on GSM8K
 # make agent SEED=1   SmolLM2 learns to call a calculator: fine-tuning on traces, then PPO
+# make unit   the tests without processes and models, in a minute
 # make test   set up what is missing and run the tests, in JOBS=2 processes
 # make setup  the environment alone
 # make models/smollm2-135m-instruct.nemo   the pretrained model alone
@@ -36,7 +37,7 @@ MINUTES ?= 2
 JOBS    ?= 2
 export GSM8K ?= data/gsm8k
 
-.PHONY: ppo pipeline agent test setup test-extended test-ray test-gpu test-vllm test-adapters campaign vllm-env adapters-env docs lint clean
+.PHONY: ppo pipeline agent unit test setup test-extended test-ray test-gpu test-vllm test-adapters campaign vllm-env adapters-env docs lint clean
 
 ppo: $(READY) $(SMOLLM2)
 	$(BIN)/python examples/train_gpt_ppo.py --config-name recipes/ppo_smollm2_arithmetic_cpu \
@@ -50,6 +51,9 @@ agent: $(READY) $(SMOLLM2)
 
 test: $(READY) $(TINY) $(SMOLLM2)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+unit: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m unit tests/unit $(ARGS)
 
 test-extended: $(READY) $(TINY)
 	$(BIN)/python -m pytest -m extended $(ARGS)

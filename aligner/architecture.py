@@ -8,7 +8,7 @@ NeMo's ``model_config.yaml`` and Hugging Face's ``config.json`` are converted to
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from aligner.errors import CheckpointError
 
@@ -87,6 +87,8 @@ class GPTArchitecture:
     moe_router_pre_softmax: bool = False
     # Hugging Face `model_type` of the source and of exports. None if unknown.
     family: str | None = None
+    # Suffix of the file to which a run writes such a model.
+    suffix: ClassVar[str] = ".nemo"
 
     def __post_init__(self) -> None:
         """Check that the values are valid.
@@ -138,6 +140,18 @@ class GPTArchitecture:
         """Return the rows of the embedding: the vocabulary, padded to a multiple for all ranks."""
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class TransformersArchitecture(GPTArchitecture):
+    """Architecture of a model that only transformers builds, from a Hugging Face directory.
+
+    The fields of `GPTArchitecture` are sizes for estimates, 1 where the model has no such size.
+    ``settings``: text of the directory's ``config.json``. A run writes a directory.
+    """
+
+    settings: str = "{}"
+    suffix: ClassVar[str] = ""
 
 
 def _is_size(value: Any) -> bool:

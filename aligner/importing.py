@@ -3,19 +3,20 @@
 For user code the current directory is searched, too, independent of the folder of the script.
 """
 
+import contextlib
 import importlib
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from aligner.errors import ConfigError
+from aligner.errors import AlignerError, ConfigError
 from aligner.user_files import import_file
 
 Kind = Literal["function", "class"]
@@ -115,6 +116,42 @@ def check_call(
         signature.bind(*[None] * positional, **dict.fromkeys(keywords))
     except TypeError as error:
         raise ConfigError(f"{subject}: {error}. The signature is {signature}. {remedy}") from error
+
+
+def construct(
+    factory: Callable[..., Any], kwargs: Mapping[str, Any], name: str, remedy: str
+) -> Any:
+    """Call a user's class with keyword arguments.
+
+    Args:
+        factory: the class.
+        kwargs: the arguments.
+        name: begin of messages: the configuration key and its value.
+        remedy: end of the message if the signature does not match.
+
+    Raises:
+        ConfigError: the signature does not match, or the constructor raised an exception.
+    """
+    check_call(factory, kwargs, f"{name}: its constructor", remedy)
+    with user_errors(name, f"its constructor with the arguments {dict(kwargs)}"):
+        return factory(**kwargs)
+
+
+@contextlib.contextmanager
+def user_errors(name: str, call: str) -> Iterator[None]:
+    """Convert exceptions of user code in the block to a `ConfigError`.
+
+    The message contains ``name`` (the configuration key and its value), ``call`` (the code that is
+    called) and the exception with its place in the code. For an error of this library it contains
+    ``name`` and the error.
+    """
+    try:
+        yield
+    except AlignerError as error:
+        message = str(error)
+        raise ConfigError(message if message.startswith(name) else f"{name}: {message}") from error
+    except Exception as error:
+        raise ConfigError(f"{name}: {call} raised {describe_exception(error)}") from error
 
 
 def named_by(function: Callable[..., Any], offered: Iterable[str]) -> set[str]:

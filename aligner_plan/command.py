@@ -13,12 +13,12 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf.families import architecture_from_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.config import BaseRunConfig
-from aligner.config.commands.plan import PlanConfig
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from aligner_plan.amounts import total
 from aligner_plan.devices import device_named
 from aligner_plan.estimate import Estimate, Estimator, PlannedPhase
 from aligner_plan.measurements import Measurements
+from aligner_plan.options import PlanConfig
 from aligner_plan.search import advice, fastest, fewest
 
 _GIB = 1 << 30

@@ -7,13 +7,13 @@ from typing import Any
 from aligner.algorithms.run.startup import count_parameters
 from aligner.architecture import GPTArchitecture
 from aligner.config import BaseRunConfig
-from aligner.config.commands.plan import PlanConfig, with_length
 from aligner.parallel.groups import describe_layout
 from aligner_plan.amounts import Amounts, Kinds, Measured, Time, time_of, total
 from aligner_plan.devices import DeviceRates
 from aligner_plan.dry.record import Kind
 from aligner_plan.measure import MeasuredRole
 from aligner_plan.measurements import Measurements
+from aligner_plan.options import PlanConfig, with_length
 from aligner_plan.rehearsal import planned_run
 from aligner_plan.roles import Phase, PlannedRole, PlannedRun
 from aligner_plan.work import LowerBounds, bubble_of, lower_bounds, work_of

@@ -7,9 +7,9 @@ from typing import Any
 
 from aligner.config import BaseRunConfig, RunConfig, SamplingRunConfig
 from aligner.config.commands.changes import RECOMPUTE
-from aligner.config.commands.plan import varied
 from aligner.errors import ConfigError, DataError, LayoutError
 from aligner_plan.estimate import Estimator
+from aligner_plan.options import varied
 
 _PIPELINES = (1, 2, 4, 8, 16)
 _STAGED = 2  # number of pipeline sizes above 1 that are tried

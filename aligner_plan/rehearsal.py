@@ -34,7 +34,6 @@ from aligner.config import (
     check_layout,
 )
 from aligner.config.commands.lengths import samples_responses
-from aligner.config.commands.plan import PlanConfig, with_length
 from aligner.config.roles.model import STAGE_KEYS
 from aligner.data.dataset import Dataset
 from aligner.data.labelled import Labelled, LabelledDataset
@@ -47,6 +46,7 @@ from aligner.distributed.named_sharding import layout_of
 from aligner.distributed.workers import LocalFuture
 from aligner.errors import ConfigError, LayoutError
 from aligner.observe.metrics import PhaseTimers
+from aligner_plan.options import PlanConfig, with_length
 from aligner_plan.roles import Column, Phase, PlannedRole, PlannedRun
 
 # Tokens of a prompt and of a response in a rehearsal. No other axis may have the size of their sum.

@@ -7,10 +7,10 @@ from typing import Any
 
 from aligner.config import BaseRunConfig
 from aligner.config.commands.changes import TENSOR, overrides_of, single_changes
-from aligner.config.commands.plan import trainer_keys, varied
 from aligner.errors import ConfigError, DataError, LayoutError
 from aligner_plan.estimate import Estimate, Estimator
 from aligner_plan.layouts import Layout, batch_sizes, layouts, savings
+from aligner_plan.options import trainer_keys, varied
 
 Log = Callable[[str], None]
 _GIB = 1 << 30

@@ -47,10 +47,10 @@ MARKS = {"static_bytes": 0.001, "peak_bytes": 0.10, "flops": 0.0, "wire_bytes": 
 
 def planned(model: str, layout: str, batches: str) -> Any:
     """Return the role of a fine-tuning run, a `PlannedRole`, and its updates, a `Phase`."""
-    from aligner.config.commands.plan import PlanConfig, varied
     from aligner.config.load import parse_config
     from aligner.config.run import SFTRunConfig
     from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
+    from aligner_plan.options import PlanConfig, varied
     from aligner_plan.rehearsal import planned_run
 
     smollm2 = SMOLLM2

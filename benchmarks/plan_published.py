@@ -24,11 +24,11 @@ load_guard()
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf.families import architecture_from_hf
-from aligner.config.commands.plan import PlanConfig, varied
 from aligner.config.load import parse_config
 from aligner.config.run import RunConfig, SFTRunConfig
 from aligner_plan.devices import DEVICES
 from aligner_plan.estimate import Estimate, Estimator
+from aligner_plan.options import PlanConfig, varied
 from benchmarks.shapes import QWEN_1_5B
 
 TOLERANCE = {"train": 0.20, "generate": 0.25}

@@ -5,9 +5,9 @@ import time
 import uuid
 from pathlib import Path
 
-from aligner.environments.sandbox import Isolation, check_isolation
 from aligner.errors import ConfigError
 from aligner.examples.tasks.python_tool import Interpreter
+from aligner.examples.tasks.sandbox import Isolation, check_isolation
 from aligner.process_tree import kill_tree
 from campaigns.harness import Campaign, end_marked, python
 

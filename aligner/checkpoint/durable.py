@@ -53,6 +53,15 @@ def storage_error(path: Path, cause: OSError, size: int | None = None) -> Storag
     return error
 
 
+@contextlib.contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Convert an `OSError` of the block to the `storage_error` of ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
 def require_free_space(folder: Path, size: int) -> None:
     """Raise `StorageError` if the disk of ``folder`` has fewer than ``size`` bytes free."""
     if free_bytes(folder) < size:

@@ -5,18 +5,23 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from aligner.checkpoint.hf.model_folder import HuggingFaceModel, read_hf
+from aligner.checkpoint.hf.any_model import TransformersSource, read_any
+from aligner.checkpoint.hf.families import FAMILIES
+from aligner.checkpoint.hf.model_folder import HuggingFaceModel, read_hf, read_json
 from aligner.checkpoint.nemo.model_file import NemoCheckpoint, open_nemo
 from aligner.errors import CheckpointError
 
-# Common attributes: ``architecture``, ``config`` (NeMo's keys), ``weights`` (canonical, read when
-# indexed), ``tokenizer`` and ``tokenizer_files``. Valid while the model is open.
-ModelSource = NemoCheckpoint | HuggingFaceModel
+# Common attributes: ``architecture``, ``config`` (NeMo's keys), ``weights`` (canonical, or of the
+# module of a `TransformersSource`, read when indexed), ``tokenizer`` and ``tokenizer_files``. Valid
+# while the model is open.
+ModelSource = NemoCheckpoint | HuggingFaceModel | TransformersSource
 
 
 @contextlib.contextmanager
 def open_model(path: str | os.PathLike[str]) -> Iterator[ModelSource]:
     """Open a `.nemo` (file or unpacked) or a Hugging Face directory or `.gguf` file.
+
+    A directory of a family without a table of names is opened as `TransformersSource`.
 
     Raises:
         CheckpointNotFoundError: ``path`` does not exist.
@@ -27,7 +32,11 @@ def open_model(path: str | os.PathLike[str]) -> Iterator[ModelSource]:
             f"{str(path)!r} describes a Hugging Face model. Give its directory, "
             f"{str(Path(path).parent)!r}"
         )
-    if Path(path).suffix == ".gguf" or (Path(path) / "config.json").is_file():
+    described = Path(path) / "config.json"
+    if described.is_file() and read_json(described).get("model_type") not in FAMILIES:
+        yield read_any(Path(path))
+        return
+    if Path(path).suffix == ".gguf" or described.is_file():
         yield read_hf(path)
         return
     with open_nemo(path) as checkpoint:

@@ -33,6 +33,7 @@ MOVED = {
     "checkpoint.tiny": "examples.tasks.tiny_model",
     "environments.interpreter": "examples.tasks.python_tool",
     "environments.traces": "examples.tasks.calculator",
+    "environments.sandbox": "examples.tasks.sandbox",
     "data.reasoning_gym": "examples.tasks.reasoning",
     "rewards.reasoning_gym": "examples.tasks.reasoning",
     "environments.tools": "examples.tasks.calculator",  # some of its names

@@ -16,7 +16,7 @@ from aligner.compat.nemo_rl import PublishedRole, read_role
 from aligner.compat.nemo_rl_values import Notes, is_off
 from aligner.config.cli import check_key
 from aligner.config.roles.model import CriticConfig, ModelConfig
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, raised_as
 from aligner.foreign_keys import IGNORED, is_inert, table
 
 # Section of NeMo's file that defines the algorithm: its name here, and its key below ``trainer``.
@@ -88,10 +88,9 @@ def _read(path: Path) -> dict[str, Any]:
     for name, resolve in (("mul", lambda *factors: math.prod(factors)), ("max", max)):
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, resolve)
-    try:
+    damage = (OSError, ValueError, OmegaConfBaseException)
+    with raised_as(ConfigError, f"{path}: cannot be read", *damage):
         values = OmegaConf.to_container(_merged(path), resolve=True)
-    except (OSError, ValueError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items() if key != "hydra"}
 

@@ -26,7 +26,7 @@ from aligner.config.base import BASES
 from aligner.config.load import Root, load_config, with_built_in_task
 from aligner.config.parse import field_types, keys_below, section_in, type_below, unknown_key
 from aligner.config.run import RunConfig
-from aligner.errors import AlignerError, ConfigError
+from aligner.errors import AlignerError, ConfigError, raised_as
 from aligner.foreign_keys import is_inert, remedy, table
 
 # Options of hydra whose value is the next argument.
@@ -193,10 +193,9 @@ def _selected_options(recipe: str, folders: Sequence[Path]) -> Iterator[tuple[Pa
             continue
         # A recipe of the user, or of conf/recipes.
         visited.add(path)
-        try:
+        text, remedy = f"{path}: cannot be read", "correct the YAML"
+        with raised_as(ConfigError, text, OSError, YAMLError, remedy=remedy):
             content = OmegaConf.to_container(OmegaConf.load(path))
-        except (OSError, YAMLError) as error:
-            raise ConfigError(f"{path}: cannot be read: {error}. Correct the YAML") from error
         if not isinstance(content, dict) or "searchpath" in (content.get("hydra") or {}):
             continue
         parent = name.rpartition("/")[0]

@@ -29,8 +29,8 @@ class ClusterConfig:
     """Longest wait for another rank, and with `ray` for a worker's answer, in seconds.
 
     A rank on another machine counts as dead after a thirtieth of this time without a signal (at
-    least 10 s). The death of a rank on the same machine is noticed at once. All other ranks then
-    stop with an error that names it.
+    least 10 s), a rank on the same machine at once. All other ranks then stop with an error that
+    names it.
     """
 
     address: StrictStr | None = None
@@ -71,7 +71,7 @@ class ClusterConfig:
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse keys of the other engine, and workers not a multiple of the critic's layout."""
+        """Report keys of the other engine, and workers not a multiple of the critic's layout."""
         # Workers in the processes of the run.
         layouts_differ = run.value_parallel != run.model.parallel
         if self.engine == "local":

@@ -90,10 +90,10 @@ class AnsweredColumns(PromptColumns):
     """Columns that form a prompt whose response is scored."""
 
     ground_truth_column: StrictStr | None = "ground_truth"
-    """Column of ground truths. `null` means no such column.
+    """Column of ground truths, which reward function and sample tables receive.
 
-    The reward function receives the column as `ground_truths`. An environment receives it like any
-    other column, and its rows may lack it. Sample tables show the ground truth.
+    `null` means no such column. An environment receives it like any other column, and its rows may
+    lack it.
     """
 
     max_prompt_length: Count | None = None

@@ -60,8 +60,7 @@ class EnvironmentConfig:
     ) = None
     """With `kind=endpoint`, instead of `factory`: a program and its arguments.
 
-    A list of words, or a text that is split into words as in a shell. The program is started
-    without a shell. `null` means no program.
+    A list of words, or text that is split as in a shell. No shell runs. `null` means no program.
     """
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -80,14 +79,14 @@ class EnvironmentConfig:
     """Treatment of a conversation that reaches a limit before any turn is scored.
 
     `zero`: train with reward 0, to which `trainer.ppo.improper_end` applies. `mask`: exclude it
-    from training. In validation the reward is 0 and the answer wrong in both cases.
+    from training.
     """
 
     failed: Literal["retry", "zero"] = "retry"
     """Treatment of a conversation whose environment or agent raises, dies or exceeds a time limit.
 
-    `retry`: repeat the conversation. `zero`: train with reward 0, regardless of earlier rewards. A
-    conversation that fails before the policy's first message is always repeated.
+    `retry`: repeat the conversation. `zero`: train with reward 0, regardless of earlier rewards
+    (docs/environments.md#when-an-environment-fails).
     """
 
     timeout_s: Seconds = 60.0
@@ -103,26 +102,24 @@ class EnvironmentConfig:
     """Conversations at the same time, each with a separate process."""
 
     memory_mb: Annotated[Integer, Interval(ge=64, le=2**30)] | None = None
-    """MiB that a process of an environment, and each that it starts, may allocate.
+    """MiB that each process of an environment may allocate.
 
     `null` means no limit. Beyond the limit an allocation raises MemoryError, which fails the
-    conversation unless the environment handles it. If the memory of the machine is exhausted, Linux
-    kills environments first, with or without a limit.
+    conversation unless the environment handles it.
     """
 
     retries: Annotated[Integer, Interval(ge=0, le=1000)] = 16
     """Failures of environments and of the engine that a rollout tolerates by repetition.
 
-    A failed call of the engine counts once for all its conversations. The next failure ends the run
-    with an error that names the cause. Failures that `failed=zero` turns into samples do not count.
+    A failed call of the engine counts once for all its conversations. The next failure ends the
+    run.
     """
 
     rewritten_history: Literal["fork", "refuse", "keep"] = "fork"
     """Treatment of a chat template that changes earlier turns.
 
-    `fork` continues with a new sequence, whose history is the template's. The conversation remains
-    one sample. `refuse` ends the run. `keep` continues from the sampled tokens, including thinking
-    that the template drops.
+    `fork` continues with a new sequence, whose history is the template's. `refuse` ends the run.
+    `keep` continues from the sampled tokens, including thinking that the template drops.
     """
 
     chat_template: FilePath | None = None
@@ -157,7 +154,7 @@ class EnvironmentConfig:
         return f"environment.factory={self.factory}"
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse settings that the kind does not support, and limits without room for a prompt."""
+        """Report settings that the kind does not support, and limits without room for a prompt."""
         yield from self.kind_class.problems(key, run)
         if not self.is_set:
             return

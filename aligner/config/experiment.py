@@ -31,20 +31,18 @@ class ExpManagerConfig:
     explicit_log_dir: FilePath = "results/aligner"
     """Directory of all files of the run.
 
-    Each script has a different default: `results/ppo`, `results/rs`, `results/sft`,
-    `results/reward`, `results/distill`. Without a critic the default contains the algorithm
-    (`results/grpo`, `results/gspo`), in preference optimisation the loss (`results/dpo`,
-    `results/kto`). `{algorithm}` in the path is replaced by the algorithm's name.
+    The default is `results/` and the name of the script, without a critic of the algorithm
+    (`results/grpo`), in preference optimisation of the loss (`results/kto`). `{algorithm}` in the
+    path is replaced by the algorithm's name.
     """
 
     resume_if_exists: StrictBool = True
     """Continue the run in the directory. `false` refuses a directory with a run."""
 
     start_anew: StrictBool = False
-    """Start a new run in the directory. The earlier run is moved to `earlier_001/` and so on.
+    """Start a new run in the directory.
 
-    Each start of such a command begins a new run. Leave the key out to continue. No file is
-    deleted.
+    The earlier run is moved to `earlier_001/` and so on. Leave the key out to continue the new run.
     """
 
     accept_changed: tuple[Literal["algorithm", "model", "data"], ...] = ()
@@ -69,8 +67,7 @@ class ExpManagerConfig:
     async_save: StrictBool = True
     """Write run states in the background, from a copy in host memory.
 
-    The start-up report shows the size of the copy. Without memory for a copy, and with `false`, a
-    step with a save waits for the disk.
+    Without memory for a copy, and with `false`, a step with a save waits for the disk.
     """
 
     save_top_k: Natural = 1
@@ -109,7 +106,7 @@ class ExpManagerConfig:
         return bool(sections & {"data", "seed"}) or "data" in self.accept_changed
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse a directory that is a file, and unknown keys in ``resume_changed``."""
+        """Report a directory that is a file, and unknown keys in ``resume_changed``."""
         if os.path.exists(self.explicit_log_dir) and not os.path.isdir(self.explicit_log_dir):
             yield f"{key}.explicit_log_dir={self.explicit_log_dir} is a file. Give a directory"
         for name in self.resume_changed:

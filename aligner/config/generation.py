@@ -54,9 +54,9 @@ class GenerationConfig:
     cuda_graphs: StrictBool = True
     """`megatron` on GPUs: launch each decoding step as one CUDA graph.
 
-    Applies to dense models without tensor and pipeline parallelism. The graphs and their KV cache
-    are kept between rollouts if they use at most 1/32 of the device memory. Otherwise they are
-    freed after each rollout. The sampled tokens are the same without CUDA graphs.
+    Applies to dense models without tensor and pipeline parallelism. Graphs and KV cache are kept
+    between rollouts if they use at most 1/32 of the device memory. The sampled tokens are the same
+    without CUDA graphs.
     """
 
     async_rollouts: StrictBool = False
@@ -110,7 +110,7 @@ class GenerationConfig:
         return engine.resources(has_gpu=has_gpu, ahead=self.async_rollouts)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse invalid engines, and asynchronous rollouts without a correction."""
+        """Report invalid engines, and asynchronous rollouts without a correction."""
         try:
             engine = self.engine
         except ConfigError as error:
@@ -142,6 +142,7 @@ class GenerationConfig:
                 "per step is unknown with trainer.ppo.dynamic_sampling.enabled=true. Set one of "
                 "them to false"
             )
+        # Correction of the older weights.
         if ppo.truncated_importance_sampling is None and not ppo.correction.is_on:
             yield (
                 f"{key}.async_rollouts=true samples with the weights of the previous update and "

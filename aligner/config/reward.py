@@ -30,10 +30,10 @@ class RewardModelConfig:
     """Sequences per forward pass, per data-parallel rank."""
 
     add_bos: StrictBool | None = None
-    """Begin sequences with the BOS token. `null` means as in the reward model's training.
+    """Begin sequences with the BOS token.
 
-    The file stores the setting of its training, and a different value is refused. If a file lacks
-    the setting, `null` means `false`.
+    `null` means as in the reward model's training (`false` if the file lacks the setting). A
+    different value is refused.
     """
 
     workers: Count | None = None
@@ -124,7 +124,7 @@ class RewardServerConfig:
     """Requests at the same time."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse two tokens, and waits that exceed the time limit of the other processes."""
+        """Report two tokens, and waits that exceed the time limit of the other processes."""
         if self.token_env is not None and self.token_file is not None:
             yield f"{key}.token_env and {key}.token_file are both set. Set one of them to null"
         longest, limit = self.retry_for_s + self.timeout_s, run.cluster.timeout_s
@@ -179,7 +179,7 @@ class RewardConfig:
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse a source without its section, and sections that the run ignores."""
+        """Report a source without its section, and sections that the run ignores."""
         # Function, reward model and server.
         examples = {
             "function": "reward.function=my_rewards.py:reward",

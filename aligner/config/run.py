@@ -113,7 +113,7 @@ class BaseRunConfig:
         return False
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse batch sizes that are not a multiple of the number of data-parallel ranks."""
+        """Report batch sizes that are not a multiple of the number of data-parallel ranks."""
         return self.share_problems(self.trainer.world_size, self.value_world_size)
 
     def share_problems(self, world_size: int, value_world_size: int = 0) -> Iterator[str]:
@@ -192,7 +192,7 @@ class SamplingRunConfig(BaseRunConfig):
         return self.environment.is_set
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also token budgets that the longest sequence exceeds."""
+        """Also report token budgets that the longest sequence exceeds."""
         yield from super().problems(key, run)
         yield from self.length_problems(self.data.max_prompt_length or 1)
 
@@ -237,7 +237,7 @@ class RunConfig(SamplingRunConfig):
         return {"model": self.model, **({} if self.critic is None else {"critic": self.critic})}
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse, too, rollouts whose size is not a multiple of the global batch size."""
+        """Also report rollouts whose size is not a multiple of the global batch size."""
         yield from super().problems(key, run)
         samples = self.model.ppo.num_rollout_samples
         for role, section in self.trained_roles.items():
@@ -257,7 +257,7 @@ class RSRunConfig(SamplingRunConfig):
     trainer: RSTrainerConfig = field(default_factory=RSTrainerConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse, too, selections whose size is not a multiple of the global batch size."""
+        """Also report selections whose size is not a multiple of the global batch size."""
         yield from super().problems(key, run)
         rs, batch = self.model.rs, self.model.global_batch_size
         selected = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
@@ -283,7 +283,7 @@ class SupervisedRunConfig(BaseRunConfig):
         return 1
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also batches that split examples, and token budgets that an example exceeds."""
+        """Also report batches that split examples, and token budgets that an example exceeds."""
         yield from super().problems(key, run)
         for name in ("micro_batch_size", "global_batch_size"):
             if (size := getattr(self.model, name)) % self.rows_per_example:

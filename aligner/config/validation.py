@@ -74,7 +74,7 @@ class ValidationConfig:
         return None if is_same else options
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse settings as `answer_problems` describes."""
+        """Report settings as `answer_problems` describes."""
         greedy = self.use_greedy
         if greedy is None:
             greedy = run.model.rollout.sampling_params.use_greedy
@@ -111,7 +111,7 @@ class AnswerSamplingConfig(SamplingParams, LengthParams, SampleCount):
 def answer_problems(
     key: str, samples_per_prompt: int, greedy: bool, sets_key: str, sets: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Refuse several greedy samples of a prompt, and set names that do not fit a metric name."""
+    """Report several greedy samples of a prompt, and set names that do not fit a metric name."""
     if greedy and samples_per_prompt > 1:
         yield (
             f"{key}.samples_per_prompt={samples_per_prompt} with use_greedy=true samples identical "

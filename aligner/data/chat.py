@@ -96,6 +96,7 @@ def _parse_message(message: Any, index: int) -> Message:
     }
     if parsed.get("tool_calls") and parsed.get("content") is None:
         parsed["content"] = ""
+    # Check keys and types.
     if not {"role", "content"} <= parsed.keys() <= {"role", "content", *_OPTIONAL}:
         raise DataError(
             f"{location} must have exactly the keys role and content, and optionally "
@@ -106,6 +107,7 @@ def _parse_message(message: Any, index: int) -> Message:
     for key, kind in _OPTIONAL.items():
         if key in parsed and not isinstance(parsed[key], kind):
             raise DataError(f"{location}: {key} must be {'a list' if kind is list else 'text'}")
+    # Templates read arguments of calls as mappings.
     if "tool_calls" in parsed:
         parsed["tool_calls"] = [_parse_call(call, location) for call in parsed["tool_calls"]]
     return parsed
@@ -182,6 +184,7 @@ def check_all_used(
     The template ignores a part if the text is equal without it. Reasoning is tested in a separate
     chat, because templates drop the reasoning of earlier turns on purpose.
     """
+    # Plain chats contain nothing that a template could ignore.
     unusual = sorted({message["role"] for message in messages} - set(_KNOWN_ROLES))
     if len(unusual) > _MAX_OTHER_ROLES:
         raise DataError(
@@ -219,6 +222,7 @@ def check_all_used(
         trials[f"messages of role {role!r}"] = remaining, tools
     chat = list(messages), tools
     ignored = [part for part, trial in trials.items() if trial != chat and is_ignored(*trial)]
+    # Reasoning, in a separate chat.
     if any("reasoning_content" in message for message in messages) and not (
         _shows_reasoning(tokenizer) or opened_tag(render(tokenizer, messages[:1]))
     ):

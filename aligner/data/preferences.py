@@ -6,7 +6,7 @@ the prompt column is optional. In a batch the two sequences of a pair are adjace
 sequence first.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,6 +40,7 @@ class PairDataset(Dataset[Pair]):
     @classmethod
     def make(cls, row: Row, index: int, tokenizer: Tokenizer, data: PairDataConfig) -> Pair:
         """See `aligner.data.dataset.Dataset.make`."""
+        # Both responses must continue the same prompt.
         chosen = make_example(row, index, tokenizer, data, "chosen_column")
         rejected = make_example(row, index, tokenizer, data, "rejected_column")
         if chosen.prompt_ids != rejected.prompt_ids:
@@ -87,19 +88,3 @@ def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> BatchedDataDict:
     batch["ground_truth_rewards"] = rewards.flatten()
     batch["preference_strengths"] = (rewards[:, 0] - rewards[:, 1]).repeat_interleave(2)
     return batch
-
-
-def length_accuracy(train: Iterable[Pair], held_out: Iterable[Pair]) -> float:
-    """Return the accuracy on ``held_out`` of preferring the longer, or the shorter, response.
-
-    ``train`` determines which of the two rules is used. A pair of equal lengths adds one half. A
-    reward model should exceed this accuracy.
-    """
-    longer_is_better = _longer_chosen(train) >= 0.5
-    share = _longer_chosen(held_out)
-    return share if longer_is_better else 1 - share
-
-
-def _longer_chosen(pairs: Iterable[Pair]) -> float:
-    gaps = [pair.chosen.length - pair.rejected.length for pair in pairs]
-    return sum(0.5 if gap == 0 else float(gap > 0) for gap in gaps) / len(gaps)

@@ -16,7 +16,7 @@ from aligner.data.chat import parse_messages, parse_tools, render_chat
 from aligner.data.dataset import Dataset, check_bos, read_items
 from aligner.data.readers import Row, take
 from aligner.data.special_tokens import treat_special_tokens
-from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
 from aligner.errors import ConfigError, DataError
 
 # Names of the reward function's arguments and of the trainer's columns.
@@ -165,9 +165,8 @@ def make_prompt(
             )
         # Render and tokenize the prompt.
         text = _render(raw, columns, tokenizer, data)
-        ids, bos = tokenizer.encode(text), tokenizer.bos_id
-        if data.add_bos and bos is not None and ids[:1] != [bos]:
-            ids = [bos, *ids]
+        ids = tokenizer.encode(text)
+        ids = with_bos(tokenizer, ids) if data.add_bos else ids
         if not ids:
             raise DataError(f"column {data.prompt_column!r} is empty")
     except DataError as error:

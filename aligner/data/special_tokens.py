@@ -31,6 +31,7 @@ def treat_special_tokens(
     """
     if policy == "keep":
         return value
+    # Texts of special tokens, of added tokens, and of tokens that end an answer.
     added: Mapping[int, str] = getattr(tokenizer, "added_tokens", {})
     special = {*getattr(tokenizer, "special_ids", added), tokenizer.eos_id, tokenizer.bos_id}
     texts = {n: added.get(n) or tokenizer.decode([n]) for n in {*special, *added} - {None}}

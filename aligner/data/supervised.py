@@ -31,7 +31,7 @@ from aligner.data.dataset import Dataset
 from aligner.data.prompts import check_plain_text, pad_right
 from aligner.data.readers import Row, take
 from aligner.data.special_tokens import treat_special_tokens
-from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
 from aligner.data.tokenizers.tokenizer import encode_after as _encode_after
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import DataError
@@ -140,9 +140,10 @@ def make_example(
             ids, learned = encode_chat(tokenizer, chat, learn, tools, context=context)
     except DataError as error:
         raise DataError(f"{row.location}: {error}. Columns found: {sorted(row.columns)}") from error
-    if data.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
-        ids = [tokenizer.bos_id, *ids]
-        learned = [(start + 1, end + 1) for start, end in learned]
+    if data.add_bos:
+        without_bos, ids = len(ids), with_bos(tokenizer, ids)
+        shift = len(ids) - without_bos
+        learned = [(start + shift, end + shift) for start, end in learned]
     return Example(index, ids, learned)
 
 

@@ -249,6 +249,7 @@ def dynamic_plan(
     rows_per_item = packer.bin_capacity // budget
     weights = [shared.get(item, rows_per_item * length) for item, length in enumerate(lengths)]
 
+    # Items with shared prefixes are packed. Others are cut into groups of similar length.
     def pack_shared(indices: list[int]) -> list[list[int]]:
         packable = [index for index in indices if index in shared]
         if not packable:

@@ -117,6 +117,7 @@ def http_server(
     routes: Routes,
     queue: JobQueue[Any],
     *,
+    setting: str,
     refusal: Refusal = lambda status, cause: {"error": cause},
     connections: int | None = None,
 ) -> Iterator[tuple[str, int]]:
@@ -126,14 +127,16 @@ def http_server(
         address: host and port. Port 0 chooses a free port.
         routes: the endpoints.
         queue: its jobs fail when the block ends.
+        setting: keys of the address with their values, for the error.
         refusal: returns the body of a refusal, by default ``{"error": cause}``.
         connections: maximum number of connections, as far as the limit of open files allows. None:
             `aligner.http.listening.MAX_CONNECTIONS`.
 
     Raises:
-        OSError: the server cannot listen at ``address``.
+        ConfigError: the server cannot listen at ``address``.
     """
-    with listening(application(routes, refusal), address, refusal, connections) as actual_address:
+    app = application(routes, refusal)
+    with listening(app, address, refusal, setting, connections) as actual_address:
         try:
             yield actual_address
         finally:

@@ -20,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from aligner.errors import ConfigError, raised_as
 from aligner.http import JSON_TYPE
 
 log = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ def listening(
     app: FastAPI,
     address: tuple[str, int],
     refusal: Refusal,
+    setting: str,
     connections: int | None = None,
 ) -> Iterator[tuple[str, int]]:
     """Answer requests with ``app``. See `aligner.http.application.http_server`."""
@@ -130,7 +132,10 @@ def listening(
         headers=[("Connection", "close")],
         timeout_graceful_shutdown=1,
     )
-    with socket.create_server(address) as listener:
+    remedy = "set another port, or 0 for any free port"
+    with raised_as(ConfigError, f"{setting}: cannot listen", OSError, remedy=remedy):
+        listener = socket.create_server(address)
+    with listener:
         server = uvicorn.Server(config)
         # A daemon thread starts daemon threads, so none of them keeps the process alive.
         thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)

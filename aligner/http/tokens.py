@@ -5,7 +5,7 @@ import os
 import secrets
 from pathlib import Path
 
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, raised_as
 
 
 def read_token(variable: str | None, file: str | None, owner: str) -> str | None:
@@ -46,11 +46,9 @@ def new_token(file: str | None) -> str:
     token = secrets.token_urlsafe(24)
     if file is not None:
         path = Path(file).expanduser()
-        try:
+        with raised_as(ConfigError, f"token_file={path}: cannot be written", OSError):
             # O_EXCL: an existing file, or a link, is not overwritten.
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise ConfigError(f"token_file={path}: cannot be written: {error}") from error
         with os.fdopen(descriptor, "w") as stream:
             stream.write(f"{token}\n")
     return token

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aligner.kernels.linear_product import has_wide_products, wide_mm
-from aligner.logprobs.output_layer import Tiles, VocabShard
+from aligner.logprobs.output_layer import Tiles, VocabShard, soft_cap_
 from aligner.logprobs.top_k_top_p import (
     EXCLUDED,
     Restriction,
@@ -58,14 +58,16 @@ def row_statistics(
     chunk_size: int | None = None,
     with_entropy: bool = False,
     divisor: float = 1.0,
+    cap: float | None = None,
 ) -> RowStatistics:
     """Compute statistics of ``hidden`` [N, H], ``weight`` [V_local, H], ``target`` int64 [N].
 
     ``restriction``: tokens that enter the softmax. Default: all. An excluded target enters too if
-    ``keep_target`` is true. Otherwise its log-prob is -inf. Logits are divided by ``divisor``.
+    ``keep_target`` is true. Otherwise its log-prob is -inf. Logits are divided by ``divisor``, then
+    bounded by ``cap`` (`soft_cap_`).
     """
     # Logits of the targets, which also initialise the running maximum.
-    tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor)
+    tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor, cap)
     hidden = tiles.factor(hidden)
     local, owned = shard.localize(target)
     target_logits = _target_logits(tiles, hidden, weight, local, owned, shard)
@@ -112,8 +114,7 @@ def _target_logits(
     if shard.columns == 0:  # this rank stores only padding
         return shard.sum(hidden.new_zeros(hidden.shape[0], dtype=tiles.dtype))
     logits = (hidden.to(tiles.dtype) * weight[local].to(tiles.dtype)).sum(dim=1)
-    if tiles.divisor != 1.0:
-        logits /= tiles.divisor
+    soft_cap_(logits.div_(tiles.divisor), tiles.cap)
     return shard.sum(torch.where(owned, logits, 0))
 
 
@@ -183,8 +184,7 @@ def _logit_gradient(
     """Prepare the backward pass from the gradients of the two outputs, float [N] each."""
     logprobs, _, entropy = statistics
     local, owned = shard.localize(target)
-    if grad_logprobs is None:
-        grad_logprobs = torch.zeros_like(logprobs)
+    grad_logprobs = torch.zeros_like(logprobs) if grad_logprobs is None else grad_logprobs
     # With a filter the tiles exclude the target, so p_target is added separately.
     probability = logprobs.exp() if restricted else torch.zeros_like(logprobs)
     if grad_entropy is None or entropy is None:
@@ -222,6 +222,7 @@ def input_gradients(
     restriction: Restriction | None = None,
     chunk_size: int | None = None,
     divisor: float = 1.0,
+    cap: float | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute gradients of float ``hidden`` [N, H] (this shard's part) and the local ``weight``.
 
@@ -237,7 +238,7 @@ def input_gradients(
         grad_entropy,
         restricted=restriction is not None,
     )
-    tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor)
+    tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor, cap)
     inputs = tiles.factor(hidden)
     row_factor = (gradient.row_factor / divisor).unsqueeze(1)
     # Rounded tiles are multiplied by the row factors, otherwise [N, H] is multiplied.
@@ -291,6 +292,7 @@ def _gradient_tile(
 ) -> Tensor:
     """Compute the gradient of one tile of logits [n, v], without its row factor."""
     logits = tiles.logits(hidden, weight)
+    slope = None if tiles.cap is None else 1 - (logits / tiles.cap).square()  # of the soft cap
     target_column, is_inside = _target_column(
         gradient.local_target[rows], gradient.owned[rows], columns
     )
@@ -305,7 +307,8 @@ def _gradient_tile(
         tile.mul_(-gradient.entropy_scale[rows].unsqueeze(1))
         tile.sub_(gradient.offset[rows].unsqueeze(1)).mul_(probability)
     target_value = torch.where(is_inside, gradient.target_value[rows].unsqueeze(1), 0)
-    return tile.scatter_add_(1, target_column, target_value)
+    tile.scatter_add_(1, target_column, target_value)
+    return tile if slope is None else tile.mul_(slope)
 
 
 @dataclass(frozen=True)
@@ -316,6 +319,7 @@ class _Options:
     chunk_size: int | None
     with_entropy: bool
     divisor: float
+    cap: float | None
 
 
 class _HiddenStatesToLogprobs(torch.autograd.Function):
@@ -356,6 +360,7 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
             restriction=restriction,
             chunk_size=ctx.options.chunk_size,
             divisor=ctx.options.divisor,
+            cap=ctx.options.cap,
         )
         return grad_hidden, grad_weight, None, None, None, None
 
@@ -373,6 +378,7 @@ def hidden_states_to_logprobs(
     chunk_size: int | None = None,
     with_entropy: bool = False,
     kept_ids: Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-prob of each target and the entropy of the sampling distribution.
 
@@ -381,9 +387,10 @@ def hidden_states_to_logprobs(
     ``target``: int64 [N], global ids below ``vocab_size``. ``vocab_size``: the global vocabulary
     without padding rows, which are outside the softmax and get gradient 0.
 
-    ``temperature`` divides the logits. ``top_k`` (0, -1: off), then ``top_p`` (1: off) restrict the
-    distribution, which is renormalised over the kept tokens. The target always counts as kept, so
-    that the log-prob is finite even if the filter excludes the target now (-inf in NeMo-RL).
+    ``temperature`` divides the logits, then ``cap`` bounds them (`soft_cap_`). ``top_k`` (0, -1:
+    off), then ``top_p`` (1: off) restrict the distribution, which is renormalised over the kept
+    tokens. The target always counts as kept, so that the log-prob is finite even if the filter
+    excludes the target now (-inf in NeMo-RL).
     ``kept_ids``: int [N, K], ids that the sampler kept, padded with -1. A row with at least one id
     is renormalised over its ids instead.
     ``chunk_size``: maximum number of tokens per step. None derives it from the memory of a tile.
@@ -406,6 +413,7 @@ def hidden_states_to_logprobs(
         chunk_size=chunk_size,
         with_entropy=with_entropy,
         kept_ids=kept_ids,
+        cap=cap,
     )
 
 
@@ -419,6 +427,7 @@ def shard_logprobs(
     chunk_size: int | None = None,
     with_entropy: bool = False,
     kept_ids: Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `hidden_states_to_logprobs` for any shard and both values of ``keep_target``.
 
@@ -436,6 +445,6 @@ def shard_logprobs(
     elif sampling.temperature != 1.0:
         # In float32, because scaled bfloat16 states would be rounded.
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / sampling.temperature
-    restriction = restriction_of(hidden, weight, shard, sampling, divisor, kept_ids)
-    options = _Options(sampling.keep_target, chunk_size, with_entropy, divisor)
+    restriction = restriction_of(hidden, weight, shard, sampling, divisor, kept_ids, cap)
+    options = _Options(sampling.keep_target, chunk_size, with_entropy, divisor, cap)
     return _HiddenStatesToLogprobs.apply(hidden, weight, target, shard, restriction, options)

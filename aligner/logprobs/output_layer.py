@@ -127,11 +127,15 @@ class Tiles:
         columns: int,
         chunk_size: int | None,
         divisor: float = 1.0,
+        cap: float | None = None,
     ) -> None:
-        """Tile the product of ``hidden`` [N, H] and ``weight`` [V_local, H] / ``divisor``."""
+        """Tile the product of ``hidden`` [N, H] and ``weight`` [V_local, H] / ``divisor``.
+
+        ``cap``: bound of the logits, see `soft_cap_`.
+        """
         device = hidden.device
         self.narrow = has_wide_products(hidden, weight)
-        self.divisor = divisor
+        self.divisor, self.cap = divisor, cap
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.rows_total, self.columns_total = hidden.shape[0], columns
         default_rows = _TILE_ROWS.get(device.type, _TILE_ROWS_ACCELERATOR)
@@ -168,7 +172,12 @@ class Tiles:
         """Compute ``hidden [n, H] @ weight [v, H]^T``, both from `factor`, in the reused tile."""
         tile = self.buffer("logits", hidden.shape[0], weight.shape[0])
         wide_mm(hidden, weight.t(), out=tile)
-        return tile if self.divisor == 1.0 else tile.div_(self.divisor)
+        return soft_cap_(tile if self.divisor == 1.0 else tile.div_(self.divisor), self.cap)
+
+
+def soft_cap_(logits: Tensor, cap: float | None) -> Tensor:
+    """Replace float ``logits`` [...] by ``cap * tanh(logits / cap)``. None means no cap."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 class OutputLayerBypass(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor
 from aligner.errors import ConfigError
 from aligner.kernels.linear_product import wide_mm
 from aligner.kernels.running_sum import running_sum
-from aligner.logprobs.output_layer import Tiles, VocabShard
+from aligner.logprobs.output_layer import Tiles, VocabShard, soft_cap_
 from aligner.logprobs.vocab_sequence_exchange import all_to_all_vp2sq
 from aligner.parallel.collectives import gather_first
 
@@ -123,12 +123,13 @@ def restriction_of(
     sampling: TrainingSamplingParams,
     divisor: float,
     kept_ids: Tensor | None,
+    cap: float | None = None,
 ) -> Restriction | None:
     """Compute the restriction of ``hidden`` [N, H], or None if every token counts.
 
-    Logits are divided by ``divisor``. ``kept_ids``: int [N, K], global ids that the sampler kept,
-    padded with -1. Rows without an id, and all rows if ``kept_ids`` is None, are not recorded, so
-    the set is recomputed from the trainer's logits.
+    Logits are divided by ``divisor`` and bounded by ``cap``. ``kept_ids``: int [N, K], global ids
+    that the sampler kept, padded with -1. Rows without an id, and all rows if ``kept_ids`` is None,
+    are not recorded, so the set is recomputed from the trainer's logits.
 
     A recomputed set differs from the sampler's set at its edge, if engines round differently, if
     the weights have changed, and always for the reference model. Sampler and trainer then
@@ -139,13 +140,14 @@ def restriction_of(
         return None
     top_k, top_p = sampling.kept_count, sampling.top_p
     if kept_ids is None:
-        return Restriction(keep_thresholds(hidden, weight, shard, top_k, top_p, divisor))
+        return Restriction(keep_thresholds(hidden, weight, shard, top_k, top_p, divisor, cap))
     is_recorded = (kept_ids >= 0).any(dim=1)
     missing = (~is_recorded).nonzero().squeeze(1)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     thresholds = hidden.new_full(hidden.shape[:1], -torch.inf, dtype=dtype)
     if len(missing):
-        recomputed = keep_thresholds(hidden[missing], weight, shard, top_k, top_p, divisor)
+        chosen = hidden[missing]
+        recomputed = keep_thresholds(chosen, weight, shard, top_k, top_p, divisor, cap)
         thresholds[missing] = recomputed
     local = torch.where(kept_ids >= 0, kept_ids.long() - shard.start, -1)
     return Restriction(thresholds, local, is_recorded)
@@ -158,10 +160,12 @@ def keep_thresholds(
     top_k: int,
     top_p: float,
     divisor: float = 1.0,
+    cap: float | None = None,
 ) -> Tensor:
     """Compute the threshold of each row's logits / ``divisor``, float [N], for ``hidden`` [N, H].
 
-    Only the logits of a few tokens are in memory at a time.
+    ``cap``: bound of the logits, see `soft_cap_`. Only the logits of a few tokens are in memory at
+    a time.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     budget = _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES_ACCELERATOR)
@@ -176,6 +180,7 @@ def keep_thresholds(
             logits[:, columns] = wide_mm(states, tiles.factor(weight[columns]).t())
         if divisor != 1.0:
             logits /= divisor
+        soft_cap_(logits, cap)
         thresholds.append(shard_thresholds(logits, shard.group, top_k, top_p))
     return torch.cat(thresholds)
 

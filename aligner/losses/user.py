@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.importing import check_call, describe_exception, load_function, named_by
+from aligner.importing import (
+    check_call,
+    construct,
+    load_function,
+    named_by,
+    user_errors,
+)
 from aligner.losses.interfaces import loss_and_metrics
 from aligner.types import Denominators, TokenOutputs
 
@@ -141,18 +147,7 @@ def _construct(factory: Callable[..., Any], name: str, options: Mapping[str, Any
         "Give the missing arguments in model.ppo.loss_kwargs. Options of the built-in loss are "
         "passed automatically"
     )
-    # Construct the loss.
-    check_call(factory, options, f"{KEY}={name}: its constructor", remedy)
-    try:
-        loss = factory(**options)
-    except ConfigError as error:
-        raise ConfigError(f"{KEY}={name}: {error}") from error
-    except Exception as error:
-        raise ConfigError(
-            f"{KEY}={name}: its constructor raised {describe_exception(error)} for the arguments "
-            f"{dict(options)}"
-        ) from error
-    # Check its call.
+    loss = construct(factory, options, f"{KEY}={name}", remedy)
     remedy = "Write it as __call__(self, outputs, batch, denominators)"
     if not callable(loss):
         raise ConfigError(f"{KEY}={name}: {type(loss).__name__} cannot be called. {remedy}")
@@ -211,15 +206,10 @@ def _evaluate(
             for name, column in batch.items()
         }
         part_entropy = None if not loss.needs_entropy or entropy is None else entropy[part, :width]
-        try:
+        columns = ", ".join(sorted(rows))
+        call = f"a synthetic batch of {len(rows['sample_mask'])} rows with the columns {columns}"
+        with user_errors(f"{KEY}={loss.name}", call):
             share, _ = loss(TokenOutputs(logprobs[part, :width], part_entropy), rows, denominators)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"{KEY}={loss.name}: raised {describe_exception(error)} on a synthetic batch of "
-                f"{len(rows['sample_mask'])} rows with the columns {', '.join(sorted(rows))}"
-            ) from error
         total = total + share
     # Check loss and gradient.
     if not total.requires_grad:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from aligner.checkpoint.durable import atomic_file, storage_error, unused_path
+from aligner.checkpoint.durable import atomic_file, storage_error, storing, unused_path
 from aligner.plain import plain
 
 logger = logging.getLogger(__name__)
@@ -33,12 +33,10 @@ class JsonLines:
         self.last_step = steps[-1] if steps else None
 
     def _open(self) -> None:
-        try:
+        with storing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # No O_APPEND: a failed write is undone by truncating, and the next write starts there.
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise storage_error(self.path, error) from error
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Write all records, or none and raise ``StorageError`` if the disk refuses."""
@@ -87,13 +85,10 @@ class JsonLines:
             copy,
         )
         content = self.path.read_bytes()
-        try:
+        with storing(copy), atomic_file(self.path) as file:
             shutil.copy2(self.path, copy)
-            with atomic_file(self.path) as file:
-                for line in remaining:
-                    file.write(content[line.start : line.end])
-        except OSError as error:
-            raise storage_error(copy, error) from error
+            for line in remaining:
+                file.write(content[line.start : line.end])
         os.close(self._file)
         self._open()
         self._end = sum(line.end - line.start for line in remaining)

@@ -155,6 +155,7 @@ def make_loggers(
         config: configuration that W&B shows next to the curves.
     """
     loggers: list[Logger] = []
+    # TensorBoard is optional even if it is configured, because it is on by default.
     if exp.create_tensorboard_logger:
         try:
             require_extra("tensorboard", "the mirror of metrics.jsonl in TensorBoard")
@@ -166,6 +167,7 @@ def make_loggers(
             purge = None if restored_step is None else restored_step + 1
             board = TensorBoardLogger(folder, name="tensorboard", version="", purge_step=purge)
             loggers.append(board)
+    # W&B was requested, so a missing package is an error of the check before the run.
     if exp.create_wandb_logger:
         from lightning.pytorch.loggers import WandbLogger
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.checkpoint.durable import storage_error, unused_path, write_json
+from aligner.checkpoint.durable import storing, unused_path, write_json
 from aligner.checkpoint.run_state.tree import normalise, write_tree
 from aligner.distributed.step import current_step
 
@@ -58,6 +58,7 @@ def write_nonfinite(
         update: index of the mini-batch in the role's pass over the rollout, from 0.
         updates: number of optimizer updates that the role has made in its life.
     """
+    # The offending rows, with their values and texts.
     rows = offending_rows(batch)
     tensors = {
         name: value.detach().cpu()[rows]
@@ -80,10 +81,9 @@ def write_nonfinite(
     name = f"step_{current_step():06d}_{role}_update_{update:03d}_rank_{rank:05d}"
     # A second pass must not overwrite the evidence of the first.
     path = unused_path(folder / "nonfinite" / f"{name}.json")
-    try:
+    with storing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise storage_error(path.parent, error) from error
+    # The tensors first, so that a report always has its tensors.
     write_tree(path.with_suffix(".pt"), normalise(tensors, "batch"))
     write_json(path, report)
     return path

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from aligner.checkpoint.durable import storage_error
+from aligner.checkpoint.durable import storing
 from aligner.errors import StorageError
 
 _BUSY = (errno.EACCES, errno.EAGAIN)
@@ -25,11 +25,9 @@ class RunLock:
 
     def __init__(self, folder: Path, *, patience: float = 5.0) -> None:
         path = folder / ".lock"
-        try:
+        with storing(path):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise storage_error(path, error) from error
         deadline = time.monotonic() + patience
         while not self._acquired():
             if time.monotonic() >= deadline:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.device import accelerator
-from aligner.errors import WorkerError
+from aligner.errors import WorkerError, raised_as
 
 
 def open_rendezvous(ip: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
@@ -46,7 +46,11 @@ class WeightBroadcast:
         self.rank = rank
         timeout = timedelta(seconds=timeout_s)
         prefix_store = dist.PrefixStore("weights", store)
-        try:
+        text = (
+            f"rank {rank} of {world_size} did not meet the others of the weight broadcast within "
+            f"{timeout_s:g} s"
+        )
+        with raised_as(WorkerError, text, RuntimeError):
             if accelerator.backend() == "gloo":
                 self._group = dist.ProcessGroupGloo(prefix_store, rank, world_size, timeout)
             else:
@@ -55,23 +59,15 @@ class WeightBroadcast:
                 self._group = dist.ProcessGroupNCCL(prefix_store, rank, world_size, options)
             # Detect missing members now instead of in the first broadcast of weights.
             self._send(torch.zeros(1, device=accelerator.device()))
-        except RuntimeError as error:
-            raise WorkerError(
-                f"rank {rank} of {world_size} did not meet the others of the weight broadcast "
-                f"within {timeout_s:g} s: {error}"
-            ) from error
 
     @classmethod
     def join(cls, ip: str, port: int, world_size: int, timeout_s: float) -> "WeightBroadcast":
         """Join from another process. Ranks are assigned in the order of arrival, from 1."""
-        try:
+        text = f"cannot reach the policy at {ip}:{port} within {timeout_s:g} s for its weights"
+        remedy = "check that this machine can reach the address"
+        with raised_as(WorkerError, text, RuntimeError, remedy=remedy):
             store = dist.TCPStore(ip, port, world_size, False, timedelta(seconds=timeout_s))
             rank = int(store.add("members", 1))
-        except RuntimeError as error:
-            raise WorkerError(
-                f"cannot reach the policy at {ip}:{port} within {timeout_s:g} s to receive its "
-                f"weights: {error}. Check that this machine can reach the address"
-            ) from error
         return cls(store, rank, world_size, timeout_s)
 
     def send(self, tensor: Tensor) -> None:
@@ -80,10 +76,9 @@ class WeightBroadcast:
         Raises:
             WorkerError: the connection failed, or a rank has died.
         """
-        try:
+        text = f"weights did not reach or leave rank {self.rank}"
+        with raised_as(WorkerError, text, RuntimeError):
             self._send(tensor)
-        except RuntimeError as error:
-            raise WorkerError(f"weights did not reach or leave rank {self.rank}: {error}") from None
 
     def _send(self, tensor: Tensor) -> None:
         options = dist.BroadcastOptions()

@@ -70,6 +70,7 @@ def check_ends(
     else:
         sharing = [end for end in senders if end.sharing_key == receiver.sharing_key]
         sender = (sharing or senders)[0]
+    # Both ends must be able to reach the same memory.
     if sender.has_gpu != receiver.has_gpu:
         raise ConfigError(
             f"{keys.python}: {receiver} cannot receive weights from {sender}, because only one of "
@@ -83,6 +84,7 @@ def check_ends(
         )
     if not receiver.has_gpu:
         return
+    # On GPUs the libraries of the transfer must agree.
     if separate and sender.nccl != receiver.nccl:
         raise ConfigError(
             f"{keys.refit}=separate: {sender} and {receiver} cannot join one NCCL group, which "

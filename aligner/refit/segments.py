@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from aligner.device import accelerator
-from aligner.errors import WorkerError
+from aligner.errors import WorkerError, raised_as
 
 _ALIGNMENT = 64  # bytes of a cache line
 
@@ -129,17 +129,13 @@ def accept(handles: dict[str, Any], refit_key: str = "refit") -> list[tuple[str,
         return [(name, accelerator.import_tensor(exported)) for name, exported in handle]
     # The sender's descriptor gives access to the anonymous segment.
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
-    try:
-        with open(path, "rb") as file:
-            memory = mmap.mmap(
-                file.fileno(),
-                handle.size,
-                flags=mmap.MAP_PRIVATE,
-                prot=mmap.PROT_READ | mmap.PROT_WRITE,  # torch requires writable memory
-            )
-    except OSError as error:
-        raise WorkerError(
-            f"cannot map the weights that process {handle.pid} offers at {path}: {error}. The "
-            f"process died, or runs on another machine: set {refit_key}=separate"
-        ) from error
+    text = f"cannot map the weights that process {handle.pid} offers at {path}"
+    remedy = f"the process died, or runs on another machine: set {refit_key}=separate"
+    with raised_as(WorkerError, text, OSError, remedy=remedy), open(path, "rb") as file:
+        memory = mmap.mmap(
+            file.fileno(),
+            handle.size,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,  # torch requires writable memory
+        )
     return [(entry.name, entry.view(memory)) for entry in handle.entries]

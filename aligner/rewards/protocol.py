@@ -77,6 +77,7 @@ class Signature:
                 f"reward.kwargs: function {name!r} has no keyword arguments {unknown}; it has "
                 f"{sorted(keyword_names)}"
             )
+        # Parameters without a value become columns of the data.
         passed = {*kwargs, "ground_truths"} if lists == 2 else set(kwargs)
         free = [p for p in keyword if p.name not in passed]
         return cls(

@@ -275,12 +275,12 @@ class Service:
 
 
 def policy_server(
-    address: tuple[str, int], service: Service
+    address: tuple[str, int], service: Service, setting: str
 ) -> AbstractContextManager[tuple[str, int]]:
     """Answer requests in a thread until the block ends. The context is the actual host and port.
 
     Raises:
-        OSError: the server cannot listen at ``address``.
+        ConfigError: the server cannot listen at ``address``.
     """
     routes: Routes = {
         "GET /health": service.health,
@@ -296,4 +296,11 @@ def policy_server(
         "POST /v1/reward": service.reward,
     }
     connections = max(MAX_CONNECTIONS, service.queue.max_items)  # one per waiting request
-    return http_server(address, routes, service.queue, refusal=refusal, connections=connections)
+    return http_server(
+        address,
+        routes,
+        service.queue,
+        setting=setting,
+        refusal=refusal,
+        connections=connections,
+    )

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from aligner.config.commands.plan import PlanConfig, varied
 from aligner.config.load import parse_config
 from aligner.config.run import RunConfig
 from aligner_plan.devices import device_named
 from aligner_plan.estimate import Estimator
+from aligner_plan.options import PlanConfig, varied
 from aligner_plan.rehearsal import planned_run
 from aligner_plan.roles import Phase, PlannedRole, PlannedRun
 from benchmarks.shapes import SHAPES

@@ -1,15 +1,15 @@
 """A Python interpreter as a tool. Each program of the policy runs in a separate sandboxed process.
 
-`aligner.environments.sandbox` describes the isolation.
+`aligner.examples.tasks.sandbox` describes the isolation.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from aligner.environments.calls import Form
-from aligner.environments.sandbox import Isolation, check_isolation, run_program
 from aligner.errors import ConfigError
 from aligner.examples.tasks.calculator import Calculation
+from aligner.examples.tasks.sandbox import Isolation, check_isolation, run_program
 
 _MOST_CODE = 20_000  # characters
 _LEAST_MEMORY_MB = 64  # Python itself needs about half of it
@@ -21,7 +21,7 @@ class Interpreter:
     Args:
         timeout_s: time limit of a program, in seconds, including its start.
         memory_mb: address space of a program, in MiB.
-        isolation: see `aligner.environments.sandbox.run_program`.
+        isolation: see `aligner.examples.tasks.sandbox.run_program`.
 
     Raises:
         ConfigError: a value is invalid, or the kernel does not support ``isolation=kernel``.

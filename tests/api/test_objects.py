@@ -70,6 +70,34 @@ def test_a_function_of_a_notebook_is_loaded_by_another_process(tmp_path):
     assert done.stdout == "[6]\n", done.stderr
 
 
+LOADS = """
+import importlib.util, runpy, sys
+from pathlib import Path
+from aligner.api.objects import as_setting
+
+if sys.argv[1] == "runpy":
+    runpy.run_path(sys.argv[2], {"as_setting": as_setting, "Path": Path})
+else:
+    spec = importlib.util.spec_from_file_location("of_no_folder", sys.argv[2])
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["of_no_folder"] = module
+    module.as_setting, module.Path = as_setting, Path
+    spec.loader.exec_module(module)
+"""
+
+
+@pytest.mark.parametrize("loader", ["runpy", "importlib"])
+def test_a_function_of_a_script_that_another_program_executes(tmp_path, loader):
+    script = tmp_path / "scripts" / "script.py"
+    script.parent.mkdir()
+    call = f"print(as_setting('reward.function', reward, Path({str(tmp_path)!r})))"
+    script.write_text(f"{CELL.format(bonus=2, helper='len(text)')}\n{call}\n")
+    words = [sys.executable, "-c", LOADS, loader, str(script)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert loaded(done.stdout.strip())(["p"], ["abc"]) == [5]
+
+
 def test_the_file_changes_with_the_code_and_with_the_values_that_the_code_reads(tmp_path):
     def text(**cell):
         path = as_setting("key", as_notebook(CELL.format(**cell)), tmp_path)

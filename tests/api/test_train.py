@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,13 +209,40 @@ ROOT = Path(__file__).parents[2]
 PROMISES = {"grpo": 0.9, "ppo": 0.9, "environment": 0.4, "dpo": 1.0}
 
 
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder with the library as its wheel installs it, outside of the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    # A copy of the sources, because setuptools writes into the folder that it builds.
+    names = ["aligner", "aligner_plan", "conf", "examples"]
+    for name in names:
+        shutil.copytree(ROOT / name, folder / "sources" / name)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "sources")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    subprocess.run([*build, str(folder / "sources")], check=True)
+    (wheel,) = folder.glob("aligner-*.whl")
+    install = [*pip, "install", "--no-deps", "--no-index", "--target", str(folder / "site")]
+    subprocess.run([*install, str(wheel)], check=True)
+    return folder / "site"
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("script", [*PROMISES, "sft"])
-def test_the_scripts_learn(script, tiny_nemo, tmp_path):
+def test_the_scripts_learn_from_an_installed_wheel(script, tiny_nemo, tmp_path, installed):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny.nemo").symlink_to(tiny_nemo)
-    path = ROOT / "examples" / "python" / f"{script}.py"
-    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True)
+    path = installed / "aligner" / "examples" / "python" / f"{script}.py"
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    program = [sys.executable, "-c", "import aligner; print(aligner.__file__)"]
+    imported = subprocess.run(
+        program, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert imported.stdout == f"{installed}/aligner/__init__.py\n"
+    done = subprocess.run(
+        [sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     if script == "sft":

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from aligner.catalog import BY_SCRIPT
-from aligner.config.commands.plan import PlanConfig
 from aligner.config.load import parse_config
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner_plan import measure
@@ -18,6 +17,7 @@ from aligner_plan.devices import DEVICES
 from aligner_plan.dry.device import DryDevice
 from aligner_plan.estimate import Estimator
 from aligner_plan.measurements import Measurements
+from aligner_plan.options import PlanConfig
 from aligner_plan.rehearsal import planned_run
 from aligner_plan.search import fastest, fewest
 from benchmarks.shapes import QWEN_1_5B

@@ -28,7 +28,8 @@ class Game:
                 raise RuntimeError("not yet")
             if self.trouble == "dies":
                 os._exit(3)
-            time.sleep(60)
+            if self.trouble == "hangs":
+                time.sleep(60)
         if self.trouble == "unscored":
             return Turn([{"role": "user", "content": "on"}])
         done = self.said == self.turns
@@ -89,7 +90,8 @@ def agent(base_url, api_key, seed, name, turns, trouble=None, marker=None):
             open(marker, "w").close()
             if trouble == "raises":
                 raise RuntimeError("not yet")
-            time.sleep(60)
+            if trouble == "hangs":
+                time.sleep(60)
         if number % 3 == 0:
             policy.post("reward", reward=sum(map(ord, answer["content"])) % 7 / 7)
     return {"reward": 1.0 / turns, "accuracy": turns % 2} if trouble != "unscored" else None

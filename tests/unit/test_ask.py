@@ -37,6 +37,8 @@ from aligner.examples.comparison import compare_runs
 from aligner.observe.estimates import majority_at_k, pass_at_k
 from aligner.observe.metrics import read_metrics
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 ROWS = [{"prompt": f"{one}+{one + 1}=", "ground_truth": str(2 * one + 1)} for one in range(4)]
 DIGIT = {"function": "aligner.rewards.regex_format:reward", "kwargs": {"pattern": "[0-9].*"}}

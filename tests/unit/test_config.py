@@ -487,6 +487,7 @@ def launched(monkeypatch):
     return run
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("spelling", ["critic=null", "+critic=null", "++critic=null", "~critic"])
 def test_the_critic_is_removed_as_the_remedy_says(launched, spelling, capsys):
     """`SystemExit`: refused, with the remedy of ``aligner/config/algorithms/trainer.py`` first."""
@@ -520,6 +521,7 @@ def test_only_accepted_changes_of_data_or_seed_let_the_data_differ(changed, expe
     assert ExpManagerConfig(resume_changed=tuple(changed)).data_may_change is expected
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("plus", ["", "+", "++"])
 def test_any_key_can_be_set_with_and_without_a_plus(launched, plus):
     config = launched(

@@ -40,6 +40,7 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("key", NUMBERS)
 def test_numbers_are_finite(key):
     for value in ("inf", "-inf", "nan", "9" * 400, "'1e999'", "''"):
@@ -89,6 +90,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("key", PATHS)
 def test_paths_are_not_empty(key):
     for blank in ("''", "' '"):
@@ -141,6 +143,7 @@ def test_adapters_larger_than_the_model_are_refused():
     assert adapter_shapes(TINY_ARCHITECTURE, LoraConfig(adapter_dim=32))
 
 
+@pytest.mark.integration
 def test_a_checkpoint_that_is_not_there_is_named_by_its_own_key(tiny_nemo):
     from aligner.models.value.workers.megatron_value_worker import MegatronValueWorkerImpl
 

@@ -23,6 +23,8 @@ from aligner.data.prompts import Prompt, PromptDataset
 from aligner.environments import Start, Turn
 from aligner.errors import EnvironmentCallError
 
+pytestmark = pytest.mark.integration
+
 EPISODES = PromptDataset(
     [Prompt(i, "", [], None, {"name": f"{i}", "turns": 1 + i % 3, "at": {1, 2}}) for i in range(6)]
 )

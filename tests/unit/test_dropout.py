@@ -34,6 +34,8 @@ from aligner.models.gpt.role.settings import (
 from aligner.observe.metrics import read_metrics
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 CONF = Path(__file__).parents[2] / "conf"
 STILL = ["model.optim.lr=1e-12", "exp_manager.save_nemo=false"]
 

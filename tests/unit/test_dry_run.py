@@ -21,6 +21,8 @@ from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.reward_model import RewardModel
 from aligner.models.value.lm_value import Value
 
+pytestmark = pytest.mark.integration
+
 BY_RECIPE = {entry.recipe: entry for entry in ALGORITHMS.values()}
 CONF = Path(__file__).parents[2] / "conf"
 GIB = 1 << 30

@@ -26,6 +26,8 @@ from aligner.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicy
 from aligner.models.value.workers.dtensor_value_worker_v2 import DTensorValueWorkerV2
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 LENGTHS, PROMPTS, WIDTH = (9, 5, 12, 7), (4, 3, 6, 2), 12
 
 

@@ -106,6 +106,7 @@ def dtensor(path):
         return DTensorActorModel(source, RoleSettings(), initialize_parallel(), source.tokenizer)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("build", [megatron, dtensor])
 def test_engines_end_at_any_of_them(build, base_nemo):
     actor = build(base_nemo)

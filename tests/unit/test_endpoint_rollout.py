@@ -28,6 +28,8 @@ from aligner.environments.pool import Call
 from aligner.errors import ConfigError, EnvironmentCallError
 from aligner.http.queue import JobQueue
 
+pytestmark = pytest.mark.integration
+
 FILE = user_agents.__file__
 RUN = {"factory": f"{FILE}:run"}
 COMMAND = {"command": (sys.executable, FILE)}

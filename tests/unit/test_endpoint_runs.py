@@ -13,6 +13,8 @@ from aligner.config import EvaluateConfig, load_config, parse_config
 from aligner.errors import ConfigError
 from aligner.observe.metrics import read_metrics
 
+pytestmark = pytest.mark.integration
+
 AGENT = ["reward=environment", "environment.kind=endpoint"]
 FACTORY = f"{user_agents.__file__}:graded"
 BASE = ["model.restore_from_path=m.nemo", "data.train.source=t.jsonl", *AGENT]

@@ -25,6 +25,8 @@ from aligner.models.gpt.decode.generator import Generator
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 ROWS = [{"name": str(number), "turns": 2 + number % 2} for number in range(4)]
 
 

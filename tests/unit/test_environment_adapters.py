@@ -99,6 +99,7 @@ def make(name, **kwargs):
     return TRLEnv(seed=5, **{"environment": f"{HERE}:{name}", "form": "plain", **kwargs})
 
 
+@pytest.mark.integration
 def test_the_page_s_counter(tmp_path, monkeypatch):
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -291,6 +292,7 @@ def test_observations_become_text():
     assert without_colours("\n\x1b[43m\x1b[34;1mR\x1b[0m\x1b[0mF\x1b[41mG\x1b[0m\n") == "[R]F[G]"
 
 
+@pytest.mark.integration
 def test_the_page_s_class_of_nemo_rl(tmp_path, monkeypatch):
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -411,6 +413,7 @@ def test_a_context_is_entered_and_left_in_one_task():
     assert tasks[0] is tasks[1]
 
 
+@pytest.mark.integration
 def test_processes_of_these_environments_stay_light():
     program = (
         "import sys, aligner.environments.worker;"

@@ -27,6 +27,7 @@ def loaded(*overrides, script="gpt_ppo"):
     return load_config(composed(script, [*GAME, *overrides]))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -59,6 +60,7 @@ def test_conversations_one_step_ahead_need_a_correction():
     assert loaded(*ahead, "model.ppo.correction.weights=token").generation.async_rollouts
 
 
+@pytest.mark.integration
 def test_turns_need_an_environment():
     for key in ("timestep", "advantage.credit"):
         with pytest.raises(ConfigError, match=rf"trainer.ppo.{key}=turn needs conversations"):

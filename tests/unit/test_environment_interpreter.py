@@ -15,10 +15,12 @@ import psutil
 import pytest
 from reward_cases import gone
 
-from aligner.environments import sandbox, sandbox_process
 from aligner.environments.pool import Call, EnvironmentPool, Failure
 from aligner.errors import ConfigError
+from aligner.examples.tasks import sandbox, sandbox_process
 from aligner.examples.tasks.python_tool import Interpreter, Programming
+
+pytestmark = pytest.mark.integration
 
 # Asked of the kernel here too, so that a layer that fails to close is no skipped test.
 HAS_LAYERS = (

@@ -13,6 +13,8 @@ from aligner.config import EvaluateConfig, load_config, parse_config
 from aligner.errors import ConfigError
 from aligner.observe.metrics import read_metrics
 
+pytestmark = pytest.mark.integration
+
 TOY = f"{toy_kind.__file__}:Toy"
 GAME = f"{toy_kind.__file__}:Game"
 

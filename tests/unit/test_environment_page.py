@@ -5,6 +5,8 @@ from documented import ROOT
 
 from aligner.environments.pool import Call, EnvironmentPool
 
+pytestmark = pytest.mark.integration
+
 PAGE = (ROOT / "docs" / "environments.md").read_text()
 
 

@@ -20,6 +20,8 @@ from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
 from aligner.environments.protocol import check_start, check_turn
 from aligner.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.integration
+
 SAID = {"role": "assistant", "content": "hello"}
 
 

@@ -286,6 +286,7 @@ class Killing(Babble):
         return found
 
 
+@pytest.mark.integration
 def test_a_killed_environment_touches_its_own_conversation_only():
     """In real processes: row 1 is begun again, the others are what they are undisturbed."""
     name = f"{Path(envs.__file__)}:Echo"

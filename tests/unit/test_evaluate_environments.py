@@ -14,6 +14,8 @@ from aligner.errors import ConfigError
 from aligner.observe.metrics import read_metrics
 from aligner.rewards.answers import final_answer
 
+pytestmark = pytest.mark.integration
+
 GAMES = "aligner.examples.tasks.games"
 ROWS = {"source": f"{GAMES}:guessing_games", "arguments": {"split": "validation", "size": 6}}
 GAME = {

@@ -203,6 +203,7 @@ def texts(outcome):
     return [(sample.prompt, sample.response) for sample in outcome.samples]
 
 
+@pytest.mark.integration
 def test_without_settings_a_prompt_has_one_response_drawn_as_in_training(validator):
     plain = validator()
     assert {name.split("/")[0] for name in plain.metrics} == {"val_rollouts"}
@@ -213,6 +214,7 @@ def test_without_settings_a_prompt_has_one_response_drawn_as_in_training(validat
     assert same.samples == plain.samples
 
 
+@pytest.mark.integration
 def test_sampling_and_length_are_validations_own(validator):
     plain, greedy = validator(), validator(use_greedy=True)
     assert texts(greedy) != texts(plain)
@@ -226,6 +228,7 @@ def test_sampling_and_length_are_validations_own(validator):
     assert texts(validator()) == texts(plain)  # nothing stays behind
 
 
+@pytest.mark.integration
 def test_several_samples_of_each_prompt(validator):
     several = validator(samples_per_prompt=4).metrics
     check_names(several)
@@ -240,6 +243,7 @@ def test_several_samples_of_each_prompt(validator):
     assert outcome.metrics == exactly(several)
 
 
+@pytest.mark.integration
 def test_a_set_gives_the_same_numbers_beside_others(validator):
     both = validator(sets="b")
     check_names(both.metrics)
@@ -280,6 +284,7 @@ def test_keys_of_a_named_set_are_checked_on_the_command_line():
         check_overrides(["validation.sets.math.sauce=m.jsonl"])
 
 
+@pytest.mark.integration
 def test_stop_strings_and_lengths_of_one_call(tiny_nemo):
     """A call with sampling options of its own is what a generator set up so would give."""
     from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo

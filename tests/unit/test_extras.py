@@ -132,6 +132,7 @@ def test_functions_are_refused(without, monkeypatch, package, function, extra):
         load_function(function, key="key")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
@@ -154,6 +155,7 @@ def test_reports_name_what_is_missing(without):
     assert "pyarrow" not in statuses  # it is installed
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [

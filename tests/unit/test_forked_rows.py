@@ -102,6 +102,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", ROLES)
 def test_a_forked_row_is_worth_its_sequences(name, settings, tiny_nemo):

@@ -19,6 +19,8 @@ from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import MegatronGPTCriticModel, load_from_nemo
 from aligner.models.gpt.role.settings import RoleSettings
 
+pytestmark = pytest.mark.integration
+
 LENGTHS = (9, 5, 12, 7)
 ROWS, WIDTH = len(LENGTHS), max(LENGTHS)
 WHOLE = {"micro_batch_size": ROWS, "global_batch_size": ROWS}

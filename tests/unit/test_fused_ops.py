@@ -144,6 +144,7 @@ def loss_and_gradients(groups):
     return loss.detach(), gradients
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("groups", [2, 4])
 def test_a_model_computes_the_same_without_them(groups, monkeypatch):
     initialize_parallel()
@@ -188,6 +189,7 @@ def kept_numbers(layers, packed, monkeypatch):
     return sum(storage.nbytes() for storage in kept.values()) // 4
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_layer_keeps_what_its_gradients_need_once(packed, monkeypatch):
     """No input of a linear beside what it was made of, no key or value for each query head."""
@@ -200,6 +202,7 @@ def test_a_layer_keeps_what_its_gradients_need_once(packed, monkeypatch):
     assert layer == 3 * 9 * (norms + attention + 2 * ffn) + rotary
 
 
+@pytest.mark.integration
 def test_a_layer_holds_nothing_after_its_call():
     initialize_parallel()
     model = small_model(groups=2)
@@ -229,6 +232,7 @@ def test_attention_on_cpu_is_pytorch_s(groups, window):
         torch.testing.assert_close(gradient.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.integration
 def test_scoring_computes_what_training_does():
     """Else the ratio of an unchanged policy would not be 1."""
     initialize_parallel()

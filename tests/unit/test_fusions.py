@@ -55,6 +55,7 @@ def answers(architecture):
     return {"hidden": hidden.detach(), **grads}, gpt
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("architecture", "biases"),
     [(TINY_ARCHITECTURE, False), (BIASED, True), (EXPERTS, False)],
@@ -80,6 +81,7 @@ def test_a_fused_model_is_the_same_model(architecture, biases, monkeypatch):
         assert (same[name] - value).abs().max().item() <= 2e-5 * largest, name
 
 
+@pytest.mark.integration
 def test_an_expert_without_tokens_learns_nothing(monkeypatch):
     monkeypatch.setattr(layer_spec, "can_group", lambda _: True)
     layer = build_gpt(EXPERTS).decoder.layers[0].mlp.experts

@@ -15,6 +15,8 @@ from aligner.models.gpt.decode.sampling import counter_uniforms, inverse_cdf
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 LLAMA = GPTArchitecture(
     num_layers=2,
     hidden_size=48,

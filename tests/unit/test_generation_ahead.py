@@ -26,6 +26,8 @@ from aligner.models.gpt.decode import generator as generation
 from aligner.models.gpt.decode import responses, sampling
 from aligner.models.gpt.decode.responses import rows_of_graph, span_of_graph, with_headroom
 
+pytestmark = pytest.mark.integration
+
 OPTIONS = {
     "greedy": {"greedy": True},
     "sampled": {"temperature": 1.3},

@@ -15,6 +15,8 @@ from torch import nn
 
 from aligner.models.gpt.decode.model import without_gradients
 
+pytestmark = pytest.mark.integration
+
 VARIANTS = {
     "llama": LLAMA,
     "layernorm1p": dataclasses.replace(LLAMA, normalization="layernorm1p", bias_qkv=True),

@@ -11,6 +11,8 @@ from aligner.data.tokenizers.byte_tokenizer import _byte_characters
 from aligner.data.tokenizers.loading import load_tokenizer
 from aligner.errors import CheckpointError
 
+pytestmark = pytest.mark.integration
+
 SIZES = {
     "num_hidden_layers": 2,
     "hidden_size": 32,

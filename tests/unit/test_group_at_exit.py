@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.integration
+
 SCRIPT = """
 from aligner.distributed.worker_groups import RayWorkerGroup
 

@@ -118,6 +118,7 @@ def our_logits(weights, architecture, tokens):
         return gpt(tokens, positions, None)[..., : architecture.vocab_size]
 
 
+@pytest.mark.integration
 def test_logits_equal_transformers(model_folder):
     model, folder = model_folder
     tokens = torch.randint(259, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -127,6 +128,7 @@ def test_logits_equal_transformers(model_folder):
     assert (our_logits(found.weights, found.architecture, tokens) - expected).abs().max() < 1e-4
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_round_trip_through_nemo_is_exact(model_folder, tmp_path, dtype):
     """Tensors bit for bit, tokenizer byte for byte, a configuration that reads alike."""
@@ -291,6 +293,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.integration
 def test_conversion_scripts(tmp_path):
     """Both command lines, one after the other, and an error without a traceback."""
 
@@ -337,6 +340,7 @@ def test_convert_tells_the_direction_by_the_suffix(tmp_path, tiny_nemo):
         convert(tmp_path / "hf", tmp_path / "other")
 
 
+@pytest.mark.integration
 def test_a_directory_is_loaded_as_its_nemo_is(tmp_path, tiny_nemo):
     """By megatron-core's roles too; what reads `.nemo` files alone names the converter."""
     convert(tiny_nemo, tmp_path / "hf")

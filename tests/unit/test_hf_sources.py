@@ -13,6 +13,8 @@ from aligner.checkpoint.hf.model_folder import read_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.errors import CheckpointError
 
+pytestmark = pytest.mark.integration
+
 SIZES = {
     "num_hidden_layers": 1,
     "hidden_size": 32,

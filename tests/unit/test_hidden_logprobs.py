@@ -17,6 +17,8 @@ SAMPLING = [
     {"top_k": 5},
     {"top_p": 0.8},
     {"temperature": 1.3, "top_k": 40, "top_p": 0.7},
+    {"cap": 2.0},
+    {"temperature": 1.3, "top_k": 40, "top_p": 0.7, "cap": 3.0},
 ]
 
 
@@ -41,12 +43,13 @@ def _kept(logits, target, top_k, top_p):
     return sorted(kept)
 
 
-def _reference(hidden, weight, target, temperature=1.0, top_k=0, top_p=1.0):
+def _reference(hidden, weight, target, temperature=1.0, top_k=0, top_p=1.0, cap=None):
     """Row by row over the whole vocabulary, differentiable, in float64."""
     logprobs, entropies = [], []
     real = weight.double()[:VOCAB]
     for state, token in zip(hidden.double(), target.tolist(), strict=True):
         logits = real @ state / temperature
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
         kept = _kept(logits.tolist(), token, top_k, top_p)
         log_softmax = logits[kept] - logits[kept].logsumexp(0)
         logprobs.append(log_softmax[kept.index(token)])

@@ -157,6 +157,7 @@ def test_a_nemo_configuration_that_no_model_has(unpacked, no_hang, changes, mess
         dict(nemo.weights)
 
 
+@pytest.mark.integration
 def test_a_configuration_nested_without_end(unpacked):
     folder = unpacked()
     (folder / "model_config.yaml").write_bytes(b"[" * 5000)

@@ -11,6 +11,7 @@ from aligner.importing import import_without
 UNUSED = ("matplotlib", "scipy", "transformers", "wandb")
 
 
+@pytest.mark.integration
 def test_training_imports_nothing_that_it_does_not_use():
     code = (
         "import sys, aligner.algorithms.ppo.trainer\n"

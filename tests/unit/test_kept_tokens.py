@@ -139,6 +139,7 @@ def test_what_was_not_recorded_is_found_again():
 # 3. The ratio ---------------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 def test_the_mean_ratio_at_top_p_of_eight_tenths():
     """A sampler in bf16, a trainer in float32, the same weights: the mean of trainer/sampler.
 
@@ -227,6 +228,7 @@ def policy(tiny_nemo):
     return Policy(LocalCluster(initialize_parallel()), config.model, tokenizer)
 
 
+@pytest.mark.integration
 def test_a_policy_scores_over_what_it_recorded(policy):
     """The ban of EOS before the fourth token is part of the set; no trainer's filter knows it."""
     ids = torch.tensor([[40, 41, 42], [50, 51, 0]])

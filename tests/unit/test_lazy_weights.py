@@ -14,6 +14,8 @@ from aligner.checkpoint.nemo.weights import LazyWeights
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def reads(monkeypatch):

@@ -33,6 +33,8 @@ from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 LORA = LoraConfig(adapter_dim=4, alpha=6.0)
 ROWS, WIDTH = 4, 14
 

@@ -33,6 +33,8 @@ from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LORA = LoraConfig(adapter_dim=3, alpha=6.0)
 GPT2 = dataclasses.replace(

@@ -13,6 +13,8 @@ from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
 from aligner.models.gpt.layers.attention import SegmentParams
 from aligner.models.gpt.role.settings import RoleSettings
 
+pytestmark = pytest.mark.integration
+
 CHUNK = 5
 
 

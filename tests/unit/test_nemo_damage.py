@@ -92,6 +92,7 @@ def test_bytes_that_a_thread_has_checked_are_refused():
         record.check()
 
 
+@pytest.mark.integration
 def test_a_model_with_a_damaged_weight_is_not_built(whole, tmp_path):
     """Weights are copied before their CRC-32 is known, and refused before anything uses them."""
     data = bytearray(whole.read_bytes())

@@ -177,6 +177,7 @@ def test_a_critic_without_output_layer_is_saved_and_read(tmp_path):
         assert_same({n: nemo.weights[n] for n in nemo.weights}, weights)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("changes", "keys", "activation"),
     [

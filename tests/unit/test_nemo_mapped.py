@@ -270,6 +270,7 @@ def test_nobody_waits_until_a_reader_has_closed(packed, temporary, inflations, m
     assert len(names) == len(inflations) == 1
 
 
+@pytest.mark.integration
 def test_what_a_killed_reader_left_is_removed(packed, temporary, tmp_path):
     script = (
         "import sys, time\n"

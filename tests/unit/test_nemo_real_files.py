@@ -11,6 +11,8 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 SHARED = Path(os.environ.get("ALIGNER_SHARED", Path(__file__).parents[3] / "shared"))
 FILES = ["01_llama_torchdist", "03_gpt_singlefile", "04_llama_tp2", "05_llama_te_torchdist"]
 

@@ -68,6 +68,7 @@ def test_members_are_named_as_nemo_names_them(tmp_path):
         assert f"./{section['model'].removeprefix('nemo:')}" in names
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["llama", "gpt"])
 def test_megatron_core_reads_what_we_write(tmp_path, name):
     """Its own `dist_checkpointing.load` into the sharded state dict of its own layer spec."""

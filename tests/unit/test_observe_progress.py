@@ -121,6 +121,7 @@ def test_clock_time():
     assert [clock_time(s) for s in (0, 59.6, 3661)] == ["0:00:00", "0:01:00", "1:01:01"]
 
 
+@pytest.mark.integration
 def test_watching_costs_no_slow_imports_at_start_up():
     modules = "metrics samples progress diagnostics nonfinite startup report"
     code = "import sys\n" + "".join(f"import aligner.observe.{m}\n" for m in modules.split())

@@ -223,6 +223,35 @@ def test_every_metric_with_a_finite_value_has_a_chart_and_its_explanation():
     assert any("Over: mean over the step's samples" in tip for tip in tooltips)
 
 
+def test_metrics_that_did_not_change_are_rows_and_not_charts():
+    html = render_report(a_run())
+    rows = re.findall(r"<b>([\w/]+)</b>[^<]*</td><td class=\"number\">(\S+)</td>", html)
+    assert rows == [
+        ("timers/total", "9"),
+        ("train_rollouts/rewards", "0.5"),  # NaN in the second step
+        ("val_rollouts/num_samples", "64"),
+    ]
+    charts = html.split("All metrics")[1].split("Metrics that did not change")[0]
+    assert re.findall(r"<h3><b>(\w+)", charts) == ["accuracy", "generate"]
+    changing = [{"step": 1, "critic/lr": 1.0}, {"step": 2, "critic/lr": 2.0}]
+    assert "did not change" not in render_report(a_run(metrics=changing))
+
+
+@pytest.mark.parametrize(
+    ("group", "caption"),
+    [
+        ("train_rollouts", "Share of right answers. Should rise."),
+        ("val_rollouts", "Share of right answers. Should rise."),
+        ("train_optim", "Share of pairs whose chosen response has the higher reward"),
+        ("val_optim", "Share of pairs whose chosen response has the higher reward"),
+    ],
+)
+def test_accuracy_is_explained_in_the_words_of_its_algorithm(group, caption):
+    lines = [{"step": step, f"{group}/accuracy": step / 4} for step in (1, 2)]
+    overview = render_report(a_run(metrics=lines)).split("Is it learning?")[1].split("<h2>")[0]
+    assert caption in overview
+
+
 def test_hover_data_hold_the_numbers():
     lines = [Series("training", [1, 2, 3], [0.5, math.nan, 0.25]), Series("none", [1], [math.inf])]
     (data,) = [
@@ -252,6 +281,24 @@ def test_ticks_are_round_and_inside():
     assert ticks(-1.0, 1.0) == [-1.0, -0.5, 0.0, 0.5, 1.0]
     assert ticks(1, 14) == [5, 10]
     assert ticks(2.0, 2.0) == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(10.80001, 10.80004), (123_456, 123_457), (2e6, 2e6 + 9), (1e-15, 4e-15)]
+)
+def test_labels_of_an_axis_differ(low, high):
+    chart = line_chart([Series("", [0, 4], [low, high])])
+    labels = [label for _, label in chart.value_ticks]
+    assert len(labels) >= 2
+    assert len(set(labels)) == len(labels)
+    values = [float(label.replace(",", "")) for label in labels]
+    assert values == pytest.approx(ticks(*_axis(low, high)), rel=1e-9)
+
+
+def _axis(low: float, high: float) -> tuple[float, float]:
+    """The ends of the axis: a margin of 8 % on both sides."""
+    margin = 0.08 * (high - low)
+    return low - margin, high + margin
 
 
 def test_thinning_keeps_spikes_ends_and_order():

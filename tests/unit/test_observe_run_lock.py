@@ -10,6 +10,8 @@ from aligner.errors import StorageError
 from aligner.observe.metrics import MetricsWriter
 from aligner.observe.run_lock import RunLock
 
+pytestmark = pytest.mark.integration
+
 # Children of all tests share one server, which has imported what takes time.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state.store", "aligner.observe.metrics"])

@@ -63,6 +63,7 @@ def trained(tiny_nemo, precision, **settings):
     return seen, weights, away
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("precision", ["32", "bf16"])
 def test_a_run_is_the_same_with_and_without(tiny_nemo, precision, monkeypatch):
     stays, weights, away = trained(tiny_nemo, precision)
@@ -119,6 +120,7 @@ def test_what_is_parked_in_two_calls_comes_back(monkeypatch):
         assert torch.equal(torch.stack([first, second, freed]).mean(1), torch.tensor([1.0, 2, 0]))
 
 
+@pytest.mark.integration
 def test_moments_come_back_bit_by_bit(tiny_nemo, monkeypatch):
     role = load_from_nemo(
         MegatronGPTActorModel,

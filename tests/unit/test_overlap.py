@@ -27,6 +27,8 @@ from aligner.models.interfaces import BackgroundGeneration
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 ROWS = 4
 PROMPTS = PromptDataset([Prompt(i, f"p{i}", [40 + i, 41, 42][: 2 + i % 2], None) for i in range(6)])
 

@@ -11,6 +11,8 @@ import textwrap
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
 BEGIN = """
     import ctypes, gc, os, random, signal, threading
     import torch

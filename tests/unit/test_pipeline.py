@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 from test_observe_report import Document, sample
 
-from aligner.data.preferences import length_accuracy
 from aligner.errors import CheckpointNotFoundError, ConfigError, DataError, WorkerError
 from aligner.examples.comparison import (
     ComparedPolicy,
@@ -28,9 +27,11 @@ from aligner.examples.comparison import (
     wilson_interval,
 )
 from aligner.examples.pipeline_config import load_pipeline
-from aligner.examples.pipeline_stages import plan, run_pipeline
+from aligner.examples.pipeline_stages import length_accuracy, plan, run_pipeline
 from aligner.examples.tasks.gsm8k import gsm8k_examples
 from aligner.examples.tasks.gsm8k_solutions import solution_pairs
+
+pytestmark = pytest.mark.integration
 
 CONF = Path(__file__).parents[2] / "conf"
 SCRIPTS = ("train_gpt_sft", "train_gpt_reward", "train_gpt_rs")

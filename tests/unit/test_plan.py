@@ -13,7 +13,6 @@ from aligner.algorithms.run.run import Run
 from aligner.algorithms.supervised.build import load_split
 from aligner.config.commands.changes import overrides_of
 from aligner.config.commands.lengths import longest_lengths
-from aligner.config.commands.plan import PlanConfig, plan_request, trainer_keys, varied
 from aligner.config.load import parse_config
 from aligner.config.run import DistillRunConfig, RunConfig, SFTRunConfig
 from aligner.data.supervised import ExampleDataset, collate_examples
@@ -36,6 +35,7 @@ from aligner_plan.devices import (
 from aligner_plan.dry.record import Collective, Kernel, Kind, Record
 from aligner_plan.estimate import Estimator
 from aligner_plan.layouts import batch_sizes, layouts
+from aligner_plan.options import PlanConfig, plan_request, trainer_keys, varied
 from aligner_plan.search import advice, fastest
 
 CONF = Path(__file__).parents[2] / "conf"

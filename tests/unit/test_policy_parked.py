@@ -21,6 +21,8 @@ from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 VARIANTS = {
     "float32, reference kept": {},
     "bf16, reference swapped": {"precision": "bf16", "mode": "swap"},

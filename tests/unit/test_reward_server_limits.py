@@ -50,7 +50,7 @@ def serving():
 
         queue = JobQueue(max_waiting, turn=BATCH)
         service = RewardService((), encode, queue, timeout_s, None)
-        _, state.port = running.enter_context(service.serving(("127.0.0.1", 0)))
+        _, state.port = running.enter_context(service.serving("127.0.0.1", 0))
         state.url = f"http://127.0.0.1:{state.port}"
         state.loop = threading.Thread(
             target=score_until, args=(state.stopping, queue, score, BATCH), daemon=True
@@ -122,7 +122,7 @@ def test_the_server_stops_between_two_batches(serving):
 def test_a_server_that_ends_answers_what_it_has_not_scored():
     service = RewardService((), lambda sample: [1], JobQueue(10), 30.0)  # and no model
     with ThreadPoolExecutor(1) as pool:
-        with service.serving(("127.0.0.1", 0)) as (_, port):
+        with service.serving("127.0.0.1", 0) as (_, port):
             asked = pool.submit(post, port, body_of(1))
             time.sleep(0.5)
             started = time.monotonic()
@@ -133,7 +133,7 @@ def test_a_server_that_ends_answers_what_it_has_not_scored():
 
 def test_an_unexpected_error_is_answered_with_json():
     service = RewardService(None, lambda sample: [1], JobQueue(10), 30.0)  # a mistake
-    with service.serving(("127.0.0.1", 0)) as (_, port):
+    with service.serving("127.0.0.1", 0) as (_, port):
         answer = raw(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     head, body = answer.split(b"\r\n\r\n", 1)
     assert head.startswith(b"HTTP/1.1 500 ")

@@ -101,7 +101,7 @@ def serving(reply, *, seconds=0.0, tokenizer=None, listens=True, most=64, timeou
     with ExitStack() as closing:
         address = ("127.0.0.1", 0)
         service = Service(served, waiting, timeout_s, "key")
-        host, port = closing.enter_context(policy_server(address, service))
+        host, port = closing.enter_context(policy_server(address, service, "server"))
         url = f"http://{host}:{port}"
         key = {"Authorization": "Bearer key"}
         client = closing.enter_context(httpx.Client(base_url=url, headers=key, timeout=20))

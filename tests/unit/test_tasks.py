@@ -27,6 +27,7 @@ NAMES = {
     "data.reasoning_gym": "reasoning_gym_prompts",
     "environments.games": "GuessingGame",
     "environments.interpreter": "check_isolation",
+    "environments.sandbox": "run_program",
     "environments.search": "Lookup",
     "environments.tools": "Calculation",
     "environments.traces": "calculation_traces",

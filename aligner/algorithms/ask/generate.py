@@ -16,7 +16,7 @@ from aligner.data.prompts import PromptDataset, make_prompt
 from aligner.data.readers import Row
 from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.decoding import IncrementalDecoder
-from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError, TokenizerError
 from aligner.models.policy.lm_policy import Policy
@@ -182,6 +182,7 @@ class Chat:
                 "sample_ids": torch.tensor([self._turns]),
             }
         )
+        # Sample the answer. Ctrl-C ends the answer and not the chat.
         streams = isinstance(engine, Policy) and self._model.run.cluster.engine == "local"
         try:
             engine.prepare_for_generation()
@@ -196,6 +197,7 @@ class Chat:
                     listen(0, token)
         finally:
             engine.finish_generation()
+        # Continue the conversation with the answer, even if the answer is incomplete.
         texts.append(decoder.flush())
         self._write(f"{texts[-1]}\n")
         self._turns += 1
@@ -211,7 +213,4 @@ class Chat:
                 f"{error}. A model without a chat template completes text: use --prompt TEXT"
             ) from error
         ids = tokenizer.encode(text)
-        bos = tokenizer.bos_id
-        if self._config.data.add_bos and bos is not None and ids[:1] != [bos]:
-            ids = [bos, *ids]
-        return ids
+        return with_bos(tokenizer, ids) if self._config.data.add_bos else ids

@@ -10,7 +10,7 @@ from aligner.algorithms.run.stopping import stop_signal
 from aligner.config import ServeConfig
 from aligner.config.commands.ask import as_run
 from aligner.data.tokenizers.loading import with_template_kwargs
-from aligner.errors import ConfigError, TokenizerError
+from aligner.errors import TokenizerError
 from aligner.generation.batching import EngineSettings, ServingEngine
 from aligner.generation.rows import Row
 from aligner.http.queue import JobQueue
@@ -49,6 +49,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     Raises:
         ConfigError: the server cannot listen at the address, or the token file is missing.
     """
+    # Lower the default length of answers to the positions of the model.
     model = open_model(config, closing)
     room = model.architecture.max_position_embeddings - 1
     if config.sampling.max_length > room:  # only the default of requests
@@ -64,19 +65,15 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     generation, _ = model.start(served.positions - 1, say)
     generation.prepare_for_generation()
     closing.callback(generation.finish_generation)
+    # Requests wait in the queue, from which the main thread takes them.
     queue = JobQueue[Row](config.server.max_waiting)
     sessions = Sessions(config.server.session_idle_s)
     service = Service(served, queue, config.server.timeout_s, token, sessions)
 
     def listen() -> None:
-        server = config.server
-        try:
-            address = closing.enter_context(policy_server((server.host, server.port), service))
-        except OSError as error:
-            raise ConfigError(
-                f"server.host={server.host} server.port={server.port}: cannot listen: {error}. "
-                "Set another port, or 0 for any free port"
-            ) from error
+        host, port = config.server.host, config.server.port
+        setting = f"server.host={host} server.port={port}"
+        address = closing.enter_context(policy_server((host, port), service, setting))
         say(f"{served.name} at http://{address[0]}:{address[1]}/v1 (Ctrl-C ends)")
 
     on_rank_zero(listen)

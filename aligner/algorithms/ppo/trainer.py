@@ -214,6 +214,7 @@ class PPOTrainer(SamplingTrainer):
         if not sampling.enabled:
             batch = sample_rollout()
             return batch, prefixed("train_rollouts", score_metrics[0])
+        # Sample until enough prompts have responses of different rewards.
         per_prompt = self.config.model.ppo.num_rollouts_per_prompt
         batch, sampled = fill_with_varied_groups(
             sample_rollout,

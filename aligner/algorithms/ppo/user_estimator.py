@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.importing import check_call, describe_exception, load_function, named_by
+from aligner.importing import check_call, load_function, named_by, user_errors
 
 KEY = "trainer.ppo.advantage.estimator"
 # Possible arguments of the function.
@@ -154,15 +154,11 @@ class UserEstimator:
             "discount_factor": 1.0,
             "gae_lambda": 0.95,
         }
-        try:
+        # An exception of the function names the arguments that it received.
+        names = ", ".join([*self._names, *self._kwargs])
+        call = f"a test rollout of {rows} responses to 2 prompts with the arguments {names}"
+        with user_errors(str(self), call):
             self(rollout)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"{self}: raised {describe_exception(error)} for a test rollout of {rows} "
-                f"responses to 2 prompts. Arguments: {', '.join([*self._names, *self._kwargs])}"
-            ) from error
 
 
 def _shown(value: Any) -> str:

@@ -31,6 +31,7 @@ def train_reward_model(config: RewardRunConfig) -> None:
     with Run.open(config) as run:
         config = run.config
         check_head(config)
+        # Data, checked before a model is built.
         examples, longest = load_split(run, kind_of(config))
         check_sequences(run, longest)
         task = reward_task(config, examples, run.tokenizer.pad_id)

@@ -260,6 +260,7 @@ class Driver:
         self, replies: Sequence[tuple[Episode, Answer | Progress | Failure | None]]
     ) -> None:
         """Resume each conversation with its reply, up to its next request."""
+        # Run each conversation to its next request. Sampling requests are queued at once.
         calling: list[tuple[Episode, Call]] = []
         for episode, reply in replies:
             episode.call = episode.job = episode.reply = None

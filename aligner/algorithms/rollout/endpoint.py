@@ -24,7 +24,7 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.pool import Call, Failure
 from aligner.environments.protocol import Turn, check_total
 from aligner.environments.trajectory import Limits, Trajectory, TurnRecord
-from aligner.errors import ConfigError, DataError
+from aligner.errors import DataError
 from aligner.generation.rows import sample_id
 from aligner.http.tokens import new_token
 from aligner.parallel.collectives import on_rank_zero
@@ -97,12 +97,8 @@ class EndpointRollouts(ConversationRollouts):
         self._base_url = ""
 
         def listen() -> None:
-            try:
-                address = closing.enter_context(policy_server((_HOST, 0), self._service))
-            except OSError as error:
-                raise ConfigError(
-                    f"environment.kind=endpoint: cannot listen on {_HOST}: {error}"
-                ) from error
+            setting = f"environment.kind=endpoint on {_HOST}"
+            address = closing.enter_context(policy_server((_HOST, 0), self._service, setting))
             self._base_url = f"http://{address[0]}:{address[1]}/v1"
 
         on_rank_zero(listen)

@@ -4,8 +4,9 @@
     all ranks:         trajectories ◄─ batches of the engine ◄─┘
 
 The tokens of a conversation depend only on the run's seed, its sample id and the environment's
-messages, not on concurrent conversations, ranks or layouts. No conversation runs between steps, so
-a resumed run starts the conversations of its step from their seeds.
+messages, not on ranks or layouts. Concurrent conversations only affect the rounding of logits. No
+conversation runs between steps, so a resumed run starts the conversations of its step from their
+seeds.
 """
 
 import logging
@@ -163,6 +164,7 @@ class ConversationRollouts(RolloutSource):
         )
         survives = partial(engine_survives, generation)
         engine = ServingEngine(generation, self._queue, settings, survives, driver.is_complete)
+        # Serve requests until all conversations have ended.
         try:
             if is_rank_zero():
                 driver.start(data, seed, per_prompt)

@@ -111,6 +111,7 @@ class RewardSource:
                     offload_weights=model.offload_weights,
                 )
             )
+        # The policy's responses are decoded and encoded for the reward model.
         return ModelReward(
             handle,
             rating.encoder,

@@ -294,6 +294,7 @@ class SamplingInputs:
         config, architecture, rollout = self.config, workers.architecture, self.config.model.rollout
         data_size = config.model.parallel.data_size(workers.clusters.policy.world_size())
         model = config.model
+        # Batches and updates of a step.
         policy = TrainedRole("policy", model.global_batch_size, model.micro_batch_size)
         batches = batch_arithmetic(
             rollout,

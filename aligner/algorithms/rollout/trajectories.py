@@ -71,6 +71,7 @@ def rollout_batch(
     # Unscored conversations that ended for these reasons count with reward 0.
     counted = {"failed"} if unscored == "mask" else {"failed", "max_turns", "max_tokens"}
     counts = [float(row.is_scored or row.end_reason in counted) for row in rows]
+    # Columns per token, padded to the longest row.
     ids, lengths = pad_right([row.ids[: row.length] for row in rows], pad_id)
     width = ids.shape[1]
     turn_ids = _padded([row.turn_ids[: row.length] for row in rows], width, torch.int64)

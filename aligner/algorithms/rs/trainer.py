@@ -74,6 +74,7 @@ class RSTrainer(SamplingTrainer):
         rewards = batch["rewards"].masked_fill(batch["sample_mask"] == 0, float("-inf"))
         best = best_of_each(rewards, rs.num_rollouts_per_prompt, rs.top_n_rollouts)
         earned = statistics(batch["rewards"][best], batch["sample_mask"][best])
+        # Train once on the best responses.
         with timers("train_policy"):
             self.policy.prepare_for_training()
             trained_batch = columns_of(batch, TRAINED_COLUMNS).select_indices(best)
@@ -82,6 +83,7 @@ class RSTrainer(SamplingTrainer):
             self.generation.weights_changed()
         self.consumed_samples += batch.size
         self.updates += count_updates([result])
+        # Metrics and samples of the step.
         metrics |= {
             **prefixed("train_optim", update_metrics([result])),
             "train_optim/optimizer_steps": self.updates,

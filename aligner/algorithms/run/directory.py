@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.algorithms.run.identity import RunIdentity, flat
-from aligner.checkpoint.durable import atomic_file, storage_error, sync_path
+from aligner.checkpoint.durable import atomic_file, storing, sync_path
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import BaseRunConfig
 from aligner.config.parse import defaults_of
@@ -137,10 +137,8 @@ class RunDirectory:
         """Return the last step of the history, or None without a history."""
         steps: list[int] = []
         for path in (self.folder / name for name in _HISTORY):
-            try:
+            with storing(path):
                 steps += [line["step"] for line in read_lines(path)]
-            except OSError as error:
-                raise storage_error(path, error) from error
         return max(steps, default=None)
 
     def _set_aside(self, reason: str) -> list[str]:
@@ -170,14 +168,12 @@ def set_aside(folder: Path) -> Path | None:
         return None
     # Rename, so that each file is either here or there.
     target = _next_earlier(folder)
-    try:
+    with storing(target):
         target.mkdir()
         for path in paths:
             os.rename(path, target / path.name)
         sync_path(target)
         sync_path(folder)
-    except OSError as error:
-        raise storage_error(target, error) from error
     return target
 
 

@@ -211,6 +211,7 @@ class Attempt(Workers):
         """Return the run loop, with its files below ``exp_manager.explicit_log_dir``."""
         config, run = self.config, self._run
         exp, folder = config.exp_manager, log_dir(config)
+        # The store of run states, and a function that starts the loggers.
         store = RunStateStore(
             folder / "run_state",
             exp.save_top_k,

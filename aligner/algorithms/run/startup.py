@@ -163,6 +163,7 @@ def startup_summary(
     repetition, ignored = "", ", ".join(IGNORED)
     if isinstance(config, SamplingRunConfig):
         repetition = repetition_in_words(config, on_gpus=device.has_gpu)
+    # The report. Memory is estimated from the architecture, without a forward pass.
     return StartupSummary(
         processes=processes,
         device=device,

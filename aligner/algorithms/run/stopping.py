@@ -46,6 +46,7 @@ def stop_signal(announce: bool = True) -> Iterator[StopRequest]:
             signal.signal(number, previous[signal.Signals(number)])
             signal.raise_signal(number)
 
+    # Handlers of the caller are restored at the end.
     for number in _NAMES:
         signal.signal(number, handle)
     try:

@@ -69,9 +69,9 @@ def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
             f"{str(path)!r} does not exist. Give a Hugging Face directory or a .gguf file"
         )
     if path.is_dir():
-        config = _read_json(path / "config.json")
+        config = read_json(path / "config.json")
         state: Weights = SafetensorsFolder(path)
-        tokenizer_files = _tokenizer_files(path, config)
+        tokenizer_files = read_tokenizer_files(path, config)
     elif path.suffix == ".gguf":
         from aligner.checkpoint.hf.gguf import read_gguf  # imports transformers
 
@@ -132,7 +132,7 @@ def _damage_named(path: Path) -> contextlib.AbstractContextManager[None]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Return the map from tensors to files in the directory of ``index``."""
-    listed = _read_json(index).get("weight_map")
+    listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict):
         raise CheckpointError(f"{str(index)!r} lacks the mapping weight_map of tensors to files")
     for key, name in listed.items():
@@ -145,7 +145,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     return listed
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or raise `CheckpointError`."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -159,7 +160,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _tokenizer_files(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
+def read_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the directory's tokenizer files, completed by transformers and ``config.json``."""
     files = {
         name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()

@@ -61,6 +61,7 @@ class ArchiveReader:
                     "mappings)"
                 )
             raise CheckpointNotFoundError(text)
+        # A directory. A link could lead to a file elsewhere.
         if self.path.is_dir():
             if not (self.path / "model_config.yaml").is_file():
                 # Another directory, such as /, can be large and can change while it is listed.

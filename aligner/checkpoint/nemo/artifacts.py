@@ -83,6 +83,7 @@ def read_tokenizer_files(archive: ArchiveReader, config: Mapping[str, Any]) -> d
     Only names of tokenizer files are accepted (`is_tokenizer_file`), because a conversion writes
     files of these names.
     """
+    # The names in the configuration.
     section = config.get("tokenizer") or {}
     if not isinstance(section, Mapping):
         raise CheckpointError("tokenizer in model_config.yaml is not a mapping")
@@ -93,6 +94,7 @@ def read_tokenizer_files(archive: ArchiveReader, config: Mapping[str, Any]) -> d
             f"tokenizer.files of model_config.yaml in {str(archive.path)!r} is a "
             f"{type(listed).__name__}, not a mapping of names to files"
         )
+    # Names become file names of a conversion, so a path or another name is an attack.
     for name in listed:
         if not is_tokenizer_file(name):
             raise CheckpointError(

@@ -102,11 +102,13 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
         value = config.get(key)
         return default if value is None else value
 
+    # Variants of experts that the models of this library do not compute.
     for key, plain in _PLAIN_EXPERTS.items():
         if config.get("num_moe_experts") and config.get(key) not in (None, plain):
             raise CheckpointError(
                 f"{key}={config[key]!r} in model_config.yaml is not supported. Supported: {plain!r}"
             )
+    # The architecture. Attributes whose keys are read with rules have functions of their own.
     text = "model_config.yaml contains a value of a wrong type"
     with raised_as(CheckpointError, text, TypeError, ValueError, ArithmeticError):
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -242,6 +244,7 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
         "target": "nemo.collections.nlp.models.language_modeling.megatron_gpt_model."
         "MegatronGPTModel",
     }
+    # Keys that NeMo's readers expect only in models that use them.
     optional = {
         "hf_model_type": architecture.family,
         "window_size": [architecture.window_size - 1, 0] if architecture.window_size else None,

@@ -134,6 +134,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _load_zip(file: zipfile.ZipFile, content: memoryview, name: str) -> Any:
+    # The records of the archive, as views of the mapped file.
     infos = {info.filename: info for info in file.infolist()}
     root = next(path for path in infos if path.endswith("/data.pkl")).removesuffix("data.pkl")
     records = {
@@ -175,6 +176,7 @@ def _load_zip(file: zipfile.ZipFile, content: memoryview, name: str) -> Any:
             storages[key] = torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
         return storages[key]
 
+    # Unpickle the tensors, whose storages are views of the records.
     pickled = io.BytesIO(records[f"{root}data.pkl"].content)
     unpickler = Unpickler(pickled, encoding="utf-8")
     unpickler.persistent_load = storage

@@ -100,10 +100,8 @@ def check_files(folder: Path, checksums: Mapping[str, str]) -> None:
     """
     for name, expected in checksums.items():
         path = folder / name
-        try:
+        with raised_as(DamagedStateError, f"{path} cannot be read", OSError):
             actual = file_checksum(path)
-        except OSError as error:
-            raise DamagedStateError(f"{path} cannot be read: {error.strerror or error}") from error
         if actual != expected:
             raise DamagedStateError(
                 f"{path} is damaged: its checksum is {actual} and was {expected} when it was saved"

@@ -185,6 +185,7 @@ class RunStateStore:
         size = sum(estimate_bytes(tree) for tree in entries.values())
         temporary = self.root / f".tmp-{self.path(step).name}"
 
+        # Rank 0 commits, in the background or before the call returns.
         def commit(stop: Event | None = None) -> None:
             plain = {name: tree for name, tree in entries.items() if is_json(tree)}
             write_json(temporary / "state.json", plain)

@@ -34,10 +34,9 @@ class PairDataConfig(PromptColumns, TrainingSets):
     """Column of the worse response."""
 
     chosen_reward_column: StrictStr | None = None
-    """Column with the reward of the chosen response. `null` means a reward of 1.
+    """Column with the reward of the chosen response.
 
-    RPO and the variants `margin` and `scaled` of reward models read both rewards. For these
-    variants the difference of the rewards is the strength of the preference.
+    `null` means a reward of 1. RPO and the variants `margin` and `scaled` of reward models read it.
     """
 
     rejected_reward_column: StrictStr | None = None
@@ -50,7 +49,7 @@ class PairDataConfig(PromptColumns, TrainingSets):
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse a reward column of only one of the two responses."""
+        """Report a reward column of only one of the two responses."""
         chosen, rejected = self.chosen_reward_column, self.rejected_reward_column
         if (chosen is None) != (rejected is None):
             yield (
@@ -127,7 +126,7 @@ class TrainerDPOConfig(SupervisedLoopConfig):
         return self.loss != "simpo"
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse options of another loss."""
+        """Report options of another loss."""
         options = sorted({name for names in LOSS_OPTIONS.values() for name in names})
         for name in options:
             value, default = getattr(self, name), getattr(TrainerDPOConfig, name)
@@ -185,7 +184,7 @@ class TrainerRewardModelConfig(SupervisedLoopConfig):
     """Number of pairs to measure, from the beginning of the data."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse a loss without its data, and options and data of the other loss."""
+        """Report a loss without its data, and options and data of the other loss."""
         data, rates = run.data, self.loss == "regression"
         if run.policy.backend != "megatron":
             yield (

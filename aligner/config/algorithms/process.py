@@ -74,11 +74,10 @@ class ProcessConfig:
     """
 
     deterministic: StrictBool = False
-    """Make runs on GPUs repeatable to the bit, whether resumed or not. Slower.
+    """Make runs on GPUs repeatable to the bit, whether resumed or not.
 
-    All operations sum in a fixed order (PyTorch's deterministic algorithms including flash
-    attention's backward, one cuBLAS workspace, NCCL's ring). vLLM's samples may still differ. Runs
-    on CPUs are always repeatable.
+    Slower. Uses PyTorch's deterministic algorithms, one cuBLAS workspace and NCCL's ring. vLLM's
+    samples may still differ. Runs on CPUs are always repeatable.
     """
 
     max_time: Duration | None = None

@@ -115,7 +115,7 @@ class TrainerDistillConfig(SupervisedLoopConfig):
     """Give all other tokens teacher probability 0. `false` ignores them."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse backends and options that distillation does not support."""
+        """Report backends and options that distillation does not support."""
         if run.policy.backend != "megatron":
             yield (
                 f"policy.backend={run.policy.backend}: student and teacher are megatron-core "

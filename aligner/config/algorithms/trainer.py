@@ -42,7 +42,7 @@ class KLControllerConfig:
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse a controller that multiplies a weight of 0."""
+        """Report a controller that multiplies a weight of 0."""
         if self.mode == "adaptive" and run.trainer.ppo.initial_policy_kl_penalty == 0:
             yield (
                 f"{key}.mode=adaptive multiplies trainer.ppo.initial_policy_kl_penalty=0, which "
@@ -96,7 +96,7 @@ class AdvantageConfig:
         return self.estimator == "gae" or self.is_function
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse an estimator without its requirements, and options of other estimators."""
+        """Report an estimator without its requirements, and options of other estimators."""
         # Critic.
         estimator = f"{key}.estimator={self.estimator}"
         if self.estimator == "gae" and run.critic is None:
@@ -163,7 +163,7 @@ class DynamicSamplingConfig:
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse groups of one response, and learning-rate schedules of unknown length."""
+        """Report groups of one response, and learning-rate schedules of unknown length."""
         if not self.enabled:
             return
         key, per_prompt = f"{key}.enabled=true", run.model.ppo.num_rollouts_per_prompt
@@ -207,7 +207,7 @@ class RewardShapingConfig:
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse a penalty on all lengths, and shaping that conversations do not support."""
+        """Report a penalty on all lengths, and shaping that conversations do not support."""
         cache, longest = self.overlong_cache, run.model.ppo.length_params.max_length
         if cache is not None and cache > longest:
             yield (
@@ -274,7 +274,7 @@ class LoopConfig:
     max_skipped_steps: Count = 5
     """Consecutive steps without any update of a role after which the run ends with status 2.
 
-    A shorter run in which all steps were skipped ends so, too. The console reports each such step.
+    A shorter run in which all steps were skipped ends so, too.
     """
 
 
@@ -342,7 +342,7 @@ class TrainerPPOConfig(SamplingLoopConfig):
     improper_end: ImproperEndConfig = field(default_factory=ImproperEndConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse options that the estimator of advantages does not use."""
+        """Report options that the estimator of advantages does not use."""
         # Options that need a critic or an estimator.
         advantage = self.advantage
         estimator = f"{key}.advantage.estimator={advantage.estimator}"

@@ -159,7 +159,7 @@ class AskConfig:
         return json.loads(json.dumps(asdict(self)))
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse contradictory length limits, and settings of training runs."""
+        """Report contradictory length limits, and settings of training runs."""
         yield from self.sampling.problems("sampling", run)
         for option, value, default in (
             ("trainer.max_time", self.trainer.max_time, None),
@@ -180,7 +180,7 @@ class PromptedConfig(AskConfig):
     data: AskedDataConfig = field(default_factory=AskedDataConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Check also the names of sets, and refuse several greedy samples of a prompt."""
+        """Check also the names of sets, and report several greedy samples of a prompt."""
         yield from super().problems(key, run)
         samples, greedy = self.sampling.samples_per_prompt, self.sampling.use_greedy
         yield from answer_problems("sampling", samples, greedy, "data.sets", self.data.sets)
@@ -194,7 +194,7 @@ class ServeConfig(AskConfig):
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also a number of samples, which each request chooses."""
+        """Also report a number of samples, which each request chooses."""
         yield from super().problems(key, run)
         if self.sampling.samples_per_prompt != 1:
             yield (
@@ -217,7 +217,7 @@ class GenerateConfig(PromptedConfig):
     """A `.jsonl` file for the answers: `--output FILE`. `null` prints them."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also a command without prompts, and a chat of several processes."""
+        """Also report a command without prompts, and a chat of several processes."""
         yield from super().problems(key, run)
         # A chat reads its prompts from the terminal.
         has_prompts = bool(self.prompt or self.data.prompts or self.data.sets)
@@ -254,7 +254,7 @@ class EvaluateConfig(PromptedConfig):
     """Answers of each set in the HTML report."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also an evaluation without prompts, and conversations without room for one."""
+        """Also report an evaluation without prompts, and conversations without room for one."""
         yield from super().problems(key, run)
         environment, response = self.environment, self.sampling.max_length
         if environment.is_set and environment.max_tokens <= response:
@@ -278,6 +278,7 @@ def as_run(
     ``restore_from_path``, ``peft`` and ``tokenizer`` describe the model. They differ from
     ``config.model`` if it names the directory of a run.
     """
+    # Sections that every command has.
     sampling_options, rows = config.sampling.sampling_options, config.sampling.batch_size
     layout = asdict(config.model) | {"restore_from_path": restore_from_path, "peft": peft}
     layout["tokenizer"] = config.model.tokenizer or tokenizer
@@ -298,6 +299,7 @@ def as_run(
         del data["prompts"], data["sets"]
         source = config.data.prompts
 
+    # The run, and the rules of the sections that the command sets.
     run = RSRunConfig(
         model=RSModelConfig(
             **layout,

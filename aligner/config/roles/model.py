@@ -189,11 +189,9 @@ class TrainedModelConfig:
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
     shared_prefixes: StrictBool = True
-    """Compute common prefixes of sequences once.
+    """Compute common prefixes of sequences of a micro-batch once (docs/shared_prefixes.md).
 
-    Prefixes are compared by token ids within a micro-batch: responses to one prompt, forks of a
-    conversation, pairs (docs/shared_prefixes.md). Saves memory and time. Results differ in rounding
-    only.
+    Saves memory and time. Results differ in rounding only.
     """
 
     activations_checkpoint_granularity: Literal["full", "selective"] | None = None
@@ -206,10 +204,9 @@ class TrainedModelConfig:
     """Probability of dropping hidden states and attention weights in training.
 
     Applies to policy and critic. Old log-probs, reference and samples are computed without dropout,
-    so that a positive probability distorts the ratio. `null` means the checkpoint's probability (a
-    `.nemo` without the keys means NeMo's 0.1) and is the default of SFT. With
-    `policy.backend=dtensor` a Llama-like model has no dropout of hidden states, and other values
-    than 0 for it are refused.
+    so a positive probability distorts the ratio. `null` means the checkpoint's probability (0.1 if
+    a `.nemo` has none) and is the default of SFT. With `policy.backend=dtensor`, Llama-like models
+    need 0.
     """
 
     fp8: Annotated[Literal["e4m3", "hybrid"] | None, MegatronOnly("has no 8-bit products")] = None
@@ -229,9 +226,8 @@ class TrainedModelConfig:
     fusions: StrictBool = True
     """On GPUs: use fused kernels for SwiGLU, rotary embedding, biases and experts.
 
-    A bias is fused with its residual. In bf16 the experts of a layer are one matrix product each
-    way. Needs Triton and a C compiler with Python's headers. Without them, and on CPUs, operations
-    run separately.
+    In bf16 the experts of a layer are one matrix product each way. Needs Triton and a C compiler
+    with Python's headers. Without them, and on CPUs, operations run separately.
     """
 
     overlap_grad_reduce: Annotated[StrictBool, MegatronOnly("has FSDP2's overlap")] = False

@@ -23,7 +23,7 @@ class BackendConfig:
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse layouts, adapters and token budgets that the backend does not support."""
+        """Report layouts, adapters and token budgets that the backend does not support."""
         yield from model_problems(self.backend, run.model)
         critic = getattr(run, "critic", None)
         if critic is not None and critic.layout_overrides:

@@ -37,7 +37,7 @@ class LengthParams:
     """Fewest new tokens of a response."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse a lower limit above the upper limit."""
+        """Report a lower limit above the upper limit."""
         if self.min_length > self.max_length:
             yield (
                 f"{key}.min_length={self.min_length} exceeds {key}.max_length="
@@ -77,9 +77,9 @@ class SamplingParams:
     end_tokens: tuple[StrictStr, ...] = ()
     """Additional tokens, as text, that end a response, such as `["<end_of_turn>"]`.
 
-    The tokenizer's EOS, the EOS tokens of `generation_config.json` and the end-of-turn token of the
-    chat template always end a response. The token is part of the response, but the reward does not
-    receive its text. The trained `.nemo` stores these tokens.
+    EOS tokens of tokenizer and `generation_config.json` and the end-of-turn token of the chat
+    template always do. The reward does not receive the text of the token. The trained `.nemo`
+    stores these tokens.
     """
 
 
@@ -109,7 +109,7 @@ class KLLossConfig:
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse an estimator without gradient."""
+        """Report an estimator without gradient."""
         if self.coef > 0 and self.estimator == "k1":
             yield (
                 f"{key}.estimator=k1: the mean of its gradient is 0, so that the term does not "
@@ -164,7 +164,7 @@ class CorrectionConfig:
         return self != CorrectionConfig()
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse bounds that exclude a ratio of 1, and options that cancel one another."""
+        """Report bounds that exclude a ratio of 1, and options that cancel one another."""
         # Bounds.
         for name in ("bounds", "geometric_bounds"):
             bounds = getattr(self, name)
@@ -239,27 +239,25 @@ class RolloutConfig:
     """
 
     offload_gradients: StrictBool = False
-    """Remove gradient buffers and float32 weights from the device while the policy does not train.
+    """Remove gradient buffers from the device while the policy does not train.
 
-    Gradient buffers are freed. The optimizer's float32 weights (of a bf16 model) are kept in host
-    memory. Saves 8 bytes per parameter on one process. When a run state is saved, they are on the
-    device until the next phase. No effect on CPUs.
+    Also removes the float32 weights of a bf16 model. These weights are kept in host memory. Saves 8
+    bytes per parameter on one process. No effect on CPUs.
     """
 
     offload_weights: StrictBool = False
-    """Keep the policy in host memory while other roles use the device. GPUs only.
+    """Keep the policy in host memory while it neither generates, scores nor trains.
 
-    Offloads weights (with `model.reference.mode=keep` also those of the reference), gradient
-    buffers, float32 weights and moments while the policy neither generates, scores nor trains.
-    Each phase of the policy costs a copy of the weights in each direction. When a run state is
-    saved, the weights are on the device until the next phase.
+    GPUs only. Offloads weights (with `model.reference.mode=keep` also the reference's), gradient
+    buffers, float32 weights and moments. Each phase of the policy costs a copy of the weights in
+    each direction.
     """
 
     length_params: LengthParams = field(default_factory=LengthParams)
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse a number of responses that is not a multiple of the responses per prompt."""
+        """Report a number of responses that is not a multiple of the responses per prompt."""
         samples, per_prompt = self.num_rollout_samples, self.num_rollouts_per_prompt
         if samples % per_prompt:
             yield (
@@ -281,7 +279,7 @@ class PolicyRSConfig(RolloutConfig):
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also more selected responses than sampled responses."""
+        """Also report more selected responses than sampled responses."""
         yield from super().problems(key, run)
         if self.top_n_rollouts > self.num_rollouts_per_prompt:
             yield (
@@ -344,20 +342,19 @@ class PolicyPPOConfig(RolloutConfig):
     """Keyword arguments of the constructor of the user-defined loss."""
 
     truncated_importance_sampling: Positive | None = None
-    """Upper bound of importance weights, the trainer's probability divided by the sampler's.
+    """Upper bound of importance weights.
 
-    The weights apply to tokens, or with `ratio_level=sequence` to responses (the product over
-    tokens). Short for weights of `correction` within `[0, bound]`. `null` turns them off.
+    Short for weights of `correction` within `[0, bound]`, of tokens, or with `ratio_level=sequence`
+    of responses. `null` turns them off.
     """
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     record_kept_tokens: Natural = 0
-    """Most tokens per position that are recorded after top-k and top-p. `0` records none.
+    """Most tokens per position that are recorded after top-k and top-p.
 
-    Policy and reference then compute log-probs over the recorded tokens, so that ratios and KL are
-    exact. If more tokens remain at a position, none is recorded and the trainer repeats the
-    filtering. vLLM records them if `top_k` is set. For agents that use an endpoint they are not
-    recorded.
+    `0` records none (docs/corrections.md#recorded-top-k-and-top-p-sets). Policy and reference then
+    compute log-probs over the recorded tokens, so ratios and KL are exact. If more tokens remain at
+    a position, the trainer repeats the filtering.
     """
 
     @property
@@ -368,7 +365,7 @@ class PolicyPPOConfig(RolloutConfig):
         return self.ratio_eps, self.ratio_eps
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Refuse also arguments without a loss, and recording that has no effect."""
+        """Also report arguments without a loss, and recording that has no effect."""
         yield from super().problems(key, run)
         if self.loss_kwargs and self.loss is None:
             yield (

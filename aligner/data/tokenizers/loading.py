@@ -55,6 +55,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return tokenizer_from_files(gguf_tokenizer_files(path), origin=str(path))
     if path.suffix == ".model":
         return tokenizer_from_files({path.name: path.read_bytes()}, origin=str(path))
+    # A Hugging Face directory, or a file that lies in one.
     directory = path if path.is_dir() else path.parent
     files = _read_known_files(directory)
     if path.is_file():
@@ -162,6 +163,7 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
     text = f"{setting}: cannot be read as text"
     with raised_as(ConfigError, text, OSError, UnicodeDecodeError):
         template = Path(path).expanduser().read_text(encoding="utf-8-sig")
+    # Replace the template in the files, because the trained model stores the files.
     files = tokenizer.files()
     if "tokenizer.json" not in files:
         raise ConfigError(

@@ -17,7 +17,7 @@ from aligner.environments.adapters.foreign import (
     user_message,
 )
 from aligner.environments.protocol import Start, Turn
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, raised_as
 
 _INTEGER = re.compile(r"-?\d+")
 _HIGHLIGHT = re.compile(r"\x1b\[(?!0m)[\d;]+m(.*?)\x1b\[0m", re.S)
@@ -85,11 +85,9 @@ class GymnasiumEnv:
             check_names(kwargs, "observation")
         if "id" not in kwargs:
             return
-        try:
-            environment = cls(seed=0, **kwargs)
-        except gymnasium.error.Error as error:
-            raise ConfigError(f"environment.kwargs.id={kwargs['id']!r}: {error}") from error
-        environment.close()
+        key = f"environment.kwargs.id={kwargs['id']!r}"
+        with raised_as(ConfigError, key, gymnasium.error.Error):
+            cls(seed=0, **kwargs).close()
 
     def init(self) -> Start:
         """Reset the environment and show the first observation."""

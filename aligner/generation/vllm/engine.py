@@ -116,6 +116,7 @@ class VllmEngine:
             "worker_extension_cls": "aligner.generation.vllm.extension.RefitExtension",
             **settings.kwargs,
         }
+        # Start vLLM with random weights. The first refit replaces them.
         self._llm = _start(arguments.architecture, self._eos_ids, vllm_arguments)
         if peers is not None:
             dist.barrier(peers)  # every process has opened the shared segments
@@ -170,6 +171,7 @@ class VllmEngine:
                         running.discard(row)
                         if self._record_kept and not greedy:
                             check_sets(response.kept_ids, response.tokens)
+            # No request may be left for the next call.
             self._drain()
             return responses
         except Exception:

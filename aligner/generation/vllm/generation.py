@@ -46,6 +46,7 @@ class VllmGeneration(BackgroundGeneration):
         Raises `CheckpointError` if no Hugging Face family can express ``architecture``. Exceptions
         of an engine's start, such as those of `aligner.refit.ends`, are raised by the first call.
         """
+        # Settings that depend on the device. Errors are raised before an engine starts.
         config_to_hf(architecture)
         self.tokenizer = tokenizer
         settings = config.generation.engine
@@ -80,6 +81,7 @@ class VllmGeneration(BackgroundGeneration):
             weights_from=policy.refit_ends(),
             meeting_place=meeting_place,
         )
+        # The first rollout sends the weights.
         self._stale = True
         self._seeds = CallSeeds(config.seed)
         self._refit = Refit(

@@ -93,6 +93,7 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         run = run or RunSettings()
         check_policy_backend(backend, config)
         tokenizer = as_tokenizer(tokenizer)
+        # End tokens of a mapping, in addition to those of the tokenizer.
         self._published = published
         if published is not None and published.stop_token_ids:
             stop_ids = published.stop_token_ids  # in addition to the tokenizer's end tokens
@@ -159,6 +160,7 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
                 "policy.generation is not set, so that sampling is not configured. Set its "
                 "max_new_tokens, temperature, top_p and top_k"
             )
+        # Sample on all ranks, and join the shares in the order of the prompts.
         results, _ = run_sharded(
             self.worker_group,
             PolicyWorker.generate,

@@ -71,6 +71,7 @@ class Value(RoleHandle, ValueInterface):
         run = run or RunSettings()
         check_policy_backend(backend, model)
         tokenizer = as_tokenizer(tokenizer)
+        # The workers load the model.
         workers = cluster.start_workers(
             worker_class(WORKERS, backend),
             name_prefix,

@@ -21,6 +21,12 @@ class Series:
     values: Sequence[float]
     style: str = "a"  # a | b: the page's first or second colour
 
+    @property
+    def constant(self) -> float | None:
+        """The value that all finite values are equal to, or None."""
+        values = set(filter(math.isfinite, self.values))
+        return values.pop() if len(values) == 1 else None
+
 
 def collect_series(metrics: Sequence[Mapping[str, float]]) -> dict[str, Series]:
     """Collect steps and values of each metric, in order of first appearance."""
@@ -63,6 +69,15 @@ def short_number(value: float, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Format the values of an axis with enough digits to tell the labels apart, at least four."""
+    labels, digits = [short_number(value) for value in values], 4
+    while len(set(labels)) < len(set(values)) and digits < 17:
+        digits += 1
+        labels = [f"{value:,.{digits}g}" for value in values]
+    return labels
+
+
 @dataclass(frozen=True)
 class Change:
     """A difference as text, and whether it is an improvement."""
@@ -88,7 +103,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
 def thin_out(points: list[tuple[int, float]], most: int = _MOST_POINTS) -> list[tuple[int, float]]:
@@ -138,6 +153,7 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
     all_points = [point for _, points in finite for point in points]
     scale = _Scale.around([*all_points, *((all_points[0][0], value) for value in shows)])
     thinned = [(line, thin_out(points)) for line, points in finite]
+    values = ticks(scale.low, scale.high)
     # The step axis labels whole steps, and always the last step.
     first, last = scale.first, scale.last
     inner = [s for s in ticks(first, last) if s == int(s) and last - s > 0.1 * (last - first)]
@@ -147,8 +163,8 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
     ]
     return Chart(
         value_ticks=[
-            (scale.at((int(scale.first), value))[1], short_number(value))
-            for value in ticks(scale.low, scale.high)
+            (scale.at((int(scale.first), value))[1], label)
+            for value, label in zip(values, tick_labels(values), strict=True)
         ],
         step_ticks=[
             (scale.at((int(step), scale.low))[0], f"{int(step):,}") for step in [*inner, scale.last]

@@ -55,6 +55,7 @@ _HEADLINES = (
     _Headline("train_rollouts/generation_length", "Response length (tokens)", 0),
 )
 
+_ROLLOUT_ACCURACIES = {"train_rollouts/accuracy", "val_rollouts/accuracy"}
 _MOST_ROWS = 12  # of a table of samples
 # The loss is only charted for runs that validate it (supervised runs). In others it means little.
 _LOSS = "loss"
@@ -113,6 +114,7 @@ def write_report(folder: Path, run: RunRecord) -> Path:
 def render_report(run: RunRecord) -> str:
     """Render the document."""
     series = collect_series(run.metrics)
+    constants = {name: s.constant for name, s in sorted(series.items()) if s.constant is not None}
     last = max((int(line["step"]) for line in run.metrics), default=0)
     return render(
         "run.html",
@@ -128,7 +130,8 @@ def render_report(run: RunRecord) -> str:
         pairs=before_and_after(run.samples)[:_MOST_ROWS],
         training_samples=_training_samples(run.samples),
         phases=_phases(series),
-        groups=_groups(series),
+        groups=_groups({name: s for name, s in series.items() if name not in constants}),
+        constants=[(name, value, _info(name)) for name, value in constants.items()],
         artifacts=run.artifacts,
         config=run.config,
         environment=run.environment,
@@ -172,7 +175,7 @@ def _overview(series: Mapping[str, Series]) -> list[ChartCard]:
     for name, heading, lead in _OVERVIEW:
         if name == _LOSS and f"val_optim/{_LOSS}" not in series:
             continue
-        if name == "accuracy" and "val_rollouts/accuracy" not in series:
+        if name == "accuracy" and not _ROLLOUT_ACCURACIES & series.keys():
             info = describe("val_optim/accuracy")
             lead = f"{info.meaning} Should rise." if info else lead
         cards.append(ChartCard(heading, lead, lead, lines_of(series, name, "validation")))
@@ -237,6 +240,10 @@ def _phases(series: Mapping[str, Series]) -> list[Bar]:
     )
 
 
+def _info(name: str) -> MetricInfo:
+    return describe(name) or MetricInfo("", "")
+
+
 def _groups(series: Mapping[str, Series]) -> list[tuple[str, bool, list[ChartCard]]]:
     """Return heading, whether unfolded, and cards of each group of metrics with a chart."""
     groups = []
@@ -245,7 +252,7 @@ def _groups(series: Mapping[str, Series]) -> list[tuple[str, bool, list[ChartCar
         for name, values in sorted(series.items()):
             prefix, _, metric = name.partition("/")
             if prefix == group:
-                info = describe(name) or MetricInfo("", "")
+                info = _info(name)
                 tooltip = f"{name}: {info.meaning} Over: {info.over}"
                 cards.append(ChartCard(metric, info.meaning, tooltip, [values], is_single=True))
         if shown := drawn(cards):

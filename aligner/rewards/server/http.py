@@ -54,10 +54,11 @@ class RewardService:
         # Not JSONResponse, which refuses NaN. The client reports NaN to its user.
         return Response(json.dumps({"rewards": plain}), media_type=JSON_TYPE)
 
-    def serving(self, address: tuple[str, int]) -> AbstractContextManager[tuple[str, int]]:
+    def serving(self, host: str, port: int) -> AbstractContextManager[tuple[str, int]]:
         """Answer requests until the block ends. See `aligner.http.application.http_server`."""
         routes: Routes = {f"GET {HEALTH}": self.health, f"POST {SCORE}": self.score}
-        return http_server(address, routes, self.queue)
+        setting = f"--host {host} --port {port}"
+        return http_server((host, port), routes, self.queue, setting=setting)
 
     def _sequences(self, samples: Sequence[WireSample]) -> list[Ids]:
         """Return the tokens of all samples."""

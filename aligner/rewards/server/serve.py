@@ -13,7 +13,6 @@ from typing import Literal
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import ParallelConfig, TrainedModelConfig
 from aligner.distributed.workers import LocalCluster
-from aligner.errors import ConfigError
 from aligner.http.queue import JobQueue, Slot
 from aligner.models.gpt.megatron.reward import rated_attributes
 from aligner.models.gpt.role.settings import RunSettings
@@ -74,13 +73,7 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
             return encoder.ids(sample.prompt, sample.response)
 
         service = RewardService(model.attributes, encode, queue, options.timeout_s, options.token)
-        try:
-            host, port = closing.enter_context(service.serving((options.host, options.port)))
-        except OSError as error:
-            raise ConfigError(
-                f"--host {options.host} --port {options.port}: cannot listen there: {error}. Set "
-                "another port, or 0 for a free port"
-            ) from error
+        host, port = closing.enter_context(service.serving(options.host, options.port))
         return f"http://{host}:{port}"
 
     with closing:

@@ -14,7 +14,7 @@ class Endpoint(EnvironmentKind):
 
     @classmethod
     def problems(cls, key: str, run: SamplingRunConfig) -> Iterator[str]:
-        """Require a single agent and reject options without effect on agents."""
+        """Report a missing or a second agent, and options without effect on agents."""
         # The agent itself.
         environment = run.environment
         command, factory = environment.command, environment.factory

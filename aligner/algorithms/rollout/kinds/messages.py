@@ -13,7 +13,7 @@ class Messages(EnvironmentKind):
 
     @classmethod
     def problems(cls, key: str, run: SamplingRunConfig) -> Iterator[str]:
-        """Refuse a command."""
+        """Report a command."""
         if run.environment.command is not None:
             yield (
                 f"{run.environment.setting} is an agent that queries the policy, but {key}.kind="

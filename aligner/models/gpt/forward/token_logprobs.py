@@ -25,6 +25,16 @@ from aligner.models.gpt.forward.token_layout import BoolArray, TokenLayout
 from aligner.types import TokenOutputs
 
 
+class LogitsForm(NamedTuple):
+    """Form of a model's logits: ``cap * tanh(scale * hidden @ weight.T / cap)``.
+
+    Without a cap, the logits are ``scale * hidden @ weight.T``.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
 class Projection(NamedTuple):
     """Hidden states and the output layer that computes logits.
 
@@ -32,7 +42,7 @@ class Projection(NamedTuple):
     Under tensor parallelism their gradient is this rank's summand. ``weight``: ``[V / tp, H]``, the
     same shape on every rank. ``vocab_size``: size of the vocabulary without padding.
     ``tp_group``: group that shards the vocabulary, or None.
-    ``temperature``: divisor of the logits.
+    ``temperature``: divisor of the logits. ``cap``: their bound after the division, if any.
     """
 
     rows: Tensor
@@ -40,6 +50,7 @@ class Projection(NamedTuple):
     vocab_size: int
     tp_group: dist.ProcessGroup | None
     temperature: float = 1.0
+    cap: float | None = None
 
     @property
     def shard(self) -> VocabShard:
@@ -51,7 +62,12 @@ class Projection(NamedTuple):
 
         The logits are divided by the temperature. Their dtype is float32 or wider.
         """
-        return wide_linear(hidden, self.weight) / self.temperature
+        return _logits(hidden, self.weight, self.temperature, self.cap)
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, cap: float | None) -> Tensor:
+    logits = wide_linear(hidden, weight) / temperature
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def token_logprobs(
@@ -92,6 +108,7 @@ def token_logprobs(
         tp_group=projection.tp_group,
         vocab_size=projection.vocab_size,
         temperature=projection.temperature,
+        cap=projection.cap,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         with_entropy=with_entropy,
@@ -134,12 +151,12 @@ def candidate_logprobs(
     For the other arguments see `token_logprobs`. Returns float32 ``[B, S, K]`` and ``[B, S]``.
     """
     # The closure must not capture the projection: the backward pass would keep its rows in memory.
-    shard, temperature = projection.shard, projection.temperature
+    shard, temperature, cap = projection.shard, projection.temperature, projection.cap
     rows, tokens = layout.predicted_tokens(selected)
     ids = candidates.flatten(0, 1)[tokens]
 
     def outputs(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-        logits = (wide_linear(hidden, weight) / temperature)[None]
+        logits = _logits(hidden, weight, temperature, cap)[None]
         logprobs = logprobs_of(logits, ids[None], shard)[0]
         return (logprobs, -mean_logprob(logits, shard)[0]) if with_entropy else (logprobs,)
 

@@ -18,6 +18,7 @@ from aligner.losses.interfaces import reads_logits
 from aligner.models.gpt.decode.generator import Generator
 from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
 from aligner.models.gpt.forward.token_logprobs import (
+    LogitsForm,
     Projection,
     candidate_logprobs,
     token_logits,
@@ -111,6 +112,7 @@ class SamplingPolicy(RoleModel):
     """A role that scores tokens and samples responses, on any backend."""
 
     samples_from_a_copy: ClassVar[bool] = False  # created in `prepare_for_generation`
+    logits_form: LogitsForm = LogitsForm()
     _generator: Generator | None = None
 
     def configure_sampling(self) -> None:
@@ -141,7 +143,9 @@ class SamplingPolicy(RoleModel):
         """Combine `output_layer` of ``hidden`` [n, L, H] with vocabulary and temperature."""
         factors = self.output_layer(model, hidden)
         size, temperature = self.architecture.vocab_size, self.sampling_params.temperature
-        return Projection(*factors, size, self.vocab_group, temperature)
+        scale, cap = self.logits_form
+        cap = None if cap is None else cap / temperature
+        return Projection(*factors, size, self.vocab_group, temperature / scale, cap)
 
     def token_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, with_entropy: bool

@@ -111,6 +111,7 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
                 )
             finally:
                 self.finish_generation()
+        # Sample this rank's share.
         batch = tensors_on_device(data)
         ids = batch["input_ids"]
         first = self.parallel.dp_rank * ids.shape[0]

@@ -1,4 +1,4 @@
-"""The process of `aligner.environments.sandbox`: drops its privileges, then runs a program.
+"""The process of `aligner.examples.tasks.sandbox`: drops its privileges, then runs a program.
 
 This script imports only the standard library. Its argument is the settings as JSON, its standard
 input the program. The first line of output names the active layers of isolation. If a layer is

@@ -1,7 +1,7 @@
 """Sandboxed programs: each in a process that drops its privileges and then runs the program.
 
-The process (`aligner.environments.sandbox_process`) has no environment variables of the run, and an
-empty folder that is removed afterwards. It is killed with its children at its time limit, if it
+The process (`aligner.examples.tasks.sandbox_process`) has no environment variables of the run, and
+an empty folder that is removed afterwards. It is killed with its children at its time limit, if it
 prints too much or creates too many files and folders, and when its parent process ends.
 
 Only its standard output is read, as bytes. These programs are written by the policy, so they have

@@ -1,0 +1,331 @@
+"""Hugging Face directories of models that only transformers builds.
+
+Names and layouts in the files may differ from those of the module. transformers converts them both
+ways. The weights of such a model are named as in the module.
+"""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.checkpoint.canonical import Shape, Weights, misfits
+from aligner.checkpoint.hf.model_folder import new_folder, read_json, read_tokenizer_files
+from aligner.checkpoint.nemo.config import Config, config_from_architecture
+from aligner.data.tokenizers.loading import tokenizer_from_files
+from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.errors import CheckpointError, raised_as
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+HEAD_FILE = "value_head.safetensors"  # of a critic
+HEAD = ("score.weight", "score.bias")
+# Parts of the names of settings that drop or disturb at random.
+_RANDOM = ("dropout", "pdrop", "layerdrop", "drop_prob", "jitter")
+# Names of a size in configurations, by the field of `GPTArchitecture`.
+_SIZES = {
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("hidden_size", "d_model", "n_embd", "dim"),
+    "ffn_hidden_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "dff"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_query_groups": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "kv_channels": ("head_dim",),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
+}
+_UNLIMITED = 2**31  # positions of a model without a limit
+
+
+@dataclass(frozen=True)
+class TransformersSource:
+    """A directory of any decoder-only model of transformers."""
+
+    folder: Path
+    architecture: TransformersArchitecture
+    tokenizer_files: dict[str, bytes]
+
+    @property
+    def config(self) -> Config:
+        """Sizes under NeMo's keys."""
+        return config_from_architecture(self.architecture)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer that ``tokenizer_files`` describe."""
+        return tokenizer_from_files(self.tokenizer_files)
+
+    @cached_property
+    def weights(self) -> "LoadedWeights":
+        """Weights by the module's names, of which the first one read loads all."""
+        return LoadedWeights(self)
+
+
+class LoadedWeights(Mapping[str, Tensor]):
+    """Float32 parameters and persistent buffers of a model that transformers loads on the host."""
+
+    def __init__(self, source: TransformersSource) -> None:
+        """Prepare to load the weights. Nothing is read."""
+        self._source = source
+
+    @cached_property
+    def model(self) -> "PreTrainedModel":
+        """The loaded model, in evaluation mode, on the host.
+
+        Raises:
+            CheckpointError: the files are damaged, or tensors are missing or surplus.
+        """
+        from transformers import AutoModelForCausalLM
+
+        folder = self._source.folder
+        with raised_as(CheckpointError, f"transformers cannot load {str(folder)!r}"):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=model_config(self._source.architecture),
+                dtype=torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        # A critic has no output layer.
+        missing = set(report["missing_keys"])
+        head = {f"{output_path(model)}.{leaf}" for leaf in ("weight", "bias")}
+        is_critic = (folder / HEAD_FILE).is_file()
+        unread = {*report["mismatched_keys"], *report["error_msgs"]}
+        problems = misfits(set(report["unexpected_keys"]), missing, set())
+        if (missing - head if is_critic else missing) or report["unexpected_keys"] or unread:
+            problems = "; ".join(filter(None, [problems, *map(str, sorted(unread, key=str))]))
+            raise CheckpointError(
+                f"weights in {str(folder)!r} do not fit its config.json: {problems}. Complete the "
+                "directory, or correct config.json"
+            )
+        self._missing = missing
+        return model.eval()
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = dict(self.model.state_dict())
+        for name in self._missing:
+            tensors.pop(name, None)
+        if (self._source.folder / HEAD_FILE).is_file():
+            from safetensors.torch import load_file
+
+            tensors |= load_file(self._source.folder / HEAD_FILE)
+        return tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def read_any(folder: Path) -> TransformersSource:
+    """Read configuration and tokenizer of a directory.
+
+    Raises:
+        CheckpointError: the installed transformers does not build such a model, or the model is no
+            decoder-only language model, quantised, or smaller than its tokenizer.
+    """
+    settings = read_json(folder / "config.json")
+    architecture = architecture_of(settings, str(folder))
+    source = TransformersSource(folder, architecture, read_tokenizer_files(folder, settings))
+    size = source.tokenizer.vocab_size if source.tokenizer_files else 0
+    if size > architecture.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer in {str(folder)!r} has {size} tokens, but vocab_size="
+            f"{architecture.vocab_size} in config.json. Give the tokenizer of this model"
+        )
+    return source
+
+
+def architecture_of(settings: Mapping[str, Any], origin: str) -> TransformersArchitecture:
+    """Return the architecture of a ``config.json``. ``origin``: its directory, for messages."""
+    _check_type(settings, origin)
+    text = json.dumps(dict(settings), sort_keys=True)
+    damage = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
+    with raised_as(CheckpointError, f"config.json in {origin!r} is incomplete or damaged", *damage):
+        config = _config(settings)
+        sizes = {name: _size(config, keys) for name, keys in _SIZES.items()}
+        heads = sizes["num_attention_heads"] or 1
+        groups = sizes["num_query_groups"] or heads
+        positions = sizes["max_position_embeddings"]
+        hidden = sizes["hidden_size"]
+        return TransformersArchitecture(
+            num_layers=sizes["num_layers"],
+            hidden_size=hidden,
+            ffn_hidden_size=sizes["ffn_hidden_size"] or 4 * hidden,
+            num_attention_heads=heads,
+            num_query_groups=groups if heads % groups == 0 else heads,
+            kv_channels=sizes["kv_channels"] or max(1, hidden // heads),
+            vocab_size=config.vocab_size,
+            max_position_embeddings=positions if positions > 0 else _UNLIMITED,
+            tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+            make_vocab_size_divisible_by=1,
+            family=settings["model_type"],
+            settings=text,
+        )
+
+
+def _check_type(settings: Mapping[str, Any], origin: str) -> None:
+    """Refuse a model that transformers does not build or that is no plain language model."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = settings.get("model_type")
+    version = f"transformers {transformers.__version__}"
+    if kind not in CONFIG_MAPPING_NAMES:
+        if settings.get("auto_map"):
+            raise CheckpointError(
+                f"{origin!r} needs code of its own (auto_map in config.json), which is not run, "
+                f"and {version} has no model_type={kind!r}. Install a version of transformers that "
+                "has the model"
+            )
+        near = difflib.get_close_matches(str(kind), sorted(CONFIG_MAPPING_NAMES), n=3)
+        similar = f" Similar types: {', '.join(near)}." if near else ""
+        raise CheckpointError(
+            f"model_type={kind!r} in config.json of {origin!r} is not supported by {version}."
+            f"{similar} Install a version of transformers that has the model"
+        )
+    parts = [
+        f"{name}.model_type={part['model_type']}"
+        for name, part in settings.items()
+        if name.endswith("_config") and isinstance(part, dict) and "model_type" in part
+    ]
+    if parts and any("text" in part for part in parts):
+        raise CheckpointError(
+            f"model_type={kind!r} in config.json of {origin!r} is a model of several kinds of "
+            f"input ({', '.join(parts)}). Save its language model alone, in a directory of the "
+            "text type"
+        )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or settings.get("is_encoder_decoder"):
+        raise CheckpointError(
+            f"model_type={kind!r} in config.json of {origin!r} is no decoder-only language model. "
+            "Give a causal language model"
+        )
+    if settings.get("quantization_config"):
+        method = dict(settings["quantization_config"]).get("quant_method", "unknown")
+        raise CheckpointError(
+            f"{origin!r} is quantised ({method}), and training needs full weights. Give the "
+            "unquantised model"
+        )
+
+
+def _size(config: "PreTrainedConfig", names: tuple[str, ...]) -> int:
+    """Return the largest value under the first name that the configuration has, or 0."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value:
+            return max(value) if isinstance(value, list | tuple) else int(value)
+    return 0
+
+
+def _config(settings: Mapping[str, Any]) -> "PreTrainedConfig":
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[settings["model_type"]].from_dict(dict(settings))
+
+
+def random_settings(architecture: TransformersArchitecture) -> dict[str, float]:
+    """Return the settings of dropout and router noise above 0, which training does not apply."""
+    settings = _config(json.loads(architecture.settings)).to_dict()
+    return {
+        name: value
+        for name, value in settings.items()
+        if any(part in name for part in _RANDOM)
+        and isinstance(value, float | int)
+        and not isinstance(value, bool)
+        and value > 0
+    }
+
+
+def model_config(architecture: TransformersArchitecture) -> "PreTrainedConfig":
+    """Return transformers' configuration, without dropout and noise of routers."""
+    config = _config(json.loads(architecture.settings))
+    for name in random_settings(architecture):
+        setattr(config, name, 0.0)
+    return config
+
+
+def empty_model(architecture: TransformersArchitecture) -> "PreTrainedModel":
+    """Build the model without memory for its parameters. Its buffers are on the host."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(model_config(architecture), dtype=torch.float32)
+    model.tie_weights()
+    return model
+
+
+def parameter_shapes(architecture: TransformersArchitecture) -> dict[str, Shape]:
+    """Return name and shape of every parameter, tied weights once."""
+    parameters = empty_model(architecture).named_parameters()
+    return {name: tuple(parameter.shape) for name, parameter in parameters}
+
+
+def output_path(model: "PreTrainedModel") -> str:
+    """Return the name of the output layer in a causal language model."""
+    return path_of(model, model.get_output_embeddings())
+
+
+def body_path(model: "PreTrainedModel") -> str:
+    """Return the name of the module that computes the last hidden state.
+
+    Neither transformers' ``get_decoder`` nor its ``base_model`` is this module for all types.
+    """
+    for body in (model.get_decoder(), model.base_model, getattr(model, "model", None)):
+        if body is not None and body is not model and not isinstance(body, nn.Linear):
+            return path_of(model, body)
+    raise CheckpointError(
+        f"{type(model).__name__} of transformers has no body apart from its output layer, so that "
+        "it cannot be trained here"
+    )
+
+
+def path_of(model: nn.Module, part: nn.Module) -> str:
+    """Return the name of a module in ``model``."""
+    return next(name for name, module in model.named_modules() if module is part)
+
+
+def save_any(
+    folder: Path,
+    weights: Weights,
+    architecture: TransformersArchitecture,
+    tokenizer_files: Mapping[str, bytes],
+) -> None:
+    """Write a directory that ``from_pretrained`` loads, completely or not at all.
+
+    ``folder``: a new or an empty directory. ``weights``: by the module's names. The head of a
+    critic is written to a file of its own, and the output layer is then missing.
+    """
+    from safetensors.torch import save_file
+
+    model = empty_model(architecture)
+    model.config = _config(json.loads(architecture.settings))
+    state = {name: tensor.contiguous() for name, tensor in weights.items() if name not in HEAD}
+    model.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
+    with new_folder(folder) as partial:
+        model.save_pretrained(partial, state_dict=state)
+        for name, content in tokenizer_files.items():
+            (partial / name).write_bytes(content)
+        if HEAD[0] in weights:
+            save_file({name: weights[name] for name in HEAD}, partial / HEAD_FILE)
+
+
+def require_megatron(architecture: GPTArchitecture) -> None:
+    """Raise if megatron-core does not build the architecture."""
+    if isinstance(architecture, TransformersArchitecture):
+        raise CheckpointError(
+            f"model_type={architecture.family!r} is a model of transformers that megatron-core "
+            "does not build. Set policy.backend=dtensor"
+        )

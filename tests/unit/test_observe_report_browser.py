@@ -1,0 +1,108 @@
+"""The report in headless Chromium at the widths of a phone and of a desktop."""
+
+import html
+import json
+import math
+import re
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from aligner.observe.metric_names import METRICS
+from aligner.observe.report.run import RunRecord, render_report
+from aligner.observe.samples import Sample
+
+pytestmark = pytest.mark.browser
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+HEIGHT = 900
+# Measures the report inside of a frame, because no window of Chromium is narrower than 500 pixels.
+MEASURE = """
+frame.onload = () => {
+  const page = frame.contentDocument;
+  const box = e => { const r = e.getBoundingClientRect(); return [r.left, r.right, r.height]; };
+  const all = (selector, f) => [...page.querySelectorAll(selector)].map(f);
+  document.title = JSON.stringify({
+    width: page.documentElement.scrollWidth,
+    height: page.documentElement.scrollHeight,
+    wide: all("body *", e => e).filter(e => getComputedStyle(e).overflowX !== "auto" &&
+      e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 0 && !e.closest("svg, pre, td.number"))
+      .map(e => e.tagName + "." + e.className),
+    tables: all("table.responses", e => [e.scrollWidth, e.parentElement.clientWidth]),
+    answers: all("td[data-label=response], td[data-label=after]", box),
+    rewards: all("td[data-label=reward]", box),
+  });
+};
+"""
+
+
+def sample(step: int, split: str, **changes) -> Sample:
+    fields = {
+        "prompt": f"{step}: What is the sum of " + "and ".join(f"{i} " for i in range(40)),
+        "response": "The sum is " + "x" * 300,
+        "ground_truth": "",
+        "reward": -0.25,
+        "prompt_length": 90,
+        "response_length": 120,
+        "is_end": False,
+    }
+    return Sample(step=step, split=split, **{**fields, **changes})
+
+
+def report() -> str:
+    """A run of ten steps with the metrics of PPO, most of them constant, and long samples."""
+    metrics = [
+        {"step": step, **{name: 4.0 if i % 3 else math.sin(step) for i, name in numbered_metrics()}}
+        for step in range(10)
+    ]
+    turn = {"content": "y" * 200, "tokens": 7, "answer": [{"role": "user", "content": "go on"}]}
+    samples = [sample(0, "val", prompt="a" * 200), sample(9, "val", prompt="a" * 200)]
+    samples += [sample(1, "train"), sample(9, "train", turns=[turn, turn])]
+    files = {"policy": "results/" + "long_folder_name/" * 8 + "policy.nemo"}
+    return render_report(RunRecord("PPO of tiny.nemo", "a: 1", {}, metrics, samples, files))
+
+
+def numbered_metrics() -> list[tuple[int, str]]:
+    groups = ("train_rollouts/", "val_rollouts/", "critic/", "sampler/", "progress/")
+    return list(enumerate(name for name in METRICS if name.startswith(groups)))
+
+
+def browse(page: Path, width: int, *options: str) -> str:
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += [f"--user-data-dir={page.parent}/profile", f"--window-size={width},{HEIGHT}"]
+    run = subprocess.run(
+        [*command, *options, page.as_uri()], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium, from the packages of the system")
+@pytest.mark.parametrize(("width", "longest"), [(390, 20_000), (1280, 10_000)])
+def test_nothing_overflows_and_responses_are_visible(tmp_path, width, longest):
+    page = tmp_path / "frame.html"
+    page.write_text(
+        f'<body style="margin:0"><iframe id="frame" style="border:0;width:{width}px;'
+        f'height:{HEIGHT}px" srcdoc="{html.escape(report())}"></iframe><script>{MEASURE}</script>'
+    )
+    dom = browse(page, width, "--dump-dom", "--virtual-time-budget=5000")
+    seen = json.loads(html.unescape(re.search("<title>(.*)</title>", dom)[1]))
+    assert seen["width"] == width
+    assert seen["wide"] == []
+    assert all(table <= card for table, card in seen["tables"]), seen["tables"]
+    assert len(seen["tables"]) == 3
+    assert len(seen["answers"]) == 3
+    assert len(seen["rewards"]) == 4
+    for left, right, height in seen["answers"] + seen["rewards"]:
+        assert 0 <= left < right <= width
+        assert height > 10
+    assert seen["height"] < longest
+
+    picture = tmp_path / "report.png"
+    browse(page, width, f"--screenshot={picture}")
+    size = struct.unpack(">II", picture.read_bytes()[16:24])
+    assert size == (width, HEIGHT)
+    assert picture.stat().st_size > 10_000  # an empty page has 2,000 bytes
