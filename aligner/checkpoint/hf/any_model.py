@@ -169,8 +169,7 @@ def architecture_of(settings: Mapping[str, Any], origin: str) -> TransformersArc
     """Return the architecture of a ``config.json``. ``origin``: its directory, for messages."""
     _check_type(settings, origin)
     text = json.dumps(dict(settings), sort_keys=True)
-    damage = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
-    with raised_as(CheckpointError, f"config.json in {origin!r} is incomplete or damaged", *damage):
+    with raised_as(CheckpointError, f"config.json in {origin!r} is incomplete or damaged"):
         config = _config(text)
         values = config.to_dict()
         sizes = {name: _size(values, keys) for name, keys in _SIZES.items()}
