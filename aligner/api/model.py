@@ -196,7 +196,7 @@ class Model(_Loaded):
         target = Path(path)
         if target.exists():
             raise ConfigError(f"path={target} exists. Give the name of a new file or directory")
-        if target.suffix == ".nemo":
+        if target.suffix == ".nemo" or not self._loaded.architecture.suffix:
             self._policy.save_checkpoint(str(target))
             return target
         with tempfile.TemporaryDirectory() as folder:

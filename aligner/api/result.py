@@ -109,7 +109,9 @@ class Result:
         source, target = Path(os.fspath(self)), Path(path)
         if target.exists():
             raise ConfigError(f"path={target} exists. Give the name of a new file or directory")
-        if target.suffix == ".nemo":
+        if source.is_dir():  # a model that only a directory contains
+            shutil.copytree(source, target)
+        elif target.suffix == ".nemo":
             shutil.copyfile(source, target)
         else:
             nemo_to_hf(source, target)
@@ -117,7 +119,7 @@ class Result:
 
     def __fspath__(self) -> str:
         """Return the path of the trained ``.nemo``."""
-        for name in ("policy.nemo", "reward_model.nemo"):
+        for name in ("policy.nemo", "reward_model.nemo", "policy", "reward_model"):
             if (path := self.folder / name).exists():
                 return str(path)
         raise CheckpointNotFoundError(

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.architecture import GPTArchitecture
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.errors import CheckpointError, LayoutError
 
 Weights = Mapping[str, Tensor]
@@ -79,7 +79,15 @@ def canonical_name(key: str) -> str | None:
 
 
 def expected_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
-    """Return the name and global shape of every tensor of the model, in depth order."""
+    """Return the name and global shape of every tensor of the model, in depth order.
+
+    Raises `CheckpointError` for a model that only transformers builds.
+    """
+    if isinstance(architecture, TransformersArchitecture):
+        raise CheckpointError(
+            f"model_type={architecture.family!r} has no table of tensors, which adapters, plans "
+            "and .nemo files need. Give a model of a family in docs/checkpoints.md"
+        )
     hidden = architecture.hidden_size
     shapes: dict[str, Shape] = {EMBEDDING: (architecture.vocab_size, hidden)}
     if architecture.position_embedding == "learned_absolute":

@@ -17,11 +17,16 @@ from aligner.errors import CheckpointError
 ModelSource = NemoCheckpoint | HuggingFaceModel | TransformersSource
 
 
+# Families whose tables the dtensor backend uses. transformers builds all others for it.
+_DTENSOR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+
+
 @contextlib.contextmanager
-def open_model(path: str | os.PathLike[str]) -> Iterator[ModelSource]:
+def open_model(path: str | os.PathLike[str], backend: str | None = None) -> Iterator[ModelSource]:
     """Open a `.nemo` (file or unpacked) or a Hugging Face directory or `.gguf` file.
 
-    A directory of a family without a table of names is opened as `TransformersSource`.
+    A directory of a family without a table of tensors is opened as `TransformersSource`.
+    ``backend``: ``policy.backend`` of the role that is loaded, if any.
 
     Raises:
         CheckpointNotFoundError: ``path`` does not exist.
@@ -33,7 +38,8 @@ def open_model(path: str | os.PathLike[str]) -> Iterator[ModelSource]:
             f"{str(Path(path).parent)!r}"
         )
     described = Path(path) / "config.json"
-    if described.is_file() and read_json(described).get("model_type") not in FAMILIES:
+    families = _DTENSOR_FAMILIES if backend == "dtensor" else FAMILIES
+    if described.is_file() and read_json(described).get("model_type") not in families:
         yield read_any(Path(path))
         return
     if Path(path).suffix == ".gguf" or described.is_file():

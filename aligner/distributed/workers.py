@@ -202,7 +202,7 @@ def micro_batching(
         "rows_per_group": rows_per_group,
         "shared_prefixes": model.plans_shared_prefixes,
     }
-    if model.sequence_packing.enabled:
+    if model.sequence_packing.enabled is True:
         arguments["algorithm"] = model.sequence_packing.algorithm
         arguments["sequence_length_pad_multiple"] = model.parallel.sequence_multiple
         return {"sequence_packing_args": arguments}

@@ -123,6 +123,10 @@ class RoleHandle:
         devices = run_on_all(self.worker_group, RoleWorker.device_info)
         return replace(devices[0], free_bytes=min(device.free_bytes for device in devices))
 
+    def way_in_words(self) -> str:
+        """Describe how the model runs, for the start-up report."""
+        return run_on_all(self.worker_group, RoleWorker.way_in_words)[0]
+
     def memory_use(self) -> list[MemoryUse]:
         """Measure the memory of this process's workers, with peaks since `reset_peak_memory`."""
         return run_on_all(self.worker_group, RoleWorker.memory_use)

@@ -7,6 +7,7 @@ same on every process of a model-parallel group.
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aligner.checkpoint.adapters import adapters_beside
+from aligner.architecture import TransformersArchitecture
+from aligner.checkpoint.hf.any_model import save_any
 from aligner.checkpoint.hf.model_folder import save_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.run_state.worker_state import (
@@ -150,7 +153,7 @@ class RoleWorker(Generic[RoleT]):
     @classmethod
     def load_model(cls, settings: RoleSettings, path: str, tokenizer: Tokenizer) -> RoleT:
         """Load the backend's model from a `.nemo` file or a Hugging Face directory."""
-        with open_model(path) as source:
+        with open_model(path, cls.model_class.backend) as source:
             return cls.model_class.from_checkpoint(source, settings=settings, tokenizer=tokenizer)
 
     def __repr__(self) -> str:
@@ -311,12 +314,22 @@ class RoleWorker(Generic[RoleT]):
         """
         note_unused("save_checkpoint", kwargs)
         self._restore_weights()
-        # The suffix selects the format.
-        if weights_path.endswith(".nemo"):
+        # The suffix selects the format, unless only a directory can contain the model.
+        architecture = self.model.architecture
+        if isinstance(architecture, TransformersArchitecture):
+            if weights_path.endswith(".nemo"):
+                raise ConfigError(
+                    f"{weights_path}: a .nemo cannot contain a {architecture.family} model of "
+                    "transformers. Give the name of a directory"
+                )
+            weights, files = self.model.whole_weights(), self._tokenizer().files()
+            folder, keys = Path(weights_path), self.model.nemo_keys()
+            on_rank_zero(lambda: save_any(folder, weights, architecture, files, keys))
+        elif weights_path.endswith(".nemo"):
             self.model.save_to(weights_path)
         else:
             weights, files = self.model.whole_weights(), self._tokenizer().files()
-            on_rank_zero(lambda: save_hf(weights_path, weights, self.model.architecture, files))
+            on_rank_zero(lambda: save_hf(weights_path, weights, architecture, files))
         if self.model.settings.lora is not None:
             self.model.save_adapters(adapters_beside(weights_path))
         if optimizer_path is not None:
@@ -334,7 +347,7 @@ class RoleWorker(Generic[RoleT]):
         if self.model.settings.lora is not None:
             self.model.load_adapters(adapters_beside(weights_path))
         else:
-            with open_model(weights_path) as source:
+            with open_model(weights_path, self.model.backend) as source:
                 self.model.load_whole_weights(source.weights)
         if optimizer_path is not None:
             load_optimizer_state(self, optimizer_path)
@@ -394,6 +407,10 @@ class RoleWorker(Generic[RoleT]):
     def device_info(self) -> accelerator.DeviceInfo:
         """Describe this worker's device."""
         return accelerator.device_info()
+
+    def way_in_words(self) -> str:
+        """Describe how the model runs, for the start-up report."""
+        return self.model.way_in_words()
 
     def memory_use(self) -> accelerator.MemoryUse:
         """Measure the memory of this worker's process, with peaks since `reset_peak_memory`."""

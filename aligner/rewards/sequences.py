@@ -17,7 +17,7 @@ from aligner.data.tokenizers.decoding import common_prefix, decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, RewardError, TokenizerError
-from aligner.models.gpt.megatron.reward import SequenceForm
+from aligner.models.gpt.role.reward import SequenceForm
 
 
 class SequenceEncoder:

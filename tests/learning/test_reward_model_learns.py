@@ -21,7 +21,7 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import RewardServerError
 from aligner.examples.tasks.form_pairs import form_pairs
 from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
-from aligner.models.gpt.megatron.reward import SequenceForm
+from aligner.models.gpt.role.reward import SequenceForm
 from aligner.observe.metrics import read_metrics
 from aligner.rewards.sequences import SequenceEncoder
 

@@ -22,7 +22,7 @@ from aligner.data.preferences import OrderedPairDataset, Pair, PairDataset, coll
 from aligner.data.ratings import RatedDataset, collate_rated
 from aligner.errors import ConfigError
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
-from aligner.models.gpt.megatron.reward import Standardization, saved_attributes
+from aligner.models.gpt.role.reward import Standardization, saved_attributes
 from aligner.models.reward.reward_model import RewardModel
 
 
@@ -47,6 +47,7 @@ def train_reward_model(config: RewardRunConfig) -> None:
                         run_settings(config),
                         attributes=config.data.attribute_columns,
                         max_optimizer_steps=steps,
+                        backend=config.policy.backend,
                     )
                 )
                 limit = config.loop.limit_val_examples
@@ -118,7 +119,7 @@ def measure(
 
 def check_head(config: RewardRunConfig) -> None:
     """Raise if the model is a reward model with another number of attributes."""
-    with open_model(config.model.restore_from_path) as checkpoint:
+    with open_model(config.model.restore_from_path, config.policy.backend) as checkpoint:
         saved = saved_attributes(checkpoint)
     columns = config.data.attribute_columns
     if saved is not None and max(1, len(saved)) != max(1, len(columns)):

@@ -24,7 +24,7 @@ from aligner.config import (
 )
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.models.gpt.megatron.reward import rated_attributes
+from aligner.models.gpt.role.reward import rated_attributes
 from aligner.models.reward.reward_model import RewardModel
 from aligner.models.value.lm_value import Value
 from aligner.observe.memory import RoleMemory

@@ -11,6 +11,7 @@
                     run_loop.run()
 """
 
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -273,12 +274,15 @@ class Attempt(Workers):
             if states:
                 paths["checkpoint"] = states[-1].path
         # The trained model, unless its weights are not finite.
-        trained = folder / f"{saved_as}.nemo"
+        suffix = self._run.architecture.suffix
+        trained = folder / f"{saved_as}{suffix}"
         saves = is_complete and config.exp_manager.save_nemo
         is_finite = not saves or trainer.trained_role.has_finite_weights()
         if saves and is_finite:
+            if trained.is_dir():  # of the same run, before it was continued
+                on_rank_zero(lambda: shutil.rmtree(trained, ignore_errors=True))
             trainer.save_model(str(trained.absolute()))
-            paths["trained .nemo"] = trained
+            paths[f"trained {suffix or 'model'}"] = trained
             if config.model.peft.lora is not None:
                 paths["its adapters"] = adapters_beside(str(trained.absolute()))
         # The report.

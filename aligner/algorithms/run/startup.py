@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 
 from aligner.algorithms.run.engine import Workers
-from aligner.architecture import GPTArchitecture
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.adapters import adapter_shapes, check_same, read_adapters
 from aligner.checkpoint.canonical import expected_shapes
+from aligner.checkpoint.hf.any_model import parameter_shapes, require_megatron
 from aligner.checkpoint.model_source import open_model
 from aligner.config import (
     BaseRunConfig,
@@ -39,7 +40,9 @@ def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture
     Raises:
         ConfigError: ``environment.chat_template`` or ``data.chat_template_kwargs`` cannot be used.
     """
-    tokenizer, architecture = describe_model(config.model)
+    tokenizer, architecture = describe_model(config.model, config.policy.backend)
+    if config.policy.backend == "megatron":
+        require_megatron(architecture)
     if isinstance(config, SamplingRunConfig) and config.environment.chat_template is not None:
         template, key = config.environment.chat_template, "environment.chat_template"
         tokenizer = with_chat_template(tokenizer, template, key=key)
@@ -47,12 +50,14 @@ def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture
     return with_template_kwargs(tokenizer, config.data.chat_template_kwargs), architecture
 
 
-def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitecture]:
+def describe_model(
+    model: TrainedModelConfig, backend: str = "megatron"
+) -> tuple[Tokenizer, GPTArchitecture]:
     """Return tokenizer and architecture of the model, without reading its weights.
 
-    Raises for adapters that do not fit the model.
+    ``backend``: ``policy.backend``. Raises for adapters that do not fit the model.
     """
-    with open_model(model.restore_from_path) as checkpoint:
+    with open_model(model.restore_from_path, backend) as checkpoint:
         tokenizer = (
             checkpoint.tokenizer
             if model.tokenizer is None
@@ -70,7 +75,11 @@ def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitectur
 
 def count_parameters(architecture: GPTArchitecture) -> int:
     """Return the number of parameters of the model, without a role's head."""
-    return sum(math.prod(shape) for shape in expected_shapes(architecture).values())
+    if isinstance(architecture, TransformersArchitecture):
+        shapes = parameter_shapes(architecture)
+    else:
+        shapes = expected_shapes(architecture)
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def check_lengths(
@@ -181,6 +190,7 @@ def startup_summary(
         ),
         packages=find_packages(),
         restores=restores,
+        way=workers.roles[0].way_in_words(),
         dropout=dropout_in_words(config.model, architecture),
         repetition=repetition,
         notes=[

@@ -13,21 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
-from aligner.checkpoint.canonical import Shape, Weights, misfits
+from aligner.checkpoint.canonical import REWARD_HEAD, Shape, Weights, misfits
 from aligner.checkpoint.hf.model_folder import new_folder, read_json, read_tokenizer_files
 from aligner.checkpoint.nemo.config import Config, config_from_architecture
 from aligner.data.tokenizers.loading import tokenizer_from_files
-from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, Tokenizer
 from aligner.errors import CheckpointError, raised_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-HEAD_FILE = "value_head.safetensors"  # of a critic
-HEAD = ("score.weight", "score.bias")
+HEAD_FILE = "value_head.safetensors"  # of a critic or reward model, with its keys of NeMo
+_HEAD = ("score.weight", "score.bias")  # in the module
 # Parts of the names of settings that drop or disturb at random.
 _RANDOM = ("dropout", "pdrop", "layerdrop", "drop_prob", "jitter")
 # Names of a size in configurations, by the field of `GPTArchitecture`.
@@ -53,8 +55,18 @@ class TransformersSource:
 
     @property
     def config(self) -> Config:
-        """Sizes under NeMo's keys."""
-        return config_from_architecture(self.architecture)
+        """Sizes under NeMo's keys, and the keys of a reward model."""
+        keys = json.loads(self.head[1].get("keys", "{}"))
+        return {**config_from_architecture(self.architecture), **keys}
+
+    @cached_property
+    def head(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Tensors of the head by canonical names, and metadata. Both are empty without a head."""
+        file = self.folder / HEAD_FILE
+        if not file.is_file():
+            return {}, {}
+        with safe_open(file, framework="pt") as head:
+            return {name: head.get_tensor(name) for name in head.keys()}, head.metadata() or {}  # noqa: SIM118
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -82,7 +94,9 @@ class LoadedWeights(Mapping[str, Tensor]):
             CheckpointError: the files are damaged, or tensors are missing or surplus.
         """
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()
         folder = self._source.folder
         with raised_as(CheckpointError, f"transformers cannot load {str(folder)!r}"):
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -92,14 +106,15 @@ class LoadedWeights(Mapping[str, Tensor]):
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        # A critic has no output layer.
+        # A critic has only the body.
         missing = set(report["missing_keys"])
-        head = {f"{output_path(model)}.{leaf}" for leaf in ("weight", "bias")}
-        is_critic = (folder / HEAD_FILE).is_file()
-        unread = {*report["mismatched_keys"], *report["error_msgs"]}
-        problems = misfits(set(report["unexpected_keys"]), missing, set())
-        if (missing - head if is_critic else missing) or report["unexpected_keys"] or unread:
-            problems = "; ".join(filter(None, [problems, *map(str, sorted(unread, key=str))]))
+        absent = missing
+        if self._source.head[0]:
+            absent = {name for name in missing if name.startswith(f"{body_path(model)}.")}
+        unread = sorted(map(str, (*report["mismatched_keys"], *report["error_msgs"])))
+        problems = misfits(set(report["unexpected_keys"]), absent, set())
+        if problems or unread:
+            problems = "; ".join(filter(None, [problems, *unread]))
             raise CheckpointError(
                 f"weights in {str(folder)!r} do not fit its config.json: {problems}. Complete the "
                 "directory, or correct config.json"
@@ -112,11 +127,13 @@ class LoadedWeights(Mapping[str, Tensor]):
         tensors = dict(self.model.state_dict())
         for name in self._missing:
             tensors.pop(name, None)
-        if (self._source.folder / HEAD_FILE).is_file():
-            from safetensors.torch import load_file
-
-            tensors |= load_file(self._source.folder / HEAD_FILE)
+        if head := self._source.head[0]:
+            tensors |= {name: head[key] for name, key in zip(_HEAD, REWARD_HEAD, strict=True)}
         return tensors
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether a tensor exists. A head's canonical name is found without loading."""
+        return name in (self._source.head[0] if name in REWARD_HEAD else self._tensors)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -125,7 +142,7 @@ class LoadedWeights(Mapping[str, Tensor]):
         return len(self._tensors)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
+        return (self._source.head[0] if name in REWARD_HEAD else self._tensors)[name]
 
 
 def read_any(folder: Path) -> TransformersSource:
@@ -138,7 +155,8 @@ def read_any(folder: Path) -> TransformersSource:
     settings = read_json(folder / "config.json")
     architecture = architecture_of(settings, str(folder))
     source = TransformersSource(folder, architecture, read_tokenizer_files(folder, settings))
-    size = source.tokenizer.vocab_size if source.tokenizer_files else 0
+    has_tokenizer = source.tokenizer_files.keys() - {GENERATION_CONFIG}
+    size = source.tokenizer.vocab_size if has_tokenizer else 0
     if size > architecture.vocab_size:
         raise CheckpointError(
             f"the tokenizer in {str(folder)!r} has {size} tokens, but vocab_size="
@@ -153,8 +171,9 @@ def architecture_of(settings: Mapping[str, Any], origin: str) -> TransformersArc
     text = json.dumps(dict(settings), sort_keys=True)
     damage = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
     with raised_as(CheckpointError, f"config.json in {origin!r} is incomplete or damaged", *damage):
-        config = _config(settings)
-        sizes = {name: _size(config, keys) for name, keys in _SIZES.items()}
+        config = _config(text)
+        values = config.to_dict()
+        sizes = {name: _size(values, keys) for name, keys in _SIZES.items()}
         heads = sizes["num_attention_heads"] or 1
         groups = sizes["num_query_groups"] or heads
         positions = sizes["max_position_embeddings"]
@@ -220,24 +239,27 @@ def _check_type(settings: Mapping[str, Any], origin: str) -> None:
         )
 
 
-def _size(config: "PreTrainedConfig", names: tuple[str, ...]) -> int:
-    """Return the largest value under the first name that the configuration has, or 0."""
-    for name in names:
-        value = getattr(config, name, None)
-        if value:
-            return max(value) if isinstance(value, list | tuple) else int(value)
-    return 0
+def _size(values: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    """Return the value under the first name with a value, of a list the largest, or 0."""
+    value = next(filter(None, map(values.get, names)), 0)
+    return max(value) if isinstance(value, list | tuple) else int(value)
 
 
-def _config(settings: Mapping[str, Any]) -> "PreTrainedConfig":
+def _config(text: str) -> "PreTrainedConfig":
+    """Return the configuration of transformers that a ``config.json`` contains."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[settings["model_type"]].from_dict(dict(settings))
+    def special_float(content: dict[str, Any]) -> Any:
+        """Return infinity or NaN, which transformers writes as an object."""
+        return float(content["__float__"]) if content.keys() == {"__float__"} else content
+
+    settings = json.loads(text, object_hook=special_float)
+    return CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
 
 
 def random_settings(architecture: TransformersArchitecture) -> dict[str, float]:
     """Return the settings of dropout and router noise above 0, which training does not apply."""
-    settings = _config(json.loads(architecture.settings)).to_dict()
+    settings = _config(architecture.settings).to_dict()
     return {
         name: value
         for name, value in settings.items()
@@ -250,7 +272,7 @@ def random_settings(architecture: TransformersArchitecture) -> dict[str, float]:
 
 def model_config(architecture: TransformersArchitecture) -> "PreTrainedConfig":
     """Return transformers' configuration, without dropout and noise of routers."""
-    config = _config(json.loads(architecture.settings))
+    config = _config(architecture.settings)
     for name in random_settings(architecture):
         setattr(config, name, 0.0)
     return config
@@ -302,24 +324,28 @@ def save_any(
     weights: Weights,
     architecture: TransformersArchitecture,
     tokenizer_files: Mapping[str, bytes],
+    keys: Mapping[str, Any],
 ) -> None:
     """Write a directory that ``from_pretrained`` loads, completely or not at all.
 
-    ``folder``: a new or an empty directory. ``weights``: by the module's names. The head of a
-    critic is written to a file of its own, and the output layer is then missing.
+    ``folder``: a new or an empty directory. ``weights``: by the module's names. ``keys``: NeMo's
+    keys of a reward model. A head is written to a file of its own, and the output layer is then
+    missing.
     """
-    from safetensors.torch import save_file
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = empty_model(architecture)
-    model.config = _config(json.loads(architecture.settings))
-    state = {name: tensor.contiguous() for name, tensor in weights.items() if name not in HEAD}
+    model.config = _config(architecture.settings)
+    state = {name: tensor.contiguous() for name, tensor in weights.items() if name not in _HEAD}
     model.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
     with new_folder(folder) as partial:
         model.save_pretrained(partial, state_dict=state)
         for name, content in tokenizer_files.items():
             (partial / name).write_bytes(content)
-        if HEAD[0] in weights:
-            save_file({name: weights[name] for name in HEAD}, partial / HEAD_FILE)
+        if _HEAD[0] in weights:
+            head = {key: weights[name] for key, name in zip(REWARD_HEAD, _HEAD, strict=True)}
+            save_file(head, partial / HEAD_FILE, metadata={"keys": json.dumps(dict(keys))})
 
 
 def require_megatron(architecture: GPTArchitecture) -> None:

@@ -186,11 +186,6 @@ class TrainerRewardModelConfig(SupervisedLoopConfig):
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report a loss without its data, and options and data of the other loss."""
         data, rates = run.data, self.loss == "regression"
-        if run.policy.backend != "megatron":
-            yield (
-                f"policy.backend={run.policy.backend}: reward models are trained on megatron-core. "
-                "Set policy.backend=megatron"
-            )
         # Regression of ratings.
         if rates and not data.attribute_columns:
             yield (

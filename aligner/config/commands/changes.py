@@ -31,7 +31,7 @@ def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[d
 
     # Size of a micro-batch, by tokens or by sequences.
     budgets = model.token_budgets
-    name = "sequence_packing" if model.sequence_packing.enabled else "dynamic_batching"
+    name = "sequence_packing" if model.sequence_packing.enabled is True else "dynamic_batching"
     for factor in (0.5,) if saving else (0.5, 2):
         if budgets is not None:
             yield {f"model.{name}.train_mb_tokens": int(budgets.train_mb_tokens * factor)}

@@ -77,10 +77,13 @@ class TokenBudgets:
 class SequencePackingConfig(TokenBudgets):
     """Micro-batches of several sequences in one row."""
 
-    enabled: StrictBool = False
+    enabled: StrictBool | Literal["auto"] = "auto"  # type: ignore[assignment]
     """Micro-batches of several sequences in one row, without padding between them.
 
-    Applies to policy and critic. `micro_batch_size` then has no effect.
+    Applies to policy and critic. With `true`, `micro_batch_size` has no effect. `auto`: the
+    `micro_batch_size` sequences of a micro-batch share a row if `policy.backend=dtensor` trains a
+    model of a type without a table of names (docs/checkpoints.md) that a test at the start finds
+    able to. Otherwise as `false`.
     """
 
     algorithm: PackingAlgorithmName = "modified_first_fit_decreasing"
@@ -281,7 +284,7 @@ class TrainedModelConfig:
     @property
     def token_budgets(self) -> SequencePackingConfig | DynamicBatchingConfig | None:
         """Token budgets of micro-batches. None means batches of ``micro_batch_size`` sequences."""
-        if self.sequence_packing.enabled:
+        if self.sequence_packing.enabled is True:
             return self.sequence_packing
         return self.dynamic_batching if self.dynamic_batching.enabled else None
 
@@ -301,7 +304,7 @@ class TrainedModelConfig:
     @property
     def length_multiple(self) -> int:
         """Multiple that lengths are rounded up to before a token budget counts them."""
-        if self.sequence_packing.enabled:
+        if self.sequence_packing.enabled is True:
             return self.parallel.sequence_multiple
         if self.dynamic_batching.enabled:
             return self.parallel.row_multiple(self.sequence_length_round)

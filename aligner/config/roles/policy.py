@@ -41,7 +41,7 @@ def check_policy_backend(backend: str, model: TrainedModelConfig) -> None:
 def model_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
     """Yield a message for each rule that the section ``model`` breaks with a backend."""
     # Micro-batches and communication.
-    if model.sequence_packing.enabled and model.dynamic_batching.enabled:
+    if model.sequence_packing.enabled is True and model.dynamic_batching.enabled:
         yield (
             "model.sequence_packing.enabled=true and model.dynamic_batching.enabled=true exclude "
             "each other. Set one of them to false (packing wastes less)"

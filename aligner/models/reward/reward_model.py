@@ -5,10 +5,13 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.interfaces import Cluster
 from aligner.distributed.workers import on_all_workers, scored_rows
 from aligner.models.gpt.role.settings import RunSettings
-from aligner.models.handle import RoleHandle, checkpoint_paths
+from aligner.models.handle import RoleHandle, checkpoint_paths, worker_class
 from aligner.models.reward.workers.reward_worker import RewardWorker
 
-WORKER = "aligner.models.reward.workers.megatron_reward_worker.MegatronRewardWorker"
+WORKERS = {
+    "megatron": "aligner.models.reward.workers.megatron_reward_worker.MegatronRewardWorker",
+    "dtensor": "aligner.models.reward.workers.dtensor_reward_worker.DTensorRewardWorker",
+}
 REWARD_COLUMNS = ("input_ids", "input_lengths")
 
 
@@ -29,6 +32,7 @@ class RewardModel(RoleHandle):
         optimizer_path: str | None = None,
         max_optimizer_steps: int | None = None,
         offload_weights: bool = False,
+        backend: str = "megatron",
     ) -> None:
         """Start the workers on ``cluster``.
 
@@ -39,7 +43,7 @@ class RewardModel(RoleHandle):
         see `Policy`.
         """
         workers = cluster.start_workers(
-            WORKER,
+            worker_class(WORKERS, backend),
             name_prefix,
             config=config,
             tokenizer=tokenizer,

@@ -14,7 +14,7 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import ParallelConfig, TrainedModelConfig
 from aligner.distributed.workers import LocalCluster
 from aligner.http.queue import JobQueue, Slot
-from aligner.models.gpt.megatron.reward import rated_attributes
+from aligner.models.gpt.role.reward import rated_attributes
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.reward.reward_model import RewardModel
 from aligner.parallel.collectives import from_rank_zero, is_rank_zero, on_rank_zero

@@ -3,12 +3,14 @@
 from typing import Literal
 
 import torch
-from megatron.core.models.gpt import GPTModel
-from torch import Tensor
+from torch import Tensor, nn
 
+from aligner.architecture import TransformersArchitecture
 from aligner.checkpoint.gpt_weights import load_weights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.errors import CheckpointError
+from aligner.models.gpt.dtensor.build import build_whole
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.dtensor.shards import GatheredParameters
@@ -34,6 +36,12 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
     ) -> None:
         """See `DTensorModel`. The settings include sampling."""
         super().__init__(source, settings, parallel, tokenizer)
+        if self.form.logits is None:
+            raise CheckpointError(
+                f"{self.architecture.family} computes logits in a way that is not known here, so "
+                "that it is no policy. A critic of this type can be trained"
+            )
+        self.logits_form = self.form.logits
         self.configure_sampling()
 
     # Scoring ----------------------------------------------------------------------------------
@@ -42,7 +50,7 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
         """See `SamplingPolicy.output_layer`."""
         group = self.vocab_group
         rows = hidden if group is None else SumGradient.apply(hidden, group)
-        return rows, model.output_weight()
+        return model.output_factors(rows)
 
     def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
         """See `SamplingPolicy.keep_reference`."""
@@ -53,6 +61,8 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
             with torch.no_grad():
                 for shard in shards:
                     shard.local.copy_(weights[shard.name])
+                for buffer, ours in zip(model.buffers(), self.model.buffers(), strict=True):
+                    buffer.copy_(ours)
             return model
 
         self.__dict__["_reference"] = ReferencePolicy(
@@ -61,13 +71,17 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
 
     # Generating -------------------------------------------------------------------------------
 
-    def model_to_sample_from(self) -> GPTModel:
+    def model_to_sample_from(self) -> nn.Module:
         """Copy the current weights to a megatron-core model. All ranks must call it.
 
         The copy exists during rollouts, in the same tensor-parallel layout but not sharded over
         data-parallel ranks. It samples the same tokens as the megatron backend. Its memory is the
-        weights of a tensor-parallel rank, in the dtype of the forward pass.
+        weights of a tensor-parallel rank, in the dtype of the forward pass. If only transformers
+        builds the model, the copy is transformers' causal language model.
         """
+        if isinstance(self.architecture, TransformersArchitecture):
+            weights, buffers = GatheredParameters(self.shards), self.persistent_buffers()
+            return build_whole(self.architecture, weights, buffers, self.settings.dtype)
         gpt = build_gpt(
             self.architecture,
             dtype=self.settings.dtype,

@@ -1,28 +1,132 @@
 """Attention of transformers' models by aligner's kernels, for padded and packed passes.
 
-transformers calls the function that `register` registers as `NAME` for every layer, with this
-rank's heads. Sequences are right-padded or packed by `Segments`, so that no mask is built.
+transformers calls two functions that `register` registers under one name. `mask` returns a `Rule`
+in place of a mask tensor, once for each kind of layers, and models pass it to `attention`, which
+computes with this rank's heads. Sequences are right-padded or packed by `Segments`.
 """
 
+import contextlib
 import functools
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from aligner.models.gpt.layers.attention import attend_rows, attend_segments
-from aligner.models.gpt.layers.segments import Segments
+from aligner.errors import LayoutError
+from aligner.models.gpt.layers.attention import (
+    attend_buckets,
+    attend_rows,
+    attend_segments,
+    by_sequence,
+)
+from aligner.models.gpt.layers.segments import Bucket, Segments, take_rows
 
 NAME = "aligner"
 RECOMPUTED = "aligner_recomputed"  # recomputes the probabilities in backward
+# Keywords of layers that repeat what the rule contains, or that change no output.
+_REPEATED = {
+    *("position_ids", "sliding_window", "use_cache", "output_router_logits", "output_attentions"),
+    "is_causal",
+}
+
+
+@dataclass
+class Pass:
+    """A forward pass: the sequences in its packed row, and the count of calls of `attention`."""
+
+    segments: Segments | None
+    calls: int = 0
+
+
+_PASS: ContextVar[Pass | None] = ContextVar("pass", default=None)
+
+
+@contextlib.contextmanager
+def running(segments: Segments | None) -> Iterator[Pass]:
+    """Give ``segments`` to the attention of models that run in the block."""
+    current = Pass(segments)
+    token = _PASS.set(current)
+    try:
+        yield current
+    finally:
+        _PASS.reset(token)
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """Who attends to whom in layers of one kind.
+
+    ``function``: transformers' rule of batch index, head, position of the query and position of the
+    key, all int64 tensors of broadcastable shapes. Returns bool, true if the query attends to the
+    key. ``is_plain``: causal, within ``window`` positions including the query's own (None: all).
+    """
+
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    is_plain: bool
+    window: int | None
+    current: Pass
+    _masks: dict[Hashable, Tensor] = field(default_factory=dict)
+
+    def mask(self, bucket: Bucket, device: torch.device) -> Tensor:
+        """Return bool ``[sequences or 1, 1, queries, keys]``, one tensor for all layers."""
+        kind = bucket.queries, bucket.keys, bucket.positions is not None and id(bucket)
+        if kind not in self._masks:
+            queries = bucket.positions
+            if queries is None:
+                queries = torch.arange(bucket.queries, device=device)[None]
+            queries = queries[:, None, :, None]
+            keys = torch.arange(bucket.keys, device=device).view(1, 1, 1, -1)
+            zero = torch.zeros_like(keys[..., :1])
+            seen = self.function(zero, zero, queries, keys) & (keys <= queries)
+            self._masks[kind] = seen.expand(-1, -1, bucket.queries, bucket.keys)
+        return self._masks[kind]
 
 
 def register() -> None:
-    """Register both functions with transformers."""
-    from transformers import AttentionInterface
+    """Register the functions with transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attention)
-    AttentionInterface.register(RECOMPUTED, recomputed_attention)
+    for name, function in ((NAME, attention), (RECOMPUTED, recomputed_attention)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, mask)
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Any,
+    config: Any = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **unused: Any,
+) -> Rule:
+    """Return the rule of one kind of layers, with the signature that transformers requires.
+
+    ``mask_function``: see `Rule`. ``local_size``: positions of a window or chunk, if any.
+    ``use_vmap``: whether a model adds a condition of its own. ``unused``: arguments about mask
+    tensors and caches.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    del batch_size, q_length, kv_length, unused
+    current = _PASS.get()
+    if current is None:
+        raise LayoutError("a model with aligner's attention must run inside of `running`")
+    is_window = (
+        local_size is not None
+        and not use_vmap
+        and local_size == getattr(config, "sliding_window", None)
+        and getattr(config, "attention_chunk_size", None) is None
+    )
+    is_plain = is_window or mask_function is causal_mask_function
+    return Rule(mask_function, is_plain, local_size if is_window else None, current)
 
 
 def attention(
@@ -30,13 +134,13 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Rule,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    segments: Segments | None = None,
-    sliding_window: int | None = None,
-    **unused: Any,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention with the signature that transformers requires.
 
@@ -44,29 +148,96 @@ def attention(
         module: the layer's attention.
         query: float ``[B, heads, S, D]``, rotary embedding applied.
         key: float ``[B, groups, S, D]``, rotary embedding applied.
-        value: float ``[B, groups, S, D]``.
-        attention_mask: must be None.
+        value: float ``[B, groups, S, E]``.
+        attention_mask: who attends to whom. ``B`` is 1 if it contains segments.
         scaling: factor of the scores. Default: ``D ** -0.5``.
         dropout: dropout of the probabilities.
-        segments: the sequences in the ``S`` packed rows (``B`` is 1), or None for one per row.
-        sliding_window: positions that a query attends to, including its own.
-        unused: arguments of other implementations (position ids, cache settings).
+        softcap: bound ``c`` of scores ``s``, which become ``c * tanh(s / c)``. None or 0: no bound.
+        s_aux: float ``[heads]``, score of a sink, to which every query also attends.
+        others: other keywords of layers.
 
     Returns:
-        ``[B, S, heads, D]``, and None for the probabilities.
+        ``[B, S, heads, E]``, and None for the probabilities.
+
+    Raises:
+        LayoutError: the layer passes a mask or a keyword that is not known here.
     """
-    del module, unused
-    assert attention_mask is None
+    if not isinstance(attention_mask, Rule):
+        raise LayoutError(f"{type(module).__name__} passes a mask of its own to its attention")
+    unknown = {name for name, value in others.items() if value is not None} - _REPEATED
+    if unknown:
+        raise LayoutError(f"{type(module).__name__} passes {sorted(unknown)} to its attention")
+    rule, segments = attention_mask, attention_mask.current.segments
+    rule.current.calls += 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    is_plain = rule.is_plain and not softcap and s_aux is None
+    if is_plain and query.shape[-1] == value.shape[-1]:
+        return _plain_attention(query, key, value, rule, scale, dropout), None
+
+    # Any other rule: scores of one bucket at a time.
+    def attend_bucket(
+        bucket: Bucket, queries: Tensor, keys: Tensor, values: Tensor, key_rows: Tensor | None
+    ) -> Tensor:
+        if key_rows is not None:
+            keys = by_sequence(take_rows(keys, key_rows), queries.shape[0])
+            values = by_sequence(take_rows(values, key_rows), queries.shape[0])
+        seen = rule.mask(bucket, queries.device)
+        return _attend_scores(queries, keys, values, seen, scale, dropout, softcap, s_aux)
+
     if segments is None:
-        rows = attend_rows(query, key, value, sliding_window, scale=scale, dropout=dropout)
-        return rows.transpose(1, 2), None
+        rows, _, length, _ = query.shape
+        out = attend_bucket(Bucket(rows, length, length, None), query, key, value, None)
+        return out.transpose(1, 2), None
     assert query.shape[0] == 1
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
-    packed = attend_segments(
-        query, key, value, segments, sliding_window, scale=scale, dropout=dropout
-    )
-    return packed[None], None
+    if not segments.buckets:  # gradients are zeros, not None: other ranks may wait for them
+        zero = (query.sum() + key.sum() + value.sum()) * 0.0
+        return zero.expand(1, *query.shape[:2], value.shape[-1]), None
+    return attend_buckets(query, key, value, segments, attend_bucket)[None], None
+
+
+def _plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, rule: Rule, scale: float, dropout: float
+) -> Tensor:
+    segments = rule.current.segments
+    if segments is None:
+        rows = attend_rows(query, key, value, rule.window, scale=scale, dropout=dropout)
+        return rows.transpose(1, 2)
+    assert query.shape[0] == 1
+    query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    return attend_segments(
+        query, key, value, segments, rule.window, scale=scale, dropout=dropout
+    )[None]
+
+
+def _attend_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    scale: float,
+    dropout: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute attention ``[n, heads, S, E]`` from scores in memory, with a float32 softmax.
+
+    ``seen``: bool ``[n or 1, 1, S, K]``. A query that sees no key (padding) gets the mean of the
+    values. For the other arguments see `attention`.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(-1, -2) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)
+    if sinks is not None:
+        probabilities = probabilities[..., :-1]
+    return F.dropout(probabilities, dropout) @ value
 
 
 def recomputed_attention(
@@ -74,10 +245,10 @@ def recomputed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Rule,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute `attention` ``[B, S, heads, D]``, saving only queries, keys and values."""
+    """Compute `attention` ``[B, S, heads, E]``, saving only queries, keys and values."""
     if not module.training:
         return attention(module, query, key, value, attention_mask, **kwargs)
     call = functools.partial(attention, **kwargs)

@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from aligner.architecture import GPTArchitecture
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.checkpoint.hf.any_model import body_path, empty_model, output_path
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.device import accelerator
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, ConfigError
 from aligner.models.gpt.dtensor import attention as dtensor_attention
-from aligner.models.gpt.dtensor.module import TransformersModel
+from aligner.models.gpt.dtensor.module import TransformersModel, Way
 from aligner.models.gpt.dtensor.plan import (
     APPLIED_TO_OWN_HEADS,
     check_backend,
@@ -40,7 +41,8 @@ def build_sharded(
     *,
     dtype: torch.dtype,
     recompute: Recompute | None = None,
-    with_scalar_head: bool = False,
+    head_outputs: int = 0,
+    way: Way = "aligner",
 ) -> tuple[TransformersModel, list[ParameterShard]]:
     """Build this process's share of a model.
 
@@ -51,11 +53,18 @@ def build_sharded(
         dtype: dtype of the forward and backward pass. Stored weights, gradients and the scalar head
             are float32.
         recompute: which activations to recompute in backward.
-        with_scalar_head: use a scalar head in place of the output layer.
+        head_outputs: outputs of a head in place of the output layer. 0: an output layer.
+        way: how sequences are passed to the body.
     """
-    family, config = config_to_hf(architecture)
-    check_backend(family.model_type, architecture, parallel.config)
-    model = _empty_model(architecture, config, recompute, with_scalar_head)
+    dtensor_attention.register()
+    if isinstance(architecture, TransformersArchitecture):
+        check_backend(architecture.family or "", architecture, parallel.config)
+        model = _empty_any(architecture, recompute, head_outputs, way)
+    else:
+        family, config = config_to_hf(architecture)
+        check_backend(family.model_type, architecture, parallel.config)
+        model = _empty_model(architecture, config, recompute, head_outputs)
+    _move_buffers(model)
     mesh = init_device_mesh(
         accelerator.device().type,
         (parallel.dp_size, parallel.config.tensor),
@@ -79,16 +88,41 @@ def build_sharded(
     return model, shards
 
 
+def build_whole(
+    architecture: TransformersArchitecture,
+    weights: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> nn.Module:
+    """Build a causal language model of transformers, unsharded, in evaluation mode.
+
+    ``weights``: full parameters by the module's names, of which tied ones have one name.
+    ``buffers``: the persistent buffers. ``dtype``: dtype of the parameters.
+    """
+    causal = empty_model(architecture)
+    _fill(causal, "", weights, {}, dtype)
+    for name, buffer in causal.named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])
+    _move_buffers(causal)
+    return causal.eval().requires_grad_(False)
+
+
+def _move_buffers(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, accelerator.to_device(buffer))
+
+
 def _empty_model(
     architecture: GPTArchitecture,
     config: Mapping[str, Any],
     recompute: Recompute | None,
-    with_scalar_head: bool,
+    head_outputs: int,
 ) -> TransformersModel:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModel
 
-    dtensor_attention.register()
     names = {None: dtensor_attention.NAME, "full": dtensor_attention.NAME}
     # Parameters without memory, buffers on the device.
     with init_empty_weights(include_buffers=False):
@@ -98,15 +132,66 @@ def _empty_model(
             dtype=torch.float32,
         )
         lm_head = None
-        if not (with_scalar_head or architecture.tie_embeddings):
+        if not (head_outputs or architecture.tie_embeddings):
             lm_head = nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
-        score = ValueHead(architecture.hidden_size) if with_scalar_head else None
+        score = _head(architecture, head_outputs) if head_outputs else None
     if recompute == "full":
         body.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in body.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, accelerator.to_device(buffer))
-    return TransformersModel(body.base_model_prefix, body, lm_head, score)
+    prefix = body.base_model_prefix
+    return TransformersModel(
+        {prefix: body} if lm_head is None else {prefix: body, "lm_head": lm_head},
+        prefix,
+        output=None if lm_head is None else "lm_head",
+        score=score,
+        layer_classes=frozenset(body._no_split_modules),
+    )
+
+
+def _head(architecture: GPTArchitecture, outputs: int) -> ValueHead:
+    return ValueHead(architecture.hidden_size, outputs=outputs)
+
+
+def _empty_any(
+    architecture: TransformersArchitecture,
+    recompute: Recompute | None,
+    head_outputs: int,
+    way: Way,
+) -> TransformersModel:
+    """Build a model from the class that transformers has for it, without its parameters' memory."""
+    causal = empty_model(architecture)
+    key = f"model.activations_checkpoint_granularity={recompute}"
+    if recompute == "selective" and way != "aligner":
+        raise ConfigError(
+            f"{key}: {architecture.family} does not run with aligner's attention, which recomputes "
+            "itself. Set it to full or null"
+        )
+    if way == "aligner":
+        is_selective = recompute == "selective"
+        causal.set_attn_implementation(
+            dtensor_attention.RECOMPUTED if is_selective else dtensor_attention.NAME
+        )
+    if recompute == "full":
+        if not causal.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"{key}: {architecture.family} of transformers cannot recompute layers. Set it to "
+                "null"
+            )
+        causal.gradient_checkpointing_enable({"use_reentrant": False})
+    body, parts = body_path(causal), dict(causal.named_children())
+    layer_classes = frozenset(causal._no_split_modules or ())
+    if not head_outputs:
+        output = output_path(causal)
+        return TransformersModel(
+            parts, body, output=output, layer_classes=layer_classes, way=way
+        )
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        score = _head(architecture, head_outputs)
+    first = body.partition(".")[0]
+    return TransformersModel(
+        {first: parts[first]}, body, score=score, layer_classes=layer_classes, way=way
+    )
 
 
 def _fill_and_shard(
@@ -121,6 +206,8 @@ def _fill_and_shard(
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     split: dict[str, int] = {}
+    filled: dict[nn.Parameter, nn.Parameter] = {}
+    buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False))
 
     def shard(block: nn.Module, policy: MixedPrecisionPolicy) -> None:
         split.update(_split_dims(names[block], block))
@@ -128,16 +215,19 @@ def _fill_and_shard(
         fully_shard(block, mesh=mesh["data"], mp_policy=policy, reshard_after_forward=True)
 
     for layer in model.layers:
-        _fill(layer, names[layer], weights)
+        _fill(layer, names[layer], weights, filled)
         if mesh["tensor"].size() > 1:
             split_layer(layer, mesh["tensor"])
         shard(layer, policy)
     if model.score is not None:
         _fill_head(model.score, weights)
         shard(model.score, MixedPrecisionPolicy())
-    _fill(model, "", weights)
+    _fill(model, "", weights, filled)
+    if weights is not None:
+        for name in sorted(buffers):
+            model.get_buffer(name).copy_(weights[name])
     if mesh["tensor"].size() > 1:
-        split_vocabulary(model.embedding, model.lm_head, mesh["tensor"])
+        split_vocabulary(model.embedding, model.output_layer, mesh["tensor"])
     shard(model, policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -148,12 +238,25 @@ def _fill_and_shard(
 
 
 @torch.no_grad()
-def _fill(block: nn.Module, prefix: str, weights: Mapping[str, Tensor] | None) -> None:
-    """Allocate the parameters of a block that have no memory yet, and load their weights."""
-    for name, parameter in list(block.named_parameters(prefix=prefix)):
+def _fill(
+    block: nn.Module,
+    prefix: str,
+    weights: Mapping[str, Tensor] | None,
+    filled: dict[nn.Parameter, nn.Parameter],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Allocate the parameters of a block that have no memory yet, and load their weights.
+
+    ``filled``: new parameters by the empty ones, so that tied parameters stay tied.
+    """
+    for name, parameter in list(block.named_parameters(prefix, remove_duplicate=False)):
         if not parameter.is_meta:
             continue
-        value = torch.empty(parameter.shape, device=accelerator.device())
+        owner, _, leaf = name[len(prefix) + 1 if prefix else 0 :].rpartition(".")
+        if parameter in filled:
+            block.get_submodule(owner).register_parameter(leaf, filled[parameter])
+            continue
+        value = torch.empty(parameter.shape, dtype=dtype, device=accelerator.device())
         if weights is not None:
             if name not in weights:
                 raise CheckpointError(
@@ -161,8 +264,8 @@ def _fill(block: nn.Module, prefix: str, weights: Mapping[str, Tensor] | None) -
                     "reward model, without an output layer, start the policy from a language model"
                 )
             value.copy_(weights[name])
-        owner, _, leaf = name[len(prefix) + 1 if prefix else 0 :].rpartition(".")
-        block.get_submodule(owner).register_parameter(leaf, nn.Parameter(value))
+        filled[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        block.get_submodule(owner).register_parameter(leaf, filled[parameter])
 
 
 @torch.no_grad()
@@ -175,7 +278,7 @@ def _fill_head(head: ValueHead, weights: Mapping[str, Tensor] | None) -> None:
             if weights[name].shape != value.shape:
                 raise CheckpointError(
                     f"{name} has shape {tuple(weights[name].shape)}, but this role needs "
-                    f"{tuple(value.shape)}. Start from a model without a head, or with one label"
+                    f"{tuple(value.shape)}. Start from a model without a head, or with the same number of outputs"
                 )
             value.copy_(weights[name])
         head.register_parameter(leaf, nn.Parameter(value))

@@ -5,27 +5,32 @@ files and run state. It is the counterpart of `MegatronGPTModel`. Each role defi
 function of the hidden states.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.canonical import Weights
+from aligner.checkpoint.hf.any_model import LoadedWeights, random_settings
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView, HuggingFaceWeights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.config import check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, ConfigError
 from aligner.models.gpt.dtensor.build import build_sharded
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.dtensor.optimizer import ShardOptimizer
 from aligner.models.gpt.dtensor.plan import check_dropout
-from aligner.models.gpt.dtensor.shards import GatheredParameters, ParameterShard
-from aligner.models.gpt.dtensor.state import load_shard_state, shard_state
+from aligner.models.gpt.dtensor.shards import GatheredParameters, ParameterShard, SentWeights
+from aligner.models.gpt.dtensor.state import BACKEND, load_shard_state, shard_state
+from aligner.models.gpt.dtensor.ways import WORDS, ModelForm, examine, keyed_form
 from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
 from aligner.models.gpt.role.model import (
     BatchResult,
@@ -35,12 +40,15 @@ from aligner.models.gpt.role.model import (
     result_of,
 )
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.collectives import on_rank_zero
 from aligner.parallel.groups import ParallelState, initialize_parallel
 from aligner.types import LossFunction
 
 
 class DTensorModel(RoleModel, LightningModule):
     """A role's share of a transformers model on this process."""
+
+    backend = BACKEND
 
     def __init__(
         self,
@@ -51,12 +59,13 @@ class DTensorModel(RoleModel, LightningModule):
     ) -> None:
         """Build the model from an opened checkpoint. `setup_training` creates the optimizer."""
         super().__init__()
-        self.settings = settings
         self.parallel = parallel
         self.tokenizer = tokenizer
         self.architecture = source.architecture
         check_layout(self.architecture, settings.parallel, parallel.world_size)
-        self.model, self.shards = self.build(self._hugging_face_names(source.weights))
+        self.form = self._form_of(source)
+        self.settings = _runnable(settings, self.form, self.architecture)
+        self.model, self.shards = self.build(self._module_names(source.weights))
         self.optimizer: ShardOptimizer | None = None
 
     @classmethod
@@ -66,6 +75,14 @@ class DTensorModel(RoleModel, LightningModule):
         """Build this process's shard of the model from an opened checkpoint."""
         parallel = initialize_parallel(settings.parallel, seed=settings.seed)
         return cls(checkpoint, settings, parallel, tokenizer)
+
+    def _form_of(self, source: ModelSource) -> ModelForm:
+        """Test how the opened model runs, on rank 0 for all ranks."""
+        if isinstance(self.architecture, TransformersArchitecture):
+            assert isinstance(weights := source.weights, LoadedWeights)
+            return on_rank_zero(lambda: examine(weights.model))
+        _, config = config_to_hf(self.architecture)
+        return ModelForm(logits=keyed_form(SimpleNamespace(**config)))
 
     # The model --------------------------------------------------------------------------------
 
@@ -84,7 +101,8 @@ class DTensorModel(RoleModel, LightningModule):
             self.parallel,
             dtype=self.settings.dtype,
             recompute=self.settings.recompute,
-            with_scalar_head=self.has_head,
+            head_outputs=self.head_outputs,
+            way=self.form.way,
         )
 
     def setup_training(self) -> None:
@@ -97,6 +115,20 @@ class DTensorModel(RoleModel, LightningModule):
                 gradient_clip_val=self.settings.gradient_clip_val,
                 total_steps=self.settings.max_optimizer_steps,
             )
+
+    def way_in_words(self) -> str:
+        """See `RoleModel.way_in_words`."""
+        if not isinstance(self.architecture, TransformersArchitecture):
+            return ""
+        parts = [f"{self.architecture.family} of transformers: {WORDS[self.form.way]}"]
+        parts += [f"not {way}: {fault}" for way, fault in self.form.faults.items()]
+        random = random_settings(self.architecture)
+        if random:
+            shown = ", ".join(f"{name}={value:g}" for name, value in random.items())
+            parts.append(f"without the randomness of config.json ({shown})")
+        if not self.model.layers:
+            parts.append("sharded as one unit, because layers share weights")
+        return "; ".join(parts)
 
     def num_parameters(self) -> int:
         """Count the parameters of the role over all processes."""
@@ -112,7 +144,8 @@ class DTensorModel(RoleModel, LightningModule):
     ) -> Tensor:
         """See `RoleModel.infer_tokens`."""
         model = model or self.model
-        frame = torch.zeros(batch["input_ids"].shape, device=batch["input_ids"].device)
+        ids = batch["input_ids"]
+        frame = torch.zeros((*ids.shape, *self.output_shape), device=ids.device)
         start = 0
         for microbatch in self.split(
             batch, micro_batches or self.settings.forward_micro_batch_size
@@ -159,13 +192,22 @@ class DTensorModel(RoleModel, LightningModule):
     def whole_weights(self) -> dict[str, Tensor]:
         """See `RoleModel.whole_weights`."""
         # One tensor at a time: all ranks gather it, rank 0 copies it to the host.
-        weights = self.canonical_weights()
+        is_own = isinstance(self.architecture, TransformersArchitecture)
+        weights = GatheredParameters(self.shards) if is_own else self.canonical_weights()
         gathered: dict[str, Tensor] = {}
         for name in weights:
             tensor = weights[name]
             if self.parallel.rank == 0:
                 gathered[name] = tensor.to("cpu", copy=True)
+        if is_own and self.parallel.rank == 0:
+            buffers = self.persistent_buffers()
+            gathered |= {name: buffer.to("cpu", copy=True) for name, buffer in buffers.items()}
         return gathered
+
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that files contain, by name. They are the same on every rank."""
+        saved = self.model.state_dict().keys()
+        return {name: b for name, b in self.model.named_buffers() if name in saved}
 
     def canonical_weights(self) -> HuggingFaceWeights:
         """Return canonical weights. A weight is gathered when all ranks index its name."""
@@ -175,7 +217,7 @@ class DTensorModel(RoleModel, LightningModule):
     @torch.no_grad()
     def load_whole_weights(self, weights: Weights, strict: bool = True) -> None:
         """See `RoleModel.load_whole_weights`."""
-        named = self._hugging_face_names(weights)
+        named = self._module_names(weights)
         for shard in self.shards:
             if shard.name in named:
                 shard.local.copy_(shard.share_of(named[shard.name]))
@@ -185,7 +227,10 @@ class DTensorModel(RoleModel, LightningModule):
                     "of this role"
                 )
 
-    def _hugging_face_names(self, weights: Weights) -> HuggingFaceView:
+    def _module_names(self, weights: Weights) -> Mapping[str, Tensor]:
+        """Return weights of a `ModelSource` by the names of the module's parameters."""
+        if isinstance(self.architecture, TransformersArchitecture):
+            return SentWeights(weights, self.parallel)
         family, _ = config_to_hf(self.architecture)
         return HuggingFaceView(weights, family.table, self.architecture)
 
@@ -198,3 +243,24 @@ class DTensorModel(RoleModel, LightningModule):
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
         """See `RoleModel.load_run_state`."""
         load_shard_state(self.shards, self.optimizer, states)
+
+
+def _runnable(
+    settings: RoleSettings, form: ModelForm, architecture: GPTArchitecture
+) -> RoleSettings:
+    """Return the settings with packing and shared prefixes as the model's way allows.
+
+    Raises:
+        ConfigError: packing is set, but packed sequences of the model affect each other.
+    """
+    packed = settings.sequence_packing
+    if packed is True and form.way == "rows":
+        faults = "; ".join(f"{WORDS[way]}: {fault}" for way, fault in form.faults.items())
+        raise ConfigError(
+            f"model.sequence_packing.enabled=true: {architecture.family} models run with {WORDS['rows']} "
+            f"({faults}). Set it to auto or false"
+        )
+    if packed == "auto":
+        packed = isinstance(architecture, TransformersArchitecture) and form.way != "rows"
+    shares = settings.shared_prefixes and form.way == "aligner"
+    return dataclasses.replace(settings, sequence_packing=packed, shared_prefixes=shares)

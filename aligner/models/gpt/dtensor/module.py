@@ -6,36 +6,58 @@ weights of the output layer are gathered.
 """
 
 import math
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from aligner.models.gpt.dtensor.attention import running
 from aligner.models.gpt.forward.token_layout import TokenLayout
 from aligner.models.gpt.role.value import ValueHead
 
 Result = TypeVar("Result")
+# How sequences are passed to a body: by aligner's attention (packed, with shared prefixes), packed
+# for transformers' masks, or one in each row.
+Way = Literal["aligner", "transformers", "rows"]
 
 
 class TransformersModel(nn.Module):
-    """Decoder body with a language-model head, a scalar head, or neither (tied embeddings)."""
+    """Decoder body with an output layer, a scalar head, or neither (tied embeddings)."""
 
     def __init__(
-        self, prefix: str, body: nn.Module, lm_head: nn.Linear | None, score: ValueHead | None
+        self,
+        parts: Mapping[str, nn.Module],
+        body: str,
+        *,
+        output: str | None = None,
+        score: ValueHead | None = None,
+        layer_classes: frozenset[str] = frozenset(),
+        way: Way = "aligner",
     ) -> None:
-        """Join body and heads. ``prefix``: Hugging Face's name of the body in a language model."""
+        """Join body and heads.
+
+        Args:
+            parts: modules by Hugging Face's names in a language model.
+            body: name of the decoder, which maps token ids to hidden states.
+            output: name of the output layer. None: the embedding's weight, or no output layer.
+            score: scalar head.
+            layer_classes: names of the classes of layers, from the model.
+            way: how sequences are passed to the body.
+        """
         super().__init__()
-        self._prefix = prefix
-        self.add_module(prefix, body)
-        self.lm_head = lm_head
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self._body, self._output, self._layer_classes = body, output, layer_classes
         self.score = score
+        self.way: Way = way
 
     @property
     def body(self) -> nn.Module:
         """Decoder, which maps token ids to hidden states."""
-        return self.get_submodule(self._prefix)
+        return self.get_submodule(self._body)
 
     @property
     def embedding(self) -> nn.Module:
@@ -43,28 +65,59 @@ class TransformersModel(nn.Module):
         return self.body.get_input_embeddings()
 
     @property
-    def layers(self) -> nn.ModuleList:
-        """Layers of the decoder."""
-        return next(child for child in self.body.children() if isinstance(child, nn.ModuleList))
+    def output_layer(self) -> nn.Module | None:
+        """Output layer, None with a scalar head or if the embedding's weight is used."""
+        return None if self._output is None else self.get_submodule(self._output)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Layers of the decoder, the outermost modules of the model's classes of layers.
+
+        Without such modules, the longest list of modules. Empty if layers share weights, so that
+        they cannot be sharded one by one.
+        """
+        layers: list[nn.Module] = []
+        inner: set[nn.Module] = set()
+        for module in self.body.modules():
+            if type(module).__name__ in self._layer_classes and module not in inner:
+                layers.append(module)
+                inner.update(module.modules())
+        if not layers:
+            lists = [m for m in self.body.modules() if isinstance(m, nn.ModuleList)]
+            layers = list(max(lists, key=len, default=[]))
+        parameters = [p for layer in layers for p in layer.parameters()]
+        return layers if len(set(parameters)) == len(parameters) else []
 
     def forward(self, layout: TokenLayout, head: Callable[[Tensor], Result]) -> Result:
         """Return the result of ``head`` for a micro-batch's hidden states, float ``[n * L, H]``."""
-        hidden = self.body(
-            input_ids=layout.input_ids,
-            position_ids=layout.positions,
-            use_cache=False,
-            segments=layout.segments,
-        ).last_hidden_state
+        with running(layout.segments):
+            hidden = self.body(**model_inputs(layout, self.way)).last_hidden_state
         return head(hidden.flatten(0, 1))
 
-    def output_weight(self) -> Tensor:
-        """Return this rank's rows of the output layer, ``[ceil(V / tp), H]``, inside `forward`.
+    def output_factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden states ``[n, H]`` and this rank's output layer ``[ceil(V / tp), H]``.
 
-        If the vocabulary is not divisible, the last ranks' rows are padded with zeros.
+        Call it inside `forward`. If the vocabulary is not divisible, the last ranks' rows are
+        padded with zeros. The bias of an output layer becomes a column of the weight, and the
+        hidden states get a column of ones.
         """
-        weight = (self.embedding if self.lm_head is None else self.lm_head).weight
-        if not isinstance(weight, DTensor):
-            return weight
-        width = math.ceil(weight.shape[0] / weight.device_mesh.size())
-        local = weight.to_local(grad_placements=[Shard(0)])
-        return F.pad(local, (0, 0, 0, width - local.shape[0]))
+        layer = self.embedding if self.output_layer is None else self.output_layer
+        weight, bias = layer.weight, getattr(layer, "bias", None)
+        if isinstance(weight, DTensor):
+            width = math.ceil(weight.shape[0] / weight.device_mesh.size())
+            local = weight.to_local(grad_placements=[Shard(0)])
+            return hidden, F.pad(local, (0, 0, 0, width - local.shape[0]))
+        if bias is None:
+            return hidden, weight
+        return F.pad(hidden, (0, 1), value=1.0), torch.cat([weight, bias[:, None]], 1)
+
+
+def model_inputs(layout: TokenLayout, way: Way) -> dict[str, Any]:
+    """Return the arguments of a transformers model that runs a micro-batch in a ``way``."""
+    inputs: dict[str, Any] = {"input_ids": layout.input_ids, "use_cache": False}
+    if way != "rows":
+        inputs["position_ids"] = layout.positions
+    if way == "aligner":
+        # With this mask transformers does not derive sequences from the positions.
+        inputs["attention_mask"] = torch.ones_like(layout.input_ids)
+    return inputs

@@ -88,7 +88,8 @@ class ShardOptimizer(StepOptimizer):
         gradients = {}
         for shard in self._shards:
             gradient = shard.gradient
-            assert gradient is not None, shard.name
+            if gradient is None:  # a weight of the module that no output depends on
+                continue
             if shard.summed:  # collective, also on ranks without elements
                 dist.all_reduce(gradient, group=self._parallel.tp_group)
             if shard.name in self._mains:

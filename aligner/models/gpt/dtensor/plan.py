@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from aligner.architecture import GPTArchitecture
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.config import ParallelConfig
 from aligner.errors import ConfigError, LayoutError
@@ -22,14 +22,17 @@ def check_backend(family: str, architecture: GPTArchitecture, parallel: Parallel
     """Raise if this backend does not support the model or the layout."""
     if architecture.num_moe_experts is not None:
         raise LayoutError(
-            f"policy.backend=dtensor does not support mixture of experts, but the model is a "
-            f"{family} with {architecture.num_moe_experts} experts. Use policy.backend=megatron"
+            f"policy.backend=dtensor does not support mixtures of experts in .nemo files, but the "
+            f"model is a {family} with {architecture.num_moe_experts} experts. Use "
+            "policy.backend=megatron, or give the model's Hugging Face directory"
         )
+    is_own = isinstance(architecture, TransformersArchitecture)
     if parallel.tensor > 1 and family not in LLAMA_LIKE:
         raise LayoutError(
             f"model.tensor_model_parallel_size={parallel.tensor}: policy.backend=dtensor does not "
             f"support tensor parallelism for {family} models, only for {', '.join(LLAMA_LIKE)}. "
-            "Use 1 (data-parallel ranks shard the weights anyway), or policy.backend=megatron"
+            "Use 1 (data-parallel ranks shard the weights anyway)"
+            + ("" if is_own else ", or policy.backend=megatron")
         )
 
 
@@ -38,6 +41,13 @@ def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, train
 
     ``trained``: whether the role is trained. Otherwise the checkpoint's dropout (None) is ignored.
     """
+    if isinstance(architecture, TransformersArchitecture):
+        if dropout:
+            raise ConfigError(
+                f"model.dropout={dropout:g}: {architecture.family} models are trained without "
+                "dropout. Set it to 0"
+            )
+        return
     hidden = architecture.with_dropout(dropout).hidden_dropout
     family = config_to_hf(architecture)[0].model_type
     if hidden and family in LLAMA_LIKE and (trained or dropout is not None):

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from aligner.device import accelerator
+from aligner.parallel.collectives import on_rank_zero
 from aligner.parallel.groups import ParallelState
 
 Shape = tuple[int, ...]
@@ -98,6 +100,35 @@ class GatheredParameters(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._shards)
+
+
+class SentWeights(Mapping[str, Tensor]):
+    """Weights that rank 0 reads and sends to all processes when they are indexed.
+
+    Indexing is collective: all processes must index the same names in the same order.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], parallel: ParallelState) -> None:
+        """Send names and shapes. ``weights``: float tensors, read on rank 0 only."""
+        self._weights, self._parallel = weights, parallel
+        self._shapes: dict[str, Shape] = on_rank_zero(
+            lambda: {name: tuple(weights[name].shape) for name in weights}
+        )
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._parallel.rank == 0:
+            value = accelerator.to_device(self._weights[name].float())
+        else:
+            value = torch.empty(self._shapes[name], device=accelerator.device())
+        if self._parallel.world_size > 1:
+            dist.broadcast(value, 0)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 def rows_of(total: int, rank: int, ranks: int) -> range:

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from aligner.errors import LayoutError
 from aligner.kernels.linear_product import Origin
-from aligner.models.gpt.layers.segments import Segments, add_rows, take_rows
+from aligner.models.gpt.layers.segments import Bucket, Segments, add_rows, take_rows
 from aligner.models.gpt.layers.varlen import attend_varlen, can_attend_varlen
 
 
@@ -170,6 +170,26 @@ def attend_segments(
     if can_attend_varlen(query, dropout, window):
         return attend_varlen(query, key, value, segments, scale, window)
     # Without the kernel, each bucket is one padded batch.
+    def attend_bucket(
+        bucket: Bucket, queries: Tensor, keys: Tensor, values: Tensor, key_rows: Tensor | None
+    ) -> Tensor:
+        mask = bucket.mask(window, query.device)
+        return attend(queries, keys, values, mask, scale, dropout, key_rows)
+
+    return attend_buckets(query, key, value, segments, attend_bucket)
+
+
+BucketAttention = Callable[[Bucket, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def attend_buckets(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, attend_bucket: BucketAttention
+) -> Tensor:
+    """Compute attention within packed sequences, float ``[R, heads, D]``, bucket by bucket.
+
+    ``attend_bucket``: function of a bucket, its queries [n, heads, S, D], keys and values, and
+    ``key_rows``, with the shapes of `attend`.
+    """
     slots = [bucket.sequences * bucket.queries for bucket in segments.buckets]
     parts = []
     for bucket, queries, keys, values, key_rows in zip(
@@ -178,14 +198,8 @@ def attend_segments(
         *_keys_of_buckets(key, value, segments),
         strict=True,
     ):
-        out = attend(
-            _by_sequence(queries, bucket.sequences),
-            keys,
-            values,
-            bucket.mask(window, query.device),
-            scale,
-            dropout,
-            key_rows,
+        out = attend_bucket(
+            bucket, by_sequence(queries, bucket.sequences), keys, values, key_rows
         )
         parts.append(out.transpose(1, 2).flatten(0, 1))
 
@@ -212,7 +226,7 @@ def _keys_of_buckets(
         to_slots = partial(take_rows, rows=segments.keys)
     keys, values = (
         [
-            _by_sequence(part, bucket.sequences)
+            by_sequence(part, bucket.sequences)
             for part, bucket in zip(to_slots(rows).split(slots), segments.buckets, strict=True)
         ]
         for rows in (key, value)
@@ -243,8 +257,8 @@ def attend(
     if query.device.type == "cpu" and dropout == 0.0 and torch.is_grad_enabled():
         return _CPUFlashAttention.apply(query, key, value, key_rows, mask, scale)
     if key_rows is not None:
-        key = _by_sequence(take_rows(key, key_rows), query.shape[0])
-        value = _by_sequence(take_rows(value, key_rows), query.shape[0])
+        key = by_sequence(take_rows(key, key_rows), query.shape[0])
+        value = by_sequence(take_rows(value, key_rows), query.shape[0])
     groups = query.shape[1] // key.shape[1]
     flash = mask is None and query.dtype in (torch.bfloat16, torch.float16)
     if groups > 1 and query.is_cuda and not flash:
@@ -326,7 +340,7 @@ class _CPUFlashAttention(torch.autograd.Function):
 def _for_heads(keys: Tensor, key_rows: Tensor | None, query: Tensor) -> Tensor:
     """Return keys or values of every query head, ``[B, heads, S, D]``. Arguments as in `attend`."""
     if key_rows is not None:
-        keys = _by_sequence(keys.index_select(0, key_rows), query.shape[0])
+        keys = by_sequence(keys.index_select(0, key_rows), query.shape[0])
     return keys.repeat_interleave(query.shape[1] // keys.shape[1], 1)
 
 
@@ -347,8 +361,8 @@ def _join_heads(out: Tensor) -> Tensor:
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def _by_sequence(slots: Tensor, sequences: int) -> Tensor:
-    """Reshape ``[sequences * L, heads, D]`` to ``[sequences, heads, L, D]``."""
+def by_sequence(slots: Tensor, sequences: int) -> Tensor:
+    """Reshape float ``[sequences * L, heads, D]`` to ``[sequences, heads, L, D]``."""
     return slots.unflatten(0, (sequences, -1)).transpose(1, 2)
 
 

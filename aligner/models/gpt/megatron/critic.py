@@ -48,11 +48,6 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
     # `infer` of a reward model that shares the backbone.
     rewards_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None
 
-    @property
-    def head_outputs(self) -> int:
-        """Number of the head's outputs for a token."""
-        return 1
-
     def add_head(self, gpt: GPTModel) -> None:
         """Replace the output layer by `ValueHead` on the last pipeline stage."""
         gpt.share_embeddings_and_output_weights = False  # no output layer

@@ -170,11 +170,6 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
         return partial(forward_step, head=loss_head(outputs, loss_fn, denominators))
 
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """Shape of the role's output for one token."""
-        return ()
-
     # The model -------------------------------------------------------------------------------
 
     def build_gpt(self, initialize: bool) -> GPTModel:

@@ -54,6 +54,7 @@ class RoleModel:
     """
 
     role_name = "model"  # in reports
+    backend: ClassVar[str] = "megatron"
     has_head: ClassVar[bool] = False  # a head in place of the output layer
     loss_fn: LossFunction | None = None  # default of calls
     settings: RoleSettings
@@ -64,6 +65,16 @@ class RoleModel:
     optimizer: StepOptimizer | None  # None before `setup_training` and for frozen roles
 
     # Outputs ----------------------------------------------------------------------------------
+
+    @property
+    def head_outputs(self) -> int:
+        """Number of the head's outputs for a token, 0 without a head."""
+        return 0
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Shape of the role's output for one token: ``(K,)`` for K > 1 outputs, else ``()``."""
+        return () if self.head_outputs < 2 else (self.head_outputs,)
 
     def token_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
@@ -164,7 +175,7 @@ class RoleModel:
         """Rules for the layout of micro-batches."""
         return LayoutRules.of(
             self.parallel,
-            packed=self.settings.sequence_packing,
+            packed=self.settings.sequence_packing is True,
             sequence_length_round=self.settings.sequence_length_round,
             shared_prefixes=self.shares_prefixes,
         )
@@ -321,6 +332,10 @@ class RoleModel:
     def load_adapters(self, path: str | Path) -> None:
         """Load adapters and head from a file of `save_adapters`. Call it on every rank."""
         raise NotImplementedError
+
+    def way_in_words(self) -> str:
+        """Describe how the model runs, empty if its type determines it."""
+        return ""
 
     def num_parameters(self) -> int:
         """Count the parameters on this process."""

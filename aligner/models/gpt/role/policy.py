@@ -272,8 +272,8 @@ class SamplingPolicy(RoleModel):
         if self._generator is not None:
             self._generator.release()
 
-    def model_to_sample_from(self) -> GPTModel:
-        """Return a megatron-core model with the current weights.
+    def model_to_sample_from(self) -> nn.Module:
+        """Return a megatron-core model, or a causal model of transformers, with current weights.
 
         If it is a copy, all ranks must call this method.
         """

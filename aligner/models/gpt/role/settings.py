@@ -70,7 +70,8 @@ class RoleSettings(RunSettings):
     sampling_params: SamplingParams = field(default_factory=SamplingParams)  # also of scoring
     rollout_micro_batch_size: int = 64  # sequences that are generated concurrently
     record_kept: int = 0  # maximum of recorded tokens that top-k and top-p kept, per sampled token
-    sequence_packing: bool = False  # pack the sequences of a micro-batch into one row
+    # Pack the sequences of a micro-batch into one row. auto: if the dtensor model can.
+    sequence_packing: bool | Literal["auto"] = False
     sequence_length_round: int = 1  # multiple to which micro-batches are padded
     shared_prefixes: bool = True  # compute shared prefixes once
     optim: OptimConfig | None = None
@@ -168,7 +169,7 @@ def _settings(
         micro_batch_size=trained.micro_batch_size,
         global_batch_size=trained.global_batch_size,
         forward_micro_batch_size=scoring.forward_micro_batch_size,
-        sequence_packing=model.sequence_packing.enabled,
+        sequence_packing=not model.dynamic_batching.enabled and model.sequence_packing.enabled,
         sequence_length_round=model.sequence_length_round,
         shared_prefixes=model.shared_prefixes,
         optim=trained.optim,

@@ -40,6 +40,11 @@ class ValueModel(RoleModel):
     # An output belongs to the next token. Only tests disable it, not configurations.
     right_shift: ClassVar[bool] = True
 
+    @property
+    def head_outputs(self) -> int:
+        """Number of the head's outputs for a token."""
+        return 1
+
     def get_values(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:

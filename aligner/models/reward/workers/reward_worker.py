@@ -3,11 +3,15 @@
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from aligner.config import TrainedModelConfig
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.models.gpt.role.settings import RunSettings, reward_settings, settings_to_continue
 from aligner.models.worker import RoleWorker, passes_over
+from aligner.parallel.groups import ParallelState
 
 if TYPE_CHECKING:  # a handle's process need not import the model
-    from aligner.models.gpt.megatron.reward import MegatronGPTRewardModel
+    from aligner.models.gpt.role.reward import RewardRole
 
 
 class RewardScorer(ABC):
@@ -15,7 +19,7 @@ class RewardScorer(ABC):
 
     @property
     @abstractmethod
-    def reward_model(self) -> "MegatronGPTRewardModel":
+    def reward_model(self) -> "RewardRole":
         """Model that scores."""
 
     def get_rewards(
@@ -35,11 +39,43 @@ class RewardScorer(ABC):
         return self.reward_model.attributes
 
 
-class RewardWorker(RewardScorer, RoleWorker["MegatronGPTRewardModel"]):
-    """Worker of `RewardModel`."""
+class RewardWorker(RewardScorer, RoleWorker["RewardRole"]):
+    """Worker of `RewardModel`, which loads a reward model or a language model with a new head.
+
+    For most arguments see `RewardModel`. ``parallel``: parallel layout and groups of this process.
+    ``offload_weights``: keep weights in host memory between phases.
+    """
+
+    def __init__(
+        self,
+        config: TrainedModelConfig,
+        tokenizer: Tokenizer,
+        run: RunSettings,
+        parallel: ParallelState,
+        *,
+        attributes: tuple[str, ...] | None = None,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        init_optimizer: bool = True,
+        max_optimizer_steps: int | None = None,
+        offload_weights: bool = False,
+    ) -> None:
+        settings = reward_settings(config, run, attributes, init_optimizer, max_optimizer_steps)
+        settings, whole_path = settings_to_continue(settings, weights_path)
+        model = self.load_model(settings, whole_path or config.restore_from_path, tokenizer)
+        super().__init__(
+            model,
+            parallel,
+            offloads=offload_weights,
+            init_optimizer=init_optimizer,
+            optimizer_path=optimizer_path,
+        )
+        if init_optimizer:
+            # Training makes the file's standardisation and form of sequences obsolete.
+            model.standardization = model.sequence_form = None
 
     @property
-    def reward_model(self) -> "MegatronGPTRewardModel":
+    def reward_model(self) -> "RewardRole":
         """Model of this worker."""
         return self.model
 

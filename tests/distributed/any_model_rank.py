@@ -1,0 +1,83 @@
+"""One rank of `test_any_model_layouts`: one update of models of transformers, sharded by FSDP2.
+
+    torchrun --nproc-per-node N any_model_rank.py FOLDER MODEL_TYPE ...
+
+Each rank scores and learns from its share of the rows, with recomputed layers where the model can.
+Rank 0 writes the log-probs of its rows and the change of each weight to FOLDER/N.pt.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+
+from aligner.checkpoint.hf.any_model import empty_model, read_any
+from aligner.config import OptimConfig
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.models.gpt.dtensor.actor import DTensorActorModel
+from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.groups import initialize_parallel, shutdown_parallel
+
+LENGTHS, WIDTH = (11, 7, 13, 9), 13
+
+
+def make_batch(rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    position, lengths = torch.arange(WIDTH), torch.tensor(LENGTHS)
+    inside = position < lengths[:, None]
+    ids = torch.randint(3, 120, (len(LENGTHS), WIDTH), generator=generator)
+    noise = torch.randn(len(LENGTHS), WIDTH, generator=generator)
+    batch = {
+        "input_ids": torch.where(inside, ids, 0),
+        "input_lengths": lengths,
+        "token_mask": ((position >= 1) & inside).float(),
+        "sample_mask": torch.ones(len(LENGTHS)),
+        "advantages": noise,
+        "prev_logprobs": torch.full_like(noise, -5.0),
+        "generation_logprobs": torch.full_like(noise, -5.0),
+    }
+    return {name: column[rank::ranks] for name, column in batch.items()}
+
+
+def updated(folder: Path) -> dict[str, object]:
+    parallel = initialize_parallel()
+    source = read_any(folder)
+    recomputes = empty_model(source.architecture).supports_gradient_checkpointing
+    settings = RoleSettings(
+        optim=OptimConfig(name="sgd", lr=1e-3),
+        gradient_clip_val=0.0,
+        micro_batch_size=1,
+        sequence_packing="auto",
+        recompute="full" if recomputes else None,
+    )
+    role = DTensorActorModel(source, settings, parallel, None)
+    batch = make_batch(parallel.rank, parallel.world_size)
+    before = role.whole_weights()
+    seen: dict[str, object] = {"logprobs": role.get_logprobs(batch)}
+    role.setup_training()
+    role.loss_fn = PPOPolicyLoss()
+    role.prepare_for_training()
+    seen["norm"] = role.training_update(batch)["grad_norm"]
+    after = role.whole_weights()
+    seen["changes"] = {name: after[name] - weight for name, weight in before.items()}
+    return seen
+
+
+def main() -> None:
+    """Every model type, then the file."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    folder, *types = sys.argv[1:]
+    seen = {}
+    for model_type in types:
+        seen[model_type] = updated(Path(folder) / model_type)
+    if torch.distributed.get_rank() == 0:
+        torch.save(seen, Path(folder) / f"{torch.distributed.get_world_size()}.pt")
+    shutdown_parallel()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Models of transformers on two processes, sharded by FSDP2, learn as on one."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from tiny_transformers import model_types, tiny_model
+
+pytestmark = pytest.mark.integration
+
+SOME = ["gemma3_text", "gpt_oss", "deepseek_v3", "mamba2", "zamba", "gptj"]  # also a shared layer
+OTHERS = [kind for kind in model_types() if kind not in (*SOME, "modernbert-decoder")]
+GROUPS = [OTHERS[start : start + 25] for start in range(0, len(OTHERS), 25)]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "types", [SOME, *(pytest.param(group, marks=pytest.mark.extended) for group in GROUPS)]
+)
+def test_two_processes_learn_as_one(types, tmp_path):
+    for model_type in types:
+        tiny_model(model_type).save_pretrained(tmp_path / model_type)
+    script = Path(__file__).with_name("any_model_rank.py")
+    for ranks in (1, 2):
+        run_ranks(script, ranks, [tmp_path, *types], timeout_s=280)
+    one, two = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
+    for model_type in types:
+        alone, together = one[model_type], two[model_type]
+        expected = alone["logprobs"][::2]
+        torch.testing.assert_close(together["logprobs"], expected, atol=1e-4, rtol=0)
+        assert together["norm"] == pytest.approx(alone["norm"], rel=1e-3), model_type
+        largest = max(change.abs().max() for change in alone["changes"].values())
+        assert largest > 0
+        for name, change in alone["changes"].items():
+            difference = (together["changes"][name] - change).abs().max()
+            assert difference <= 1e-3 * largest, (model_type, name)

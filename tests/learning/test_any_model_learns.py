@@ -1,0 +1,81 @@
+"""GRPO and PPO of models that only transformers builds: rewards rise, stopped runs continue."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from test_algorithms_learn import run
+
+from aligner.config import RunConfig
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from tiny_transformers import tiny_model
+
+TYPES = [
+    "gemma3_text",
+    *(
+        pytest.param(model_type, marks=pytest.mark.extended)
+        for model_type in ("gpt_oss", "deepseek_v3", "qwen3_next", "olmo2", "mamba2", "phi")
+    ),
+]
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    def write(model_type):
+        tokenizer, folder = byte_level_tokenizer(), tmp_path / model_type
+        sizes = {"vocab_size": tokenizer.vocab_size, "max_position_embeddings": 512}
+        tiny_model(model_type, **sizes, initializer_range=0.02).save_pretrained(folder)
+        for name, content in tokenizer.files().items():
+            (folder / name).write_bytes(content)
+        return folder
+
+    return write
+
+
+def trained(folder, model, recipe, steps, *overrides):
+    options = ["policy.backend=dtensor", f"trainer.ppo.max_steps={steps}"]
+    return run(folder, model, recipe, RunConfig, *options, *overrides)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("recipe", ["grpo_tiny_cpu", "ppo_tiny_cpu"])
+def test_the_reward_rises(recipe, model_type, folder_of, tmp_path):
+    lines = trained(tmp_path / "run", folder_of(model_type), recipe, 20)
+    rewards = [line["train_rollouts/rewards"] for line in lines[1:]]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "gemma3_text",
+        pytest.param("gpt_oss", marks=pytest.mark.extended),
+        pytest.param("qwen3_next", marks=pytest.mark.extended),
+    ],
+)
+def test_a_stopped_run_continues_to_the_bit(model_type, folder_of, tmp_path):
+    model = folder_of(model_type)
+    saves = "trainer.ppo.save_interval=1"
+    trained(tmp_path / "through", model, "ppo_tiny_cpu", 4, saves)
+    for steps in (2, 4):
+        trained(tmp_path / "stopped", model, "ppo_tiny_cpu", steps, saves)
+
+    def numbers(name):
+        records = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        return [
+            {key: value for key, value in record.items() if not key.startswith(("timers/", "val"))}
+            for record in records
+        ]
+
+    assert repr(numbers("stopped")) == repr(numbers("through"))
+    one, other = (
+        load_file(tmp_path / name / "policy" / "model.safetensors")
+        for name in ("through", "stopped")
+    )
+    assert one.keys() == other.keys()
+    assert all(one[name].equal(other[name]) for name in one)

@@ -1,0 +1,346 @@
+"""Models of transformers without a table of names: every type trains and travels, or is refused.
+
+The reference is transformers' model on each sequence alone. Rows of the batch share prefixes, so
+that packed types also run on a prefix tree.
+"""
+
+import copy
+import json
+
+import pytest
+import torch
+from tiny_transformers import model_types, tiny_config, tiny_model
+
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.checkpoint.canonical import expected_shapes
+from aligner.checkpoint.hf.any_model import read_any, require_megatron, save_any
+from aligner.checkpoint.model_source import open_model
+from aligner.config import OptimConfig, ParallelConfig
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.errors import CheckpointError, ConfigError, LayoutError
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
+from aligner.models.gpt.dtensor.actor import DTensorActorModel
+from aligner.models.gpt.dtensor.critic import DTensorCriticModel
+from aligner.models.gpt.dtensor.plan import check_backend
+from aligner.models.gpt.dtensor.reward import DTensorRewardModel
+from aligner.models.gpt.role.reward import saved_attributes
+from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.groups import initialize_parallel
+
+pytestmark = pytest.mark.integration
+
+LENGTHS, WIDTH = (11, 7, 13, 9), 13
+# Windows, soft caps, sinks, latent attention, experts, state space, biased head, no plan.
+EVERY_TIME = (
+    *("gemma3_text", "gemma2", "gpt_oss", "deepseek_v3", "mixtral", "mamba2", "phi", "bloom"),
+    "cohere2",
+)
+# Types that pack by transformers' masks, and types of which packed sequences affect each other.
+PACKED_BY_TRANSFORMERS = ("codegen", "doge", "gpt_neo", "gpt_neox_japanese", "gptj")
+_ROWS = """
+    axk2 bailing_hybrid bamba bloom deepseek_v32 deepseek_v4 falcon falcon_h1 falcon_mamba
+    glm_moe_dsa granitemoehybrid hy_v4 inkling2_text inkling_text jamba kimi_linear lfm2 lfm2_moe
+    lfm3 mamba mamba2 minimax mpt nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text
+    qwen3_next qwen4_exp_text recurrent_gemma rwkv xglm xlstm zamba zamba2 zaya
+"""
+ROWS = _ROWS.split()
+# transformers sets the embedding of the padding token to 0 when it loads the type.
+WITHOUT_PADDING = ("youtu",)
+NO_POLICY = ("modernbert-decoder",)
+
+
+def rest(types):
+    """Every other type, in extended runs."""
+    return [
+        *types,
+        *(
+            pytest.param(kind, marks=pytest.mark.extended)
+            for kind in model_types()
+            if kind not in types and kind not in NO_POLICY
+        ),
+    ]
+
+
+def make_batch():
+    generator = torch.Generator().manual_seed(0)
+    position, lengths = torch.arange(WIDTH), torch.tensor(LENGTHS)
+    ids = torch.randint(3, 120, (len(LENGTHS), WIDTH), generator=generator)
+    ids[1, :5], ids[2, :3] = ids[0, :5], ids[0, :3]
+    inside = position < lengths[:, None]
+    noise = torch.randn(len(LENGTHS), WIDTH, generator=generator)
+    return {
+        "input_ids": torch.where(inside, ids, 0),
+        "input_lengths": lengths,
+        "token_mask": ((position >= 1) & inside).float(),
+        "sample_mask": torch.ones(len(LENGTHS)),
+        "advantages": noise,
+        "returns": noise.flip(0),
+        "values": torch.zeros_like(noise),
+        "prev_logprobs": torch.full_like(noise, -5.0),
+        "generation_logprobs": torch.full_like(noise, -5.0),
+    }
+
+
+def load(folder, kind=DTensorActorModel, **changes):
+    defaults = {"optim": OptimConfig(lr=1e-3), "micro_batch_size": 4, "sequence_packing": "auto"}
+    settings = RoleSettings(**{**defaults, **changes})
+    return kind(read_any(folder), settings, initialize_parallel(), None)
+
+
+def update(role, loss):
+    role.setup_training()
+    role.loss_fn = loss
+    role.prepare_for_training()
+    report = role.training_update(make_batch())
+    role.prepare_for_inference()
+    return report
+
+
+def save(role, folder):
+    save_any(folder, role.whole_weights(), role.architecture, {}, role.nemo_keys())
+    return folder
+
+
+@torch.no_grad()
+def expected_logprobs(model):
+    batch = make_batch()
+    expected = torch.zeros(len(LENGTHS), WIDTH)
+    for row, length in enumerate(LENGTHS):
+        ids = batch["input_ids"][row : row + 1, :length]
+        logprobs = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+        expected[row, 1:length] = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    return expected
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    def write(model_type, **more):
+        folder = tmp_path / model_type
+        tiny_model(model_type, **more).save_pretrained(folder)
+        return folder
+
+    return write
+
+
+# Every type --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", rest(EVERY_TIME))
+def test_a_type_scores_trains_and_travels(model_type, folder_of, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = folder_of(model_type)
+    expected = expected_logprobs(AutoModelForCausalLM.from_pretrained(folder).eval())
+    role = load(folder)
+    by_transformers = "transformers" if model_type in PACKED_BY_TRANSFORMERS else "aligner"
+    assert role.form.way == ("rows" if model_type in ROWS else by_transformers), role.form.faults
+    torch.testing.assert_close(role.get_logprobs(make_batch()), expected, atol=1e-4, rtol=0)
+    padded = load(folder, sequence_packing=False, shared_prefixes=False)
+    torch.testing.assert_close(padded.get_logprobs(make_batch()), expected, atol=1e-4, rtol=0)
+    # The same update in both layouts, and files with the trained weights.
+    reports = [update(each, PPOPolicyLoss(entropy_bonus=0.01)) for each in (role, padded)]
+    assert reports[0]["grad_norm"] == pytest.approx(reports[1]["grad_norm"], rel=1e-3)
+    trained = role.get_logprobs(make_batch())
+    assert (trained - expected).abs().max() > 1e-3
+    again = load(save(role, tmp_path / "again"))
+    limit = 1e-4 if model_type in WITHOUT_PADDING else 1e-5
+    torch.testing.assert_close(again.get_logprobs(make_batch()), trained, atol=limit, rtol=0)
+    theirs = expected_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval())
+    torch.testing.assert_close(theirs, trained, atol=1e-4, rtol=0)
+
+
+# Critics -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "mamba2", "modernbert-decoder"])
+def test_a_critic_of_any_type_travels_with_its_head(model_type, folder_of, tmp_path):
+    folder = folder_of(model_type)
+    critic = load(folder, DTensorCriticModel)
+    assert critic.get_values(make_batch()).abs().max() == 0
+    assert update(critic, PPOValueLoss(value_clip=None))["grad_norm"] > 0
+    values = critic.get_values(make_batch())
+    assert values.abs().max() > 0
+    saved = save(critic, tmp_path / "critic")
+    again = load(saved, DTensorCriticModel)
+    torch.testing.assert_close(again.get_values(make_batch()), values, atol=1e-6, rtol=0)
+
+
+def test_a_critic_is_no_policy(folder_of, tmp_path):
+    saved = save(load(folder_of("olmo2"), DTensorCriticModel), tmp_path / "critic")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        load(saved)
+
+
+def test_logits_that_are_no_product_are_refused(folder_of):
+    with pytest.raises(CheckpointError, match=r"modernbert-decoder.*no policy.*critic"):
+        load(folder_of("modernbert-decoder"))
+
+
+@pytest.mark.parametrize("attributes", [(), ("helpful", "brief")])
+def test_a_reward_model_travels_with_its_keys(attributes, folder_of, tmp_path):
+    def open_role(folder, **changes):
+        settings = RoleSettings(sequence_packing="auto", **changes)
+        return DTensorRewardModel.from_checkpoint(
+            read_any(folder), settings=settings, tokenizer=None
+        )
+
+    folder = folder_of("gemma3_text")
+    assert saved_attributes(read_any(folder)) is None
+    role = open_role(folder, attributes=attributes)
+    for shard in role.shards:
+        if shard.name == "score.weight":
+            shard.local.normal_(generator=torch.Generator().manual_seed(3))
+    role.standardize(0.5, 2.0)
+    rewards = role.infer(make_batch())
+    assert rewards.shape == (4, 2) if attributes else (4,)
+    body = role.infer(make_batch(), standardize=False)
+    torch.testing.assert_close(rewards, (body - 0.5) / 2.0)
+    saved = save(role, tmp_path / "reward")
+    source = read_any(saved)
+    assert saved_attributes(source) == attributes
+    assert "model" not in vars(source.weights)  # the keys were read without the weights
+    assert torch.equal(open_role(saved).infer(make_batch()), rewards)
+
+
+# The reference and recomputation -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["keep", "swap"])
+def test_the_reference_keeps_the_initial_weights(mode, folder_of):
+    role = load(folder_of("deepseek_v3"))  # with a buffer of the routers
+    initial = role.get_logprobs(make_batch())
+    role.keep_reference(mode)
+    update(role, PPOPolicyLoss())
+    assert not torch.equal(role.get_logprobs(make_batch()), initial)
+    assert torch.equal(role.get_reference_logprobs(make_batch()), initial)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "recompute"), [("gpt_oss", "full"), ("gpt_oss", "selective"), ("mamba2", "full")]
+)
+def test_recomputed_activations_give_the_same_update(model_type, recompute, folder_of):
+    folder = folder_of(model_type)
+    weights = []
+    for setting in (None, recompute):
+        role = load(folder, recompute=setting, optim=OptimConfig(name="sgd", lr=1e-2))
+        update(role, PPOPolicyLoss())
+        weights.append(role.whole_weights())
+    for name, weight in weights[0].items():
+        assert torch.allclose(weight, weights[1][name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v32"])
+def test_a_run_state_continues_bit_for_bit(model_type, folder_of):
+    """Also with weights that get no gradient, such as the indexers of deepseek_v32."""
+    folder = folder_of(model_type)
+    role, resumed = load(folder), load(folder)
+    update(role, PPOPolicyLoss())
+    state = copy.deepcopy(role.run_state())
+    update(role, PPOPolicyLoss())
+    resumed.setup_training()
+    resumed.load_run_state([state])
+    update(resumed, PPOPolicyLoss())
+    expected, found = role.whole_weights(), resumed.whole_weights()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+# Refusals ----------------------------------------------------------------------------------------
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "olmo22"}, r"olmo22.*transformers 5.*olmo2"),
+        ({"model_type": "mine", "auto_map": {"AutoModel": "m.M"}}, r"auto_map.*not run.*mine"),
+        ({"model_type": "t5"}, r"t5.*decoder-only"),
+        ({"is_encoder_decoder": True}, r"olmo2.*decoder-only"),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+            r"gemma3.*text_config\.model_type=gemma3_text",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
+        ({"hidden_size": "wide"}, r"config\.json.*damaged"),
+    ],
+)
+def test_a_directory_that_cannot_be_trained_is_refused_before_weights(changes, message, tmp_path):
+    tiny_config("olmo2").save_pretrained(tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        read_any(tmp_path)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
+    tiny_config("olmo2").save_pretrained(tmp_path)
+    for name, content in byte_level_tokenizer().files().items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"tokens, but vocab_size=128"):
+        read_any(tmp_path)
+
+
+def test_missing_and_surplus_tensors_are_named(folder_of):
+    from safetensors.torch import load_file, save_file
+
+    folder = folder_of("olmo2")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.9.x"] = tensors.pop("model.norm.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"missing model\.norm\.weight.*model\.layers\.9\.x"):
+        load(folder)
+
+
+def test_a_model_that_sees_later_tokens_is_refused(folder_of):
+    with pytest.raises(CheckpointError, match="later tokens"):
+        load(folder_of("bert"))
+
+
+def test_packing_of_a_state_space_is_refused_with_the_difference(folder_of):
+    with pytest.raises(ConfigError, match=r"sequence_packing\.enabled=true.*rows.*differ by \d"):
+        load(folder_of("mamba2"), sequence_packing=True)
+    assert not load(folder_of("qwen3_next")).layout_rules.packed
+
+
+def test_what_this_backend_does_not_do_for_any_type_is_refused(folder_of):
+    folder = folder_of("mamba2")
+    architecture = read_any(folder).architecture
+    with pytest.raises(LayoutError, match=r"tensor_model_parallel_size=2.*mamba2"):
+        check_backend("mamba2", architecture, ParallelConfig(tensor=2))
+    with pytest.raises(ConfigError, match=r"model\.dropout=0\.1.*mamba2"):
+        load(folder, dropout=0.1)
+    with pytest.raises(ConfigError, match=r"granularity=selective.*mamba2"):
+        load(folder, recompute="selective")
+    with pytest.raises(ConfigError, match=r"granularity=full.*ctrl"):
+        load(folder_of("ctrl"), recompute="full")
+
+
+def test_what_needs_a_table_of_tensors_is_refused(folder_of, tmp_path):
+    architecture = read_any(folder_of("olmo2")).architecture
+    with pytest.raises(CheckpointError, match=r"olmo2.*no table of tensors"):
+        expected_shapes(architecture)
+    with pytest.raises(CheckpointError, match=r"olmo2.*policy\.backend=dtensor"):
+        require_megatron(architecture)
+
+
+def test_dropout_of_the_configuration_is_not_applied(folder_of):
+    role = load(folder_of("codegen", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5))
+    role.setup_training()
+    role.prepare_for_training()
+    role.loss_fn = PPOPolicyLoss()
+    losses = [role.get_loss_and_metrics(make_batch(), forward_only=True)[0] for _ in range(2)]
+    assert losses[0] == losses[1]
+
+
+def test_a_directory_without_a_row_is_opened_by_its_type(folder_of):
+    with open_model(folder_of("mamba2")) as source:
+        assert isinstance(source.architecture, TransformersArchitecture)
+        assert source.architecture.num_layers == 4
+    mixtral = folder_of("mixtral")
+    for backend, kind in (("megatron", GPTArchitecture), ("dtensor", TransformersArchitecture)):
+        with open_model(mixtral, backend) as source:
+            assert type(source.architecture) is kind
