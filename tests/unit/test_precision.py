@@ -16,6 +16,8 @@ from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel
 from aligner.models.gpt.role.settings import RoleSettings
 
+pytestmark = pytest.mark.integration
+
 LEARNED = {
     "position_embedding": "learned_absolute",
     "normalization": "layernorm",

@@ -14,6 +14,8 @@ from aligner.distributed.workers import LocalCluster
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 
 def configuration(nemo, size=5, precision="32"):
     source = "aligner.examples.tasks.arithmetic:arithmetic_pairs"

@@ -46,6 +46,7 @@ def awaken(model):
 # Heads and files -----------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 def test_a_head_of_several_attributes_goes_into_a_nemo_and_back(tiny_nemo, tmp_path):
     first = worker(tiny_nemo, attributes=ATTRIBUTES)
     awaken(first.model)
@@ -66,6 +67,7 @@ def test_a_head_of_several_attributes_goes_into_a_nemo_and_back(tiny_nemo, tmp_p
         load_from_nemo(MegatronGPTCriticModel, restore_path=tmp_path / "rated.nemo")
 
 
+@pytest.mark.integration
 def test_the_rewards_are_the_head_at_the_last_token(tiny_nemo):
     model = load_from_nemo(
         MegatronGPTRewardModel, RoleSettings(attributes=ATTRIBUTES), restore_path=tiny_nemo
@@ -91,6 +93,7 @@ def test_standardisation_by_hand():
             Standardization.measure(torch.tensor(flat))
 
 
+@pytest.mark.integration
 def test_it_is_saved_and_applied(tiny_nemo, tmp_path):
     learner = worker(tiny_nemo, attributes=())
     awaken(learner.model)
@@ -137,6 +140,7 @@ def test_a_sequence_ends_in_one_eos_whatever_the_policy_drew():
     assert with_bos.ids("1+1=", "2") == [tokenizer.bos_id, *ids]
 
 
+@pytest.mark.integration
 def test_a_file_remembers_what_the_sequences_of_its_training_were_like(tiny_nemo, tmp_path):
     first, path = worker(tiny_nemo), tmp_path / "trained.nemo"
     first.remember_sequences(add_bos=True, end_id=65)

@@ -13,6 +13,8 @@ from aligner.errors import RewardError
 from aligner.importing import load_function
 from aligner.rewards.function.runner import ProcessRunner, RewardFunction
 
+pytestmark = pytest.mark.integration
+
 module, load = reward_cases.module, reward_cases.load
 
 

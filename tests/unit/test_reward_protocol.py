@@ -13,6 +13,8 @@ from aligner.errors import ConfigError, DataError, RewardError
 from aligner.rewards.function.runner import RewardFunction
 from aligner.rewards.protocol import Samples, Signature, parse_scores
 
+pytestmark = pytest.mark.integration
+
 module, load = reward_cases.module, reward_cases.load
 
 

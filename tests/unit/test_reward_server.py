@@ -26,6 +26,8 @@ from aligner.http.tokens import read_token
 from aligner.rewards.server.client import RemoteReward, RewardClient
 from aligner.rewards.server.wire import WireSample
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 STUB = Path(__file__).with_name("reward_stub.py")
 TOKEN = "s3cret-of-the-tests"

@@ -12,6 +12,8 @@ from reward_cases import gone, score
 from aligner.errors import RewardTimeoutError
 from aligner.rewards.function.runner import RewardFunction
 
+pytestmark = pytest.mark.integration
+
 module, load = reward_cases.module, reward_cases.load
 
 

@@ -19,6 +19,8 @@ from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 ROWS, WIDTH = 4, 12
 OPTIM = OptimConfig(lr=1e-3, sched=SchedConfig(name="linear", max_steps=10))
 LOSSES = {"policy": PPOPolicyLoss(), "value": PPOValueLoss()}

@@ -38,6 +38,8 @@ from aligner.models.gpt.role.optimizer_step import learning_rate
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.gpt.role.value import ValueHead
 
+pytestmark = pytest.mark.integration
+
 LENGTHS = (9, 5, 12, 7)
 PROMPTS = (4, 3, 6, 2)
 WIDTH = max(LENGTHS)

@@ -18,6 +18,8 @@ from aligner.errors import ConfigError
 from aligner.importing import load_function
 from aligner.observe.metrics import read_metrics
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 FILE = f"{ROOT}/examples/extend/my_engine.py"
 ENGINE = f"generation.backend={FILE}:FixedAnswers"

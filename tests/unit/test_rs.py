@@ -35,6 +35,7 @@ def test_columns_of_what_infer_returns():
     assert columns["sample_mask"].tolist() == [1, 1]
 
 
+@pytest.mark.integration
 def test_the_loss_is_the_mean_of_the_response(tiny_nemo):
     """-mean log-prob over response tokens, by the log-probs that the same model reports."""
     from aligner.models.gpt import MegatronGPTRSModel, load_from_nemo

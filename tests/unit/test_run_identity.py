@@ -96,6 +96,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("knows_identity", [True, False], ids=["new state", "old state"])
 @pytest.mark.parametrize("key", CHANGED)
 def test_what_defines_the_objective_changes_on_purpose_alone(configured, key, knows_identity):  # noqa: F811
@@ -222,6 +223,7 @@ TOLD = (
 )
 
 
+@pytest.mark.integration
 def test_templates_are_told_the_time_of_the_first_start(configured, tmp_path):  # noqa: F811
     template = tmp_path / "timed.jinja"
     template.write_text(TIMED)

@@ -50,6 +50,7 @@ def _save_with_size_limit(root: str, limit: int, answer) -> None:
         answer.put(("saved", 0, False))
 
 
+@pytest.mark.integration
 def test_a_write_that_fails_half_way_leaves_the_previous_state(tmp_path):
     RunStateStore(tmp_path).save(1, state_of(1))
     answer = CONTEXT.SimpleQueue()
@@ -237,6 +238,7 @@ def _save_and_die_at_call(root: str, fatal_call: int) -> None:
         store.save(2, state_of(2, 10))
 
 
+@pytest.mark.integration
 def test_killed_at_every_critical_call_a_complete_state_remains(tmp_path):
     """Exhaustive: before each fsync, rename and removal of a save, a replacement and a clean-up."""
     survived = set()
@@ -262,6 +264,7 @@ def _save_for_ever(root: str) -> None:
         store.save(step, state_of(step, 1_000_000))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("seed", range(6))
 def test_killed_at_a_random_moment_a_complete_state_remains(tmp_path, seed):
     store = RunStateStore(tmp_path)

@@ -14,6 +14,8 @@ from aligner.config import RunConfig, SFTRunConfig, load_config
 from aligner.errors import NonFiniteError
 from aligner.observe.metrics import read_metrics
 
+pytestmark = pytest.mark.integration
+
 CONF = Path(__file__).parents[2] / "conf"
 
 

@@ -16,6 +16,8 @@ from aligner.process_tree import kill_tree
 from aligner.rewards.function.runner import RewardFunction
 from aligner.scratch import ScratchFolder, remove_leftovers
 
+pytestmark = pytest.mark.integration
+
 HOLDS = """
 import os, time
 from aligner.scratch import ScratchFolder

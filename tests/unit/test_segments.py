@@ -24,6 +24,8 @@ from aligner.models.gpt.megatron.build import build_gpt
 from aligner.parallel.context import holder, local_position
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 HEADS, GROUPS, WIDTH = 6, 2, 8
 RAGGED = [1, 40, 7, 8, 33, 64, 2, 41, 100]
 EVEN = [8, 40, 16, 64, 4, 100]  # multiples of 4: two ranks, two chunks each

@@ -21,6 +21,8 @@ from aligner.config import GenerateConfig, ServeConfig, parse_config
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError
 
+pytestmark = pytest.mark.integration
+
 TOKENIZER = byte_level_tokenizer()
 PROMPTS = ["12+3=", "hello", "1"]
 MOST = 12

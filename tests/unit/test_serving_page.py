@@ -13,6 +13,8 @@ import pytest
 from documented import blocks, commands
 from servers import started
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 
 

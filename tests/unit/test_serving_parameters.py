@@ -25,6 +25,8 @@ from tests.unit.test_serving import (
     streamed,
 )
 
+pytestmark = pytest.mark.integration
+
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
 
 

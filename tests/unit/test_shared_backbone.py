@@ -18,6 +18,8 @@ from aligner.models.value.workers.megatron_value_worker import MegatronValueWork
 from aligner.observe.metrics import read_metrics
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 CONF = Path(__file__).parents[2] / "conf"
 BATCH = {"input_ids": torch.arange(24).reshape(3, 8), "input_lengths": torch.tensor([8, 3, 5])}
 

@@ -45,6 +45,8 @@ from aligner.models.gpt.forward.token_layout import PADDING, LayoutRules, build_
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 TOLERANCE = 1e-5
 
 # Layout -------------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ def test_tokens_are_those_of_transformers(kind, config, model, vocabularies, tmp
     assert [back.encode(text, add_special_tokens=False) for text in texts] == expected
 
 
+@pytest.mark.integration
 def test_a_directory_with_a_sentencepiece_model_alone_is_refused(vocabularies, tmp_path):
     """Not read by SentencePiece, whose tokens are not those of transformers for all texts."""
     path = tmp_path / "tokenizer.model"
@@ -116,6 +117,7 @@ def test_a_directory_with_a_sentencepiece_model_alone_is_refused(vocabularies, t
     assert ours == [theirs.encode(text, add_special_tokens=False) for text in texts] != plain
 
 
+@pytest.mark.integration
 def test_a_model_directory_without_tokenizer_config_is_read_as_transformers_reads_it(
     vocabularies, model, tmp_path
 ):

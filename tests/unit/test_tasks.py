@@ -66,6 +66,7 @@ def test_a_module_that_lost_some_names_refuses_others():
         importlib.import_module("aligner.environments.tools").calculators  # noqa: B018
 
 
+@pytest.mark.integration
 def test_the_earlier_command_runs(tmp_path):
     for module in ("aligner.checkpoint.tiny", "aligner.examples.tasks.tiny_model"):
         command = [sys.executable, "-m", module, "--output", f"{module}.nemo"]
@@ -98,6 +99,7 @@ def test_a_task_uses_public_names_only(path):
     assert [name for name in ours if "._" in name] == []
 
 
+@pytest.mark.integration
 def test_the_library_imports_no_task():
     files = [*(ROOT / "aligner").rglob("*.py"), *(ROOT / "aligner_plan").rglob("*.py")]
     found = [path for path in files if any("aligner.examples" in m for m, _ in imports_of(path))]

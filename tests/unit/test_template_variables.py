@@ -128,6 +128,7 @@ def test_a_run_with_an_environment_has_it(model):
         describe_model_of(parse_config(values, RunConfig))
 
 
+@pytest.mark.integration
 def test_prompts_of_commands_have_it(model, tmp_path):
     output = tmp_path / "answers"
     values = {"model": model, "prompt": ["hi"], "sampling": {"max_length": 2}}

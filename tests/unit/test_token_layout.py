@@ -28,6 +28,8 @@ from aligner.models.gpt import (
 from aligner.models.gpt.forward.token_layout import PADDING, LayoutRules, build_layout
 from aligner.models.gpt.role.settings import RoleSettings
 
+pytestmark = pytest.mark.integration
+
 IDS = torch.tensor([[10, 11, 12, 0, 0], [20, 21, 22, 23, 24], [30, 0, 0, 0, 0]])
 LENGTHS = np.array([3, 5, 1])
 

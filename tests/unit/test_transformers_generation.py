@@ -23,6 +23,8 @@ ARCHITECTURE = GPTArchitecture(
     hidden_size=64,
     ffn_hidden_size=96,
     num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=16,
     vocab_size=VOCAB,
     max_position_embeddings=256,
 )
@@ -101,10 +103,8 @@ def check(model_type):
     output = run(model, decoder, prompts, lengths, slots=18, **options)
     check_against_full_passes(model, output, greedy=False, temperature=1.3)
     assert len({len(row) for row in rows_of(output)}) > 1
-    for slots in (1, 5):
-        assert rows_of(run(model, decoder, prompts, lengths, slots=slots, **options)) == rows_of(
-            output
-        )
+    few = run(model, decoder, prompts, lengths, slots=3, **options)
+    assert rows_of(few) == rows_of(output)
     order = torch.randperm(18, generator=torch.Generator().manual_seed(1))
     shuffled = run(model, decoder, prompts[order], lengths[order], ids=order, slots=7, **options)
     assert rows_of(shuffled) == [rows_of(output)[index] for index in order]

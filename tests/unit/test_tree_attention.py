@@ -16,6 +16,8 @@ from aligner.models.gpt.megatron.build import build_gpt
 from aligner.parallel.context import local_position
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 # Forks of forks, a sequence that begins another one, equal ones, one by itself.
 PARENTS = np.array([-1, 0, 1, 1, 0, 4, 4, 4, -1])
 TOKENS = np.array([20, 33, 7, 40, 5, 1, 2, 64, 9])

@@ -10,6 +10,8 @@ from aligner.errors import ConfigError, DataError, RewardError
 from aligner.importing import load_function
 from aligner.rewards.function.runner import RewardFunction
 
+pytestmark = pytest.mark.integration
+
 module, load = reward_cases.module, reward_cases.load
 
 

@@ -27,6 +27,8 @@ from aligner.models.value.workers.megatron_value_worker import (
 )
 from aligner.parallel.groups import initialize_parallel
 
+pytestmark = pytest.mark.integration
+
 ROWS, WIDTH, CLIP = 4, 12, 0.1
 SCHED = SchedConfig(name="cosine", warmup_steps=2, max_steps=6, min_lr=1e-4)
 OPTIM = OptimConfig(name="sgd", lr=0.5, sched=SCHED)

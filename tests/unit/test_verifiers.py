@@ -70,6 +70,7 @@ def test_exact_number_with_a_prefix():
     assert [score["reward"] for score in scores] == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.integration
 def test_exact_number_needs_a_number_to_compare_with():
     with (
         RewardFunction.load("aligner.examples.tasks.exact_number:reward") as function,
@@ -136,6 +137,7 @@ def test_math_verify_refuses_an_unreadable_ground_truth():
         math_verify.reward([""], ["1"], [""])
 
 
+@pytest.mark.integration
 def test_reasoning_gym_from_prompt_to_reward():
     dataset = load_set(
         PromptDataset,

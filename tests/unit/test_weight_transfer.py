@@ -66,6 +66,7 @@ READER = """
 """
 
 
+@pytest.mark.integration
 def test_another_process_reads_a_segment():
     before = sorted(os.listdir("/dev/shm"))
     offer = Offer(iter(TENSORS), max_bytes=512)
@@ -83,6 +84,7 @@ def test_another_process_reads_a_segment():
     assert sorted(os.listdir("/dev/shm")) == before
 
 
+@pytest.mark.integration
 def test_a_killed_sender_leaves_nothing():
     sender = start("""
         import pickle, sys, torch
@@ -126,6 +128,7 @@ def test_writes_of_a_reader_stay_its_own():
         offer.close()
 
 
+@pytest.mark.integration
 def test_broadcast_to_a_process_outside_the_world(tmp_path):
     store = open_rendezvous("127.0.0.1", 0, 2, 60.0)
     receiver = start(f"""

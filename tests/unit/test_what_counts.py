@@ -212,6 +212,7 @@ def test_what_fails_before_the_policy_spoke_begins_again():
         collected(NeverBegins, rows(ANSWERS), failed="zero", retries=2)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("what", "reason"), [("crashes", "env_error"), ("hangs", "env_timeout")])
 def test_an_agent_that_failed_earns_nothing_on_request(what, reason, tmp_path):
     asked = [task(what, marker=tmp_path / "x"), task("two_turns")]
@@ -281,6 +282,7 @@ def test_one_conversation_that_cannot_be_used_costs_a_retry(make, tmp_path, monk
         collected(make, asked, retries=0)
 
 
+@pytest.mark.integration
 def test_rewards_of_an_agent_that_are_too_large_together_are_a_failure():
     with pytest.raises(EnvironmentCallError, match=r"agent .*add up to 6e\+38, beyond float32"):
         agents_collected([task("earns_too_much")], **RUN)
