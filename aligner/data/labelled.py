@@ -14,7 +14,7 @@ import torch
 
 from aligner.config import PreferenceDataConfig, PromptSourceConfig
 from aligner.data.dataset import Dataset, check_section, read_items
-from aligner.data.readers import Row, converted
+from aligner.data.readers import DataRow, converted
 from aligner.data.supervised import Example, Examples, collate_examples, make_example
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
@@ -44,7 +44,7 @@ class LabelledDataset(Dataset[Labelled]):
         check_section(data, tokenizer)
         labels: dict[int, bool] = {}
 
-        def make(row: Row, index: int) -> Example:
+        def make(row: DataRow, index: int) -> Example:
             expected = "true or false (or 1 or 0)"
             labels[index] = converted(row, data.label_column, _label, expected)
             return make_example(row, index, tokenizer, data)

@@ -14,7 +14,7 @@ import torch
 
 from aligner.config import PairDataConfig
 from aligner.data.dataset import Dataset
-from aligner.data.readers import Row, converted, finite_number
+from aligner.data.readers import DataRow, converted, finite_number
 from aligner.data.supervised import Example, Examples, collate_examples, make_example
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
@@ -38,7 +38,7 @@ class PairDataset(Dataset[Pair]):
     rewards_in_order: ClassVar[bool] = False  # refuse rows whose chosen response has less reward
 
     @classmethod
-    def make(cls, row: Row, index: int, tokenizer: Tokenizer, data: PairDataConfig) -> Pair:
+    def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: PairDataConfig) -> Pair:
         """See `aligner.data.dataset.Dataset.make`."""
         # Both responses must continue the same prompt.
         chosen = make_example(row, index, tokenizer, data, "chosen_column")

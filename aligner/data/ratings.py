@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from aligner.config import RewardDataConfig
 from aligner.data.dataset import Dataset
-from aligner.data.readers import Row, converted, finite_number
+from aligner.data.readers import DataRow, converted, finite_number
 from aligner.data.supervised import Example, Examples, collate_examples, make_example
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
@@ -34,7 +34,7 @@ class RatedDataset(Dataset[Rated]):
     noun = "rated responses"
 
     @classmethod
-    def make(cls, row: Row, index: int, tokenizer: Tokenizer, data: RewardDataConfig) -> Rated:
+    def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: RewardDataConfig) -> Rated:
         """See `aligner.data.dataset.Dataset.make`."""
         example, columns = make_example(row, index, tokenizer, data), data.attribute_columns
         ratings = tuple(

@@ -13,7 +13,7 @@ from aligner.algorithms.supervised.build import (
     load_split,
     supervised_summary,
 )
-from aligner.algorithms.supervised.trainer import Examples, SupervisedTrainer, Task
+from aligner.algorithms.supervised.trainer import ExampleSet, SupervisedTrainer, Task
 from aligner.config import LOSS_OPTIONS, DPORunConfig, TrainerDPOConfig
 from aligner.data.dataset import Dataset
 from aligner.data.labelled import MISMATCHED, LabelledDataset, collate_labelled
@@ -65,7 +65,7 @@ def preference_loss(loop: TrainerDPOConfig) -> LossFunction:
 
 
 def preference_task(
-    config: DPORunConfig, sets: Mapping[str, Examples[Any]], pad_id: int
+    config: DPORunConfig, sets: Mapping[str, ExampleSet[Any]], pad_id: int
 ) -> Task[Any]:
     """Return the task for the sets ``training`` and, if present, ``validation``."""
     loop = config.trainer.dpo

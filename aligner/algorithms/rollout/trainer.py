@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aligner.algorithms.rollout.inputs import (
-    Prompts,
+    RunPrompts,
     load_environments,
     load_prompts,
     of_dry_run,
@@ -171,7 +171,7 @@ class SamplingTrainer(Learner):
     policy: Policy
     value: Value | None = None
     reward: RewardInterface
-    prompts: Prompts
+    prompts: RunPrompts
     sampler: PromptSampler
     generation: GenerationInterface
     pad_id: int
@@ -227,7 +227,7 @@ class SamplingInputs:
     """Inputs of a run that samples, read and checked before models are built."""
 
     config: SamplingRunConfig
-    prompts: Prompts
+    prompts: RunPrompts
     reward: RewardSource
     environments: RolloutSource | None
 
