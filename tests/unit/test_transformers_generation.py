@@ -18,6 +18,8 @@ from aligner.models.gpt.dtensor.sampled_transformers import (
     decoding_difference,
 )
 
+pytestmark = pytest.mark.integration
+
 ARCHITECTURE = GPTArchitecture(
     num_layers=4,
     hidden_size=64,
