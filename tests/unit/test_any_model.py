@@ -230,7 +230,16 @@ def test_recomputed_activations_give_the_same_update(model_type, recompute, fold
         assert torch.allclose(weight, weights[1][name], atol=1e-6), name
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v32"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "deepseek_v32",
+        *(
+            pytest.param(kind, marks=pytest.mark.extended)
+            for kind in ("gemma3_text", "gpt_oss", "qwen3_next")
+        ),
+    ],
+)
 def test_a_run_state_continues_bit_for_bit(model_type, folder_of):
     """Also with weights that get no gradient, such as the indexers of deepseek_v32."""
     folder = folder_of(model_type)
