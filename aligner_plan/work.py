@@ -10,7 +10,7 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.config import CriticConfig
 from aligner.config.roles.sampling import RolloutConfig
-from aligner.observe.memory import RoleMemory
+from aligner.observe.startup import RoleMemory
 from aligner_plan.devices import MEMORY_REACHED, DeviceRates
 from aligner_plan.roles import Phase, PlannedRole, PlannedRun
 

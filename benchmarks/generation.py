@@ -7,6 +7,8 @@ banned), in one process, turn by turn. Packing the weights, prefill and sampling
 time. ``ratio`` is aligner's rate over transformers', the median over the pairs. Marks at 64 new
 tokens on SmolLM2-135M float32: 2.4 at batch 16, 2.1 at batch 64.
 
+With `--on-transformers` aligner samples from the transformers model itself.
+
 On a busy machine `--threads 1 --clock cpu` counts the process's own seconds and is steadier.
 """
 
@@ -29,6 +31,8 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import LengthParams, SamplingParams
 from aligner.examples.tasks.tiny_model import random_weights
 from aligner.models.gpt.decode.generator import GenerationOutput, Generator
+from aligner.models.gpt.decode.sampled_model import SampledModel
+from aligner.models.gpt.dtensor.sampled_transformers import SampledTransformers, choose_decoder
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.parallel.groups import initialize_parallel
 from benchmarks.shapes import SMOLLM2
@@ -57,7 +61,7 @@ def load_both(path: Path) -> tuple[GPTModel, GPTArchitecture, Any]:
 
 
 def logprob_difference(
-    gpt: GPTModel, architecture: GPTArchitecture, peer: Any, prompts: torch.Tensor
+    gpt: GPTModel | SampledModel, architecture: GPTArchitecture, peer: Any, prompts: torch.Tensor
 ) -> float:
     """Compute the largest log-prob difference at aligner's greedy tokens."""
     # No end-of-sequence token: banning it would renormalise the log-probs.
@@ -71,7 +75,7 @@ def logprob_difference(
 
 
 def make_generator(
-    gpt: GPTModel,
+    gpt: GPTModel | SampledModel,
     architecture: GPTArchitecture,
     new_tokens: int,
     batch: int,
@@ -111,7 +115,7 @@ def run_peer(peer: Any, prompts: torch.Tensor, new_tokens: int) -> torch.Tensor:
 
 
 def measure(
-    gpt: GPTModel,
+    gpt: GPTModel | SampledModel,
     architecture: GPTArchitecture,
     peer: Any,
     batch: int,
@@ -165,10 +169,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
+    parser.add_argument("--on-transformers", action="store_true", help="no megatron-core model")
     parser.add_argument("--json", action="store_true", help="one JSON line per batch size")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     gpt, architecture, peer = load_both(options.model)
+    if options.on_transformers:
+        gpt = SampledTransformers(peer, choose_decoder(peer))
     for batch in options.batch:
         result = measure(gpt, architecture, peer, batch, options)
         if options.json:

@@ -23,7 +23,7 @@ from aligner.config.load import parse_config
 from aligner.config.parse import build
 from aligner.config.roles.model import LAYOUT_KEYS, STAGE_KEYS
 from aligner.data.prompts import Prompt, PromptDataset, make_prompt
-from aligner.data.readers import Row
+from aligner.data.readers import DataRow
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError
 from aligner.models.policy.lm_policy import Policy
@@ -59,7 +59,7 @@ class _Loaded:
             raise DataError("prompts: a text, not a list of texts. Write [prompt]")
         columns = self._loaded.run.data
         return [
-            make_prompt(Row(f"prompts[{i}]", {"prompt": text}), i, self.tokenizer, columns)
+            make_prompt(DataRow(f"prompts[{i}]", {"prompt": text}), i, self.tokenizer, columns)
             for i, text in enumerate(prompts)
         ]
 

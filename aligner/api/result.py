@@ -63,10 +63,11 @@ class Result:
         """
         from aligner.checkpoint.run_state.store import RunStateStore
 
-        states = RunStateStore(self.folder / "run_state").states()
+        store = RunStateStore(self.folder / "run_state")
+        states = store.states()
         if not states:
             raise CheckpointNotFoundError(f"{self.folder}: the run has not saved a state")
-        config = _saved_config(states[-1].path)
+        config = store.load(states[-1].path).state["config"]
         sign = -1 if config["exp_manager"]["mode"] == "min" else 1
         scored = [state for state in states if state.metric is not None] or states[-1:]
         state = max(scored, key=lambda state: (sign * (state.metric or 0.0), state.step))
@@ -129,9 +130,3 @@ class Result:
 
     def __repr__(self) -> str:
         return f"Result({str(self.folder)!r}, {len(self.metrics)} steps)"
-
-
-def _saved_config(state: Path) -> dict[str, Any]:
-    from aligner.checkpoint.run_state.store import RunStateStore
-
-    return dict(RunStateStore(state.parent).load(state).state["config"])

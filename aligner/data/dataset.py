@@ -19,7 +19,7 @@ from aligner.config import (
     PairDataConfig,
     PromptSourceConfig,
 )
-from aligner.data.readers import Row, read_rows
+from aligner.data.readers import DataRow, read_rows
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError, TokenizerError
 
@@ -60,14 +60,14 @@ class Dataset(Generic[T]):
         """
         check_section(data, tokenizer)
 
-        def make(row: Row, index: int) -> T:
+        def make(row: DataRow, index: int) -> T:
             return cls.make(row, index, tokenizer, data)
 
         items, dropped = read_items(source, make, longest=data.max_length, noun=cls.noun)
         return cls(items, dropped_too_long=dropped)
 
     @classmethod
-    def make(cls, row: Row, index: int, tokenizer: Tokenizer, data: Any) -> T:
+    def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: Any) -> T:
         """Convert row ``index`` of the source to an item. Errors name the row."""
         raise NotImplementedError
 
@@ -120,7 +120,7 @@ class Split(Generic[D]):
 
 def read_items(
     source: PromptSourceConfig,
-    make: Callable[[Row, int], T],
+    make: Callable[[DataRow, int], T],
     *,
     longest: int | None,
     noun: str,

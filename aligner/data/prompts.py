@@ -14,7 +14,7 @@ from aligner.config import AskedDataConfig, DataConfig, ExampleDataConfig, Promp
 from aligner.config.data import PromptColumns
 from aligner.data.chat import parse_messages, parse_tools, render_chat
 from aligner.data.dataset import Dataset, check_bos, read_items
-from aligner.data.readers import Row, take
+from aligner.data.readers import DataRow, take
 from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
 from aligner.errors import ConfigError, DataError
@@ -105,7 +105,7 @@ class EpisodeDataset(PromptDataset):
         ``ground_truth_column``: optional column that is shown with samples.
         """
 
-        def episode(row: Row, index: int) -> Prompt:
+        def episode(row: DataRow, index: int) -> Prompt:
             columns = dict(row.columns)
             truth = None if ground_truth_column is None else columns.get(ground_truth_column)
             return Prompt(index, "", [], truth, columns)
@@ -137,7 +137,7 @@ def columns_of_rows(sets: Mapping[str, PromptDataset | None]) -> dict[str, str |
 
 
 def make_prompt(
-    row: Row,
+    row: DataRow,
     index: int,
     tokenizer: Tokenizer,
     data: PromptSection,

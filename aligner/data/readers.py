@@ -18,14 +18,14 @@ _CHAT_KEYS = frozenset({"role", "function", "parameters", "input_schema"})
 _LARGEST = 3.4028234663852886e38  # float32's
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     """One row and its location, for example ``data/train.jsonl, line 12``."""
 
     location: str
     columns: dict[str, Any]
 
 
-def read_rows(source: Source, arguments: Mapping[str, Any] | None = None) -> Iterator[Row]:
+def read_rows(source: Source, arguments: Mapping[str, Any] | None = None) -> Iterator[DataRow]:
     """Yield the rows of ``source``, in order.
 
     Args:
@@ -81,7 +81,7 @@ def source_files(source: str | Path) -> list[Path] | None:
     return [path]
 
 
-def _from_jsonl(path: Path) -> Iterator[Row]:
+def _from_jsonl(path: Path) -> Iterator[DataRow]:
     with path.open("rb") as lines:
         for line_number, line in enumerate(lines, start=1):
             if line_number == 1:
@@ -96,7 +96,7 @@ def _from_jsonl(path: Path) -> Iterator[Row]:
                     raise DataError(f"a row must be a JSON object with columns, got {kind}")
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{location}: {_reason(error)}") from error
-            yield Row(location, value)
+            yield DataRow(location, value)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _reason(error: ValueError | RecursionError) -> str:
     return f"not JSON: {error}"
 
 
-def _check_text(row: Row) -> Row:
+def _check_text(row: DataRow) -> DataRow:
     """Raise `DataError` for text that is not encodable: a lone surrogate such as ``\\ud800``."""
     for name, column in row.columns.items():
         # Traverse nested values without recursion.
@@ -141,7 +141,7 @@ def _check_text(row: Row) -> Row:
     return row
 
 
-def take(row: Row, name: str, kind: type | tuple[type, ...], key: str) -> Any:
+def take(row: DataRow, name: str, kind: type | tuple[type, ...], key: str) -> Any:
     """Return a required column of type ``kind``. ``key``: setting with its name, for errors."""
     value = row.columns.get(name)
     if value is None:
@@ -157,7 +157,7 @@ def take(row: Row, name: str, kind: type | tuple[type, ...], key: str) -> Any:
     return value
 
 
-def converted(row: Row, name: str, convert: Callable[[Any], V | None], expected: str) -> V:
+def converted(row: DataRow, name: str, convert: Callable[[Any], V | None], expected: str) -> V:
     """Convert a column. Raise `DataError` with ``expected`` if ``convert`` returns None."""
     value = row.columns.get(name)
     result = convert(value)
@@ -177,7 +177,7 @@ def finite_number(value: Any) -> float | None:
     return float(value) if abs(value) <= _LARGEST else None  # false for NaN
 
 
-def _from_parquet(path: Path) -> Iterator[Row]:
+def _from_parquet(path: Path) -> Iterator[DataRow]:
     require_extra("parquet", str(path))
     import pyarrow
     from pyarrow import parquet
@@ -188,7 +188,7 @@ def _from_parquet(path: Path) -> Iterator[Row]:
             for batch in file.iter_batches():
                 for columns in batch.to_pylist(maps_as_pydicts="strict"):
                     number += 1
-                    yield Row(f"{path}, row {number}", _without_arrow_nulls(columns))
+                    yield DataRow(f"{path}, row {number}", _without_arrow_nulls(columns))
     except (pyarrow.ArrowException, KeyError, OSError) as error:
         raise DataError(f"{path}, after row {number}: not readable Parquet: {error}") from error
 
@@ -215,20 +215,20 @@ def _without_nulls(value: Any, in_chat: bool) -> Any:
     return [_without_nulls(item, in_chat) for item in value]
 
 
-def _from_text(path: Path) -> Iterator[Row]:
+def _from_text(path: Path) -> Iterator[DataRow]:
     with (
         raised_as(DataError, f"{path}: not UTF-8 text", UnicodeDecodeError),
         path.open(encoding="utf-8-sig") as lines,
     ):
         for line_number, line in enumerate(lines, start=1):
             if line.strip():
-                yield Row(f"{path}, line {line_number}", {"prompt": line.rstrip("\r\n")})
+                yield DataRow(f"{path}, line {line_number}", {"prompt": line.rstrip("\r\n")})
 
 
 _READERS = {".jsonl": _from_jsonl, ".parquet": _from_parquet, ".txt": _from_text}
 
 
-def _from_function(name: str, arguments: Mapping[str, Any]) -> Iterator[Row]:
+def _from_function(name: str, arguments: Mapping[str, Any]) -> Iterator[DataRow]:
     function = load_function(name, key="data")
     text = f"data: {name} does not accept the arguments {dict(arguments)}"
     with raised_as(ConfigError, text, TypeError):
@@ -246,7 +246,7 @@ def _from_function(name: str, arguments: Mapping[str, Any]) -> Iterator[Row]:
                     f"{type(columns).__name__}"
                 )
             plain = _without_arrow_nulls(columns) if is_arrow else dict(columns)
-            yield Row(f"{name}, row {number}", plain)
+            yield DataRow(f"{name}, row {number}", plain)
     except (DataError, ConfigError):
         raise
     except Exception as error:

@@ -29,7 +29,7 @@ from aligner.data.chat import (
 )
 from aligner.data.dataset import Dataset
 from aligner.data.prompts import check_plain_text, pad_right
-from aligner.data.readers import Row, take
+from aligner.data.readers import DataRow, take
 from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
 from aligner.data.tokenizers.tokenizer import encode_after as _encode_after
@@ -97,13 +97,15 @@ class ExampleDataset(Dataset[Example]):
     """All examples, in the order of their source."""
 
     @classmethod
-    def make(cls, row: Row, index: int, tokenizer: Tokenizer, data: ExampleDataConfig) -> Example:
+    def make(
+        cls, row: DataRow, index: int, tokenizer: Tokenizer, data: ExampleDataConfig
+    ) -> Example:
         """See `make_example`."""
         return make_example(row, index, tokenizer, data)
 
 
 def make_example(
-    row: Row,
+    row: DataRow,
     index: int,
     tokenizer: Tokenizer,
     data: ExampleSection,
@@ -317,7 +319,7 @@ def response_note(examples: Iterable[Example], tokenizer: Tokenizer) -> str:
 
 
 def _conversation(
-    row: Row, data: ExampleSection, response_key: ResponseKey
+    row: DataRow, data: ExampleSection, response_key: ResponseKey
 ) -> tuple[list[Message] | None, Literal["last", "all"], int]:
     """Return a row's chat, the learned answers, and the number of messages of context.
 

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from aligner.errors import NativeCodeError
+from aligner.errors import NativeCodeError, raised_as
 
 
 def torch_home() -> Path:
@@ -39,14 +39,13 @@ def compiled(source: Path) -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None:
         raise NativeCodeError("no C++ compiler was found. Install g++, or set CXX")
-    try:
+    text = f"{cache} cannot be written"
+    with raised_as(NativeCodeError, text, OSError, remedy="set XDG_CACHE_HOME"):
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             library = Path(folder) / target.name
             _compile(compiler, source, home, library)
             os.replace(library, target)  # another process may have compiled it meanwhile
-    except OSError as error:
-        raise NativeCodeError(f"{cache} cannot be written ({error}). Set XDG_CACHE_HOME") from error
     return target
 
 

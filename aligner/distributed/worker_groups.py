@@ -79,8 +79,8 @@ class RayWorkerBuilder:
 class MultiWorkerFuture(list["ObjectRef"]):
     """References to the results of a method call on many workers, one per worker.
 
-    ``ray.get`` of the list returns the results of all workers, or raises `Failure` if a worker
-    raised.
+    ``ray.get`` of the list returns the results of all workers, or raises `WorkerFailure` if a
+    worker raised.
 
     Args:
         method_name: the called method, for messages.

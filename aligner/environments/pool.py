@@ -27,7 +27,7 @@ class Call(NamedTuple):
     limit_s: float
 
 
-class Answer(NamedTuple):
+class CallAnswer(NamedTuple):
     """Return value of a call (a ``Start``, a ``Turn`` or None) and its duration in seconds."""
 
     value: Any
@@ -97,7 +97,7 @@ class EnvironmentPool(ProcessPool):
             )
         )
 
-    def call(self, calls: Sequence[Call]) -> list[Answer | Failure]:
+    def call(self, calls: Sequence[Call]) -> list[CallAnswer | Failure]:
         """Make calls of different slots at the same time, each with its own time limit."""
         return [
             began if isinstance(began, Failure) else self.receive(call, began)
@@ -136,7 +136,7 @@ class EnvironmentPool(ProcessPool):
             if descriptor in ready and self._processes[slot].has_answer()
         }
 
-    def receive(self, call: Call, began: float) -> Answer | Failure:
+    def receive(self, call: Call, began: float) -> CallAnswer | Failure:
         """Wait for the answer to a call that was sent at the time ``began``."""
         process = self._processes[call.slot]
         try:
@@ -152,7 +152,7 @@ class EnvironmentPool(ProcessPool):
             if value.startswith("MemoryError") and memory_mb is not None:
                 text += f". It may allocate environment.memory_mb={memory_mb} MiB"
             return Failure("env_error", text)
-        return Answer(value, seconds)
+        return CallAnswer(value, seconds)
 
 
 def _value_of(call: Call, answer: tuple[str, Any]) -> tuple[Any, float]:

@@ -16,7 +16,7 @@ from typing import Any
 from aligner.child_process import Answers
 from aligner.environments.calls import Form
 from aligner.environments.protocol import Start, Turn, check_start, check_turn
-from aligner.errors import AlignerError, ConfigError
+from aligner.errors import AlignerError, ConfigError, raised_as
 from aligner.importing import check_call, describe_exception, load_function
 
 KEY, COMMAND_KEY = "environment.factory", "environment.command"
@@ -124,10 +124,8 @@ def check_kwargs(function: Any, kwargs: Mapping[str, Any], key: str) -> None:
     Raises:
         ConfigError: the method refuses ``kwargs``. The message begins with ``key``.
     """
-    try:
+    with raised_as(ConfigError, key, AlignerError):
         getattr(function, "check_kwargs", lambda kwargs: None)(kwargs)
-    except AlignerError as error:
-        raise ConfigError(f"{key}: {error}") from error
 
 
 class Host:

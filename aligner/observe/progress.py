@@ -24,7 +24,7 @@ _SHOWN = (  # metric, label, format (z: a value that rounds to 0 has no sign)
 _HIDDEN_WITH_REWARDS = ("train_optim/loss", "train_optim/accuracy")
 
 
-class Progress:
+class ConsoleProgress:
     """Phase, reward, KL and remaining time of a run.
 
     Args:

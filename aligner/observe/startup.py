@@ -1,4 +1,4 @@
-"""The start-up report: a summary of the run, printed before it begins."""
+"""The start-up report: a summary of the run with its memory, printed before it begins."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,60 @@ from rich.text import Text
 from aligner.checkpoint.durable import readable_bytes
 from aligner.config import RolloutConfig
 from aligner.device.accelerator import DeviceInfo
-from aligner.observe.memory import RoleMemory
 from aligner.packages import PackageStatus
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """One model on one process."""
+
+    name: str  # policy, critic, reference, …
+    parameters: int  # of the whole model
+    trainable: bool
+    model_parallel_size: int = 1  # processes that share one replica
+    optimizer_shards: int = 1  # processes that share the optimizer state of one such part
+    weight_bytes: int = 4  # per parameter: 4 float32, 2 bf16
+    gradient_bytes: int = 4  # per parameter, while training
+    optimizer_bytes: int = 8  # per parameter: 8 for Adam's two moments, 4 more for a master copy
+    adapter_parameters: int = 0  # in addition to ``parameters``. If positive, only these train
+
+    @property
+    def local_parameters(self) -> int:
+        """Number of parameters on this process."""
+        return -(-(self.parameters + self.adapter_parameters) // self.model_parallel_size)
+
+    @property
+    def learning_parameters(self) -> int:
+        """Number of parameters on this process that are trained."""
+        if not self.trainable:
+            return 0
+        adapters = -(-self.adapter_parameters // self.model_parallel_size)
+        return adapters or self.local_parameters
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights."""
+        return self.local_parameters * self.weight_bytes
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the gradients. 0 for a frozen model."""
+        return self.learning_parameters * self.gradient_bytes
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes of the optimizer state. 0 for a frozen model."""
+        return -(-self.learning_parameters // self.optimizer_shards) * self.optimizer_bytes
+
+    @property
+    def run_state(self) -> int:
+        """Bytes of this process's share of a run state: float32 weights and Adam's moments."""
+        return -(-self.learning_parameters // self.optimizer_shards) * 12
+
+    @property
+    def total(self) -> int:
+        """Bytes of weights, gradients and optimizer state."""
+        return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class FunctionCall(BaseModel):
     arguments: str
 
 
-class ToolCall(BaseModel):
+class MessageToolCall(BaseModel):
     """Call of a function. ``index``: index of the call in a streamed message."""
 
     index: int | None = None
@@ -63,7 +63,7 @@ class ChatMessage(BaseModel):
     role: str | None = None
     content: str | None = None
     refusal: None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[MessageToolCall] | None = None
 
 
 class TokenLogprob(BaseModel):

@@ -8,7 +8,7 @@ from typing import Any
 from aligner.data.chat import Message
 from aligner.environments.calls import Form, before_calls, parse_calls
 from aligner.environments.tools import tools_in_text
-from aligner.serving.openai_types import FunctionCall, ToolCall
+from aligner.serving.openai_types import FunctionCall, MessageToolCall
 
 
 def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -44,7 +44,7 @@ def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
     return tools_in_text(plain, tools) if tools else plain
 
 
-def split_calls(text: str, form: Form) -> tuple[str | None, list[ToolCall]]:
+def split_calls(text: str, form: Form) -> tuple[str | None, list[MessageToolCall]]:
     """Return the text before the calls, None if it is empty, and the calls in OpenAI's format.
 
     If a call cannot be read, the whole text is returned without calls.
@@ -53,7 +53,7 @@ def split_calls(text: str, form: Form) -> tuple[str | None, list[ToolCall]]:
     if not calls or any(call.problem is not None for call in calls):
         return text, []
     return before_calls(text, form).strip() or None, [
-        ToolCall(
+        MessageToolCall(
             id=call.id or uuid.uuid4().hex[:9],  # Mistral's templates refuse longer ids
             type="function",
             function=FunctionCall(name=call.name, arguments=json.dumps(call.arguments)),

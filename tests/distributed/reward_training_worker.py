@@ -21,9 +21,8 @@ from aligner.config import (
     SequencePackingConfig,
     TrainedModelConfig,
 )
-from aligner.data.preferences import PairDataset, collate_pairs
-from aligner.data.ratings import Rated, collate_rated
-from aligner.data.readers import Row
+from aligner.data.preferences import PairDataset, Rated, collate_pairs, collate_rated
+from aligner.data.readers import DataRow
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
@@ -41,7 +40,7 @@ def batch_of(loss: str) -> BatchedDataDict:
     """12 rows of different lengths; of some ratings one or two are missing, and one row is out."""
     tokenizer, data = byte_level_tokenizer(), PairDataConfig(PromptSourceConfig(""))
     rows = form_pairs(size=PAIRS, shots=1, longest=12)
-    pairs = [PairDataset.make(Row("", row), n, tokenizer, data) for n, row in enumerate(rows)]
+    pairs = [PairDataset.make(DataRow("", row), n, tokenizer, data) for n, row in enumerate(rows)]
     if loss == "pairs":
         return collate_pairs(pairs, tokenizer.pad_id)
     examples = [example for pair in pairs for example in (pair.chosen, pair.rejected)]

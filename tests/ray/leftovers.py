@@ -68,4 +68,4 @@ def reserved_groups():
 
 
 def shared_memory():
-    return sorted(os.listdir("/dev/shm"))
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}

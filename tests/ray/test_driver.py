@@ -86,7 +86,7 @@ def test_a_killed_driver_with_a_ray_of_its_own(tmp_path, tiny_nemo, left_alone, 
     driver.communicate(timeout=PATIENCE_S)
     wait_for(lambda: not processes_of(session), 60, f"processes of {session} end")
     wait_for(lambda: not Path(session).exists(), 60, f"{session} is removed")
-    assert shared_memory() == memory
+    assert shared_memory() <= memory
     finished(launch(folder, tiny_nemo, ON_RAY))
     assert result(folder) == left_alone
 

@@ -10,7 +10,7 @@ from aligner.algorithms.losses.value import MseValueLossFn
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.named_sharding import AXES, NamedSharding
-from aligner.distributed.ray.worker import Failure
+from aligner.distributed.ray.worker import WorkerFailure
 from aligner.distributed.virtual_cluster import RayVirtualCluster
 from aligner.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from aligner.errors import ConfigError, DataError, LayoutError
@@ -91,9 +91,9 @@ def test_workers_are_called_one_by_one_and_futures_are_lists(cluster, ray):
     futures = group.run_all_workers_single_data("echo")
     assert isinstance(futures, list)
     assert ray.get(futures) == futures.get_results() == [(0, None), (1, None)]
-    with pytest.raises(Failure, match="row 7 is empty"):
+    with pytest.raises(WorkerFailure, match="row 7 is empty"):
         ray.get(group.workers[0].refuse.remote(error=DataError("row 7 is empty")))
-    with pytest.raises(Failure, match="KeyError: 'nowhere'"):
+    with pytest.raises(WorkerFailure, match="KeyError: 'nowhere'"):
         ray.get(group.run_all_workers_single_data("stumble"))
     assert str(group.workers[1]).startswith("teller rank 1 (")
 

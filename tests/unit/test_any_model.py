@@ -301,7 +301,9 @@ def test_a_model_that_sees_later_tokens_is_refused(folder_of):
 
 
 def test_packing_of_a_state_space_is_refused_with_the_difference(folder_of):
-    with pytest.raises(ConfigError, match=r"sequence_packing\.enabled=true.*rows.*differ by \d"):
+    with pytest.raises(
+        ConfigError, match=r"sequence_packing\.enabled=true.*one sequence in each row.*differ by \d"
+    ):
         load(folder_of("mamba2"), sequence_packing=True)
     assert not load(folder_of("qwen3_next")).layout_rules.packed
 

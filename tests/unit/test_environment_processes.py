@@ -16,7 +16,7 @@ from aligner import child_process
 from aligner.config import PromptSourceConfig
 from aligner.data.prompts import EpisodeDataset, columns_of_rows
 from aligner.environments import Start, Turn
-from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
+from aligner.environments.pool import Call, CallAnswer, EnvironmentPool, Failure
 from aligner.environments.protocol import check_start, check_turn
 from aligner.errors import ConfigError, DataError
 
@@ -84,7 +84,7 @@ def test_a_failure_is_told_and_touches_nobody_else(pool, what, said):
     assert failed.reason == "env_error"
     assert re.search(said, failed.text), failed.text
     assert fine.value.score == 1.0
-    assert isinstance(pool.call([begin(0)])[0], Answer)  # it is started again
+    assert isinstance(pool.call([begin(0)])[0], CallAnswer)  # it is started again
     assert pool.pid(1) == other
 
 
@@ -98,7 +98,7 @@ def test_one_that_hangs_is_killed_with_what_it_started(pool, tmp_path, what):
     assert (failed.reason, fine.value.score) == ("env_timeout", 1.0)
     assert "did not answer within 1 seconds and was killed" in failed.text
     assert all(gone(int(pid)) for pid in marker.read_text().split())
-    assert isinstance(pool.call([begin(0)])[0], Answer)
+    assert isinstance(pool.call([begin(0)])[0], CallAnswer)
 
 
 def test_a_dead_one_leaves_nothing_behind(pool, tmp_path):
@@ -132,7 +132,7 @@ def test_a_part_of_an_answer_is_no_answer(pool, what):
     assert time.monotonic() - began < 3
     assert pool.receive(calls[1], began).value.score == 1.0
     pool.kill(0)
-    assert isinstance(pool.call([begin(0)])[0], Answer)
+    assert isinstance(pool.call([begin(0)])[0], CallAnswer)
 
 
 def test_an_answer_in_parts_is_one(pool):
@@ -173,9 +173,9 @@ def test_one_that_dies_while_it_starts_fails_its_conversation_only(pool, monkeyp
     failed, fine = pool.call([begin(0), begin(1)])
     assert failed.reason == "env_error"
     assert re.search(r"died \(exit code -9\)", failed.text)
-    assert isinstance(fine, Answer)
+    assert isinstance(fine, CallAnswer)
     monkeypatch.undo()
-    assert isinstance(pool.call([begin(0)])[0], Answer)
+    assert isinstance(pool.call([begin(0)])[0], CallAnswer)
 
 
 def test_memory_is_bounded(module):
@@ -230,7 +230,7 @@ def test_what_was_left_under_way_is_closed_before_the_next(module, tmp_path):
     try:
         for number in range(3):
             pool.call([begin(0, seed=number, marker=str(tmp_path / "closed"))])
-            assert isinstance(pool.call([step(0)])[0], Answer)
+            assert isinstance(pool.call([step(0)])[0], CallAnswer)
     finally:
         pool.close()
     assert (tmp_path / "closed").read_text() == "0 1 "

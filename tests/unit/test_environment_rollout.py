@@ -24,7 +24,7 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments import Start, Turn
 from aligner.environments.conversation import ChatRenderer, Conversation
-from aligner.environments.pool import Answer, EnvironmentPool, Failure
+from aligner.environments.pool import CallAnswer, EnvironmentPool, Failure
 from aligner.environments.worker import Host
 from aligner.errors import EnvironmentCallError
 
@@ -67,7 +67,7 @@ class HerePool:
             value = self.hosts[call.slot].call(call.name, call.argument)
         except Exception as error:
             return Failure("env_error", str(error))
-        return Answer(value, 1.0)
+        return CallAnswer(value, 1.0)
 
 
 class Babble:

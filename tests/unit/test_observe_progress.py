@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from aligner.observe.metrics import PhaseTimers
-from aligner.observe.progress import Progress, clock_time
+from aligner.observe.progress import ConsoleProgress, clock_time
 
 
 class Clock:
@@ -58,7 +58,7 @@ def test_queued_work_is_waited_for_inside_the_phase():
 def run_progress(terminal: bool) -> str:
     clock, out = Clock(), io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=140, color_system=None)
-    with Progress(12, done_steps=2, console=console, clock=clock) as progress:
+    with ConsoleProgress(12, done_steps=2, console=console, clock=clock) as progress:
         clock.now += 50.0
         progress.step(2, {"val_rollouts/accuracy": 0.25})  # validation; not a training step
         for step, seconds in ((3, 10.0), (4, 20.0)):
@@ -86,7 +86,9 @@ def test_a_terminal_gets_a_bar_with_phase_and_numbers():
 
 def lines_of(*steps) -> list[str]:
     out = io.StringIO()
-    with Progress(len(steps), console=Console(file=out, width=140), clock=Clock()) as progress:
+    with ConsoleProgress(
+        len(steps), console=Console(file=out, width=140), clock=Clock()
+    ) as progress:
         for step, metrics in enumerate(steps):
             progress.step(step, metrics)
     return [line.split("  0.0 s/step")[0] for line in out.getvalue().splitlines()]
@@ -112,7 +114,7 @@ def test_nothing_has_no_sign_and_a_policys_loss_is_not_shown():
 
 def test_other_ranks_are_silent():
     out = io.StringIO()
-    with Progress(3, console=Console(file=out), enabled=False) as progress:
+    with ConsoleProgress(3, console=Console(file=out), enabled=False) as progress:
         progress.step(1, {})
     assert out.getvalue() == ""
 

@@ -20,8 +20,7 @@ from aligner.observe.report.chart import (
     thin_out,
     ticks,
 )
-from aligner.observe.report.conversation import messages_of
-from aligner.observe.report.page import render, templates
+from aligner.observe.report.page import messages_of, render, templates
 from aligner.observe.report.run import (
     RunRecord,
     before_and_after,

@@ -20,8 +20,8 @@ from aligner.config import (
 from aligner.device.accelerator import DeviceInfo
 from aligner.errors import VersionError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
-from aligner.observe.memory import RoleMemory
 from aligner.observe.startup import (
+    RoleMemory,
     StartupSummary,
     TrainedRole,
     batch_arithmetic,

@@ -19,8 +19,7 @@ from aligner.errors import DataError, RewardServerError
 from aligner.http import application, listening
 from aligner.http.queue import JobQueue
 from aligner.rewards.server.client import RewardClient
-from aligner.rewards.server.http import RewardService
-from aligner.rewards.server.serve import score_until
+from aligner.rewards.server.serve import RewardService, score_until
 from aligner.rewards.server.wire import WireSample
 
 BATCH = 4

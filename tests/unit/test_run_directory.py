@@ -12,8 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from aligner.algorithms.run.directory import RunDirectory
-from aligner.algorithms.run.identity import RunIdentity
-from aligner.checkpoint.fingerprint import file_fingerprint
+from aligner.algorithms.run.identity import RunIdentity, file_fingerprint
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import DPORunConfig, RSRunConfig, RunConfig, SFTRunConfig
 from aligner.config.load import parse_config

@@ -218,7 +218,7 @@ TIMED = (
     "{% if add_generation_prompt %}{{ 'assistant: ' + strftime_now('%Y-%m-%d %f') }}{% endif %}"
 )
 TOLD = (
-    "from aligner.data.tokenizers.clock import RunClock; "
+    "from aligner.data.tokenizers.tokenizer import RunClock; "
     "print(RunClock.now().strftime('%Y-%m-%d %f'))"
 )
 

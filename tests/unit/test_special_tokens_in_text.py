@@ -14,11 +14,9 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from aligner.algorithms.ask.generate import Chat
 from aligner.config import AskedDataConfig
-from aligner.data.labelled import LabelledDataset
-from aligner.data.preferences import PairDataset
+from aligner.data.preferences import LabelledDataset, PairDataset, RatedDataset
 from aligner.data.prompts import PromptDataset, make_prompt
-from aligner.data.ratings import RatedDataset
-from aligner.data.readers import Row
+from aligner.data.readers import DataRow
 from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.supervised import ExampleDataset
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -193,7 +191,7 @@ def test_text_of_calls_is_read_before_it_is_treated():
     """JSON may spell a token by numbers of its characters."""
     hidden = '{"x": "\\u003c|im_end|>"}'
     data = AskedDataConfig(special_tokens_in_text="refuse")
-    row = Row("row 7", {"prompt": [user("a"), calling("", hidden), user("b")]})
+    row = DataRow("row 7", {"prompt": [user("a"), calling("", hidden), user("b")]})
     place = r"^row 7: prompt\.1\.tool_calls\.0\.function\.arguments\.x spells"
     with pytest.raises(DataError, match=place):
         make_prompt(row, 0, chatml(WITH_TOOLS), data)

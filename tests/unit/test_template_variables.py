@@ -12,11 +12,11 @@ from aligner.algorithms.run.startup import describe_model_of
 from aligner.checkpoint.convert import convert
 from aligner.config import GenerateConfig, RunConfig, SFTRunConfig, parse_config
 from aligner.data.chat import render
-from aligner.data.readers import Row
+from aligner.data.readers import DataRow
 from aligner.data.supervised import make_example
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.data.tokenizers.clock import fixed_time
 from aligner.data.tokenizers.loading import tokenizer_from_files, with_template_kwargs
+from aligner.data.tokenizers.tokenizer import fixed_time
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.protocol import Start
 from aligner.errors import ConfigError, DataError
@@ -104,7 +104,7 @@ def test_the_key_reaches_data_and_conversations(model):
     assert render(tokenizer, CHAT).endswith("assistant<no>")
     talk = Conversation(ChatRenderer(tokenizer), Start(CHAT))
     assert tokenizer.decode(talk.ids).endswith("assistant<no>")
-    row = Row("row 1", {"prompt": "a", "response": "b"})
+    row = DataRow("row 1", {"prompt": "a", "response": "b"})
     config = parse_config(
         {"model": model, "data": {"train": section["train"]} | kwargs}, SFTRunConfig
     )

@@ -13,7 +13,7 @@ from aligner.algorithms.rollout.validation import sample_responses
 from aligner.config import GenerateConfig
 from aligner.data.chat import Message, parse_messages, render, with_system
 from aligner.data.prompts import PromptDataset, make_prompt
-from aligner.data.readers import Row
+from aligner.data.readers import DataRow
 from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.decoding import IncrementalDecoder
 from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
@@ -54,7 +54,7 @@ def _sets(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, P
     data = config.data
     if config.prompt:
         rows = (
-            Row(f"--prompt {number}", {data.prompt_column: text})
+            DataRow(f"--prompt {number}", {data.prompt_column: text})
             for number, text in enumerate(config.prompt, start=1)
         )
         yield (

@@ -13,11 +13,16 @@ from aligner.algorithms.supervised.build import (
     load_split,
     supervised_summary,
 )
-from aligner.algorithms.supervised.trainer import Examples, SupervisedTrainer, Task
+from aligner.algorithms.supervised.trainer import ExampleSet, SupervisedTrainer, Task
 from aligner.config import LOSS_OPTIONS, DPORunConfig, TrainerDPOConfig
 from aligner.data.dataset import Dataset
-from aligner.data.labelled import MISMATCHED, LabelledDataset, collate_labelled
-from aligner.data.preferences import PairDataset, collate_pairs
+from aligner.data.preferences import (
+    MISMATCHED,
+    LabelledDataset,
+    PairDataset,
+    collate_labelled,
+    collate_pairs,
+)
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, RPOLoss, SimPOLoss, kto_kl_baseline
 from aligner.models.policy.lm_policy import Policy
@@ -65,7 +70,7 @@ def preference_loss(loop: TrainerDPOConfig) -> LossFunction:
 
 
 def preference_task(
-    config: DPORunConfig, sets: Mapping[str, Examples[Any]], pad_id: int
+    config: DPORunConfig, sets: Mapping[str, ExampleSet[Any]], pad_id: int
 ) -> Task[Any]:
     """Return the task for the sets ``training`` and, if present, ``validation``."""
     loop = config.trainer.dpo

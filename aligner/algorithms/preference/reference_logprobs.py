@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from aligner.algorithms.supervised.trainer import Examples
+from aligner.algorithms.supervised.trainer import ExampleSet
 from aligner.checkpoint.durable import atomic_file
 from aligner.config import DPORunConfig
 from aligner.data.supervised import Example, collate_examples
@@ -46,7 +46,7 @@ Item = TypeVar("Item", bound=Referenced)
 class WithReference(Generic[Item]):
     """A data set whose examples contain their log-probs under the reference."""
 
-    def __init__(self, items: Examples[Item], logprobs: Tensor) -> None:
+    def __init__(self, items: ExampleSet[Item], logprobs: Tensor) -> None:
         """Store ``logprobs``, float32 [N], of the N learned tokens of all examples in order."""
         counts = [example.learned_tokens for example in _examples(items)]
         bounds = pairwise(accumulate(counts, initial=0))
@@ -79,7 +79,7 @@ class ReferenceLogprobs:
     console: Console
 
     def of(
-        self, sets: Mapping[str, Examples[Item]], config: DPORunConfig
+        self, sets: Mapping[str, ExampleSet[Item]], config: DPORunConfig
     ) -> dict[str, WithReference[Item]]:
         """Return ``sets`` with log-probs. A file with log-probs of other inputs is replaced."""
         fingerprint = fingerprint_of(config, sets)
@@ -113,7 +113,7 @@ class ReferenceLogprobs:
         self.console.print(text, highlight=False, markup=False)
 
 
-def fingerprint_of(config: DPORunConfig, sets: Mapping[str, Examples[Any]]) -> dict[str, str]:
+def fingerprint_of(config: DPORunConfig, sets: Mapping[str, ExampleSet[Any]]) -> dict[str, str]:
     """Return fingerprints of everything that the log-probs depend on, by a name for messages.
 
     The model's fingerprint covers its path, file sizes and modification times. The examples'
@@ -135,7 +135,7 @@ def _files(source: str) -> list[bytes]:
     return [f"{name} {stat.st_size} {stat.st_mtime_ns}\n".encode() for name, stat in stats]
 
 
-def _tokens(items: Examples[Any]) -> list[bytes]:
+def _tokens(items: ExampleSet[Any]) -> list[bytes]:
     numbers = (
         [len(example.ids), *example.ids, *(bound for span in example.learned for bound in span)]
         for example in _examples(items)
@@ -150,7 +150,7 @@ def _digest(parts: Sequence[bytes]) -> str:
     return digest.hexdigest()
 
 
-def _examples(items: Examples[Any]) -> list[Example]:
+def _examples(items: ExampleSet[Any]) -> list[Example]:
     return [example for index in range(len(items)) for example in items[index].examples]
 
 

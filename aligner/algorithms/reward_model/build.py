@@ -14,12 +14,18 @@ from aligner.algorithms.supervised.build import (
     load_split,
     supervised_summary,
 )
-from aligner.algorithms.supervised.trainer import Examples, SupervisedTrainer, Task
+from aligner.algorithms.supervised.trainer import ExampleSet, SupervisedTrainer, Task
 from aligner.checkpoint.model_source import open_model
 from aligner.config import RewardRunConfig
 from aligner.data.dataset import Dataset, Split
-from aligner.data.preferences import OrderedPairDataset, Pair, PairDataset, collate_pairs
-from aligner.data.ratings import RatedDataset, collate_rated
+from aligner.data.preferences import (
+    OrderedPairDataset,
+    Pair,
+    PairDataset,
+    RatedDataset,
+    collate_pairs,
+    collate_rated,
+)
 from aligner.errors import ConfigError
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from aligner.models.gpt.role.reward import Standardization, saved_attributes
@@ -87,7 +93,7 @@ def kind_of(config: RewardRunConfig) -> type[Dataset[Any]]:
     return PairDataset if loop.variant == "plain" else OrderedPairDataset
 
 
-def last_token(examples: Examples[Any]) -> int | None:
+def last_token(examples: ExampleSet[Any]) -> int | None:
     """Return the last token of all sequences, or None if last tokens differ."""
     items: list[Any] = [examples[index] for index in range(len(examples))]
     sequences = [item.examples if isinstance(item, Pair) else (item.example,) for item in items]
@@ -104,7 +110,7 @@ def reward_task(config: RewardRunConfig, examples: Split[Any], pad_id: int) -> T
 
 
 def measure(
-    model: RewardModel, task: Task[Any], examples: Examples[Any], limit: int
+    model: RewardModel, task: Task[Any], examples: ExampleSet[Any], limit: int
 ) -> Standardization:
     """Return mean and standard deviation of the rewards of the first ``limit`` examples."""
     count = min(len(examples), limit)

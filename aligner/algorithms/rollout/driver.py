@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from aligner.config import EnvironmentConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
+from aligner.environments.pool import Call, CallAnswer, EnvironmentPool, Failure
 from aligner.environments.trajectory import Trajectory
 from aligner.errors import AlignerError, EnvironmentCallError
 from aligner.generation.rows import Progress, Row, RowJob
@@ -202,7 +202,7 @@ class Driver:
         now = time.monotonic()
         ready = []
         for episode in self._active:
-            reply: Answer | Progress | Failure | Exception | None = episode.reply
+            reply: CallAnswer | Progress | Failure | Exception | None = episode.reply
             if episode.call is not None:
                 reply = self._reply_of_process(episode, episode.slot in answered, now)
             elif isinstance(reply, Exception):
@@ -215,7 +215,7 @@ class Driver:
 
     def _reply_of_process(
         self, episode: Episode, is_answered: bool, now: float
-    ) -> Answer | Failure | None:
+    ) -> CallAnswer | Failure | None:
         assert episode.call is not None
         # The clock of an agent stops while the policy owes it an answer.
         elapsed_s, episode.checked_at = now - episode.checked_at, now
@@ -257,7 +257,7 @@ class Driver:
         return None
 
     def _resume(
-        self, replies: Sequence[tuple[Episode, Answer | Progress | Failure | None]]
+        self, replies: Sequence[tuple[Episode, CallAnswer | Progress | Failure | None]]
     ) -> None:
         """Resume each conversation with its reply, up to its next request."""
         # Run each conversation to its next request. Sampling requests are queued at once.
@@ -268,7 +268,7 @@ class Driver:
                 if isinstance(reply, Failure):
                     request = episode.steps.throw(ConversationFailedError(reply))
                 else:
-                    value = reply.value if isinstance(reply, Answer) else reply
+                    value = reply.value if isinstance(reply, CallAnswer) else reply
                     request = episode.steps.send(value)
             except StopIteration as end:
                 self._end(episode, *end.value)

@@ -13,8 +13,7 @@ from typing import Any, Protocol, TypeVar
 from aligner.algorithms.run.directory import log_dir
 from aligner.architecture import GPTArchitecture
 from aligner.config import BaseRunConfig, ParallelConfig, SamplingRunConfig
-from aligner.data.tokenizers.clock import TEMPLATE_TIME
-from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import TEMPLATE_TIME, Tokenizer
 from aligner.device import accelerator
 from aligner.distributed.interfaces import Cluster
 from aligner.distributed.workers import LocalCluster

@@ -1,6 +1,8 @@
 """Identity of a run: settings that define the optimisation, and settings that may change."""
 
+import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from aligner.catalog import ENGINES
-from aligner.checkpoint.fingerprint import fingerprint_of, model_fingerprint
 from aligner.compat.paths import current_path
 from aligner.config import BaseRunConfig
 from aligner.config.algorithms.names import Algorithm, algorithm_of
 from aligner.data.readers import Source, source_files
-from aligner.errors import CheckpointError, DataError
+from aligner.errors import CheckpointError, DataError, raised_as
 
 # Patterns of keys that may change between two starts of a run. All other keys are its identity.
 MAY_CHANGE = (
@@ -42,6 +43,8 @@ MAY_CHANGE = (
     *("environment.concurrency", "environment.memory_mb", "environment.retries"),
 )
 _CONTENTS = {"models": "model", "data": "data", "sources": ""}  # value of `accept_changed`
+# Blocks of a fingerprint, and their bytes. A file of up to 4 MiB is read completely.
+_BLOCKS, _BLOCK = 64, 1 << 16
 # Mappings whose keys the user defines.
 _USER_MAPPINGS = ("kwargs", "loss_kwargs", "arguments", "chat_template_kwargs")
 
@@ -84,15 +87,13 @@ class RunIdentity:
         """
         saved = state.get("identity", {})
         models, data, sources = (saved.get(name, {}) for name in _CONTENTS)
-        try:
+        damage = (KeyError, StopIteration, AttributeError, TypeError)
+        text = "the run state lacks the name of its algorithm, so no training script wrote it"
+        remedy = "set exp_manager.explicit_log_dir to another directory"
+        with raised_as(CheckpointError, text, *damage, remedy=remedy):
             config = state["config"]
             settings = identity_settings(config)
             return cls(algorithm_of(config), models, _without_arguments(data), sources, settings)
-        except (KeyError, StopIteration, AttributeError, TypeError) as error:
-            raise CheckpointError(
-                "the run state lacks the name of its algorithm: no training script wrote it. Set "
-                "exp_manager.explicit_log_dir to another directory"
-            ) from error
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dictionary that JSON can represent."""
@@ -210,17 +211,14 @@ def _content(source: Any, content: str | None) -> dict[str, Any]:
 
 def _same_content(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
     """Compare contents and function names, or file names if a content is unknown."""
-    names = [_file_names(entry["source"]) for entry in (new, old)]
+    sources = [entry["source"] for entry in (new, old)]
+    sources = [source if isinstance(source, list) else [source] for source in sources]
+    names = [[str(part).rpartition("/")[2] for part in parts] for parts in sources]
     if None in (new["content"], old["content"]):
         return names[0] == names[1]
     functions = [[name.partition(":")[2] for name in part] for part in names]
     contents = [_current(entry["content"]) for entry in (new, old)]
     return contents[0] == contents[1] and functions[0] == functions[1]
-
-
-def _file_names(source: Any) -> list[str]:
-    parts = source if isinstance(source, list) else [source]
-    return [str(part).rpartition("/")[2] for part in parts]
 
 
 def _code_content(key: str, value: Any) -> str | None:
@@ -272,3 +270,40 @@ def _without_arguments(data: Mapping[str, dict[str, Any]]) -> dict[str, dict[str
         if str(entry["content"]).startswith("[["):
             entry["content"] = json.dumps(json.loads(entry["content"])[0])
     return contents
+
+
+def file_fingerprint(path: Path) -> str:
+    """Compute the SHA-256 of a file's size and of evenly spaced blocks, including both ends.
+
+    Training changes every weight, so blocks are enough to distinguish models. Two large files that
+    differ only between the blocks have the same fingerprint.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(f"{size} ".encode())
+        if size <= _BLOCKS * _BLOCK:
+            digest.update(file.read())
+        else:
+            for block in range(_BLOCKS):
+                file.seek((size - _BLOCK) * block // (_BLOCKS - 1))
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()
+
+
+def model_fingerprint(source: str) -> str | None:
+    """Return the fingerprint of a model file or directory, or None if none can be read."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return fingerprint_of([path])
+    if any((path / name).is_file() for name in ("config.json", "model_config.yaml")):
+        return fingerprint_of(sorted(file for file in path.rglob("*") if file.is_file()))
+    return None
+
+
+def fingerprint_of(files: Sequence[Path]) -> str | None:
+    """Return the fingerprint of ordered files without their names, or None if one is unreadable."""
+    try:
+        return hashlib.sha256(json.dumps([*map(file_fingerprint, files)]).encode()).hexdigest()[:32]
+    except OSError:
+        return None

@@ -32,13 +32,13 @@ from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config.parse import without_new_defaults
 from aligner.data.dataset import PromptSampler
-from aligner.data.tokenizers.clock import TEMPLATE_TIME
+from aligner.data.tokenizers.tokenizer import TEMPLATE_TIME
 from aligner.device import accelerator
 from aligner.distributed.step import training_step
-from aligner.errors import CheckpointError, DamagedStateError, NonFiniteError
+from aligner.errors import CheckpointError, DamagedStateError, NonFiniteError, raised_as
 from aligner.models.handle import RoleHandle
 from aligner.observe.metrics import MetricsWriter, PhaseTimers
-from aligner.observe.progress import Progress
+from aligner.observe.progress import ConsoleProgress
 from aligner.observe.samples import Sample, SampleWriter, sample_table
 from aligner.parallel.collectives import any_rank, from_rank_zero, is_rank_zero, on_rank_zero
 
@@ -183,7 +183,7 @@ class RunLoop:
         with (
             self._running(),
             stop_signal(is_rank_zero()) as stopped,
-            Progress(
+            ConsoleProgress(
                 total, done_steps=resumed_step, console=self.console, enabled=is_rank_zero()
             ) as progress,
         ):
@@ -309,7 +309,11 @@ class RunLoop:
 
     def _continue_from(self, path: Path) -> Restoration:
         saved = self.store.load(path)
-        try:
+        remedy = (
+            "another algorithm or version wrote it. Set exp_manager.explicit_log_dir to another "
+            "directory"
+        )
+        with raised_as(CheckpointError, f"the run state {path}", KeyError, remedy=remedy):
             learner, layout = saved.state["learner"], saved.state["layout"]
             self.learner.load(learner, path)
             # Random states belong to ranks of a layout.
@@ -319,15 +323,10 @@ class RunLoop:
             config = without_new_defaults(self.config, saved_config, self.defaults)
             changes = config_changes(saved_config, config)
             self.callbacks.load_state_dict(saved.state.get("callbacks", {}))
-        except KeyError as error:
-            raise CheckpointError(
-                f"the run state {path} has no {error}: another algorithm or version wrote it. Set "
-                "exp_manager.explicit_log_dir to another directory"
-            ) from error
         return Restoration(saved.step, path, changes, None if layout == self.layout else layout)
 
     def _record(
-        self, step: int, result: StepResult, timers: PhaseTimers, progress: Progress
+        self, step: int, result: StepResult, timers: PhaseTimers, progress: ConsoleProgress
     ) -> dict[str, float]:
         metrics = {**result.metrics, **timers.flush()}
         # If rank 0's disk is full, the other ranks must not wait for rank 0 in the next step.

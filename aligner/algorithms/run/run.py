@@ -36,8 +36,7 @@ from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import BaseRunConfig, check_layout
 from aligner.config.parse import defaults_of, refuse
-from aligner.data.tokenizers.clock import fixed_time
-from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer, fixed_time
 from aligner.errors import NonFiniteError, WorkerDiedError
 from aligner.observe.metric_names import check_names
 from aligner.observe.metrics import MetricsWriter, make_loggers

@@ -26,8 +26,8 @@ from aligner.device.host_memory import available_bytes
 from aligner.errors import ConfigError
 from aligner.foreign_keys import IGNORED
 from aligner.logprobs.output_layer import tile_bytes
-from aligner.observe.memory import RoleMemory
 from aligner.observe.startup import (
+    RoleMemory,
     StartupSummary,
     saving_sentence,
 )

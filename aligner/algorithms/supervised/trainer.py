@@ -22,7 +22,7 @@ from aligner.types import LossFunction
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Examples(Protocol[T_co]):
+class ExampleSet(Protocol[T_co]):
     """A data set that supports ``len`` and indexing."""
 
     def __len__(self) -> int: ...
@@ -39,8 +39,8 @@ class Task(Generic[T_co]):
     argument is the number of examples that the run has trained on before, None in validation.
     """
 
-    train: Examples[T_co]
-    validation: Examples[T_co] | None
+    train: ExampleSet[T_co]
+    validation: ExampleSet[T_co] | None
     collate: Callable[[Sequence[T_co]], BatchedDataDict]
     loss: LossFunction
     complete: Callable[[Any, BatchedDataDict, int | None], None] | None = None

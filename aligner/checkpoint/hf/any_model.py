@@ -169,8 +169,7 @@ def architecture_of(settings: Mapping[str, Any], origin: str) -> TransformersArc
     """Return the architecture of a ``config.json``. ``origin``: its directory, for messages."""
     _check_type(settings, origin)
     text = json.dumps(dict(settings), sort_keys=True)
-    damage = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
-    with raised_as(CheckpointError, f"config.json in {origin!r} is incomplete or damaged", *damage):
+    with raised_as(CheckpointError, f"config.json in {origin!r} is incomplete or damaged"):
         config = _config(text)
         values = config.to_dict()
         sizes = {name: _size(values, keys) for name, keys in _SIZES.items()}
@@ -179,7 +178,7 @@ def architecture_of(settings: Mapping[str, Any], origin: str) -> TransformersArc
         positions = sizes["max_position_embeddings"]
         hidden = sizes["hidden_size"]
         return TransformersArchitecture(
-            num_layers=sizes["num_layers"],
+            num_layers=sizes["num_layers"] or config.num_hidden_layers,
             hidden_size=hidden,
             ffn_hidden_size=sizes["ffn_hidden_size"] or 4 * hidden,
             num_attention_heads=heads,
@@ -278,14 +277,23 @@ def model_config(architecture: TransformersArchitecture) -> "PreTrainedConfig":
     return config
 
 
-def empty_model(architecture: TransformersArchitecture) -> "PreTrainedModel":
-    """Build the model without memory for its parameters. Its buffers are on the host."""
+def empty_model(
+    architecture: TransformersArchitecture, dtype: torch.dtype = torch.float32
+) -> "PreTrainedModel":
+    """Build the model without memory for its parameters. Its buffers are on the host.
+
+    ``dtype``: of a forward pass. Buffers that transformers keeps in float32 are float32.
+    """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(model_config(architecture), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(model_config(architecture), dtype=dtype)
     model.tie_weights()
+    wide = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+    for name, buffer in model.named_buffers():
+        if any(part in name for part in wide):
+            buffer.data = buffer.float()
     return model
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
-from aligner.data.tokenizers.clock import RunClock
 from aligner.data.tokenizers.tokenizer import (
     GENERATION_CONFIG,
+    RunClock,
     generation_ends,
     json_object,
     known_ids,

@@ -24,7 +24,7 @@ from aligner.errors import (
     TokenizerError,
     raised_as,
 )
-from aligner.importing import check_call, load_function
+from aligner.importing import check_call, load_function, user_errors
 
 # Text that a tokenizer and the tokenizer of its files must encode equally.
 _PROBE = "What is 12 + 34?\n  Sixteen, or é.\t😀  漢字 ½ 's\r\n\n I'LL "
@@ -91,10 +91,8 @@ def named_tokenizer(name: str, *, key: str) -> Tokenizer:
     # Call the user's function.
     function = load_function(name, key=key)
     check_call(function, (), f"{key}={name}", "It is called without arguments")
-    try:
+    with user_errors(f"{key}={name}", "the function"):
         tokenizer = as_tokenizer(function())
-    except Exception as error:
-        raise ConfigError(f"{key}={name}: raised {type(error).__name__}: {error}") from error
     if not isinstance(tokenizer, Tokenizer):
         raise ConfigError(
             f"{key}={name}: returned a {type(tokenizer).__name__}. Return a tokenizer of "

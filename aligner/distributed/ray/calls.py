@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from aligner.distributed.ray.worker import Failure, Seat
+from aligner.distributed.ray.worker import Seat, WorkerFailure
 from aligner.distributed.step import current_step
 from aligner.errors import WorkerDiedError, WorkerError
 
@@ -20,7 +20,8 @@ _LOG_LINES = 20
 class WorkerHandle:
     """Handle of one worker: ``handle.method.remote(...)`` starts a call and returns a reference.
 
-    ``ray.get`` of the reference returns the method's result, or raises a `Failure` with the error.
+    ``ray.get`` of the reference returns the method's result, or raises a
+    `WorkerFailure` with the error.
     """
 
     def __init__(self, actor: Any, seat: Seat) -> None:
@@ -67,8 +68,8 @@ def wait_for(
             raise WorkerDiedError(f"{seat} died in {call_name}: {reason}{log_end}") from None
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else None
-            if not isinstance(cause, Failure):
-                cause = Failure(f"{type(error).__name__}: {error}", "", None)
+            if not isinstance(cause, WorkerFailure):
+                cause = WorkerFailure(f"{type(error).__name__}: {error}", "", None)
         if cause.error is not None:
             cause.error.add_note(f"raised by {seat} in {call_name}. Log of the worker: {seat.log}")
             raise cause.error

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.errors import ConfigError, WorkerError
+from aligner.errors import ConfigError, WorkerError, raised_as
 from aligner.packages import require_extra
 
 # Short, because paths of sockets below the folder are limited to 107 bytes.
@@ -75,14 +75,10 @@ def _joined(address: str) -> Iterator[None]:
             f"cluster.address={address} (or RAY_ADDRESS) is not supported. Run the command on a "
             "machine of the cluster and give the address as host:port"
         )
-    try:
+    text = f"cluster.address={address} (or RAY_ADDRESS): no Ray cluster answers at this address"
+    remedy = "start a cluster with `ray start --head`, or set neither to start one in the run"
+    with raised_as(ConfigError, text, ConnectionError, RuntimeError, ValueError, remedy=remedy):
         ray.init(address, namespace=_namespace(), log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"cluster.address={address} (or RAY_ADDRESS): no Ray cluster answers at this address "
-            f"({error}). Start a cluster with `ray start --head`, or set neither, so that the run "
-            "starts a cluster"
-        ) from error
     yield
 
 

@@ -48,7 +48,7 @@ class TorchWorld:
     port: int
 
 
-class Failure(Exception):
+class WorkerFailure(Exception):
     """Exception of a worker in the form in which it is sent to the driver.
 
     ``error`` is the exception itself if it is an `AlignerError` that can be pickled.
@@ -123,7 +123,7 @@ class WorkerProcess:
         """Construct the worker. With a ``world``, join the world first and pass ``parallel``.
 
         ``arguments``: positional and keyword arguments. ``rank_variables``: environment variables
-        such as RANK. Raises `Failure`.
+        such as RANK. Raises `WorkerFailure`.
         """
         os.environ.update(rank_variables)
         try:
@@ -143,7 +143,7 @@ class WorkerProcess:
         ``step``: step of the run, for errors. ``data``: the shard, if any.
 
         Raises:
-            Failure: the method raised.
+            WorkerFailure: the method raised.
         """
         return self.call_with(
             method_name, step, (), {**kwargs, **({"data": data[0]} if data else {})}
@@ -192,7 +192,7 @@ def _write_output_to(log: str) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def _failure(error: Exception) -> Failure:
+def _failure(error: Exception) -> WorkerFailure:
     trace = traceback.format_exc()
     print(trace, file=sys.stderr, flush=True)
     sendable = None
@@ -200,4 +200,4 @@ def _failure(error: Exception) -> Failure:
         # An error that cannot be pickled is sent as text.
         with contextlib.suppress(Exception):
             sendable = pickle.loads(pickle.dumps(error))
-    return Failure(f"{type(error).__name__}: {error}", trace, sendable)
+    return WorkerFailure(f"{type(error).__name__}: {error}", trace, sendable)

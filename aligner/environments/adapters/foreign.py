@@ -13,7 +13,7 @@ from aligner.data.chat import Message
 from aligner.environments.calls import Form
 from aligner.environments.protocol import Start
 from aligner.environments.tools import ToolEnv
-from aligner.errors import ConfigError, DataError
+from aligner.errors import ConfigError, DataError, raised_as
 from aligner.importing import load_function
 
 _MAX_CLOSE_S = 10.0
@@ -26,13 +26,10 @@ def imported(module: str, package: str) -> Any:
         ConfigError: the package or one of its requirements is not installed. The message contains
             the command to install it.
     """
-    try:
+    remedy = f"install it in aligner's environment: pip install {package}"
+    text = f"this environment needs the package {package}"
+    with raised_as(ConfigError, text, ImportError, remedy=remedy):
         return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"this environment needs the package {package} ({error}). Install it in aligner's "
-            f"environment: pip install {package}"
-        ) from error
 
 
 def loaded(name: str, key: str) -> Any:

@@ -156,7 +156,7 @@ def _client_class() -> Any:
     verifiers = imported("verifiers", _PACKAGE)
     types = imported("verifiers.types", _PACKAGE)
 
-    class Policy(verifiers.Client):  # type: ignore[name-defined]
+    class PolicyClient(verifiers.Client):  # type: ignore[name-defined]
         def __init__(self, events: Any, answers: Any, form: Form) -> None:
             self._events, self._answers, self._form = events, answers, form
             self._client = None
@@ -186,8 +186,8 @@ def _client_class() -> Any:
             )
             return types.Response(id="0", created=0, model=model, message=message)
 
-    Policy.__abstractmethods__ = frozenset()  # only get_response is called
-    return Policy
+    PolicyClient.__abstractmethods__ = frozenset()  # only get_response is called
+    return PolicyClient
 
 
 def _message(message: Any) -> Message:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aligner.environments.adapters.foreign import imported
-from aligner.errors import ConfigError, DataError
+from aligner.errors import ConfigError, DataError, raised_as
 
 _PACKAGE = "'verifiers>=0.4'"
 _KEY_VARIABLE = "OPENAI_API_KEY"
@@ -123,14 +123,14 @@ def _environment(settings: str) -> Any:
     config = json.loads(settings)
     key = f"environment.kwargs.taskset={config['taskset']!r}"
     loaders = imported("verifiers.v1.utils.loaders", _PACKAGE)
-    try:
+    remedy = (
+        "a taskset is a module in the current folder or on PYTHONPATH, whose __all__ contains its "
+        "Taskset. The other keys are those of verifiers' TasksetConfig and AgentConfig"
+    )
+    with raised_as(
+        ConfigError, f"{key} with environment.kwargs.agent={config['agent']!r}", remedy=remedy
+    ):
         environment = loaders.load_environment(loaders.resolve_env_config(copy.deepcopy(config)))
-    except Exception as error:
-        raise ConfigError(
-            f"{key} with environment.kwargs.agent={config['agent']!r}: {error}. A taskset is a "
-            "module in the current folder or on PYTHONPATH, whose __all__ contains its Taskset. "
-            "The other keys are those of verifiers' TasksetConfig and AgentConfig"
-        ) from error
     # Only the policy is trained, so there must be one agent.
     roles = imported("verifiers.v1.configs.agent", _PACKAGE).agent_config_fields(environment.config)
     if list(roles) != ["agent"]:

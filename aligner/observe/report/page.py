@@ -1,11 +1,12 @@
 """Self-contained HTML documents from the Jinja2 templates of ``templates/``."""
 
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aligner.observe.report.chart import short_number
-from aligner.observe.report.conversation import messages_of
+from aligner.observe.samples import Sample
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -38,3 +39,53 @@ def render(template: str, *, folder: Path | None = None, **values: Any) -> str:
     ``folder``: folder of ``template``, if the template is not part of the library.
     """
     return templates(folder).get_template(template).render(**values)
+
+
+_POLICY = "assistant"
+
+
+class Message(NamedTuple):
+    """One message. ``is_trained``: the policy sampled its tokens. Other messages are masked."""
+
+    role: str
+    note: str  # outcome and reward
+    text: str
+    calls: str  # tool calls, one per line
+    is_trained: bool
+
+
+def messages_of(sample: Sample) -> list[Message]:
+    """List the messages after the prompt. An empty list for a single response."""
+    turns = sample.turns or []
+    return [
+        message
+        for number, turn in enumerate(turns, start=1)
+        for message in _messages_of_turn(number, turn, is_last=number == len(turns))
+    ]
+
+
+def _messages_of_turn(number: int, turn: Mapping[str, Any], is_last: bool) -> Iterator[Message]:
+    # The policy's message, with its length, rewards and tool calls.
+    notes = [f"turn {number}", f"{turn.get('tokens', '?')} tokens, trained"]
+    if turn.get("ended") is False:
+        notes.append("cut")
+    notes.append(_rewards_of(turn))
+    info = dict(turn.get("info") or {})
+    calls = str(info.pop("calls", ""))
+    notes += [f"{name}: {value}" for name, value in info.items()]
+    yield Message(_POLICY, " · ".join(notes), str(turn.get("content") or ""), calls, True)
+    # The messages that answer it.
+    note = "after the end, not read" if is_last else "read, masked"
+    for message in turn.get("answer") or []:
+        text = str(message.get("content") or "")
+        yield Message(str(message.get("role", "?")), note, text, "", False)
+
+
+def _rewards_of(turn: Mapping[str, Any]) -> str:
+    reward = turn.get("reward")
+    steps = [f"{value:+.3g} at {end}" for end, value in turn.get("steps") or []]
+    rewards = [] if reward is None else [f"reward {reward:+.3g}"]
+    if steps:
+        rewards.append(f"steps {', '.join(steps)}")
+    parts = [f"{name} {short_number(value)}" for name, value in (turn.get("parts") or {}).items()]
+    return ", ".join([*(rewards or ["not scored"]), *parts])

@@ -31,8 +31,7 @@ from aligner.http import JSON_TYPE, MAX_BYTES
 from aligner.http.messages import parse_json, validated
 from aligner.http.tokens import read_token
 from aligner.parallel.collectives import on_rank_zero
-from aligner.rewards.attributes import check_weights
-from aligner.rewards.interface import ScoredResponses, rated_responses
+from aligner.rewards.interface import ScoredResponses, check_weights, rated_responses
 from aligner.rewards.sequences import scored_texts
 from aligner.rewards.server.wire import (
     HEALTH,
@@ -56,7 +55,7 @@ class _TryAgainError(Exception):
 
 
 @dataclass(frozen=True)
-class _Request:
+class _RewardRequest:
     method: str
     path: str
     body: bytes
@@ -66,9 +65,11 @@ class _Request:
         return f"{self.method} {self.path}"
 
 
-def _score_request(samples: Sequence[WireSample], width: int) -> _Request:
+def _score_request(samples: Sequence[WireSample], width: int) -> _RewardRequest:
     body = json.dumps({"samples": list(map(asdict, samples))}).encode()
-    return _Request("POST", SCORE, body, lambda value: parse_rewards(value, len(samples), width))
+    return _RewardRequest(
+        "POST", SCORE, body, lambda value: parse_rewards(value, len(samples), width)
+    )
 
 
 class RewardClient:
@@ -94,7 +95,7 @@ class RewardClient:
 
     def check(self) -> tuple[str, ...]:
         """Wait until the server is ready and accepts the token. Returns its attributes (`wire`)."""
-        health = _Request("GET", HEALTH, b"", partial(validated, HealthAnswer))
+        health = _RewardRequest("GET", HEALTH, b"", partial(validated, HealthAnswer))
         answer: HealthAnswer = self._send_all([health, _score_request([], 1)])[0]
         return tuple(answer.attributes)
 
@@ -110,13 +111,13 @@ class RewardClient:
         requests = [_score_request(samples[start : start + size], width) for start in starts]
         return [row for rows in self._send_all(requests) for row in rows]
 
-    def _send_all(self, requests: Sequence[_Request]) -> list[Any]:
+    def _send_all(self, requests: Sequence[_RewardRequest]) -> list[Any]:
         """Return the parsed answers to all requests, in order."""
 
         async def run() -> list[Any]:
             limit = asyncio.Semaphore(self.config.concurrent_requests)
 
-            async def send(request: _Request) -> Any:
+            async def send(request: _RewardRequest) -> Any:
                 async with limit:
                     return await self._send(session, request)
 
@@ -127,7 +128,7 @@ class RewardClient:
         with start_blocking_portal() as portal:  # a notebook's loop may run in this thread
             return portal.call(run)
 
-    async def _send(self, session: httpx.AsyncClient, request: _Request) -> Any:
+    async def _send(self, session: httpx.AsyncClient, request: _RewardRequest) -> Any:
         """Return the parsed answer to a request, after as many tries as needed."""
         started, pause = time.monotonic(), 0.5
         # Repeat the request after temporary failures, with growing pauses.
@@ -155,7 +156,7 @@ class RewardClient:
         except DataError as error:
             raise self._error(f"{request} was answered with {error}") from error
 
-    async def _exchange(self, session: httpx.AsyncClient, request: _Request) -> Any:
+    async def _exchange(self, session: httpx.AsyncClient, request: _RewardRequest) -> Any:
         """Send a request once and return the JSON value of the answer.
 
         A proxy's page with status 200 or 404 is a temporary failure, as the server may be starting.

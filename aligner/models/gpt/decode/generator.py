@@ -12,26 +12,23 @@ tensor-parallel ranks split every layer, pipeline stages send rows to the next s
 context-parallel rank computes everything, because sequences are not split.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.device import accelerator
 from aligner.device.accelerator import HostCopy
 from aligner.errors import ConfigError, DataError
-from aligner.models.gpt.decode.model import IncrementalModel
 from aligner.models.gpt.decode.responses import Prompts, Responses, RolloutRules, with_headroom
+from aligner.models.gpt.decode.sampled_model import IncrementalDecoder, SampledGPT, SampledModel
 from aligner.models.gpt.decode.scheduler import Rollout, TokenListener, WideNucleusError
 
 _MAX_CACHED_RULES = 2  # whose graphs are kept: the rules of training and of validation
@@ -55,7 +52,7 @@ class Generator:
 
     def __init__(
         self,
-        gpt: GPTModel,
+        model: GPTModel | SampledModel,
         architecture: GPTArchitecture,
         tokenizer: Tokenizer | None = None,
         *,
@@ -71,7 +68,7 @@ class Generator:
         """Configure the engine. `sample` allocates its memory.
 
         Args:
-            gpt: the model, or this process's share of the model.
+            model: the model, or this process's share of the model.
             architecture: architecture of the model.
             tokenizer: required for stop strings.
             eos_ids: tokens that end a response.
@@ -96,20 +93,20 @@ class Generator:
                 f"end-of-sequence ids {outside} are outside the vocabulary of "
                 f"{architecture.vocab_size}. Use the model's own tokenizer"
             )
-        self._gpt = gpt
+        is_gpt = isinstance(model, GPTModel)
+        self._sampled = SampledGPT(model, architecture, tp_group) if is_gpt else model
         self._architecture = architecture
         self._eos_ids = tuple(eos_ids)
         self._pad_id = pad_id
         self._tokenizer = tokenizer
         self._sampling_options = SamplingOptions(length, sampling)
         self._max_batch_size = max_batch_size
-        self._tp_group = tp_group or gpt.pg_collection.tp
         self._stop = self._stop_strings(self._sampling_options)
         self._cuda_graphs = cuda_graphs
         self._record_kept = record_kept
         self._may_wait = False  # synchronise within a step, once a nucleus has required it
         # State between rollouts, for their graphs. Responses by rules, in order of last use.
-        self._model: IncrementalModel | None = None
+        self._model: IncrementalDecoder | None = None
         self._weights: tuple[int, ...] = ()
         self._responses: dict[RolloutRules, Responses] = {}
 
@@ -141,7 +138,7 @@ class Generator:
         stop = self._stop if sampling_options is None else self._stop_strings(sampling_options)
         sampling_options = sampling_options or self._sampling_options
         length, sampling = sampling_options.length, sampling_options.sampling
-        device = next(self._gpt.parameters()).device
+        device = next(self._sampled.parameters()).device
         batch = Prompts(prompts.to(device), prompt_lengths.to(device), sample_ids.to(device))
         # The only synchronisation before the first token.
         host, lengths = HostCopy(prompts, prompt_lengths).wait()
@@ -179,8 +176,7 @@ class Generator:
     ) -> Rollout:
         """Sample responses to ``prompts`` until all have ended. ``rows``: unpadded prompt ids."""
         # Modes: on a GPU the host runs ahead of the device, which CUDA graphs require.
-        pipeline = dist.get_world_size(self._gpt.pg_collection.pp) > 1
-        ahead = _runs_ahead(prompts.tokens.device) and not pipeline
+        ahead = _runs_ahead(prompts.tokens.device) and not self._sampled.is_pipelined
         may_wait = not ahead or self._may_wait
         captured = self._cuda_graphs and not may_wait
 
@@ -197,7 +193,7 @@ class Generator:
             )
 
         num_slots, keep_graphs = min(self._max_batch_size, len(rows)), False
-        with synchronized_experts(self._gpt):
+        with self._sampled.rollout():
             if num_slots == 0:
                 return begin(Responses(prompts, rules), may_wait)
             # Memory: with graphs, the last rollout's if possible.
@@ -220,31 +216,26 @@ class Generator:
                 if not keep_graphs:
                     responses.forget_graphs()
                     self.release()
-            self._broadcast_from_first_context_rank(rollout)
+            self._broadcast_from_first_copy(rollout)
         return rollout
 
     def release(self) -> None:
         """Free the graphs kept between rollouts, and the memory that graphs read and write."""
         self._model, self._responses = None, {}
 
-    def _model_for(self, num_slots: int, capacity: int, captured: bool) -> IncrementalModel:
+    def _model_for(self, num_slots: int, capacity: int, captured: bool) -> IncrementalDecoder:
         """Return a model whose cache is large enough. Reuse the last model if possible.
 
         If weights have moved, graphs cannot be reused, because they contain addresses.
         """
-        weights = tuple(parameter.data_ptr() for parameter in self._gpt.parameters())
+        weights = tuple(parameter.data_ptr() for parameter in self._sampled.parameters())
         last = self._model if captured and weights == self._weights else None
         if last is not None and last.cache.fits(num_slots, capacity):
             return last
         self.release()
         self._weights = weights
-        self._model = IncrementalModel(
-            self._gpt,
-            self._architecture,
-            num_slots=num_slots,
-            capacity=with_headroom(capacity) if captured else capacity,
-            tp_group=self._tp_group,
-        )
+        capacity = with_headroom(capacity) if captured else capacity
+        self._model = self._sampled.decoder(num_slots, capacity)
         return self._model
 
     def _responses_for(self, prompts: Prompts, rules: RolloutRules, captured: bool) -> Responses:
@@ -264,10 +255,10 @@ class Generator:
         self._responses[key] = responses
         return responses
 
-    def _broadcast_from_first_context_rank(self, rollout: Rollout) -> None:
+    def _broadcast_from_first_copy(self, rollout: Rollout) -> None:
         """Make the ranks' results identical, if a library's last bits differ between runs."""
-        group = self._gpt.pg_collection.cp
-        if dist.get_world_size(group) > 1:
+        group = self._sampled.copies
+        if group is not None and dist.get_world_size(group) > 1:
             results = [rollout.tokens, rollout.logprobs, rollout.lengths, rollout.is_end]
             for result in [*results, *([rollout.kept_ids] if rollout.kept_ids.numel() else [])]:
                 dist.broadcast(result, group=group, group_src=0)
@@ -330,46 +321,3 @@ class Generator:
 def _runs_ahead(device: torch.device) -> bool:
     """Return whether the host can run ahead: a CPU computes within the call."""
     return device.type != "cpu"
-
-
-@contextlib.contextmanager
-def synchronized_experts(gpt: GPTModel) -> Iterator[None]:
-    """Allow ranks to run different numbers of forward passes inside the block.
-
-    An expert layer exchanges tokens with the other ranks of its group. All ranks must therefore
-    run a layer together, each with any number of tokens, but ranks finish generation at different
-    times. Each pass is announced, and a rank that has finished runs only the expert layers, with
-    one token of zeros, until all ranks have finished.
-
-    All ranks of the expert-parallel group must enter the block, and must not use the group for
-    anything else inside. Without expert parallelism the block has no effect. An error inside does
-    not wait for the other ranks.
-    """
-    layers = [layer.mlp for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
-    if not layers or layers[0].ep_group.size() == 1:
-        yield
-        return
-    group = layers[0].ep_group
-
-    # Announce every pass of this rank to the finished ranks.
-    def announce(*_: Any) -> None:
-        _any_rank_works(True, group)
-
-    hook = gpt.decoder.register_forward_pre_hook(announce)
-    try:
-        yield
-    finally:
-        hook.remove()
-    # This rank has finished: join the passes of the others with one token of zeros.
-    parameter = next(gpt.decoder.parameters())
-    idle = parameter.new_zeros(1, 1, gpt.config.hidden_size)
-    with torch.no_grad():
-        while _any_rank_works(False, group):
-            for experts in layers:
-                experts(idle)
-
-
-def _any_rank_works(this_rank: bool, group: dist.ProcessGroup) -> bool:
-    working = torch.tensor([int(this_rank)], device=accelerator.device())
-    dist.all_reduce(working, dist.ReduceOp.MAX, group=group)
-    return bool(working.item())

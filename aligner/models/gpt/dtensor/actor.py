@@ -3,16 +3,19 @@
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
 
 from aligner.architecture import TransformersArchitecture
 from aligner.checkpoint.gpt_weights import load_weights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import CheckpointError
+from aligner.models.gpt.decode.sampled_model import SampledModel
 from aligner.models.gpt.dtensor.build import build_whole
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
+from aligner.models.gpt.dtensor.sampled_transformers import SampledTransformers
 from aligner.models.gpt.dtensor.shards import GatheredParameters
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.role.policy import ReferencePolicy, SamplingPolicy
@@ -26,6 +29,7 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
 
     role_name = "policy"
     samples_from_a_copy = True
+    samples = True
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
 
     # Generating -------------------------------------------------------------------------------
 
-    def model_to_sample_from(self) -> nn.Module:
+    def model_to_sample_from(self) -> GPTModel | SampledModel:
         """Copy the current weights to a megatron-core model. All ranks must call it.
 
         The copy exists during rollouts, in the same tensor-parallel layout but not sharded over
@@ -81,7 +85,9 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
         """
         if isinstance(self.architecture, TransformersArchitecture):
             weights, buffers = GatheredParameters(self.shards), self.persistent_buffers()
-            return build_whole(self.architecture, weights, buffers, self.settings.dtype)
+            whole = build_whole(self.architecture, weights, buffers, self.settings.dtype)
+            assert self.form.decoder is not None
+            return SampledTransformers(whole, self.form.decoder)
         gpt = build_gpt(
             self.architecture,
             dtype=self.settings.dtype,

@@ -37,10 +37,16 @@ _REPEATED = {
 
 @dataclass
 class Pass:
-    """A forward pass: the sequences in its packed row, and the count of calls of `attention`."""
+    """A forward pass: the sequences in its packed row, and the count of calls of `attention`.
+
+    ``store``: in decoding, stores a call's keys and values, float ``[B, groups, S, D]``. Returns
+    the keys and values to attend to, and the positions of the queries among them, or None as in
+    `Bucket`.
+    """
 
     segments: Segments | None
     calls: int = 0
+    store: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Bucket | None]] | None = None
 
 
 _PASS: ContextVar[Pass | None] = ContextVar("pass", default=None)
@@ -168,10 +174,13 @@ def attention(
     if unknown:
         raise LayoutError(f"{type(module).__name__} passes {sorted(unknown)} to its attention")
     rule, segments = attention_mask, attention_mask.current.segments
-    rule.current.calls += 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    bucket = None
+    if rule.current.store is not None:
+        key, value, bucket = rule.current.store(rule.current.calls, key, value)
+    rule.current.calls += 1
     is_plain = rule.is_plain and not softcap and s_aux is None
-    if is_plain and query.shape[-1] == value.shape[-1]:
+    if is_plain and query.shape[-1] == value.shape[-1] and bucket is None:
         return _plain_attention(query, key, value, rule, scale, dropout), None
 
     # Any other rule: scores of one bucket at a time.
@@ -186,8 +195,9 @@ def attention(
 
     if segments is None:
         rows, _, length, _ = query.shape
-        out = attend_bucket(Bucket(rows, length, length, None), query, key, value, None)
-        return out.transpose(1, 2), None
+        bucket = bucket or Bucket(rows, length, length, None)
+        out = attend_bucket(bucket, query, key, value, None)
+        return out.transpose(1, 2).contiguous(), None
     assert query.shape[0] == 1
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
     if not segments.buckets:  # gradients are zeros, not None: other ranks may wait for them
@@ -202,7 +212,7 @@ def _plain_attention(
     segments = rule.current.segments
     if segments is None:
         rows = attend_rows(query, key, value, rule.window, scale=scale, dropout=dropout)
-        return rows.transpose(1, 2)
+        return rows.transpose(1, 2).contiguous()
     assert query.shape[0] == 1
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
     return attend_segments(
@@ -225,19 +235,20 @@ def _attend_scores(
     ``seen``: bool ``[n or 1, 1, S, K]``. A query that sees no key (padding) gets the mean of the
     values. For the other arguments see `attention`.
     """
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(-1, -2) * scale
+    # The queries of all heads of a group are the rows of one product.
+    rows, heads, length, _ = query.shape
+    groups, keys = key.shape[1:3]
+    by_group = query.reshape(rows, groups, -1, query.shape[3])
+    scores = (by_group @ key.transpose(-1, -2) * scale).view(rows, groups, -1, length, keys)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    scores = scores.masked_fill(~seen[:, :, None], torch.finfo(scores.dtype).min)
     if sinks is not None:
-        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        sink = sinks.to(scores.dtype).view(1, groups, -1, 1, 1).expand(*scores.shape[:4], 1)
         scores = torch.cat([scores, sink], -1)
-    probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)
-    if sinks is not None:
-        probabilities = probabilities[..., :-1]
-    return F.dropout(probabilities, dropout) @ value
+    probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)[..., :keys]
+    mixed = F.dropout(probabilities, dropout).flatten(2, 3) @ value
+    return mixed.view(rows, heads, length, -1)
 
 
 def recomputed_attention(

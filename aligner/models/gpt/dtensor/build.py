@@ -59,7 +59,7 @@ def build_sharded(
     dtensor_attention.register()
     if isinstance(architecture, TransformersArchitecture):
         check_backend(architecture.family or "", architecture, parallel.config)
-        model = _empty_any(architecture, recompute, head_outputs, way)
+        model = _empty_any(architecture, dtype, recompute, head_outputs, way)
     else:
         family, config = config_to_hf(architecture)
         check_backend(family.model_type, architecture, parallel.config)
@@ -99,7 +99,7 @@ def build_whole(
     ``weights``: full parameters by the module's names, of which tied ones have one name.
     ``buffers``: the persistent buffers. ``dtype``: dtype of the parameters.
     """
-    causal = empty_model(architecture)
+    causal = empty_model(architecture, dtype)
     _fill(causal, "", weights, {}, dtype)
     for name, buffer in causal.named_buffers():
         if name in buffers:
@@ -153,12 +153,13 @@ def _head(architecture: GPTArchitecture, outputs: int) -> ValueHead:
 
 def _empty_any(
     architecture: TransformersArchitecture,
+    dtype: torch.dtype,
     recompute: Recompute | None,
     head_outputs: int,
     way: Way,
 ) -> TransformersModel:
     """Build a model from the class that transformers has for it, without its parameters' memory."""
-    causal = empty_model(architecture)
+    causal = empty_model(architecture, dtype)
     key = f"model.activations_checkpoint_granularity={recompute}"
     if recompute == "selective" and way != "aligner":
         raise ConfigError(

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -49,6 +49,7 @@ class DTensorModel(RoleModel, LightningModule):
     """A role's share of a transformers model on this process."""
 
     backend = BACKEND
+    samples: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class DTensorModel(RoleModel, LightningModule):
         """Test how the opened model runs, on rank 0 for all ranks."""
         if isinstance(self.architecture, TransformersArchitecture):
             assert isinstance(weights := source.weights, LoadedWeights)
-            return on_rank_zero(lambda: examine(weights.model))
+            return on_rank_zero(lambda: examine(weights.model, samples=self.samples))
         _, config = config_to_hf(self.architecture)
         return ModelForm(logits=keyed_form(SimpleNamespace(**config)))
 
@@ -122,6 +123,8 @@ class DTensorModel(RoleModel, LightningModule):
             return ""
         parts = [f"{self.architecture.family} of transformers: {WORDS[self.form.way]}"]
         parts += [f"not {way}: {fault}" for way, fault in self.form.faults.items()]
+        if self.form.decoder is not None:
+            parts.append(f"sampled by {self.form.decoder.__name__}")
         random = random_settings(self.architecture)
         if random:
             shown = ", ".join(f"{name}={value:g}" for name, value in random.items())

@@ -16,7 +16,9 @@ from torch import Tensor
 from aligner.checkpoint.hf.any_model import body_path
 from aligner.errors import CheckpointError, LayoutError
 from aligner.models.gpt.dtensor.attention import NAME, register, running
+from aligner.models.gpt.dtensor.decoding import TransformersDecoder
 from aligner.models.gpt.dtensor.module import Way, model_inputs
+from aligner.models.gpt.dtensor.sampled_transformers import choose_decoder
 from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
 from aligner.models.gpt.forward.token_logprobs import LogitsForm
 
@@ -40,12 +42,14 @@ WORDS: dict[Way, str] = {
 class ModelForm:
     """Result of the tests: the best way, the form of the logits, and faults of the other ways.
 
-    ``logits`` is None if the logits are no known function of the last hidden state.
+    ``logits`` is None if the logits are no known function of the last hidden state. ``decoder``
+    samples from the model, None for a role that does not sample.
     """
 
     way: Way = "aligner"
     logits: LogitsForm | None = LogitsForm()
     faults: dict[Way, str] = field(default_factory=dict)
+    decoder: type[TransformersDecoder] | None = None
 
 
 def keyed_form(config: Any) -> LogitsForm:
@@ -63,10 +67,10 @@ def keyed_form(config: Any) -> LogitsForm:
 
 
 @torch.no_grad()
-def examine(model: "PreTrainedModel") -> ModelForm:
+def examine(model: "PreTrainedModel", *, samples: bool) -> ModelForm:
     """Test a float32 causal language model on the host, in evaluation mode.
 
-    Raises:
+    ``samples``: whether the role samples. Raises:
         CheckpointError: a token's log-probs depend on later tokens.
     """
     register()
@@ -84,6 +88,7 @@ def examine(model: "PreTrainedModel") -> ModelForm:
         )
     # Ways from the best to the one that is always right.
     faults: dict[Way, str] = {}
+    way: Way
     ways: tuple[Way, ...] = ("aligner", "transformers")
     own = model.config._attn_implementation
     for way in ways:
@@ -96,9 +101,12 @@ def examine(model: "PreTrainedModel") -> ModelForm:
         finally:
             model.set_attn_implementation(own)
         if fault is None:
-            return ModelForm(way, _proven_form(model, rows[0]), faults)
+            break
         faults[way] = fault
-    return ModelForm("rows", _proven_form(model, rows[0]), faults)
+    else:
+        way = "rows"
+    decoder = choose_decoder(model) if samples else None
+    return ModelForm(way, _proven_form(model, rows[0]), faults, decoder)
 
 
 def _random_tokens(model: "PreTrainedModel", length: int, seed: int) -> Tensor:

@@ -16,6 +16,7 @@ from aligner.config import LengthParams, SamplingParams
 from aligner.errors import ConfigError
 from aligner.losses.interfaces import reads_logits
 from aligner.models.gpt.decode.generator import Generator
+from aligner.models.gpt.decode.sampled_model import SampledModel
 from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
 from aligner.models.gpt.forward.token_logprobs import (
     LogitsForm,
@@ -272,7 +273,7 @@ class SamplingPolicy(RoleModel):
         if self._generator is not None:
             self._generator.release()
 
-    def model_to_sample_from(self) -> nn.Module:
+    def model_to_sample_from(self) -> GPTModel | SampledModel:
         """Return a megatron-core model, or a causal model of transformers, with current weights.
 
         If it is a copy, all ranks must call this method.

@@ -1,0 +1,289 @@
+"""Incremental decoding of a plain transformers causal language model, whole on this process.
+
+A decoder has the interface of `IncrementalModel` (`decode.model`), so that `Generator` samples from
+any model of transformers. There are three, fastest first:
+
+- `SlotDecoder` (`decoding_slots`): the model runs without a cache. Our attention function stores
+  the keys and values of every attention call. A step is one pass.
+- `GroupDecoder`: transformers' own cache, with any kind of state. Sequences of equal length are the
+  rows of one cache. A step is one pass per length.
+- `FullPassDecoder`: no cache. A step is one pass over the whole sequences.
+
+`choose_decoder` (`sampled_transformers`) tests them on the weights.
+
+Shape legend: ``n`` rows of a pass, ``m`` prompts, ``P`` their padded length, ``V`` vocabulary.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from aligner.device import accelerator
+from aligner.kernels.linear_product import Product, has_wide_products, wide_mm
+from aligner.models.gpt.decode.kv_cache import aligned
+from aligner.models.gpt.decode.sampling import SampledTokens
+
+
+class TransformersDecoder:
+    """Decoder of a plain transformers model (`IncrementalDecoder`), one slot per sequence.
+
+    ``hidden`` of the interface are logits [n, V], because the model itself scales or caps them.
+    """
+
+    description: ClassVar[str]  # of the cache, for reports
+    can_be_captured = False
+    can_be_kept = False
+
+    def __init__(self, model: nn.Module, num_slots: int, capacity: int) -> None:
+        """Prepare for ``num_slots`` sequences of at most ``capacity`` tokens."""
+        self.model = model
+        self.num_slots = num_slots
+        self.capacity = aligned(capacity)
+        self.device = next(model.parameters()).device
+        self._last = torch.empty(0)  # of a pass, see `run`
+
+    def index(self, values: Sequence[int]) -> Tensor:
+        """Copy to int64 [n] on the device, without synchronising."""
+        return accelerator.to_device(torch.tensor(values), where=self.device)
+
+    @property
+    def cache(self) -> Self:
+        """The decoder, which keeps the state of the sequences."""
+        return self
+
+    @property
+    def stages(self) -> Self:
+        """The decoder, which is the only pipeline stage."""
+        return self
+
+    def sampled_by_last(
+        self, count: int, sample: Callable[[], SampledTokens], record: int = 0
+    ) -> SampledTokens:
+        """See `PipelineComm.sampled_by_last`."""
+        del count, record
+        return sample()
+
+    def fits(self, num_slots: int, capacity: int) -> bool:
+        """Return whether there are at least ``num_slots`` slots of ``capacity`` tokens."""
+        return self.num_slots >= num_slots and self.capacity >= capacity
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Enable `prefill` and `decode` inside the block. Weights must not change inside."""
+        was_training = self.model.training
+        head = self.model.get_output_embeddings()
+        linears = [module for module in self.model.modules() if type(module) is nn.Linear]
+        self.model.eval()
+        try:
+            for linear in linears:
+                linear.forward = partial(Product(linear.weight), bias=linear.bias)
+            head.forward = partial(self._project, head, head.forward)
+            with torch.inference_mode():
+                yield
+        finally:
+            for module in {*linears, head}:
+                del module.forward  # restores the method of the class
+            self.model.train(was_training)
+
+    def _project(
+        self, head: nn.Module, plain: Callable[[Tensor], Tensor], hidden: Tensor
+    ) -> Tensor:
+        """Compute the output layer of hidden states [n, P, H] at one index of each row, [n, 1, V].
+
+        The model scales or caps the result, in float32 where the device sums bfloat16 products in
+        float32.
+        """
+        hidden = hidden[torch.arange(len(hidden), device=self.device), self._last]
+        if type(head) is not nn.Linear or not has_wide_products(hidden, head.weight):
+            return plain(hidden)[:, None]
+        logits = wide_mm(hidden, head.weight.t())
+        return (logits if head.bias is None else logits + head.bias)[:, None]
+
+    def run(self, tokens: Tensor, last: Tensor, **inputs: Any) -> tuple[Tensor, Any]:
+        """Run ``tokens`` int64 [n, P] through the model, inside a session.
+
+        ``last``: int64 [n], the index in each row after which logits are computed. ``inputs``:
+        further arguments of the model. Returns logits [n, V] and the output of the model.
+        """
+        self._last = last
+        output = self.model(input_ids=tokens, **inputs)
+        return output.logits[:, 0], output
+
+    def prefill(
+        self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
+    ) -> Tensor:
+        """Return the logits after each prompt, [m, V], see `IncrementalModel.prefill`."""
+        raise NotImplementedError
+
+    def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """Return the logits after one more token, [n, V], see `IncrementalModel.decode`."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return ``hidden``, see the class."""
+        return hidden
+
+    def copy(self, source: Tensor, target: Tensor, length: int) -> None:
+        """Copy slots ``source`` int64 [k] to slots ``target``, as far as ``length`` tokens.
+
+        A target's sequence is the source's, or only the prompt of the source's.
+        """
+        raise NotImplementedError
+
+
+class FullPassDecoder(TransformersDecoder):
+    """Tokens of the sequences. A step runs the whole sequences, right-padded."""
+
+    description = "without a cache"
+
+    def __init__(self, model: nn.Module, num_slots: int, capacity: int) -> None:
+        """See `TransformersDecoder`."""
+        super().__init__(model, num_slots, capacity)
+        self._tokens = torch.zeros(num_slots, self.capacity, dtype=torch.int64, device=self.device)
+
+    def prefill(
+        self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
+    ) -> Tensor:
+        """See `TransformersDecoder.prefill`."""
+        tokens = tokens.to(self.device)
+        self._tokens[self.index(slots), : tokens.shape[1]] = tokens[self.index(sources)]
+        return self.run(tokens, self.index(lengths) - 1, use_cache=False)[0]
+
+    def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """See `TransformersDecoder.decode`."""
+        rows = torch.arange(len(tokens), device=self.device)
+        self._tokens[rows, positions] = tokens
+        sequences = self._tokens[: len(tokens), :longest]
+        return self.run(sequences, positions, use_cache=False)[0]
+
+    def copy(self, source: Tensor, target: Tensor, length: int) -> None:
+        """See `TransformersDecoder.copy`."""
+        self._tokens[target, :length] = self._tokens[source, :length]
+
+
+@dataclass
+class _Group:
+    """Sequences of equal length: the rows of one cache of transformers."""
+
+    name: str  # of the cache among the model's arguments
+    cache: Any
+    rows: int
+    length: int
+
+
+_CACHE_NAMES = ("past_key_values", "cache_params", "state")
+_Place = tuple[_Group, int]  # a group, and a row of it
+
+
+class GroupDecoder(TransformersDecoder):
+    """Rows of transformers' caches. Copies of a slot share a row until their next step."""
+
+    description = "with transformers' cache, sequences of equal length together"
+
+    def __init__(self, model: nn.Module, num_slots: int, capacity: int) -> None:
+        """See `TransformersDecoder`."""
+        super().__init__(model, num_slots, capacity)
+        self._places: list[_Place | None] = [None] * num_slots
+        self._prompts: list[_Place | None] = [None] * num_slots  # after the prompt of each slot
+
+    def prefill(
+        self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
+    ) -> Tensor:
+        """See `TransformersDecoder.prefill`."""
+        results: dict[int, Tensor] = {}
+        for length in sorted(set(lengths)):
+            prompts = [index for index, other in enumerate(lengths) if other == length]
+            group = _Group("", None, len(prompts), 0)
+            logits = self._run(group, tokens[prompts, :length].to(self.device))
+            results.update(zip(prompts, logits, strict=True))
+            for slot, source in zip(slots, sources, strict=True):
+                if source in prompts:
+                    self._places[slot] = self._prompts[slot] = group, prompts.index(source)
+        return torch.stack([results[index] for index in range(len(lengths))])
+
+    def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """See `TransformersDecoder.decode`."""
+        # A copy of a sequence in flight that is longer than the target begins after the prompt.
+        slots_of_length: dict[int, list[int]] = {}
+        for slot, length in enumerate(positions.tolist()):
+            slots_of_length.setdefault(length, []).append(slot)
+            place = self._places[slot]
+            if place is not None and place[0].length != length:
+                self._places[slot] = self._prompts[slot]
+        results: dict[int, Tensor] = {}
+        for slots in slots_of_length.values():
+            group = self._group_of([place for s in slots if (place := self._places[s])])
+            for row, slot in enumerate(slots):
+                self._places[slot] = group, row
+            logits = self._run(group, tokens[slots, None])
+            results.update(zip(slots, logits, strict=True))
+        return torch.stack([results[slot] for slot in range(len(tokens))])
+
+    def copy(self, source: Tensor, target: Tensor, length: int) -> None:
+        """See `TransformersDecoder.copy`."""
+        pairs = list(zip(source.tolist(), target.tolist(), strict=True))
+        moved = [(self._places[slot], self._prompts[slot]) for slot, _ in pairs]
+        for (_, slot), places in zip(pairs, moved, strict=True):
+            self._places[slot], self._prompts[slot] = places
+
+    def _group_of(self, places: list[_Place]) -> _Group:
+        """Return a group whose rows are ``places``, which no prompt needs."""
+        first = places[0][0]
+        in_place = [(first, row) for row in range(first.rows)] == places
+        if in_place and not any(p is not None and p[0] is first for p in self._prompts):
+            return first
+        groups = list({id(group): group for group, _ in places}.values())
+        parts = [self.index([row for group, row in places if group is part]) for part in groups]
+        # Rows of the joined cache are in order of groups, then in order of places.
+        joined = _select_rows([group.cache for group in groups], parts, [g.rows for g in groups])
+        order = [i for part in groups for i, (group, _) in enumerate(places) if group is part]
+        if order != sorted(order):
+            inverse = self.index(order).argsort()
+            joined = _select_rows([joined], [inverse], [len(places)])
+        return _Group(first.name, joined, len(places), first.length)
+
+    def _run(self, group: _Group, tokens: Tensor) -> Tensor:
+        """Add ``tokens`` int64 [n, s] to a group's sequences, and return the last logits [n, V]."""
+        last = torch.full((tokens.shape[0],), tokens.shape[1] - 1, device=self.device)
+        positions = torch.arange(group.length, group.length + tokens.shape[1], device=self.device)
+        inputs = {"position_ids": positions.expand_as(tokens)}
+        if group.cache is not None:
+            inputs[group.name] = group.cache
+        logits, output = self.run(tokens, last, use_cache=True, **inputs)
+        group.length += tokens.shape[1]
+        name = next(name for name in _CACHE_NAMES if getattr(output, name, None) is not None)
+        group.name, group.cache = name, getattr(output, name)
+        return logits
+
+
+def _select_rows(parts: Sequence[Any], rows: Sequence[Tensor], counts: Sequence[int]) -> Any:
+    """Join rows of parallel caches to a new cache, in any structure of tensors.
+
+    Args:
+        parts: caches, or parts of caches.
+        rows: int64 [k], the rows to take from each.
+        counts: number of rows of each. Tensors with this first dimension have rows.
+    """
+    first = parts[0]
+    if isinstance(first, Tensor):
+        if all(
+            part.dim() and len(part) == count for part, count in zip(parts, counts, strict=True)
+        ):
+            return torch.cat([part[index] for part, index in zip(parts, rows, strict=True)])
+        return first.clone()
+    if type(first) is dict:
+        return {name: _select_rows([part[name] for part in parts], rows, counts) for name in first}
+    if type(first) in (list, tuple):
+        items = zip(*parts, strict=True)
+        return type(first)([_select_rows(item, rows, counts) for item in items])
+    if type(first).__module__.startswith("transformers") and not isinstance(first, nn.Module):
+        chosen = copy.copy(first)
+        vars(chosen).update(_select_rows([vars(part) for part in parts], rows, counts))
+        return chosen
+    return first

@@ -1,0 +1,188 @@
+"""Generation of any transformers model against its own passes over whole sequences."""
+
+import dataclasses
+
+import pytest
+import torch
+from tiny_transformers import VOCAB, model_types, tiny_model
+
+from aligner.architecture import GPTArchitecture
+from aligner.config import LengthParams, SamplingParams
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.models.gpt.decode.generator import Generator
+from aligner.models.gpt.dtensor.decoding import FullPassDecoder, GroupDecoder
+from aligner.models.gpt.dtensor.decoding_slots import SlotDecoder
+from aligner.models.gpt.dtensor.sampled_transformers import (
+    SampledTransformers,
+    choose_decoder,
+    decoding_difference,
+)
+
+ARCHITECTURE = GPTArchitecture(
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=16,
+    vocab_size=VOCAB,
+    max_position_embeddings=256,
+)
+# Types with a state besides keys and values, or with attention that is not ours to replace.
+_BY_LENGTH = """
+    bailing_hybrid bloom codegen deepseek_v32 deepseek_v4 doge falcon falcon_h1 falcon_mamba gpt_neo
+    gpt_neox_japanese gptj granitemoehybrid hy_v4 inkling2_text inkling_text jamba kimi_linear lfm2
+    lfm2_moe lfm3 mamba mamba2 minimax mpt nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text
+    qwen3_next xglm zamba zamba2 zaya bamba
+"""
+# Types whose own cache is not exact, or not there.
+_WITHOUT_CACHE = "axk2 glm_moe_dsa openai-gpt qwen4_exp_text recurrent_gemma rwkv xlstm"
+# Windows, soft caps, sinks, latent attention, states, both, a biased output layer, no exact cache.
+_FEW = "llama gemma3_text gemma2 gpt_oss deepseek_v3 mamba2 qwen3_next phi rwkv"
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_model("llama")
+
+
+def make_prompts(batch=9, columns=14, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(3, VOCAB, (batch, columns), generator=generator)
+    lengths = torch.randint(2, columns + 1, (batch,), generator=generator)
+    prompts[5], lengths[5] = prompts[2], lengths[2]
+    return prompts, lengths
+
+
+def run(model, decoder, prompts, lengths, *, slots=4, ids=None, greedy=None, **options):
+    rules = {"eos_ids": (2,), "length": LengthParams(max_length=10), "tokenizer": None, **options}
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    sampling = {name: rules.pop(name) for name in names & rules.keys()}
+    generator = Generator(
+        SampledTransformers(model, decoder),
+        dataclasses.replace(ARCHITECTURE, vocab_size=model.config.vocab_size),
+        pad_id=0,
+        sampling=SamplingParams(**sampling),
+        max_batch_size=slots,
+        **rules,
+    )
+    ids = torch.arange(len(prompts)) if ids is None else ids
+    return generator.sample(prompts, lengths, ids, seed=11, greedy=greedy)
+
+
+def rows_of(output):
+    ends = zip(output.tokens, output.prompt_lengths, output.lengths, strict=True)
+    return [tokens[start:end].tolist() for tokens, start, end in ends]
+
+
+@torch.no_grad()
+def check_against_full_passes(model, output, *, greedy, temperature=1.0):
+    """Each sequence alone: the argmax of its logits, or the log-probs of its tokens."""
+    columns = zip(
+        output.tokens, output.prompt_lengths.tolist(), output.lengths.tolist(), strict=True
+    )
+    for row, (tokens, start, end) in enumerate(columns):
+        logits = model(input_ids=tokens[None, :end], use_cache=False).logits[0, start - 1 : end - 1]
+        response = tokens[start:end]
+        if greedy:
+            assert logits.argmax(-1).tolist() == response.tolist()
+        expected = (logits / temperature).log_softmax(-1).gather(1, response[:, None]).squeeze(1)
+        assert (output.logprobs[row, start:end] - expected).abs().max() < 1e-4
+
+
+def check(model_type):
+    model = tiny_model(model_type)
+    decoder = choose_decoder(model)
+    implementation = model.config._attn_implementation
+    prompts, lengths = make_prompts()
+    output = run(model, decoder, prompts, lengths, greedy=True)
+    check_against_full_passes(model, output, greedy=True)
+    # Many end tokens: sequences leave and enter, and prompts begin again.
+    prompts, lengths = prompts.repeat(2, 1), lengths.repeat(2)
+    options = {"eos_ids": tuple(range(0, VOCAB, 16)), "temperature": 1.3}
+    output = run(model, decoder, prompts, lengths, slots=18, **options)
+    check_against_full_passes(model, output, greedy=False, temperature=1.3)
+    assert len({len(row) for row in rows_of(output)}) > 1
+    few = run(model, decoder, prompts, lengths, slots=3, **options)
+    assert rows_of(few) == rows_of(output)
+    order = torch.randperm(18, generator=torch.Generator().manual_seed(1))
+    shuffled = run(model, decoder, prompts[order], lengths[order], ids=order, slots=7, **options)
+    assert rows_of(shuffled) == [rows_of(output)[index] for index in order]
+    # The model is left as it was.
+    assert model.config._attn_implementation == implementation
+    assert not any("forward" in vars(module) for module in model.modules())
+    return decoder
+
+
+@pytest.mark.parametrize("model_type", _FEW.split())
+def test_a_type_equals_its_full_passes(model_type):
+    assert check(model_type) is decoder_of(model_type)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("model_type", model_types())
+def test_every_type_equals_its_full_passes(model_type):
+    assert check(model_type) is decoder_of(model_type)
+
+
+def decoder_of(model_type):
+    if model_type in _WITHOUT_CACHE.split():
+        return FullPassDecoder
+    return GroupDecoder if model_type in _BY_LENGTH.split() else SlotDecoder
+
+
+@pytest.mark.parametrize("decoder", [SlotDecoder, GroupDecoder, FullPassDecoder])
+def test_every_decoder_equals_full_passes(llama, decoder):
+    assert decoding_difference(decoder(llama, 3, 18)) < 1e-5
+    prompts, lengths = make_prompts()
+    output = run(llama, decoder, prompts, lengths, slots=3, temperature=1.3)
+    check_against_full_passes(llama, output, greedy=False, temperature=1.3)
+
+
+def test_a_decoder_that_misses_states_is_seen():
+    """Our cache has no states of a state space. Its passes run, and are wrong."""
+    assert decoding_difference(SlotDecoder(tiny_model("mamba2"), 3, 18)) > 0.1
+
+
+def test_samples_of_a_prompt_share_its_pass(llama, monkeypatch):
+    prefilled = []
+    original = SlotDecoder.prefill
+
+    def counting(self, tokens, *rest):
+        prefilled.append(len(tokens))
+        return original(self, tokens, *rest)
+
+    monkeypatch.setattr(SlotDecoder, "prefill", counting)
+    prompts, lengths = make_prompts(2 + 4)
+    prompts, lengths = prompts[:2].repeat_interleave(6, 0), lengths[:2].repeat_interleave(6, 0)
+    output = run(llama, SlotDecoder, prompts, lengths, slots=12, temperature=1.5)
+    assert prefilled == [2]
+    assert len({tuple(row) for row in rows_of(output)}) == 12
+
+
+@pytest.mark.parametrize("decoder", [SlotDecoder, GroupDecoder])
+def test_a_response_ends_with_a_stop_string(decoder):
+    model = tiny_model("llama", vocab_size=259)
+    prompts, lengths = make_prompts()
+    options = {"tokenizer": byte_level_tokenizer(), "temperature": 1.5, "eos_ids": ()}
+    whole = run(model, decoder, prompts, lengths, **options)
+    response = whole.tokens[0, lengths[0] : whole.lengths[0]].tolist()
+    text = next(chr(token) for token in response[2:] if 32 < token < 127)
+    stopped = run(model, decoder, prompts, lengths, end_strings=[text], **options)
+    end = response.index(ord(text)) + 1
+    assert stopped.tokens[0, lengths[0] : stopped.lengths[0]].tolist() == response[:end]
+    assert stopped.is_end[0]
+
+
+def test_end_tokens_are_banned_and_kept_ids_recorded(llama):
+    prompts, lengths = make_prompts()
+    options = {"eos_ids": tuple(range(1, VOCAB)), "top_k": 5, "record_kept": 8}
+    limits = LengthParams(max_length=9, min_length=3)
+    output = run(llama, GroupDecoder, prompts, lengths, length=limits, **options)
+    assert (output.lengths - lengths).min() == 3
+    options["eos_ids"] = (2,)
+    output = run(llama, SlotDecoder, prompts, lengths, **options)
+    with torch.no_grad():
+        logits = llama(input_ids=prompts[:1, : lengths[0]], use_cache=False).logits[0, -1]
+    kept = output.kept_ids[0, lengths[0]].tolist()
+    assert set(kept) == {*logits.topk(5).indices.tolist(), -1}
