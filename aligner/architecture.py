@@ -20,32 +20,63 @@ _SIZES = (
     *("kv_channels", "vocab_size", "max_position_embeddings", "make_vocab_size_divisible_by"),
     "moe_router_topk",
 )
-_OPTIONAL_SIZES = ("window_size", "num_moe_experts", "moe_ffn_hidden_size")
+_OPTIONAL_SIZES = (
+    "window_size",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_size",
+)
+_OPTIONAL_NUMBERS = ("attention_scale", "window_rotary_base")
 
-Activation = Literal["gelu", "gelu_tanh", "swiglu", "geglu", "squared_relu", "relu", "silu"]
-Normalization = Literal["layernorm", "layernorm1p", "rmsnorm"]
+Activation = Literal[
+    "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "squared_relu", "relu", "silu"
+]
+Normalization = Literal["layernorm", "layernorm1p", "rmsnorm", "rmsnorm1p"]
+BranchNorms = Literal["before", "after", "both"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of rope: Llama 3's by frequency, or linear interpolation by ``factor`` only."""
+    """Scaling of rope.
+
+    ``linear`` interpolates by ``factor`` only. ``llama3`` and ``yarn`` (Peng et al. 2023) scale by
+    frequency. ``longrope`` (Ding et al. 2024) divides every frequency by its own factor: the short
+    factors, because sequences are limited to the original length.
+    """
 
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-    kind: Literal["llama3", "linear"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # of rotated queries and keys (None: of the method)
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()  # exported only
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
             value = getattr(self, name)
             _check(f"rope_scaling.{name}", value, _is_number(value) and value > 0, "positive")
         positions = self.original_max_position_embeddings
         name = "rope_scaling.original_max_position_embeddings"
         _check(name, positions, _is_size(positions), "a positive integer")
-        is_valid = self.kind in ("llama3", "linear")
-        _check("rope_scaling.kind", self.kind, is_valid, "llama3 or linear")
+        kinds = ("llama3", "linear", "yarn", "longrope")
+        _check("rope_scaling.kind", self.kind, self.kind in kinds, f"one of {', '.join(kinds)}")
+        for factor in (*self.short_factor, *self.long_factor, self.concentration):
+            _check("rope_scaling", factor, _is_number(factor) and factor > 0, "of positive factors")
+
+    @property
+    def concentration(self) -> float:
+        """Factor of rotated queries and keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        stretch = math.log(max(self.factor, 1.0))
+        if self.kind == "longrope":
+            return math.sqrt(1.0 + stretch / math.log(self.original_max_position_embeddings))
+        return 1.0 + 0.1 * stretch if self.kind == "yarn" else 1.0
 
 
 @dataclass(frozen=True)
@@ -71,11 +102,20 @@ class GPTArchitecture:
     rotary_base: float = 10_000.0
     rotary_percent: float = 1.0
     rope_scaling: RopeScaling | None = None
+    layers_without_rope: tuple[int, ...] = ()  # from 0 (SmolLM 3)
     tie_embeddings: bool = False
     bias_linear: bool = False  # biases on proj, fc1, fc2 (and on qkv)
     bias_qkv: bool = False  # biases on qkv only (Qwen2)
     qk_layernorm: bool = False  # Qwen3
+    qk_norm_over_heads: bool = False  # q/k norms over all heads together (OLMo 2)
+    branch_norms: BranchNorms = "before"  # of attention and MLP: GLM-4 0414 both, OLMo 2 after
+    attention_scale: float | None = None  # factor of the scores (None: 1 / sqrt(kv_channels))
+    embedding_multiplier: float = 1.0  # Gemma, Granite
+    residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
+    logits_divisor: float = 1.0  # Granite
     window_size: int | None = None  # sliding-window attention (Mistral 7B v0.1)
+    layers_without_window: tuple[int, ...] = ()  # from 0 (OLMo 3, Gemma 3)
+    window_rotary_base: float | None = None  # of layers with a window, unscaled. None: as others
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     init_std: float = 0.02
@@ -85,6 +125,9 @@ class GPTArchitecture:
     moe_ffn_hidden_size: int | None = None  # of one expert (None: ffn_hidden_size)
     # Softmax over all experts before the selection, not over the selected experts (Qwen3-MoE).
     moe_router_pre_softmax: bool = False
+    # Width of an expert that all tokens use, and whether a gate scales its output (Qwen2-MoE).
+    moe_shared_expert_size: int | None = None
+    moe_shared_expert_gate: bool = False
     # Hugging Face `model_type` of the source and of exports. None if unknown.
     family: str | None = None
     # Suffix of the file to which a run writes such a model.
@@ -109,21 +152,50 @@ class GPTArchitecture:
         divisor = f"a divisor of num_attention_heads={self.num_attention_heads}"
         _check("num_query_groups", self.num_query_groups, divides, divisor)
 
+        # Layers and frequencies of the rotation.
+        for name in ("layers_without_rope", "layers_without_window"):
+            layers = getattr(self, name)
+            valid = all(_is_number(n) and 0 <= n < self.num_layers for n in layers)
+            _check(name, layers, valid, "numbers of layers")
+        scaling = self.rope_scaling
+        is_long = scaling is not None and scaling.kind == "longrope"
+        valid = self.window_rotary_base is None or (self.rotary_percent == 1.0 and not is_long)
+        expected = "null with partial rotation or longrope"
+        _check("window_rotary_base", self.window_rotary_base, valid, expected)
+        if scaling is not None and is_long:
+            count = int(self.kv_channels * self.rotary_percent) // 2
+            for name in ("short_factor", "long_factor"):
+                factors = getattr(scaling, name)
+                _check(f"rope_scaling.{name}", factors, len(factors) == count, f"{count} numbers")
+
         # Numbers and flags.
-        for name in ("layernorm_epsilon", "rotary_base", "init_std"):
+        for name in (
+            *("layernorm_epsilon", "rotary_base", "init_std", *_OPTIONAL_NUMBERS),
+            *("embedding_multiplier", "residual_multiplier", "logits_divisor"),
+        ):
             value = getattr(self, name)
-            _check(name, value, _is_number(value) and value >= 0, "a finite number of 0 or more")
+            if value is not None or name not in _OPTIONAL_NUMBERS:
+                is_valid = _is_number(value) and value >= 0
+                _check(name, value, is_valid, "a finite number of 0 or more")
         for name in ("attention_dropout", "hidden_dropout", "rotary_percent"):
             value = getattr(self, name)
             _check(name, value, _is_number(value) and 0 <= value <= 1, "between 0 and 1")
-        for name in ("tie_embeddings", "bias_linear", "bias_qkv", "qk_layernorm"):
+        kinds = ("before", "after", "both")
+        _check("branch_norms", self.branch_norms, self.branch_norms in kinds, ", ".join(kinds))
+        flags = ("tie_embeddings", "bias_linear", "bias_qkv", "qk_layernorm", "qk_norm_over_heads")
+        for name in flags:
             value = getattr(self, name)
             _check(name, value, isinstance(value, bool), "true or false")
 
     @property
+    def rope_concentration(self) -> float:
+        """Factor of rotated queries and keys."""
+        return 1.0 if self.rope_scaling is None else self.rope_scaling.concentration
+
+    @property
     def gated(self) -> bool:
         """True if fc1 is ``[gate; up]``."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "geglu", "geglu_tanh")
 
     @property
     def expert_ffn_hidden_size(self) -> int:
@@ -152,6 +224,17 @@ class TransformersArchitecture(GPTArchitecture):
 
     settings: str = "{}"
     suffix: ClassVar[str] = ""
+
+
+def layer_flags(
+    layers: tuple[int, ...], architecture: GPTArchitecture, *, invert: bool = False
+) -> list[int] | None:
+    """Return megatron-core's 0 or 1 of every layer: 1 for ``layers``, or for all others.
+
+    None if there are no ``layers``.
+    """
+    flags = [int((n in layers) is not invert) for n in range(architecture.num_layers)]
+    return flags if layers else None
 
 
 def _is_size(value: Any) -> bool:

@@ -36,10 +36,15 @@ from aligner.config import (
 from aligner.config.commands.lengths import samples_responses
 from aligner.config.roles.model import STAGE_KEYS
 from aligner.data.dataset import Dataset
-from aligner.data.labelled import Labelled, LabelledDataset
-from aligner.data.preferences import Pair, PairDataset
+from aligner.data.preferences import (
+    Labelled,
+    LabelledDataset,
+    Pair,
+    PairDataset,
+    Rated,
+    RatedDataset,
+)
 from aligner.data.prompts import Prompt, PromptDataset
-from aligner.data.ratings import Rated, RatedDataset
 from aligner.data.supervised import Example, ExampleDataset
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.named_sharding import layout_of

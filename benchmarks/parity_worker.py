@@ -17,7 +17,7 @@ import torch
 
 from aligner.algorithms.ppo.build import make_policy_loss, start_roles
 from aligner.algorithms.ppo.trainer import PPOTrainer
-from aligner.algorithms.rollout.inputs import RunPrompts
+from aligner.algorithms.rollout.inputs import Prompts
 from aligner.algorithms.run.engine import Clusters, Workers
 from aligner.algorithms.run.startup import describe_model
 from aligner.config import (
@@ -119,7 +119,7 @@ def make_trainer(model: str, layout: str) -> PPOTrainer:
         policy=policy,
         value=value,
         reward=Reward(RewardFunction.wrap(letters), tokenizer),
-        prompts=RunPrompts(prompts),
+        prompts=Prompts(prompts),
         sampler=PromptSampler(len(prompts), PROMPTS, seed=config.seed),
         generation=policy,
         pad_id=tokenizer.pad_id,

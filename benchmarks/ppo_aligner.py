@@ -16,7 +16,7 @@ import torch
 
 from aligner.algorithms.ppo.build import make_policy_loss, start_roles
 from aligner.algorithms.ppo.trainer import PPOTrainer
-from aligner.algorithms.rollout.inputs import RunPrompts
+from aligner.algorithms.rollout.inputs import Prompts
 from aligner.algorithms.run.engine import Clusters, Workers
 from aligner.algorithms.run.startup import describe_model
 from aligner.architecture import GPTArchitecture
@@ -88,7 +88,7 @@ def make_trainer(shape: Shape, folder: Path) -> PPOTrainer:
         reward=Reward(
             RewardFunction.wrap(constant_reward if shape.group == 1 else noise), tokenizer
         ),
-        prompts=RunPrompts(prompts),
+        prompts=Prompts(prompts),
         sampler=PromptSampler(len(prompts), shape.batch // shape.group, seed=config.seed),
         generation=policy,
         pad_id=tokenizer.pad_id,

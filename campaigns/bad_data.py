@@ -20,10 +20,8 @@ from aligner.config import (
     RewardDataConfig,
 )
 from aligner.data.dataset import Dataset
-from aligner.data.labelled import LabelledDataset
-from aligner.data.preferences import PairDataset
+from aligner.data.preferences import LabelledDataset, PairDataset, RatedDataset
 from aligner.data.prompts import PromptDataset
-from aligner.data.ratings import RatedDataset
 from aligner.data.supervised import ExampleDataset
 from aligner.errors import AlignerError
 from campaigns.harness import TINY, Campaign

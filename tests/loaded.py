@@ -7,10 +7,8 @@ from aligner.config import (
     PromptSourceConfig,
     RewardDataConfig,
 )
-from aligner.data.labelled import LabelledDataset
-from aligner.data.preferences import OrderedPairDataset, PairDataset
+from aligner.data.preferences import LabelledDataset, OrderedPairDataset, PairDataset, RatedDataset
 from aligner.data.prompts import PromptDataset
-from aligner.data.ratings import RatedDataset
 from aligner.data.supervised import ExampleDataset
 
 SECTIONS = {

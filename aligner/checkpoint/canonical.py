@@ -105,21 +105,35 @@ def expected_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
 def _layer_shapes(architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:
     hidden, head = architecture.hidden_size, architecture.kv_channels
     heads, groups = architecture.num_attention_heads, architecture.num_query_groups
-    yield from _norm("input_layernorm", hidden, architecture)
+    norms = architecture.branch_norms
+    if norms != "after":
+        yield from _norm("input_layernorm", hidden, architecture)
     qkv_bias = architecture.bias_linear or architecture.bias_qkv
     yield from _linear(
         "self_attention.linear_qkv", (heads + 2 * groups) * head, hidden, bias=qkv_bias
     )
-    if architecture.qk_layernorm:
+    if architecture.qk_norm_over_heads:
+        yield "self_attention.q_layernorm.all_heads.weight", (heads * head,)
+        yield "self_attention.k_layernorm.all_heads.weight", (groups * head,)
+    elif architecture.qk_layernorm:
         yield from _norm("self_attention.q_layernorm", head, architecture)
         yield from _norm("self_attention.k_layernorm", head, architecture)
     # Attention output and the norm before the MLP.
     bias = architecture.bias_linear
     yield from _linear("self_attention.linear_proj", hidden, heads * head, bias=bias)
-    yield from _norm("pre_mlp_layernorm", hidden, architecture)
+    if norms != "before":
+        yield from _norm("self_attn_bda.norm", hidden, architecture)
+        yield from _norm("mlp_bda.norm", hidden, architecture)
+    if norms != "after":
+        yield from _norm("pre_mlp_layernorm", hidden, architecture)
     if architecture.num_moe_experts is None:
         yield from _mlp("mlp", architecture.ffn_hidden_size, architecture)
         return
+    shared = architecture.moe_shared_expert_size
+    if shared is not None:
+        yield from _mlp("mlp.shared_experts", shared, architecture)
+        if architecture.moe_shared_expert_gate:
+            yield "mlp.shared_experts.gate_weight", (1, hidden)
     # Experts replace the MLP.
     yield from _linear("mlp.router", architecture.num_moe_experts, hidden, bias=bias)
     for expert in range(architecture.num_moe_experts):
@@ -142,7 +156,7 @@ def _linear(prefix: str, rows: int, columns: int, *, bias: bool) -> Iterator[tup
 
 def _norm(prefix: str, size: int, architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:
     yield f"{prefix}.weight", (size,)
-    if architecture.normalization != "rmsnorm":
+    if not architecture.normalization.startswith("rmsnorm"):
         yield f"{prefix}.bias", (size,)
 
 
@@ -188,7 +202,8 @@ def split_axis(name: str) -> int | None:
     If the outputs of an adapted weight are split, its matrix B is split. If the inputs are split,
     A is.
     """
-    if name in _VOCABULARY or ".linear_qkv." in name or ".linear_fc1." in name:
+    by_outputs = (".linear_qkv.", ".linear_fc1.", ".all_heads.")
+    if name in _VOCABULARY or any(part in name for part in by_outputs):
         return None if name.endswith(LORA_A) else 0
     is_row_parallel = ".linear_proj." in name or ".linear_fc2." in name
     is_matrix = name.endswith((".weight", LORA_A))

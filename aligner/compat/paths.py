@@ -71,6 +71,8 @@ PATHS = {
     "cluster.ray.virtual_cluster": "distributed.virtual_cluster",
     "cluster.worker_groups": "distributed.worker_groups distributed.workers",
     "config.elsewhere.translate": "compat.translate",
+    "data.labelled": "data.preferences",
+    "data.ratings": "data.preferences",
     "distributed.accelerator": "device.accelerator",
     "distributed.parallel": "parallel.groups",
     "observe.packages": "packages",

@@ -1,24 +1,39 @@
-"""Preference pairs: two responses to one prompt, of which one is better.
+"""Feedback on responses: preference pairs, labels, and ratings of attributes.
 
-A row is a prompt with a chosen and a rejected response, and optionally their rewards. A response is
-text, or a list of chat messages: only the assistant's, or the complete chat. For complete chats
-the prompt column is optional. In a batch the two sequences of a pair are adjacent rows, the chosen
-sequence first.
+A row of a pair is a prompt with a chosen and a rejected response, and optionally their rewards. A
+response is text, or a list of chat messages: only the assistant's, or the complete chat. For
+complete chats the prompt column is optional. In a batch the two sequences of a pair are adjacent
+rows, the chosen sequence first.
+
+A labelled row is a prompt, a response and a label. KTO also estimates the policy's drift regardless
+of the prompt (Ethayarajh et al., 2024). For this, every row pairs its prompt with a *mismatched*
+response: the response of the nearest earlier row with another prompt (in TRL, of the previous row).
+The pairing is fixed for the run, so that the reference's log-probs are computed once.
+
+A rated row is a sequence with optional ratings of several attributes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
+from torch.nn import functional
 
-from aligner.config import PairDataConfig
-from aligner.data.dataset import Dataset
+from aligner.config import (
+    PairDataConfig,
+    PreferenceDataConfig,
+    PromptSourceConfig,
+    RewardDataConfig,
+)
+from aligner.data.dataset import Dataset, check_section, read_items
 from aligner.data.readers import DataRow, converted, finite_number
 from aligner.data.supervised import Example, Examples, collate_examples, make_example
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import DataError
+
+MISMATCHED = "mismatched_"  # prefix of the columns of prompts with mismatched responses
 
 
 @dataclass(frozen=True)
@@ -87,4 +102,132 @@ def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> BatchedDataDict:
     rewards = torch.tensor([pair.rewards for pair in pairs])
     batch["ground_truth_rewards"] = rewards.flatten()
     batch["preference_strengths"] = (rewards[:, 0] - rewards[:, 1]).repeat_interleave(2)
+    return batch
+
+
+@dataclass(frozen=True)
+class Labelled(Examples):
+    """A response, whether it is desirable, and its prompt with a mismatched response."""
+
+    example: Example
+    desirable: bool
+    mismatched: Example
+    sequences = ("example", "mismatched")
+
+
+class LabelledDataset(Dataset[Labelled]):
+    """All labelled responses, in the order of their source."""
+
+    @classmethod
+    def load(
+        cls, source: PromptSourceConfig, tokenizer: Tokenizer, data: PreferenceDataConfig
+    ) -> Self:
+        """Read, check and tokenize, see `aligner.data.dataset.Dataset.load`."""
+        check_section(data, tokenizer)
+        labels: dict[int, bool] = {}
+
+        def make(row: DataRow, index: int) -> Example:
+            expected = "true or false (or 1 or 0)"
+            labels[index] = converted(row, data.label_column, _label, expected)
+            return make_example(row, index, tokenizer, data)
+
+        longest = data.max_length
+        examples, dropped = read_items(source, make, longest=longest, noun="examples")
+        rows = [
+            Labelled(example, labels[example.id], _mismatched(examples, index, longest, source))
+            for index, example in enumerate(examples)
+        ]
+        return cls(rows, dropped_too_long=dropped)
+
+
+def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:
+    """Collate labelled responses to a batch.
+
+    The columns are those of `collate_examples` for the responses, and the same columns with the
+    prefix `MISMATCHED` for the mismatched responses. ``desirable`` float32 [B] is 1 if the response
+    is desirable, else 0.
+    """
+    batch = collate_examples([row.example for row in rows], pad_id)
+    mismatched = collate_examples([row.mismatched for row in rows], pad_id)
+    batch.update({f"{MISMATCHED}{name}": column for name, column in mismatched.items()})
+    batch["desirable"] = torch.tensor([float(row.desirable) for row in rows])
+    return batch
+
+
+def _mismatched(
+    examples: Sequence[Example], index: int, longest: int | None, source: PromptSourceConfig
+) -> Example:
+    """Pair the prompt at ``index`` with the nearest earlier fitting response to another prompt."""
+    prompt = examples[index].prompt_ids
+    for step in range(1, len(examples)):
+        candidate = examples[index - step]  # the last rows precede the first
+        start, end = candidate.learned[-1]
+        length = len(prompt) + end - start
+        if candidate.prompt_ids != prompt and (longest is None or length <= longest):
+            ids = [*prompt, *candidate.ids[start:end]]
+            return Example(examples[index].id, ids, [(len(prompt), len(ids))])
+    raise DataError(
+        f"data: {source.source}: row {examples[index].id + 1} has a prompt of {len(prompt)} "
+        "tokens, and no response to another prompt fits into "
+        f"max_length={longest} with it. Raise "
+        "max_length, remove the row, or give rows with different prompts"
+    )
+
+
+def _label(value: Any) -> bool | None:
+    return bool(value) if isinstance(value, bool | int) and value in (0, 1) else None
+
+
+@dataclass(frozen=True)
+class Rated(Examples):
+    """Sequence with its ratings. The rating of an attribute is None if it is unknown."""
+
+    example: Example
+    ratings: tuple[float | None, ...]
+    sequences = ("example",)
+
+
+class RatedDataset(Dataset[Rated]):
+    """All rated responses, in the order of their source.
+
+    Each of ``data.attribute_columns`` contains a number, or null without a rating. A row without
+    any rating is refused.
+    """
+
+    noun = "rated responses"
+
+    @classmethod
+    def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: RewardDataConfig) -> Rated:
+        """See `aligner.data.dataset.Dataset.make`."""
+        example, columns = make_example(row, index, tokenizer, data), data.attribute_columns
+        ratings = tuple(
+            None
+            if row.columns.get(column) is None
+            else converted(row, column, finite_number, "a finite number or null")
+            for column in columns
+        )
+        if all(rating is None for rating in ratings):
+            raise DataError(
+                f"{row.location}: none of the columns {list(columns)} contains a rating. Name the "
+                "columns with ratings (data.attribute_columns) or remove the row. Columns found: "
+                f"{sorted(row.columns)}"
+            )
+        return Rated(example, ratings)
+
+
+def collate_rated(rated: Sequence[Rated], pad_id: int) -> BatchedDataDict:
+    """Return `collate_examples` with ratings.
+
+    ``attributes``: float32 [B, K], 0 without a rating. ``attribute_mask``: float32 [B, K], 1 with a
+    rating. Sequences are padded to more than K tokens, because a column as wide as the sequences
+    is treated as one value per token.
+    """
+    batch = collate_examples([row.example for row in rated], pad_id)
+    is_rated = [[rating is not None for rating in row.ratings] for row in rated]
+    batch["attributes"] = torch.tensor([[rating or 0.0 for rating in row.ratings] for row in rated])
+    batch["attribute_mask"] = torch.tensor(is_rated).float()
+    missing = batch["attributes"].shape[1] + 1 - batch["input_ids"].shape[1]
+    if missing > 0:
+        batch["input_ids"] = functional.pad(batch["input_ids"], (0, missing), value=pad_id)
+        batch["token_mask"] = functional.pad(batch["token_mask"], (0, missing))
     return batch

@@ -6,17 +6,15 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from aligner.errors import DataError
+from aligner.errors import DataError, raised_as
 
 Message = TypeVar("Message", bound=BaseModel)
 
 
 def parse_json(body: bytes | bytearray) -> Any:
     """Parse ``body`` as JSON. Raises `DataError` if it is not JSON."""
-    try:
+    with raised_as(DataError, f"not JSON: {bytes(body[:80])!r}", ValueError):
         return from_json(body)
-    except ValueError as error:
-        raise DataError(f"not JSON: {bytes(body[:80])!r} ({error})") from error
 
 
 def validated(kind: type[Message], value: Any) -> Message:

@@ -21,8 +21,7 @@ from aligner.algorithms.supervised.trainer import SupervisedTrainer
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import DPORunConfig, parse_config
 from aligner.data.dataset import PromptSampler, Split
-from aligner.data.labelled import LabelledDataset
-from aligner.data.preferences import PairDataset
+from aligner.data.preferences import LabelledDataset, PairDataset
 from aligner.distributed.workers import LocalCluster
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy

@@ -21,8 +21,7 @@ from aligner.config import (
     SequencePackingConfig,
     TrainedModelConfig,
 )
-from aligner.data.preferences import PairDataset, collate_pairs
-from aligner.data.ratings import Rated, collate_rated
+from aligner.data.preferences import PairDataset, Rated, collate_pairs, collate_rated
 from aligner.data.readers import DataRow
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict

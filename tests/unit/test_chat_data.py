@@ -11,10 +11,8 @@ from loaded import load_set
 from tokenizers import AddedToken, decoders, models, normalizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
-from aligner.data.labelled import LabelledDataset
-from aligner.data.preferences import PairDataset
+from aligner.data.preferences import LabelledDataset, PairDataset, RatedDataset
 from aligner.data.prompts import PromptDataset
-from aligner.data.ratings import RatedDataset
 from aligner.data.supervised import ExampleDataset, encode_chat, encode_pair
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files

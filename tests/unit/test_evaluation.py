@@ -13,7 +13,7 @@ import pytest
 import torch
 from loaded import load_set
 
-from aligner.algorithms.rollout.inputs import RunPrompts
+from aligner.algorithms.rollout.inputs import Prompts
 from aligner.algorithms.rollout.rollout import SingleTurn
 from aligner.algorithms.rollout.validation import validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
@@ -183,7 +183,7 @@ def validator(request, tiny_nemo, tmp_path_factory):
 
     def validate(sets=(), **validation) -> StepResult:
         config = configured(**validation)
-        held_out = RunPrompts(
+        held_out = Prompts(
             prompts["a"], prompts["a"], {name: prompts[name] for name in sets}
         ).held_out
         reward = OddReward(tokenizer)

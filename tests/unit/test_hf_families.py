@@ -1,6 +1,6 @@
-"""Every Hugging Face family: in, the same logits as transformers; out, the same file.
+"""Every Hugging Face family: in, the same numbers as transformers; out, the same file.
 
-Small random models whose norms and biases are random too, so that no tensor can stand for another.
+Logits, log-probs of packed rows that share prefixes, and generated tokens.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_models import CASES, LLAMA_SIZES, save_random_model
 from safetensors.torch import load_file, save_file
 
 from aligner.checkpoint.convert import convert
@@ -20,93 +21,23 @@ from aligner.checkpoint.hf.families import architecture_from_hf, config_to_hf
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
 from aligner.checkpoint.hf.tensors import join_qkv, part_qkv
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.config import LengthParams, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError, StorageError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
-from aligner.models.gpt.megatron.build import build_gpt
+from aligner.models.gpt.decode.generator import Generator
+from aligner.models.gpt.megatron.build import build_gpt, scaled_inverse_frequencies
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel
 
 ROOT = Path(__file__).parents[2]
-LLAMA_SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 259,
-    "max_position_embeddings": 64,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-MIXTRAL = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
-QWEN3_MOE = {
-    "head_dim": 8,
-    "num_experts": 5,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-}
-CASES = {
-    "llama2": ("llama", {"num_key_value_heads": 4}),
-    "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
-    "llama_linear_rope": (
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-    ),
-    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "smollm": ("llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
-    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
-    "mistral_window": ("mistral", {"sliding_window": 5}),
-    "qwen2": ("qwen2", {}),
-    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen3": ("qwen3", {"head_dim": 16}),
-    "qwen3_tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
-    "mixtral": ("mixtral", MIXTRAL),
-    "mixtral_window": ("mixtral", {**MIXTRAL, "num_local_experts": 3, "sliding_window": 5}),
-    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
-    "qwen3_moe_normed": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
-    "gpt2": ("gpt2", {}),
-    "gpt2_erf": ("gpt2", {"activation_function": "gelu"}),
-    "gpt2_n_inner": ("gpt2", {"n_inner": 40}),
-}
-GPT2_SIZES = {
-    "n_layer": 2,
-    "n_embd": 32,
-    "n_head": 4,
-    "vocab_size": 259,
-    "n_positions": 64,
-    **dict.fromkeys(["attn_pdrop", "resid_pdrop", "embd_pdrop"], 0.0),
-}
-
-
-def random_model(model_type, changes):
-    """A transformers model with every parameter random."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = GPT2_SIZES if model_type == "gpt2" else LLAMA_SIZES
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(sizes | changes)))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.empty(parameter.shape).normal_(0, 0.2, generator=generator)
-            parameter.copy_(noise + (1.0 if parameter.dim() == 1 else 0.0))
-    return model.eval()
 
 
 @pytest.fixture(scope="module", params=list(CASES))
 def model_folder(request, tmp_path_factory):
-    model = random_model(*CASES[request.param])
     folder = tmp_path_factory.mktemp(request.param) / "model"
-    model.save_pretrained(folder)
-    for name, content in byte_level_tokenizer().files().items():
-        (folder / name).write_bytes(content)
-    return model, folder
+    return save_random_model(*CASES[request.param], folder), folder
 
 
 def our_logits(weights, architecture, tokens):
@@ -126,6 +57,59 @@ def test_logits_equal_transformers(model_folder):
     with torch.no_grad():
         expected = model(tokens).logits
     assert (our_logits(found.weights, found.architecture, tokens) - expected).abs().max() < 1e-4
+
+
+@pytest.fixture
+def role(model_folder):
+    """The model as a policy that packs sequences and shares their prefixes."""
+    settings = RoleSettings(sequence_packing=True, dropout=0.0)
+    return load_from_nemo(MegatronGPTActorModel, settings, restore_path=model_folder[1])
+
+
+def reference_logprobs(model, ids):
+    """Log-probs of transformers, one padded row per sequence."""
+    with torch.no_grad():
+        logits = model(ids).logits.log_softmax(-1)
+    return torch.nn.functional.pad(logits[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2), (1, 0))
+
+
+@pytest.mark.integration
+def test_packed_and_shared_prefixes_equal_transformers(model_folder, role):
+    ids = torch.randint(259, (6, 46), generator=torch.Generator().manual_seed(2))
+    ids[1:3, :40] = ids[0, :40]
+    lengths = torch.tensor([46, 44, 42, 46, 9, 30])
+    inside = torch.arange(46) < lengths[:, None]
+    seen = []
+    role.gpt.decoder.register_forward_hook(lambda _, args, out: seen.append(len(out)))
+    batch = {"input_ids": ids, "input_lengths": lengths, "token_mask": inside.float()}
+    actual = role.infer_tokens({**batch, "sample_mask": torch.ones(6)}, 6)
+    assert seen == [lengths.sum() - 2 * 40]
+    expected = reference_logprobs(model_folder[0], ids)
+    assert (actual - expected)[inside].abs().max() < 1e-4
+
+
+@pytest.mark.integration
+def test_generated_tokens_are_those_of_transformers(model_folder, role):
+    model, _ = model_folder
+    prompts = torch.randint(259, (5, 9), generator=torch.Generator().manual_seed(4))
+    lengths = torch.tensor([9, 4, 1, 7, 9])
+    options = {"eos_ids": (), "pad_id": 0, "max_batch_size": 3}
+    generator = Generator(
+        role.gpt,
+        role.architecture,
+        length=LengthParams(max_length=14),
+        sampling=SamplingParams(use_greedy=True),
+        **options,
+    )
+    output = generator.sample(prompts, lengths, torch.arange(5), seed=1)
+    expected = reference_logprobs(model, output.tokens)
+    sampled = torch.arange(output.tokens.shape[1])
+    sampled = (sampled >= lengths[:, None]) & (sampled < output.lengths[:, None])
+    assert sampled.sum() == 5 * 14
+    assert (output.logprobs - expected)[sampled].abs().max() < 1e-4
+    with torch.no_grad():
+        best = model(output.tokens).logits.log_softmax(-1).amax(-1)[:, :-1]
+    assert (output.logprobs[:, 1:] - best)[sampled[:, 1:]].abs().max() < 1e-4
 
 
 @pytest.mark.integration
@@ -173,6 +157,8 @@ def read_keys(config):
         *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
         *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
         *("rms_norm_eps", "layer_norm_epsilon", "rope_parameters", "sliding_window", "hidden_act"),
+        *("norm_eps", "norm_epsilon", "layer_norm_eps", "use_bias", "use_qkv_bias"),
+        *("no_rope_layers", "attention_out_bias", "original_max_position_embeddings"),
         *("activation_function", "tie_word_embeddings", "attention_bias", "mlp_bias"),
         *("initializer_range", "n_layer", "n_head", "n_positions"),
         *("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
@@ -196,6 +182,11 @@ def test_query_groups_by_hand():
     assert all(torch.equal(a, b) for a, b in zip(part_qkv(joined, full), [q, k, v], strict=True))
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 5e3, "original_max_position_embeddings": 16}
+FACTORS = {"short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [4.0] * 4}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
+
+
 def write_model(folder, config, tensors):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -213,11 +204,38 @@ def test_an_unsupported_family_lists_the_supported(tmp_path):
     [
         ({"hidden_act": "relu"}, "hidden_act='relu'"),
         ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope type 'dynamic'"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ({"hidden_size": None}, "incomplete"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, "truncate=false"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"short_factor": [1.0], "long_factor": [1.0]}},
+            r"rope_scaling\.short_factor=\(1\.0,\), which must be 4 numbers",
+        ),
+        ({"model_type": "stablelm", "use_parallel_residual": True}, "use_parallel_residual=True"),
+        ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm=True"),
+        ({"model_type": "seed_oss", "attention_out_bias": True}, "attention_out_bias=True"),
+        ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window=True"),
+        ({"model_type": "helium", "mlp_bias": True}, "mlp_bias=True"),
+        ({"model_type": "nemotron", "mlp_bias": True}, "attention_bias and mlp_bias differ"),
+        ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act='silu'"),
+        ({"model_type": "nemotron", "hidden_act": "swish"}, "hidden_act='swish'"),
+        ({"model_type": "starcoder2", "hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"model_type": "olmo2", "attention_bias": True}, "attention_bias=True"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "bidirectional_attention"),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 5.0},
+            r"attn_logit_softcapping=5\.0",
+        ),
+        (
+            {"model_type": "olmo3", "layer_types": ["full_attention", "sliding_attention"]}
+            | {"rope_parameters": {"sliding_attention": YARN}},
+            "rope type 'yarn' of sliding_attention layers",
+        ),
+        ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias=False"),
     ],
 )
 def test_unsupported_configurations_are_named(changes, message):
@@ -230,6 +248,43 @@ def test_older_rope_keys_are_understood():
     found = architecture_from_hf({"model_type": "llama", **LLAMA_SIZES, **old})
     assert found.rotary_base == 7e4
     assert (found.rope_scaling.kind, found.rope_scaling.factor) == ("linear", 3.0)
+
+
+ROPES = {
+    "yarn": {"rope_scaling": {**YARN, "factor": 4.0}},
+    "yarn with two scales": {
+        "rope_scaling": {**YARN, "factor": 4.0, "mscale": 0.5, "mscale_all_dim": 2.0}
+    },
+    "yarn without a ramp": {
+        "rope_scaling": {**YARN, "factor": 4.0, "beta_fast": 0.1, "beta_slow": 0.1}
+    },
+    "longrope": {"rope_scaling": LONG, "original_max_position_embeddings": 16},
+    "longrope with a factor": {
+        "rope_scaling": {**LONG, "factor": 9.0},
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("case", ROPES)
+def test_rotation_is_that_of_transformers_there_and_back(case):
+    """Frequencies and their factor, of the read and of the written configuration."""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = "llama" if "yarn" in case else "phi3"
+    given = {"model_type": kind, **LLAMA_SIZES, **ROPES[case]}
+    found = architecture_from_hf(given)
+    inverse = 1.0 / found.rotary_base ** (torch.arange(4) / 4)
+    scaled = scaled_inverse_frequencies(inverse, found.rope_scaling, found.rotary_base)
+    for values in (given, config_to_hf(found)[1]):
+        config = AutoConfig.for_model(**values)
+        rope_type = config.rope_parameters["rope_type"]
+        expected, factor = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu")
+        torch.testing.assert_close(scaled, expected)
+        assert found.rope_concentration == pytest.approx(factor)
+    longest = 16 if "longrope" in case else 64
+    assert found.max_position_embeddings == longest
 
 
 def test_what_no_family_can_express_is_refused():
@@ -246,6 +301,10 @@ def test_what_no_family_can_express_is_refused():
         ({"bias_qkv": True}, "qwen2"),
         ({"qk_layernorm": True}, "qwen3"),
         ({"num_moe_experts": 4}, "mixtral"),
+        (
+            {"normalization": "layernorm1p", "activation": "squared_relu", "rotary_percent": 0.5},
+            "nemotron",
+        ),
         ({"num_moe_experts": 4, "qk_layernorm": True}, "qwen3_moe"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from loaded import load_set
 
-from aligner.data.labelled import LabelledDataset, collate_labelled
+from aligner.data.preferences import LabelledDataset, collate_labelled
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import DataError
 

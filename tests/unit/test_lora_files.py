@@ -78,7 +78,14 @@ def with_adapters(model, folder):
     return model
 
 
-@pytest.mark.parametrize("architecture", [TINY_ARCHITECTURE, GPT2], ids=["llama", "gpt2"])
+GLM = dataclasses.replace(  # rotates adjacent columns, half of a head, and fuses gate and up
+    TINY_ARCHITECTURE, family="glm", bias_qkv=True, rotary_percent=0.5
+)
+PHI3 = dataclasses.replace(TINY_ARCHITECTURE, family="phi3")  # fuses query, key and value
+FAMILIES = {"llama": TINY_ARCHITECTURE, "gpt2": GPT2, "glm": GLM, "phi3": PHI3}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("targets", [("all",), ("attention_qkv", "mlp_fc2")])
 def test_transformers_computes_with_exported_adapters_what_the_merged_model_does(
     tmp_path, architecture, targets

@@ -14,7 +14,7 @@ import torch
 
 from aligner.algorithms.ppo.build import make_policy_loss, needs_reference, rows_scored_by_training
 from aligner.algorithms.ppo.trainer import PPOTrainer
-from aligner.algorithms.rollout.inputs import RunPrompts
+from aligner.algorithms.rollout.inputs import Prompts
 from aligner.config import parse_config
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import Prompt, PromptDataset
@@ -153,7 +153,7 @@ def trainer(
         "policy": policy,
         "value": value,
         "reward": FakeReward(log),
-        "prompts": RunPrompts(dataset, dataset),
+        "prompts": Prompts(dataset, dataset),
         "sampler": sampler,
         "generation": policy,
         "pad_id": PAD,

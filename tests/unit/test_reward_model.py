@@ -12,8 +12,7 @@ from aligner.algorithms.reward_model.build import last_token
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import TrainedModelConfig, parse_config
 from aligner.config.run import RewardRunConfig, RunConfig
-from aligner.data.preferences import PairDataset
-from aligner.data.ratings import RatedDataset, collate_rated
+from aligner.data.preferences import PairDataset, RatedDataset, collate_rated
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.errors import CheckpointError, ConfigError, DataError, RewardError
@@ -22,7 +21,7 @@ from aligner.models.gpt.role.reward import SequenceForm, Standardization
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings
 from aligner.models.reward.workers.megatron_reward_worker import MegatronRewardWorker
 from aligner.parallel.groups import initialize_parallel
-from aligner.rewards.attributes import attribute_parts, check_weights, weighted
+from aligner.rewards.interface import attribute_parts, check_weights, weighted
 from aligner.rewards.sequences import SequenceEncoder
 
 ATTRIBUTES = ("helpfulness", "correctness", "length")

@@ -14,10 +14,8 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from aligner.algorithms.ask.generate import Chat
 from aligner.config import AskedDataConfig
-from aligner.data.labelled import LabelledDataset
-from aligner.data.preferences import PairDataset
+from aligner.data.preferences import LabelledDataset, PairDataset, RatedDataset
 from aligner.data.prompts import PromptDataset, make_prompt
-from aligner.data.ratings import RatedDataset
 from aligner.data.readers import DataRow
 from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.supervised import ExampleDataset

@@ -16,8 +16,13 @@ from aligner.algorithms.supervised.build import (
 from aligner.algorithms.supervised.trainer import ExampleSet, SupervisedTrainer, Task
 from aligner.config import LOSS_OPTIONS, DPORunConfig, TrainerDPOConfig
 from aligner.data.dataset import Dataset
-from aligner.data.labelled import MISMATCHED, LabelledDataset, collate_labelled
-from aligner.data.preferences import PairDataset, collate_pairs
+from aligner.data.preferences import (
+    MISMATCHED,
+    LabelledDataset,
+    PairDataset,
+    collate_labelled,
+    collate_pairs,
+)
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, RPOLoss, SimPOLoss, kto_kl_baseline
 from aligner.models.policy.lm_policy import Policy

@@ -18,8 +18,14 @@ from aligner.algorithms.supervised.trainer import ExampleSet, SupervisedTrainer,
 from aligner.checkpoint.model_source import open_model
 from aligner.config import RewardRunConfig
 from aligner.data.dataset import Dataset, Split
-from aligner.data.preferences import OrderedPairDataset, Pair, PairDataset, collate_pairs
-from aligner.data.ratings import RatedDataset, collate_rated
+from aligner.data.preferences import (
+    OrderedPairDataset,
+    Pair,
+    PairDataset,
+    RatedDataset,
+    collate_pairs,
+    collate_rated,
+)
 from aligner.errors import ConfigError
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from aligner.models.gpt.role.reward import Standardization, saved_attributes

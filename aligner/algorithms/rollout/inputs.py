@@ -27,7 +27,7 @@ from aligner.models.policy.lm_policy import Policy
 
 
 @dataclass(frozen=True)
-class RunPrompts(Split[PromptDataset]):
+class Prompts(Split[PromptDataset]):
     """Prompts of a run. ``sets`` are the named additional validation sets."""
 
     sets: Mapping[str, PromptDataset] = field(default_factory=dict)
@@ -63,13 +63,13 @@ class RunPrompts(Split[PromptDataset]):
         ]
 
 
-def load_prompts(run: Run[SamplingRunConfig]) -> RunPrompts:
+def load_prompts(run: Run[SamplingRunConfig]) -> Prompts:
     """Read and tokenize the prompts of a run, and check that responses fit after them."""
     config, data = run.config, run.config.data
     if config.environment.is_set:
         refuse(config.length_problems(longest_opening(config, run.architecture)))
     load = prompt_loader(config, data, run.tokenizer, run.architecture)
-    prompts = RunPrompts(
+    prompts = Prompts(
         load(data.train),
         None if data.validation is None else load(data.validation),
         {name: load(source) for name, source in config.validation.sets.items()},
@@ -114,7 +114,7 @@ def longest_opening(config: SamplingRunConfig, architecture: GPTArchitecture) ->
     return environment.max_tokens - config.model.rollout.length_params.max_length
 
 
-def load_environments(run: Run[SamplingRunConfig], prompts: RunPrompts) -> RolloutSource | None:
+def load_environments(run: Run[SamplingRunConfig], prompts: Prompts) -> RolloutSource | None:
     """Start the environments of a run until the run ends (see `open_environments`)."""
     sets = {"data.train": prompts.train, "data.validation": prompts.validation}
     sets |= {f"validation.sets.{name}": prompts for name, prompts in prompts.sets.items()}
@@ -148,11 +148,11 @@ def open_environments(
     return rollouts
 
 
-def of_dry_run(run: Run[SamplingRunConfig], prompts: RunPrompts) -> RunPrompts:
+def of_dry_run(run: Run[SamplingRunConfig], prompts: Prompts) -> Prompts:
     """Return ``prompts``, or for a dry run generated prompts of the maximum length."""
     if not run.config.dry_run:
         return prompts
-    return RunPrompts(longest_set(run.config, prompts.train, run.tokenizer, run.architecture))
+    return Prompts(longest_set(run.config, prompts.train, run.tokenizer, run.architecture))
 
 
 def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[str]:

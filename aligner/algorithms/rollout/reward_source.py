@@ -28,8 +28,7 @@ from aligner.models.gpt.role.reward import rated_attributes
 from aligner.models.reward.reward_model import RewardModel
 from aligner.models.value.lm_value import Value
 from aligner.observe.startup import RoleMemory
-from aligner.rewards.attributes import check_weights
-from aligner.rewards.interface import Reward, RewardInterface
+from aligner.rewards.interface import Reward, RewardInterface, check_weights
 from aligner.rewards.model import ModelReward, SharedBackboneReward, VerifiedReward
 from aligner.rewards.sequences import SequenceEncoder
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aligner.algorithms.rollout.inputs import (
-    RunPrompts,
+    Prompts,
     load_environments,
     load_prompts,
     of_dry_run,
@@ -171,7 +171,7 @@ class SamplingTrainer(Learner):
     policy: Policy
     value: Value | None = None
     reward: RewardInterface
-    prompts: RunPrompts
+    prompts: Prompts
     sampler: PromptSampler
     generation: GenerationInterface
     pad_id: int
@@ -227,7 +227,7 @@ class SamplingInputs:
     """Inputs of a run that samples, read and checked before models are built."""
 
     config: SamplingRunConfig
-    prompts: RunPrompts
+    prompts: Prompts
     reward: RewardSource
     environments: RolloutSource | None
 

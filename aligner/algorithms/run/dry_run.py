@@ -29,10 +29,8 @@ from aligner.config import BaseRunConfig, RunConfig, SamplingRunConfig, Supervis
 from aligner.config.commands.changes import overrides_of, single_changes
 from aligner.config.commands.lengths import longest_lengths, samples_responses
 from aligner.data.dataset import Dataset
-from aligner.data.labelled import Labelled
-from aligner.data.preferences import Pair
+from aligner.data.preferences import Labelled, Pair, Rated
 from aligner.data.prompts import Prompt
-from aligner.data.ratings import Rated
 from aligner.data.supervised import Example
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator

@@ -15,7 +15,7 @@ from aligner.compat.paths import current_path
 from aligner.config import BaseRunConfig
 from aligner.config.algorithms.names import Algorithm, algorithm_of
 from aligner.data.readers import Source, source_files
-from aligner.errors import CheckpointError, DataError
+from aligner.errors import CheckpointError, DataError, raised_as
 
 # Patterns of keys that may change between two starts of a run. All other keys are its identity.
 MAY_CHANGE = (
@@ -87,15 +87,13 @@ class RunIdentity:
         """
         saved = state.get("identity", {})
         models, data, sources = (saved.get(name, {}) for name in _CONTENTS)
-        try:
+        damage = (KeyError, StopIteration, AttributeError, TypeError)
+        text = "the run state lacks the name of its algorithm, so no training script wrote it"
+        remedy = "set exp_manager.explicit_log_dir to another directory"
+        with raised_as(CheckpointError, text, *damage, remedy=remedy):
             config = state["config"]
             settings = identity_settings(config)
             return cls(algorithm_of(config), models, _without_arguments(data), sources, settings)
-        except (KeyError, StopIteration, AttributeError, TypeError) as error:
-            raise CheckpointError(
-                "the run state lacks the name of its algorithm: no training script wrote it. Set "
-                "exp_manager.explicit_log_dir to another directory"
-            ) from error
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dictionary that JSON can represent."""

@@ -35,7 +35,7 @@ from aligner.data.dataset import PromptSampler
 from aligner.data.tokenizers.tokenizer import TEMPLATE_TIME
 from aligner.device import accelerator
 from aligner.distributed.step import training_step
-from aligner.errors import CheckpointError, DamagedStateError, NonFiniteError
+from aligner.errors import CheckpointError, DamagedStateError, NonFiniteError, raised_as
 from aligner.models.handle import RoleHandle
 from aligner.observe.metrics import MetricsWriter, PhaseTimers
 from aligner.observe.progress import ConsoleProgress
@@ -309,7 +309,11 @@ class RunLoop:
 
     def _continue_from(self, path: Path) -> Restoration:
         saved = self.store.load(path)
-        try:
+        remedy = (
+            "another algorithm or version wrote it. Set exp_manager.explicit_log_dir to another "
+            "directory"
+        )
+        with raised_as(CheckpointError, f"the run state {path}", KeyError, remedy=remedy):
             learner, layout = saved.state["learner"], saved.state["layout"]
             self.learner.load(learner, path)
             # Random states belong to ranks of a layout.
@@ -319,11 +323,6 @@ class RunLoop:
             config = without_new_defaults(self.config, saved_config, self.defaults)
             changes = config_changes(saved_config, config)
             self.callbacks.load_state_dict(saved.state.get("callbacks", {}))
-        except KeyError as error:
-            raise CheckpointError(
-                f"the run state {path} has no {error}: another algorithm or version wrote it. Set "
-                "exp_manager.explicit_log_dir to another directory"
-            ) from error
         return Restoration(saved.step, path, changes, None if layout == self.layout else layout)
 
     def _record(

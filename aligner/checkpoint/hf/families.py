@@ -2,20 +2,25 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from aligner.architecture import Activation, GPTArchitecture, RopeScaling
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.hf.family import ORIGINAL, Config, Family
 from aligner.checkpoint.hf.tensors import (
+    ALL_HEADS_NORM,
+    FUSED_GATE_UP,
+    FUSED_QKV,
     GPT2_TABLE,
+    INTERLEAVED_ROPE,
     LLAMA_TABLE,
     MIXTRAL_TABLE,
+    QWEN2_MOE_TABLE,
     QWEN3_MOE_TABLE,
-    Table,
+    STARCODER2_MLP,
+    UNGATED_MLP,
+    norms_after,
 )
 from aligner.errors import CheckpointError, raised_as
-
-Config = dict[str, Any]
 
 # architecture field → key of config.json
 _LLAMA_KEYS = {
@@ -58,139 +63,13 @@ _GPT2_KEYS = {
     "attention_dropout": "attn_pdrop",
     "hidden_dropout": "resid_pdrop",
 }
-_GPT2_ACTIVATIONS: dict[str, Activation] = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "silu": "silu",
-}
-# rope_type → its settings, under the names of the fields of `RopeScaling`.
-_ROPE_SETTINGS = {
-    "linear": ("factor",),
-    "llama3": (
-        *("factor", "low_freq_factor", "high_freq_factor"),
-        "original_max_position_embeddings",
-    ),
-}
 # Settings that config.json lacks, or that matter only in training.
 _NOT_CARRIED = {"make_vocab_size_divisible_by", "family", "hidden_dropout", "attention_dropout"}
-# Other values that transformers treats as equal to the fixed value.
-_SAME = (("hidden_act", "swish"), ("mlp_only_layers", None))
-
-
-@dataclass(frozen=True)
-class Family:
-    """Family of models with one ``model_type``.
-
-    Args:
-        model_type: name of the family in ``config.json``.
-        model_class: class of transformers.
-        table: names and layouts of the tensors.
-        keys: architecture field → key of ``config.json``.
-        defaults: transformers' values for keys that are absent in ``config.json``.
-        fixed: keys with their only supported value. An absent key counts as this value.
-        implied: architecture fields that are equal for all models of the family.
-        written: keys that are always written to ``config.json`` with this value.
-    """
-
-    model_type: str
-    model_class: str
-    table: Table
-    keys: Mapping[str, str]
-    defaults: Mapping[str, Any]
-    fixed: Mapping[str, Any]
-    implied: Mapping[str, Any] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def _is_gpt2(self) -> bool:
-        return self.model_type == "gpt2"
-
-    def read(self, config: Config) -> GPTArchitecture:
-        """Return the architecture of a ``config.json`` that includes the defaults."""
-        fields: dict[str, Any] = {name: config.get(key) for name, key in self.keys.items()}
-        hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-        fields["num_query_groups"] = fields.get("num_query_groups") or heads
-        fields["kv_channels"] = fields.get("kv_channels") or hidden // heads
-        if self._is_gpt2:
-            fields["ffn_hidden_size"] = fields["ffn_hidden_size"] or 4 * hidden
-        kind = _read_gpt2(config) if self._is_gpt2 else _read_llama(config)
-        if "moe_router_pre_softmax" in fields:
-            fields["moe_router_pre_softmax"] = not fields["moe_router_pre_softmax"]
-            # ``num_experts`` became ``num_local_experts`` in transformers 5.
-            experts = fields["num_moe_experts"] or config.get("num_local_experts") or 128
-            fields["num_moe_experts"] = experts
-        return GPTArchitecture(**{**fields, **kind, **self.implied, "family": self.model_type})
-
-    def write(self, architecture: GPTArchitecture) -> Config:
-        """Return the ``config.json`` of an architecture."""
-        config = {key: getattr(architecture, name) for name, key in self.keys.items()}
-        if self._is_gpt2:
-            activations = {value: key for key, value in reversed(_GPT2_ACTIVATIONS.items())}
-            activation = activations.get(architecture.activation, architecture.activation)
-            config |= {"activation_function": activation, "embd_pdrop": architecture.hidden_dropout}
-        else:
-            scaling, rope = architecture.rope_scaling, None
-            if scaling is not None:
-                settings = {name: getattr(scaling, name) for name in _ROPE_SETTINGS[scaling.kind]}
-                rope = {"rope_type": scaling.kind, **settings}
-            config |= {"hidden_act": "silu", "rope_theta": architecture.rotary_base}
-            config["rope_scaling"] = rope
-        # Keys with another form or meaning than the architecture's fields.
-        if "moe_router_pre_softmax" in self.keys:
-            config["moe_intermediate_size"] = architecture.expert_ffn_hidden_size
-            config["norm_topk_prob"] = not architecture.moe_router_pre_softmax
-        if self.model_type == "llama":
-            config |= dict.fromkeys(("attention_bias", "mlp_bias"), architecture.bias_linear)
-        names = {"model_type": self.model_type, "architectures": [self.model_class]}
-        return {**config, **self.written, **names}
-
-
-def _read_llama(config: Config) -> dict[str, Any]:
-    """Return the fields that depend on several keys of ``config.json``.
-
-    The rotary base and scaling are in ``rope_parameters`` (transformers 5) or in two older keys.
-    """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    # Scaling of the rotary frequencies.
-    scaling = None
-    if kind in _ROPE_SETTINGS:
-        settings: dict[str, Any] = {name: float(rope[name]) for name in _ROPE_SETTINGS[kind]}
-        if kind == "llama3":
-            positions = int(rope["original_max_position_embeddings"])
-            settings["original_max_position_embeddings"] = positions
-        scaling = RopeScaling(**{**settings, "kind": kind})
-    elif kind != "default":
-        raise CheckpointError(
-            f"rope type {kind!r} in config.json is not supported. Supported: default, linear, "
-            "llama3"
-        )
-    # One flag covers the biases of attention and MLP.
-    biases = {bool(config.get("attention_bias")), bool(config.get("mlp_bias"))}
-    if len(biases) > 1:
-        raise CheckpointError(
-            "attention_bias and mlp_bias differ in config.json. Set both or neither"
-        )
-    return {
-        "rotary_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-        "rope_scaling": scaling,
-        "bias_linear": biases.pop(),
-    }
-
-
-def _read_gpt2(config: Config) -> dict[str, Any]:
-    activation = config["activation_function"]
-    if activation not in _GPT2_ACTIVATIONS:
-        raise CheckpointError(
-            f"activation_function={activation!r} in config.json is not supported. "
-            f"Supported: {', '.join(_GPT2_ACTIVATIONS)}"
-        )
-    layers = {"normalization": "layernorm", "position_embedding": "learned_absolute"}
-    return {**layers, "activation": _GPT2_ACTIVATIONS[activation], "bias_linear": True}
-
-
+# Key, fixed value (or family), and another value that transformers treats as equal to it.
+_SAME: tuple[tuple[str, Any, Any], ...] = (
+    *(("hidden_act", "silu", "swish"), ("hidden_act", "gemma", "gelu")),
+    *(("mlp_only_layers", [], None), ("use_bidirectional_attention", None, False)),
+)
 _SILU = {"hidden_act": "silu"}
 _NO_WINDOW = {"use_sliding_window": False}
 _COMMON = {"initializer_range": 0.02, "attention_dropout": 0.0, "tie_word_embeddings": False}
@@ -204,8 +83,186 @@ _QWEN_DEFAULTS = {
     **{"max_position_embeddings": 32_768, "num_key_value_heads": 32},
 }
 _QWEN3_FIXED = {**_NO_WINDOW, **_SILU, "attention_bias": False}
+_QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    QWEN3_MOE_TABLE,
+    _QWEN3_MOE_KEYS,
+    {**_QWEN_DEFAULTS, "num_key_value_heads": 4, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 768, "norm_topk_prob": False},
+    {**_QWEN3_FIXED, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    {"qk_layernorm": True},
+)
+_LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    LLAMA_TABLE,
+    {**_LLAMA_KEYS, "bias_linear": "attention_bias"},
+    {**_LLAMA_DEFAULTS, "attention_bias": False, "mlp_bias": False},
+    _SILU,
+    equal={"mlp_bias": "attention_bias"},
+)
+# Families that differ from Llama by names, activation, norms or biases.
+_PLAIN = dataclasses.replace(_LLAMA, keys=_LLAMA_KEYS, equal={})
+_BIAS_QKV = {"bias_qkv": "attention_bias"}
+_SQUARED_RELU: dict[str, Any] = {
+    "table": UNGATED_MLP,
+    "fixed": {"hidden_act": "relu2"},
+    "implied": {"activation": "squared_relu"},
+}
+_GLM = _PLAIN.variant(
+    "glm",
+    "GlmForCausalLM",
+    table={**INTERLEAVED_ROPE, **FUSED_GATE_UP},
+    keys=_BIAS_QKV,
+    defaults={"attention_bias": True, "rms_norm_eps": 1.5625e-07, "num_key_value_heads": 2}
+    | {"head_dim": 128, "max_position_embeddings": 131_072},
+    rotary_percent=0.5,
+)
+_LLAMA_LIKE = (
+    _LLAMA.variant(
+        "nemotron",
+        "NemotronForCausalLM",
+        **_SQUARED_RELU
+        | {"implied": {"activation": "squared_relu", "normalization": "layernorm1p"}},
+        keys={"layernorm_epsilon": "norm_eps"},
+        defaults={"norm_eps": 1e-5, "initializer_range": 0.0134, "max_position_embeddings": 4096},
+        rotary_percent=0.5,
+    ),
+    _PLAIN.variant(
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        table=STARCODER2_MLP,
+        keys={"bias_linear": "use_bias", "layernorm_epsilon": "norm_epsilon"}
+        | {"window_size": "sliding_window", "hidden_dropout": "residual_dropout"},
+        defaults={"use_bias": True, "norm_epsilon": 1e-5, "initializer_range": 0.018042}
+        | {"num_key_value_heads": 2, "max_position_embeddings": 4096, "residual_dropout": 0.0}
+        | {"tie_word_embeddings": True},
+        fixed={"hidden_act": "gelu_pytorch_tanh"},
+        implied={"activation": "gelu_tanh", "normalization": "layernorm"},
+    ),
+    _PLAIN.variant(
+        "phi3",
+        "Phi3ForCausalLM",
+        table={**FUSED_QKV, **FUSED_GATE_UP},
+        keys={"window_size": "sliding_window", "hidden_dropout": "resid_pdrop"},
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "resid_pdrop": 0.0}
+        | {ORIGINAL: 4096},
+        rotary_percent=1.0,
+    ),
+    _PLAIN.variant(
+        "stablelm",
+        "StableLmForCausalLM",
+        keys={"bias_qkv": "use_qkv_bias", "layernorm_epsilon": "layer_norm_eps"},
+        defaults={"layer_norm_eps": 1e-5, "use_qkv_bias": False, "num_key_value_heads": 32}
+        | {"max_position_embeddings": 4096},
+        fixed={"use_parallel_residual": False, "qk_layernorm": False, "hidden_dropout": 0.0},
+        implied={"normalization": "layernorm"},
+        rotary_percent=0.25,
+    ),
+    _PLAIN.variant(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        keys={**_BIAS_QKV, "hidden_dropout": "residual_dropout"},
+        defaults={"attention_bias": True, "attention_dropout": 0.1, "residual_dropout": 0.1}
+        | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524_288},
+        fixed={"attention_out_bias": False, "mlp_bias": False},
+    ),
+    _LLAMA.variant(
+        "arcee",
+        "ArceeForCausalLM",
+        **_SQUARED_RELU,
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    ),
+    _LLAMA.variant(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        keys={"layers_without_rope": "no_rope_layers"},
+        defaults={"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6}
+        | {"max_position_embeddings": 32_768, "no_rope_layers": None},
+        fixed=_NO_WINDOW,
+    ),
+    _GLM,
+    _PLAIN.variant(
+        "ernie4_5",
+        "Ernie4_5ForCausalLM",
+        table=INTERLEAVED_ROPE,
+        keys={"bias_linear": "use_bias"},
+        defaults={"use_bias": False, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+        | {"num_key_value_heads": 2, "head_dim": 128, "rope_theta": 5e5}
+        | {"max_position_embeddings": 131_072},
+    ),
+    _PLAIN.variant(
+        "helium",
+        "HeliumForCausalLM",
+        table=INTERLEAVED_ROPE,
+        keys=_BIAS_QKV,
+        defaults={"attention_bias": False, "rms_norm_eps": 1e-8, "rope_theta": 1e5}
+        | {"num_key_value_heads": 20, "head_dim": 128, "max_position_embeddings": 4096},
+        fixed={"mlp_bias": False},
+    ),
+    _GLM.variant(
+        "glm4",
+        "Glm4ForCausalLM",
+        table=norms_after("post_self_attn_layernorm", "post_mlp_layernorm"),
+        implied={"branch_norms": "both"},
+    ),
+    _PLAIN.variant(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        table={
+            **norms_after("post_attention_layernorm", "post_feedforward_layernorm"),
+            **ALL_HEADS_NORM,
+        },
+        defaults={"rms_norm_eps": 1e-5},
+        fixed={"attention_bias": False},
+        implied={"branch_norms": "after", "qk_layernorm": True, "qk_norm_over_heads": True},
+    ),
+    _LLAMA.variant(
+        "granite",
+        "GraniteForCausalLM",
+        table={},
+        keys={"attention_scale": "attention_multiplier", "logits_divisor": "logits_scaling"}
+        | {name: name for name in ("embedding_multiplier", "residual_multiplier")},
+        defaults={"attention_multiplier": 1.0, "logits_scaling": 1.0}
+        | {"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
+    ),
+    _PLAIN.variant(
+        "gemma",
+        "GemmaForCausalLM",
+        table={},
+        defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True}
+        | {"max_position_embeddings": 8192},
+        fixed={"hidden_act": "gelu_pytorch_tanh", "attention_bias": False}
+        | {"use_bidirectional_attention": None},
+        implied={"activation": "geglu_tanh", "normalization": "rmsnorm1p"},
+        scales_embeddings=True,
+    ),
+)
+_OLMO3 = next(family for family in _LLAMA_LIKE if family.model_type == "olmo2").variant(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    keys={"window_size": "sliding_window"},
+    defaults={"sliding_window": 4096, "rope_theta": 5e5},
+    window_pattern=4,
+)
+_GEMMA3 = _LLAMA_LIKE[-1].variant(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    table=norms_after(
+        "post_attention_layernorm", "post_feedforward_layernorm", "pre_feedforward_layernorm"
+    ),
+    keys={"window_size": "sliding_window", "attention_scale": "query_pre_attn_scalar"},
+    defaults={"sliding_window": 4096, "query_pre_attn_scalar": 256, "rope_theta": 1e6}
+    | {"num_key_value_heads": 4, "max_position_embeddings": 131_072},
+    fixed={"hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": None}
+    | {"attn_logit_softcapping": None},
+    implied={"branch_norms": "both", "qk_layernorm": True},
+    window_pattern=6,
+    window_rotary_base=1e4,
+)
 _FAMILIES = (
-    Family("llama", "LlamaForCausalLM", LLAMA_TABLE, _LLAMA_KEYS, _LLAMA_DEFAULTS, _SILU),
+    _LLAMA,
     Family(
         "mistral",
         "MistralForCausalLM",
@@ -222,7 +279,6 @@ _FAMILIES = (
         _QWEN_DEFAULTS,
         {**_NO_WINDOW, **_SILU},
         {"bias_qkv": True},
-        _NO_WINDOW,
     ),
     Family(
         "qwen3",
@@ -232,7 +288,6 @@ _FAMILIES = (
         {**_QWEN_DEFAULTS, "head_dim": 128},
         _QWEN3_FIXED,
         {"qk_layernorm": True},
-        _NO_WINDOW,
     ),
     Family(
         "mixtral",
@@ -243,17 +298,7 @@ _FAMILIES = (
         | {"num_local_experts": 8, "num_experts_per_tok": 2},
         {**_SILU, "router_jitter_noise": 0.0},
     ),
-    Family(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        QWEN3_MOE_TABLE,
-        _QWEN3_MOE_KEYS,
-        {**_QWEN_DEFAULTS, "num_key_value_heads": 4, "num_experts_per_tok": 8}
-        | {"moe_intermediate_size": 768, "norm_topk_prob": False},
-        {**_QWEN3_FIXED, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        {"qk_layernorm": True},
-        _NO_WINDOW,
-    ),
+    _QWEN3_MOE,
     Family(
         "gpt2",
         "GPT2LMHeadModel",
@@ -263,6 +308,19 @@ _FAMILIES = (
         | {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "initializer_range": 0.02}
         | {"tie_word_embeddings": True},
         {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    ),
+    *_LLAMA_LIKE,
+    _OLMO3,
+    _GEMMA3,
+    _QWEN3_MOE.variant(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        table=QWEN2_MOE_TABLE,
+        keys={"moe_shared_expert_size": "shared_expert_intermediate_size"},
+        defaults={"num_key_value_heads": 16, "num_experts_per_tok": 4, "num_experts": 60}
+        | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+        fixed={"qkv_bias": True},
+        implied={"bias_qkv": True, "qk_layernorm": False, "moe_shared_expert_gate": True},
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
@@ -283,7 +341,8 @@ def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
     family = family_of(config.get("model_type"))
     for key, value in family.fixed.items():
         setting = config.get(key, value)
-        if setting != value and (key, setting) not in _SAME:
+        is_same = any((key, of, setting) in _SAME for of in (value, family.model_type))
+        if setting != value and not is_same:
             raise CheckpointError(
                 f"{key}={setting!r} in config.json is not supported for {family.model_type}. "
                 f"Supported: {value!r}"
@@ -313,6 +372,10 @@ def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
 def _guess(architecture: GPTArchitecture) -> str:
     if architecture.position_embedding == "learned_absolute":
         return "gpt2"
+    if architecture.normalization == "layernorm1p":
+        return "nemotron"
+    if architecture.normalization == "rmsnorm1p":
+        return "gemma" if architecture.branch_norms == "before" else "gemma3_text"
     if architecture.num_moe_experts is not None:
         return "qwen3_moe" if architecture.qk_layernorm else "mixtral"
     if architecture.qk_layernorm:

@@ -57,20 +57,50 @@ def part_qkv(tensor: Tensor, architecture: GPTArchitecture) -> list[Tensor]:
     return [part.flatten(0, 1) for part in grouped.split([queries, head, head], dim=1)]
 
 
-def _join_packed_qkv(parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
+def _join_fused_qkv(fused: Tensor, architecture: GPTArchitecture) -> Tensor:
     rows = [architecture.num_attention_heads, *[architecture.num_query_groups] * 2]
     sizes = [count * architecture.kv_channels for count in rows]
-    packed = _conv(parts[0])
-    if packed.shape[0] != sum(sizes):
-        raise CheckpointError(f"c_attn has {packed.shape[0]} outputs, expected {sum(sizes)}")
-    return join_qkv(list(packed.split(sizes)), architecture)
+    if fused.shape[0] != sum(sizes):
+        raise CheckpointError(
+            f"the projection to query, key and value has {fused.shape[0]} outputs, expected "
+            f"{sum(sizes)}"
+        )
+    return join_qkv(list(fused.split(sizes)), architecture)
+
+
+def _rotated_order(architecture: GPTArchitecture) -> Tensor:
+    """Return the columns of a head, the even rotated ones before the odd ones.
+
+    Families that rotate adjacent columns become families that rotate one half against the other.
+    """
+    width = architecture.kv_channels
+    rotated = int(width * architecture.rotary_percent)
+    columns = torch.arange(width)
+    return torch.cat((columns[:rotated:2], columns[1:rotated:2], columns[rotated:]))
+
+
+def _reorder(parts: list[Tensor], order: Tensor) -> list[Tensor]:
+    """Reorder the rows of every head of query and key, and leave the value."""
+    *rotated, value = parts
+    heads = [part.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1) for part in rotated]
+    return [*heads, value]
+
+
+def _join_interleaved(parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
+    return join_qkv(_reorder(parts, _rotated_order(architecture)), architecture)
+
+
+def _part_interleaved(tensor: Tensor, architecture: GPTArchitecture) -> list[Tensor]:
+    return _reorder(part_qkv(tensor, architecture), _rotated_order(architecture).argsort())
 
 
 _COPY = Layout(lambda parts, _: parts[0], lambda tensor, _: [tensor])
 _CONV = Layout(lambda parts, _: _conv(parts[0]), lambda tensor, _: [_conv(tensor)], True)
 _QKV = Layout(join_qkv, part_qkv)
 _CONV_QKV = Layout(
-    _join_packed_qkv, lambda tensor, arch: [_conv(torch.cat(part_qkv(tensor, arch)))], True
+    lambda parts, arch: _join_fused_qkv(_conv(parts[0]), arch),
+    lambda tensor, arch: [_conv(torch.cat(part_qkv(tensor, arch)))],
+    True,
 )
 _GATE_UP = Layout(lambda parts, _: torch.cat(parts), lambda tensor, _: list(tensor.chunk(2)))
 
@@ -93,8 +123,44 @@ LLAMA_TABLE: Table = {
     "decoder.final_layernorm": (_COPY, ("model.norm",)),
     "output_layer": (_COPY, ("lm_head",)),
 }
+# Rows that replace rows of Llama's table.
+_ATTENTION, _MLP = f"{_H}.self_attn", f"{_H}.mlp"
+INTERLEAVED_ROPE: Table = {
+    f"{_L}.self_attention.linear_qkv": (
+        Layout(_join_interleaved, _part_interleaved),
+        (f"{_ATTENTION}.q_proj", f"{_ATTENTION}.k_proj", f"{_ATTENTION}.v_proj"),
+    )
+}
+FUSED_QKV: Table = {
+    f"{_L}.self_attention.linear_qkv": (
+        Layout(
+            lambda parts, arch: _join_fused_qkv(parts[0], arch),
+            lambda tensor, arch: [torch.cat(part_qkv(tensor, arch))],
+        ),
+        (f"{_ATTENTION}.qkv_proj",),
+    )
+}
+FUSED_GATE_UP: Table = {f"{_L}.mlp.linear_fc1": (_COPY, (f"{_MLP}.gate_up_proj",))}
+UNGATED_MLP: Table = {f"{_L}.mlp.linear_fc1": (_COPY, (f"{_MLP}.up_proj",))}
+STARCODER2_MLP: Table = {
+    f"{_L}.mlp.linear_fc1": (_COPY, (f"{_MLP}.c_fc",)),
+    f"{_L}.mlp.linear_fc2": (_COPY, (f"{_MLP}.c_proj",)),
+}
+ALL_HEADS_NORM: Table = {
+    f"{_L}.self_attention.{kind}_layernorm.all_heads": (_COPY, (f"{_ATTENTION}.{kind}_norm",))
+    for kind in ("q", "k")
+}
 _DENSE_MLP = (f"{_L}.mlp.linear_fc1", f"{_L}.mlp.linear_fc2")
 _EXPERT = f"{_L}.mlp.experts.local_experts.{{e}}"
+
+
+def norms_after(attention: str, mlp: str, before_mlp: str = "post_attention_layernorm") -> Table:
+    """Return the rows of the norms after attention and MLP, and of the norm before the MLP."""
+    return {
+        f"{_L}.pre_mlp_layernorm": (_COPY, (f"{_H}.{before_mlp}",)),
+        f"{_L}.self_attn_bda.norm": (_COPY, (f"{_H}.{attention}",)),
+        f"{_L}.mlp_bda.norm": (_COPY, (f"{_H}.{mlp}",)),
+    }
 
 
 def _experts_table(block: str, gate: str, up: str, down: str) -> Table:
@@ -111,6 +177,16 @@ def _experts_table(block: str, gate: str, up: str, down: str) -> Table:
 
 MIXTRAL_TABLE = _experts_table("block_sparse_moe", "w1", "w3", "w2")
 QWEN3_MOE_TABLE = _experts_table("mlp", "gate_proj", "up_proj", "down_proj")
+_SHARED_EXPERT = f"{_MLP}.shared_expert"
+QWEN2_MOE_TABLE: Table = {
+    **QWEN3_MOE_TABLE,
+    f"{_L}.mlp.shared_experts.linear_fc1": (
+        _GATE_UP,
+        (f"{_SHARED_EXPERT}.gate_proj", f"{_SHARED_EXPERT}.up_proj"),
+    ),
+    f"{_L}.mlp.shared_experts.linear_fc2": (_COPY, (f"{_SHARED_EXPERT}.down_proj",)),
+    f"{_L}.mlp.shared_experts.gate_weight": (_COPY, (f"{_SHARED_EXPERT}_gate",)),
+}
 _G = "transformer.h.{n}"
 GPT2_TABLE: Table = {
     "embedding.word_embeddings": (_COPY, ("transformer.wte",)),
@@ -142,6 +218,8 @@ def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
     unnumbered = _NUMBERED.sub("decoder.layers.{n}.", name)
     unnumbered = _NUMBERED_EXPERT.sub(".local_experts.{e}.", unnumbered)
     module, _, kind = unnumbered.rpartition(".")
+    if unnumbered in table:  # a parameter with a name of its own
+        module, kind = unnumbered, "weight"
     if module not in table:
         raise CheckpointError(f"{name} does not exist in this Hugging Face family")
     layout, sources = table[module]

@@ -1,5 +1,6 @@
 """Conversion between NeMo's ``model_config.yaml`` and `GPTArchitecture`."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ from aligner.architecture import (
     Normalization,
     PositionEmbedding,
     RopeScaling,
+    layer_flags,
 )
 from aligner.errors import CheckpointError, raised_as
 
@@ -43,11 +45,11 @@ _WRITTEN_ACTIVATIONS: dict[Activation, str] = {
     "squared_relu": "squared-relu",
     "swiglu": "fast-swiglu",
     "geglu": "fast-geglu",
+    "geglu_tanh": "geglu",  # together with bias_activation_fusion
 }
 # Settings of experts that megatron-core supports and `GPTArchitecture` does not (only Mixtral's and
 # Qwen3-MoE's experts are supported), with the value that disables them.
 _PLAIN_EXPERTS: Config = {
-    "moe_shared_expert_intermediate_size": None,
     "moe_layer_freq": 1,
     "moe_router_score_function": "softmax",
     "moe_router_enable_expert_bias": False,
@@ -55,6 +57,11 @@ _PLAIN_EXPERTS: Config = {
     "moe_router_topk_scaling_factor": None,
     "moe_expert_capacity_factor": None,
 }
+# Fields that NeMo has no key for. They are written if they differ from the default.
+_OWN_KEYS = (
+    *("qk_norm_over_heads", "branch_norms", "embedding_multiplier", "residual_multiplier"),
+    *("logits_divisor", "window_rotary_base"),
+)
 _INTERPOLATION = re.compile(r"^\$\{\.*(?:model\.)?(\w+)\}$")
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
@@ -112,6 +119,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
     text = "model_config.yaml contains a value of a wrong type"
     with raised_as(CheckpointError, text, TypeError, ValueError, ArithmeticError):
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        scaled = hidden**0.5 if config.get("apply_embedding_scaling") else 1.0  # NeMo's Gemma
         return GPTArchitecture(
             num_layers=int(config["num_layers"]),
             hidden_size=hidden,
@@ -122,7 +130,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             vocab_size=vocab_size,
             max_position_embeddings=_positions(config),
             activation=_activation(config),
-            normalization=_choice(config, "normalization", "layernorm", _NORMALIZATIONS),
+            normalization=_normalization(config),
             layernorm_epsilon=float(get("layernorm_epsilon", 1e-5)),
             position_embedding=_choice(
                 config, "position_embedding_type", "learned_absolute", _POSITION_EMBEDDINGS
@@ -130,10 +138,17 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             rotary_base=float(get("rotary_base", 10_000)),
             rotary_percent=float(get("rotary_percentage", 1.0)),
             rope_scaling=_rope_scaling(config),
+            layers_without_rope=_skipped(config, "no_rope_freq"),
             tie_embeddings=bool(get("share_embeddings_and_output_weights", True)),
             bias_linear=bool(get("bias", True)),
             bias_qkv=bool(get("qkv_bias", False)) and not get("bias", True),
             qk_layernorm=bool(get("qk_layernorm", False)),
+            qk_norm_over_heads=bool(get("qk_norm_over_heads", False)),
+            branch_norms=get("branch_norms", "before"),
+            attention_scale=config.get("softmax_scale"),
+            embedding_multiplier=float(get("embedding_multiplier", scaled)),
+            residual_multiplier=float(get("residual_multiplier", 1.0)),
+            logits_divisor=float(get("logits_divisor", 1.0)),
             # NeMo's ``[left, 0]`` excludes the current token, this library includes it.
             window_size=int(config["window_size"][0]) + 1 if config.get("window_size") else None,
             attention_dropout=float(get("attention_dropout", 0.1)),
@@ -144,6 +159,10 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             moe_router_topk=int(get("moe_router_topk", 2)),
             moe_ffn_hidden_size=config.get("moe_ffn_hidden_size"),
             moe_router_pre_softmax=bool(get("moe_router_pre_softmax", False)),
+            moe_shared_expert_size=config.get("moe_shared_expert_intermediate_size"),
+            moe_shared_expert_gate=bool(get("moe_shared_expert_gate", False)),
+            layers_without_window=_skipped(config, "window_attn_skip_freq", invert=True),
+            window_rotary_base=config.get("window_rotary_base"),
             family=config.get("hf_model_type"),
         )
 
@@ -166,12 +185,14 @@ def _activation(config: Config) -> Activation:
     fused = bool(config.get("bias_activation_fusion"))
     if activation == "gelu" and (fused or config.get("openai_gelu")):
         return "gelu_tanh"
-    if activation == "geglu" and fused:
-        raise CheckpointError(
-            "activation='geglu' with bias_activation_fusion=true computes a tanh GELU gate, which "
-            "is not supported. Supported: geglu without fusion"
-        )
-    return activation
+    return "geglu_tanh" if activation == "geglu" and fused else activation
+
+
+def _normalization(config: Config) -> Normalization:
+    norm: Normalization = _choice(config, "normalization", "layernorm", _NORMALIZATIONS)
+    if norm in ("layernorm", "rmsnorm") and config.get("layernorm_zero_centered_gamma"):
+        return "layernorm1p" if norm == "layernorm" else "rmsnorm1p"
+    return norm
 
 
 def _positions(config: Config) -> int:
@@ -190,7 +211,9 @@ def _rope_scaling(config: Config) -> RopeScaling | None:
     if config.get("rope_scaling"):
         text = "rope_scaling in model_config.yaml is not a mapping of its settings"
         with raised_as(CheckpointError, text, TypeError):
-            return RopeScaling(**config["rope_scaling"])
+            settings: Config = dict(config["rope_scaling"])
+            lists = {name: tuple(v) for name, v in settings.items() if isinstance(v, list)}
+            return RopeScaling(**settings | lists)
     if config.get("scale_positional_embedding"):  # NeMo's switch for Llama 3.1's constants
         return RopeScaling(factor=float(config.get("scale_factor") or 8.0))
     if config.get("seq_len_interpolation_factor"):
@@ -200,6 +223,7 @@ def _rope_scaling(config: Config) -> RopeScaling | None:
 
 def config_from_architecture(architecture: GPTArchitecture) -> Config:
     """Return NeMo's keys for an architecture, including all keys that affect numbers."""
+    is_zero_centred = architecture.normalization == "rmsnorm1p"
     # Keys that are always written. The optional keys follow.
     config: Config = {
         "mcore_gpt": True,
@@ -222,7 +246,7 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
         "attention_dropout": architecture.attention_dropout,
         "ffn_dropout": 0.0,
         "apply_query_key_layer_scaling": False,
-        "normalization": architecture.normalization,
+        "normalization": "rmsnorm" if is_zero_centred else architecture.normalization,
         "layernorm_epsilon": architecture.layernorm_epsilon,
         "make_vocab_size_divisible_by": architecture.make_vocab_size_divisible_by,
         "vocab_size": architecture.vocab_size,
@@ -233,7 +257,7 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
         "qk_layernorm": architecture.qk_layernorm,
         "activation": _WRITTEN_ACTIVATIONS.get(architecture.activation, architecture.activation),
         "openai_gelu": architecture.activation == "gelu_tanh",
-        "bias_activation_fusion": False,
+        "bias_activation_fusion": architecture.activation == "geglu_tanh",
         "transformer_block_type": "pre_ln",
         "position_embedding_type": architecture.position_embedding,
         "rotary_percentage": architecture.rotary_percent,
@@ -247,14 +271,43 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
     # Keys that NeMo's readers expect only in models that use them.
     optional = {
         "hf_model_type": architecture.family,
+        "layernorm_zero_centered_gamma": is_zero_centred or None,
+        "softmax_scale": architecture.attention_scale,
+        "apply_embedding_scaling": architecture.embedding_multiplier
+        == architecture.hidden_size**0.5
+        or None,
+        "no_rope_freq": layer_flags(architecture.layers_without_rope, architecture),
+        "window_attn_skip_freq": layer_flags(
+            architecture.layers_without_window, architecture, invert=True
+        ),
         "window_size": [architecture.window_size - 1, 0] if architecture.window_size else None,
         "num_moe_experts": architecture.num_moe_experts,
         "moe_router_topk": architecture.moe_router_topk if architecture.num_moe_experts else None,
         "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
         "moe_router_pre_softmax": architecture.moe_router_pre_softmax or None,
+        "moe_shared_expert_intermediate_size": architecture.moe_shared_expert_size,
+        "moe_shared_expert_gate": architecture.moe_shared_expert_gate or None,
     }
+    default = {field.name: field.default for field in dataclasses.fields(GPTArchitecture)}
+    others = {name: getattr(architecture, name) for name in _OWN_KEYS}
+    optional |= {name: value for name, value in others.items() if value != default[name]}
     config |= {key: value for key, value in optional.items() if value is not None}
     return config | _written_rope_scaling(architecture.rope_scaling)
+
+
+def _skipped(config: Config, key: str, *, invert: bool = False) -> tuple[int, ...]:
+    """Return the layers that megatron-core skips: those with a flag, or every n-th one.
+
+    ``invert``: the flags mark the other layers.
+    """
+    flags, layers = config.get(key) or [], range(int(config["num_layers"]))
+    if isinstance(flags, int):
+        return tuple(n for n in layers if (n + 1) % flags == 0)
+    if flags and len(flags) != len(layers):
+        raise CheckpointError(
+            f"{key} in model_config.yaml has {len(flags)} values for {len(layers)} layers"
+        )
+    return tuple(n for n, flag in enumerate(flags) if bool(flag) is not invert)
 
 
 def _written_rope_scaling(scaling: RopeScaling | None) -> Config:
@@ -262,10 +315,13 @@ def _written_rope_scaling(scaling: RopeScaling | None) -> Config:
         return {}
     if scaling.kind == "linear":
         return {"seq_len_interpolation_factor": scaling.factor}
+    settings = {name: value for name, value in vars(scaling).items() if value not in (None, ())}
+    if scaling.kind != "llama3":
+        return {"rope_scaling": settings}
     return {
         "scale_positional_embedding": True,
         "scale_factor": scaling.factor,
-        "rope_scaling": {**vars(scaling)},
+        "rope_scaling": settings,
     }
 
 

@@ -54,7 +54,8 @@ class _Decode:
 
     targets: Tensor  # int64 [n * G, 2], rows of the flat cache for the new keys and values
     span: int  # maximum of tokens that a query attends to
-    bias: Tensor  # float [n * G, 1, span], 0 where visible, -inf elsewhere
+    # Float [n * G, 1, span], 0 where visible, -inf elsewhere, by the size of the window.
+    bias: dict[int | None, Tensor]
     # int32 [n * G * R * span], value rows of every query, and int32 [n * G * R], start of a query
     # in ``values``. None to mix values by products.
     values: Tensor | None
@@ -79,7 +80,8 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        window: int | None = None,
+        scale: float | None = None,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         """Allocate the cache.
 
@@ -92,8 +94,9 @@ class KVCache:
             head_dim: width of a head.
             dtype: dtype of keys and values.
             device: device of keys and values.
-            window: number of tokens that sliding-window attention sees, including the current
-                token. None means all.
+            scale: factor of the scores. Default: ``1 / sqrt(head_dim)``.
+            windows: number of tokens that sliding-window attention of each layer sees, including
+                the current token. None means all. One value is used for all layers.
         """
         # For narrow heads the span includes masked positions, so that one algorithm computes all.
         self._min_span = aligned(-(-_SMALL_PRODUCT // head_dim))
@@ -109,8 +112,9 @@ class KVCache:
         self._columns = torch.arange(self._capacity, device=device)
         self._zero = torch.zeros((), dtype=dtype, device=device)
         self._minus_inf = torch.full((), -torch.inf, dtype=dtype, device=device)
-        self._scale = 1.0 / math.sqrt(head_dim)
-        self._window = window
+        self._scale = scale or 1.0 / math.sqrt(head_dim)
+        windows = list(windows) * (len(layer_numbers) if len(windows) == 1 else 1)
+        self._windows = dict(zip(layer_numbers, windows, strict=True))
         self._groups, self._queries = groups, queries
         # FBGEMM's sum of weighted rows, which torch calls for an embedding bag.
         fbgemm = device.type == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines
@@ -176,9 +180,12 @@ class KVCache:
         span = max(aligned(longest), self._min_span)
         by_group = positions.repeat_interleave(self._groups)[:, None]  # [n * G, 1]
         index = self._columns[:span]
-        visible = index <= by_group
-        if self._window is not None:
-            visible &= index > by_group - self._window
+        bias = {}
+        for window in set(self._windows.values()):
+            visible = index <= by_group
+            if window is not None:
+                visible &= index > by_group - window
+            bias[window] = torch.where(visible, self._zero, self._minus_inf)[:, None]
         firsts = self._firsts[: by_group.shape[0]]
         # For the CPU kernel that sums rows: the value rows of every query.
         values = starts = None
@@ -189,7 +196,7 @@ class KVCache:
         self._pass = _Decode(
             firsts + by_group,
             span,
-            torch.where(visible, self._zero, self._minus_inf)[:, None],
+            bias,
             values,
             starts,
         )
@@ -234,7 +241,8 @@ class KVCache:
         store = self._stores[layer_number]
         if isinstance(plan, _Prefill):
             store[plan.targets] = heads[:, :, -2:][plan.sources].flatten(0, 1)
-            return self._prefill(plan, heads)
+            return self._prefill(plan, heads, self._windows[layer_number])
+        bias = plan.bias[self._windows[layer_number]]
         rows, groups, count, width = heads.shape
         by_group = heads.view(rows * groups, count, width)
         store[plan.targets] = by_group[:, -2:]
@@ -246,11 +254,11 @@ class KVCache:
                 by_group[:, None, :-2],
                 keys[:, None],
                 values[:, None],
-                attn_mask=plan.bias[:, None],
+                attn_mask=bias[:, None],
                 scale=self._scale,
             )
             return attended.reshape(rows, -1)
-        scores = torch.baddbmm(plan.bias, by_group[:, :-2], keys.transpose(1, 2), alpha=self._scale)
+        scores = torch.baddbmm(bias, by_group[:, :-2], keys.transpose(1, 2), alpha=self._scale)
         shares = scores.softmax(dim=-1)
         if plan.values is None:
             return torch.bmm(shares, values).view(rows, -1)
@@ -260,16 +268,16 @@ class KVCache:
         )
         return mixed[0].view(rows, -1)
 
-    def _prefill(self, plan: _Prefill, heads: Tensor) -> Tensor:
+    def _prefill(self, plan: _Prefill, heads: Tensor, window: int | None) -> Tensor:
         framed = heads[plan.frame]  # [m, P, G, R + 2, D]
         query, key, value = framed.split((heads.shape[2] - 2, 1, 1), dim=3)
         length = framed.shape[1]
-        windowed = self._window is not None and length > self._window
+        windowed = window is not None and length > window
         out = attend(
             query.flatten(2, 3).transpose(1, 2),
             key.squeeze(3).transpose(1, 2),
             value.squeeze(3).transpose(1, 2),
-            window_mask(length, self._window, heads.device) if windowed else None,
+            window_mask(length, window, heads.device) if windowed else None,
             self._scale,
         )
         return out.transpose(1, 2).flatten(0, 1)[plan.rows].flatten(1)

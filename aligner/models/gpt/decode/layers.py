@@ -45,19 +45,21 @@ class Rotation(NamedTuple):
     half: int
 
     @classmethod
-    def table(cls, angles: Tensor, queries: int, head_dim: int, dtype: torch.dtype) -> "Rotation":
+    def table(
+        cls, angles: Tensor, queries: int, head_dim: int, dtype: torch.dtype, factor: float
+    ) -> "Rotation":
         """Build the factors of all positions from ``angles``, float [positions, 1, 1, D_rot].
 
-        ``queries``: R, the query heads per key-value head. The factors are not computed per batch:
-        they would depend on the batch size, because the vector and the scalar cosine of a CPU
-        differ in the last bit.
+        ``queries``: R, the query heads per key-value head. ``factor``: factor of rotated columns.
+        The factors are not computed per batch: they would depend on the batch size, because the
+        vector and the scalar cosine of a CPU differ in the last bit.
         """
         half = angles.shape[-1] // 2
         shape = (angles.shape[0], 1, queries + 2, head_dim)
         cos = torch.ones(shape, dtype=dtype, device=angles.device)
         sin = torch.zeros_like(cos)
-        cos[:, :, :-1, : 2 * half] = angles.cos()  # the value is not rotated
-        sin[:, :, :-1, : 2 * half] = angles.sin()
+        cos[:, :, :-1, : 2 * half] = angles.cos() * factor  # the value is not rotated
+        sin[:, :, :-1, : 2 * half] = angles.sin() * factor
         sin[..., :half].neg_()
         return cls(cos, sin, half)
 
@@ -94,6 +96,8 @@ class IncrementalLayer:
         """
         attention, mlp = layer.self_attention, layer.mlp
         self._number: int = attention.core_attention.layer_number
+        skipped = layer.config.no_rope_freq
+        self._rotates = not (skipped and skipped[layer.layer_number - 1])
         self._groups: int = attention.num_query_groups_per_partition
         self._head_dim: int = attention.hidden_size_per_attention_head
         self._tp_group = tp_group
@@ -130,7 +134,10 @@ class IncrementalLayer:
         if self._query_norm is not None and self._key_norm is not None:
             query, key = self._query_norm(heads[:, :, :-2]), self._key_norm(heads[:, :, -2:-1])
             heads = torch.cat((query, key, heads[:, :, -1:]), dim=2)
-        heads = heads.contiguous() if rotation is None else rotation.apply(heads)
+        if rotation is None or not self._rotates:
+            heads = heads.contiguous()
+        else:
+            heads = rotation.apply(heads)
         attended = cache.attend_rows(self._number, heads)
         if selected is not None:
             attended, hidden = attended[selected], hidden[selected]
@@ -166,9 +173,9 @@ def incremental_layers(
 ) -> list[IncrementalLayer] | None:
     """Return the fast layers of a model, or None if one of its layers is not supported."""
     layers = list(gpt.decoder.layers)
-    if gpt.config.fp32_residual_connection or gpt.config.no_rope_freq:
+    if gpt.config.fp32_residual_connection or gpt.config.rotary_interleaved:
         return None
-    if gpt.config.rotary_interleaved or gpt.config.attention_output_gate:
+    if gpt.config.attention_output_gate or gpt.config.window_rotary_base is not None:
         return None
     if not all(_is_supported(layer, products) for layer in layers):
         return None
@@ -183,10 +190,15 @@ def is_transformer_engine(module: nn.Module) -> bool:
 
 
 def _is_supported(layer: nn.Module, products: Mapping[nn.Module, Product]) -> bool:
-    """Return whether the layer is dense, and of our local spec or Transformer Engine's."""
+    """Return whether the layer is dense, and of our local spec or Transformer Engine's.
+
+    A module that adds a branch to the residual is not supported.
+    """
     if type(layer) is not TransformerLayer or not isinstance(layer.self_attention, SelfAttention):
         return False
     attention, mlp = layer.self_attention, layer.mlp
+    if isinstance(layer.self_attn_bda, nn.Module):
+        return False
     if type(mlp) is not MLP or type(attention.core_attention) is not CoreAttention:
         return False
     norms = (
@@ -239,7 +251,7 @@ def _norm_or_none(norm: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
 
 def fast_norm(norm: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return ``norm``, or for float32 RMSNorm an equal function with fewer operations."""
-    plain = isinstance(norm, Norm) and norm.is_rms and not norm.zero_centered
+    plain = type(norm) is Norm and norm.is_rms and not norm.zero_centered
     if not plain or norm.weight.dtype != torch.float32:
         return norm
     return functools.partial(rms_norm_rows, weight=norm.weight.detach(), eps=norm.eps)

@@ -169,7 +169,8 @@ class IncrementalModel:
             head_dim=architecture.kv_channels,
             dtype=parameter.dtype,
             device=parameter.device,
-            window=architecture.window_size,
+            scale=self._attention[0].scale,
+            windows=[module.window for module in self._attention],
         )
         self._rope: Tensor | None = None
         self._rotation: Rotation | None = None
@@ -177,7 +178,8 @@ class IncrementalModel:
             # The module's own cache would keep this table for training passes.
             self._rope = gpt.rotary_pos_emb.get_emb(aligned(capacity)).to(parameter.device)
             shape = queries, architecture.kv_channels
-            self._rotation = Rotation.table(self._rope, *shape, parameter.dtype)
+            factor = architecture.rope_concentration
+            self._rotation = Rotation.table(self._rope, *shape, parameter.dtype, factor)
         # Set inside of `session`. Output layer and final norm are on the last stage.
         self._project: Product | None = None
         self._layers: list[IncrementalLayer] | None = None
@@ -344,6 +346,8 @@ class IncrementalModel:
         else:
             local, owned = self._embedded.localize(tokens)
             hidden = self._embedded.sum(F.embedding(local, table) * owned[:, None])
+        if self._gpt.config.embedding_multiplier != 1.0:
+            hidden = hidden * self._gpt.config.embedding_factor
         if embedding.add_position_embedding:
             hidden += embedding.position_embeddings(positions)
         return hidden

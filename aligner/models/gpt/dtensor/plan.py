@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
-from aligner.checkpoint.hf.families import config_to_hf
+from aligner.checkpoint.hf.families import FAMILIES, config_to_hf
 from aligner.config import ParallelConfig
 from aligner.errors import ConfigError, LayoutError
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 # Families with the modules that `split_layer` splits.
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+# Families whose logits are divided, or whose layers do not tell their attention which rows are one
+# sequence.
+ONLY_BY_TRANSFORMERS = ("granite", "nemotron", "stablelm")
 # Replicated weights that each rank applies to its own heads, so that gradients must be summed.
 APPLIED_TO_OWN_HEADS = (".self_attn.q_norm.weight", ".self_attn.k_norm.weight")
 
@@ -27,6 +30,11 @@ def check_backend(family: str, architecture: GPTArchitecture, parallel: Parallel
             "policy.backend=megatron, or give the model's Hugging Face directory"
         )
     is_own = isinstance(architecture, TransformersArchitecture)
+    if family in ONLY_BY_TRANSFORMERS and not is_own:
+        raise LayoutError(
+            f"policy.backend=dtensor does not support {family} models in .nemo files. Use "
+            "policy.backend=megatron, or give the model's Hugging Face directory"
+        )
     if parallel.tensor > 1 and family not in LLAMA_LIKE:
         raise LayoutError(
             f"model.tensor_model_parallel_size={parallel.tensor}: policy.backend=dtensor does not "
@@ -50,7 +58,8 @@ def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, train
         return
     hidden = architecture.with_dropout(dropout).hidden_dropout
     family = config_to_hf(architecture)[0].model_type
-    if hidden and family in LLAMA_LIKE and (trained or dropout is not None):
+    has_key = "hidden_dropout" in FAMILIES[family].keys
+    if hidden and not has_key and (trained or dropout is not None):
         shown = f"null, {hidden:g} in the checkpoint" if dropout is None else f"{dropout:g}"
         raise ConfigError(
             f"model.dropout={shown}: policy.backend=dtensor does not support dropout of hidden "

@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -77,7 +78,11 @@ class CoreAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self.window: int | None = config.window_size[0] + 1 if config.window_size else None
+        self.window: int | None = None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, self.layer_number
+        ):
+            self.window = config.window_size[0] + 1
         self.cache: AttentionCache | None = None
 
     def forward(
@@ -169,6 +174,7 @@ def attend_segments(
     key, value = segments.gather_keys(key, value)
     if can_attend_varlen(query, dropout, window):
         return attend_varlen(query, key, value, segments, scale, window)
+
     # Without the kernel, each bucket is one padded batch.
     def attend_bucket(
         bucket: Bucket, queries: Tensor, keys: Tensor, values: Tensor, key_rows: Tensor | None
@@ -198,9 +204,7 @@ def attend_buckets(
         *_keys_of_buckets(key, value, segments),
         strict=True,
     ):
-        out = attend_bucket(
-            bucket, by_sequence(queries, bucket.sequences), keys, values, key_rows
-        )
+        out = attend_bucket(bucket, by_sequence(queries, bucket.sequences), keys, values, key_rows)
         parts.append(out.transpose(1, 2).flatten(0, 1))
 
     def rows_of(*parts: Tensor) -> Tensor:

@@ -11,15 +11,19 @@ differs in the last bit and is closer to the exact value.
 
 import functools
 import importlib.util
+import math
 import os
 import shutil
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.nn.functional
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.jit import jit_fuser
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer import attention as megatron_attention
@@ -27,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from aligner.architecture import GPTArchitecture
+from aligner.architecture import BranchNorms, GPTArchitecture
 from aligner.device import accelerator
 from aligner.kernels.linear_product import Origin
 
@@ -154,6 +158,10 @@ class Norm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise the last dimension of ``hidden`` [..., H]. Shape and dtype do not change."""
         weight = self.weight + 1 if self.zero_centered else self.weight
+        if self.is_rms and self.zero_centered and hidden.dtype != torch.float32:
+            # 1 + weight has more digits than the weight.
+            single = F.rms_norm(hidden.float(), weight.shape, self.weight.float() + 1, self.eps)
+            return single.to(hidden.dtype)
         if self.is_rms:
             # In bf16, torch's function computes in float32 internally.
             single = hidden.dtype == weight.dtype == torch.float32
@@ -161,6 +169,69 @@ class Norm(nn.Module):
                 return rms_norm(hidden, weight, self.eps)
             return F.rms_norm(hidden, weight.shape, weight, self.eps)
         return F.layer_norm(hidden, weight.shape, weight, self.bias, self.eps)
+
+
+class FinalNorm(Norm):
+    """`Norm` before the output layer, divided as the logits are to be (Granite)."""
+
+    def __init__(self, config: "GPTConfig", hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.divisor = config.logits_divisor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise the last dimension of ``hidden`` [..., H], and divide."""
+        return super().forward(hidden) / self.divisor
+
+
+class AllHeadsNorm(nn.Module):
+    """RMSNorm over the heads of all tensor-parallel ranks together (OLMo 2)."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, heads: int
+    ) -> None:
+        super().__init__()
+        self.size, self.ranks, self.eps = (
+            heads * hidden_size,
+            config.tensor_model_parallel_size,
+            eps,
+        )
+        weight = nn.Parameter(torch.ones(self.size // self.ranks, dtype=config.params_dtype))
+        megatron_layers.set_tensor_model_parallel_attributes(weight, True, 0, 1)
+        self.all_heads = nn.ParameterDict({"weight": weight})
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalise float ``heads`` ``[S, B, N, D]`` over N and D. The shape does not change."""
+        rows = heads.flatten(2).float()
+        squares = rows.square().sum(-1, keepdim=True)
+        if self.ranks > 1:  # a sum in both directions, because every rank uses the result
+            group = parallel_state.get_tensor_model_parallel_group()
+            squares = torch.distributed.nn.functional.all_reduce(squares, group=group)
+        normal = rows * (squares / self.size + self.eps).rsqrt()
+        return (normal * self.all_heads["weight"]).to(heads.dtype).view_as(heads)
+
+
+class BranchAdd(nn.Module):
+    """Addition of a branch (attention or MLP) to the residual, normalised and multiplied first.
+
+    It replaces megatron-core's bias-dropout-add.
+    """
+
+    def __init__(self, config: "GPTConfig") -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        self.norm = nn.Identity() if config.branch_norms == "before" else Norm(config, size, eps)
+        self.multiplier = config.residual_multiplier
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Return the function of (branch and its bias, residual, dropout) that adds."""
+        del fused
+
+        def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            out, bias = branch
+            out = self.norm(out if bias is None else out + bias) * self.multiplier
+            return residual + F.dropout(out, dropout, training)
+
+        return add
 
 
 def rms_norm_rows(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -186,6 +257,28 @@ class GPTConfig(TransformerConfig):
     """megatron-core's configuration with additional settings."""
 
     rotates_in_one_kernel: bool = False
+    # Factor of rotated queries and keys, as megatron-core's attention reads it.
+    yarn_mscale: float = 0.0
+    yarn_mscale_all_dim: float = 0.0
+    yarn_rotary_scaling_factor: float = math.e
+    # See `GPTArchitecture`.
+    qk_norm_over_heads: bool = False
+    branch_norms: BranchNorms = "before"
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    window_rotary_base: float | None = None
+    rotary_scale: float = 1.0  # by which all rotary angles are divided
+
+    @property
+    def adds_plainly(self) -> bool:
+        """True if attention and MLP add their output to the residual as it is."""
+        return self.branch_norms == "before" and self.residual_multiplier == 1.0
+
+    @property
+    def embedding_factor(self) -> float:
+        """``embedding_multiplier`` in the precision of the weights, as in transformers."""
+        return torch.tensor(self.embedding_multiplier, dtype=self.params_dtype).item()
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -39,7 +40,14 @@ from aligner.errors import ConfigError
 from aligner.kernels.linear_product import ColumnLinear, RowLinear
 from aligner.logprobs.output_layer import ready_weight
 from aligner.models.gpt.layers.attention import CoreAttention
-from aligner.models.gpt.layers.elementwise import Norm, SwiGLU
+from aligner.models.gpt.layers.elementwise import (
+    AllHeadsNorm,
+    BranchAdd,
+    FinalNorm,
+    GPTConfig,
+    Norm,
+    SwiGLU,
+)
 from aligner.models.gpt.layers.short_attention import ShortSelfAttention
 from aligner.models.gpt.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 
@@ -138,8 +146,12 @@ def has_transformer_engine() -> bool:
     return accelerator.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def uses_transformer_engine(spec: LayerSpec = "auto", lora: LoraConfig | None = None) -> bool:
-    """Return whether layers use Transformer Engine, whose fused linears do not support adapters."""
+def uses_transformer_engine(spec: LayerSpec, lora: LoraConfig | None, config: GPTConfig) -> bool:
+    """Return whether layers use Transformer Engine.
+
+    Its fused linears do not support adapters. It has no norms over all heads or after a branch, and
+    no second rotary base.
+    """
     if spec == "transformer_engine" and not has_transformer_engine():
         raise ConfigError(
             "model.layer_spec=transformer_engine needs Transformer Engine and a GPU. This "
@@ -147,18 +159,22 @@ def uses_transformer_engine(spec: LayerSpec = "auto", lora: LoraConfig | None = 
             + ("" if accelerator.has_gpu() else ", no GPU")
             + ". Install transformer_engine[pytorch], or set model.layer_spec=auto"
         )
-    return spec != "local" and has_transformer_engine() and lora is None
+    plain = config.adds_plainly and not config.qk_norm_over_heads
+    plain = plain and config.window_rotary_base is None
+    return spec != "local" and has_transformer_engine() and lora is None and plain
 
 
 def moe_spec(config: TransformerConfig, linears: MLPSubmodules, grouped: bool) -> ModuleSpec:
     """Return the spec of experts, with grouped products if ``grouped`` and a kernel allow it."""
     kind = GroupedExperts if grouped and can_group(config) else SequentialMLP
     experts = ModuleSpec(module=kind, submodules=linears)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
+    submodules = MoESubmodules(experts=experts, shared_experts=shared)
+    return ModuleSpec(module=MoELayer, submodules=submodules)
 
 
 def local_layer_spec(
-    config: TransformerConfig, lora: LoraConfig | None = None, *, fusions: bool = True
+    config: GPTConfig, lora: LoraConfig | None = None, *, fusions: bool = True
 ) -> ModuleSpec:
     """Return the spec of a layer of megatron-core linears, `Norm` and `CoreAttention`."""
 
@@ -178,11 +194,22 @@ def local_layer_spec(
         mlp = moe_spec(config, linears, fusions and lora is None)
     else:
         mlp = ModuleSpec(module=MLP, submodules=linears)
-    qk_norm = Norm if config.qk_layernorm else IdentityOp
+    norm, qk_norm = (
+        Norm if is_used else IdentityOp
+        for is_used in (config.branch_norms != "after", config.qk_layernorm)
+    )
+    query_norm: type | ModuleSpec = qk_norm
+    key_norm: type | ModuleSpec = qk_norm
+    if config.qk_norm_over_heads:
+        query_norm = ModuleSpec(AllHeadsNorm, {"heads": config.num_attention_heads})
+        key_norm = ModuleSpec(AllHeadsNorm, {"heads": config.num_query_groups})
+    add = get_bias_dropout_add
+    if not config.adds_plainly:
+        add = ModuleSpec(BranchAdd, {"config": config})
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm,
+            input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=ShortSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
@@ -190,27 +217,27 @@ def local_layer_spec(
                     linear_qkv=linear("self_attention.linear_qkv", *column),
                     core_attention=CoreAttention,
                     linear_proj=linear("self_attention.linear_proj", *row),
-                    q_layernorm=qk_norm,
-                    k_layernorm=qk_norm,
+                    q_layernorm=query_norm,
+                    k_layernorm=key_norm,
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=Norm,
+            self_attn_bda=add,
+            pre_mlp_layernorm=norm,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add,
         ),
     )
 
 
 def block_spec(
-    config: TransformerConfig,
+    config: GPTConfig,
     num_local_layers: int,
     lora: LoraConfig | None = None,
     layers: LayerOptions | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the spec of one pipeline stage: its layers and the final norm."""
     layers = layers or LayerOptions()
-    if uses_transformer_engine(layers.spec, lora):
+    if uses_transformer_engine(layers.spec, lora, config):
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(
@@ -221,6 +248,8 @@ def block_spec(
         if layers.fusions and config.num_moe_experts and can_group(config):
             linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
             layer.submodules.mlp = moe_spec(config, linears, grouped=True)
-        return TransformerBlockSubmodules([layer] * num_local_layers, layer_norm=TENorm)
+        final = TENorm if config.logits_divisor == 1.0 else FinalNorm
+        return TransformerBlockSubmodules([layer] * num_local_layers, layer_norm=final)
     layer = local_layer_spec(config, lora, fusions=layers.fusions)
-    return TransformerBlockSubmodules([layer] * num_local_layers, layer_norm=Norm)
+    final = Norm if config.logits_divisor == 1.0 else FinalNorm
+    return TransformerBlockSubmodules([layer] * num_local_layers, layer_norm=final)

@@ -12,6 +12,7 @@ head, ``D`` head width, ``D_rot`` its rotated part. Packed heads are ``[B, G, R 
 key-value head's queries, then its key, then its value.
 """
 
+import copy
 import functools
 import math
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aligner.models.gpt.layers.attention import CoreAttention
+from aligner.models.gpt.layers.elementwise import GPTConfig
 
 MAX_LENGTH = 128
 
@@ -171,7 +173,21 @@ def short_attention(mixed: Tensor, angles: Tensor, scale: float) -> Tensor:
 
 
 class ShortSelfAttention(SelfAttention):
-    """megatron-core's self-attention that uses `short_attention` for short sequences on CPU."""
+    """megatron-core's self-attention that uses `short_attention` for short sequences on CPU.
+
+    Layers with a window may have a rotary base of their own (``config.window_rotary_base``).
+    """
+
+    def __init__(self, config: GPTConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        base, width = config.window_rotary_base, config.kv_channels
+        self.frequencies: Tensor | None = None
+        if base is not None and self.core_attention.window is not None:
+            inverse = base ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
+            # The first column of megatron-core's angles is the position, divided by a scale.
+            self.frequencies = config.rotary_scale * torch.cat((inverse, inverse))
+            self.config = copy.copy(config)
+            self.config.yarn_mscale = 0.0
 
     def forward(
         self,
@@ -182,6 +198,9 @@ class ShortSelfAttention(SelfAttention):
         **arguments: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Map float ``[S, B, H]`` to ``[S, B, H]`` and a bias that the caller adds."""
+        if self.frequencies is not None and rotary_pos_emb is not None:
+            frequencies = self.frequencies.to(rotary_pos_emb.device)
+            rotary_pos_emb = rotary_pos_emb[..., :1] * frequencies
         # Any other argument (cache, external keys, attention sinks, …) needs the general code.
         options = (attention_mask, packed_seq_params, *arguments.values())
         plain = rotary_pos_emb is not None and all(option is None for option in options)
@@ -218,4 +237,6 @@ class ShortSelfAttention(SelfAttention):
             and isinstance(self.q_layernorm or IdentityOp(), IdentityOp)
             and self.world_size <= self.config.num_query_groups
             and not self.config.rotary_interleaved
+            and not self.config.yarn_mscale  # no factor of rotated heads
+            and not (self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1])
         )

@@ -1,6 +1,8 @@
 """Build a megatron-core `GPTModel` from a `GPTArchitecture`."""
 
+import contextlib
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,7 +18,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch import Tensor
 
-from aligner.architecture import GPTArchitecture, RopeScaling
+from aligner.architecture import GPTArchitecture, RopeScaling, layer_flags
 from aligner.config import LayerOptions, LayerSpec, LoraConfig, ParallelConfig
 from aligner.device import accelerator
 from aligner.errors import ConfigError
@@ -40,6 +42,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "geglu": F.gelu,
+    "geglu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "swiglu": F.silu,
     "silu": F.silu,
     "relu": F.relu,
@@ -63,15 +66,12 @@ def transformer_config(
     check_fp8(fp8, dtype, layers.spec)
     parallel = parallel or ParallelConfig()
     fused = Fusions.of(architecture, layers.fusions)
-    of_transformer_engine = uses_transformer_engine(layers.spec, lora)
-    return GPTConfig(
+    config = GPTConfig(
         **_network(architecture),
         **_experts(architecture, fp8),
         **_layout(parallel),
         # An activation module is an option of our spec, not of Transformer Engine's MLP.
-        use_te_activation_func=architecture.activation == "swiglu"
-        and not fused.swiglu
-        and not of_transformer_engine,
+        use_te_activation_func=architecture.activation == "swiglu" and not fused.swiglu,
         bias_activation_fusion=fused.swiglu,
         rotates_in_one_kernel=fused.rotary,
         params_dtype=dtype,
@@ -93,6 +93,14 @@ def transformer_config(
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
     )
+    of_transformer_engine = uses_transformer_engine(layers.spec, lora, config)
+    if fp8 and not of_transformer_engine and lora is None:
+        raise ConfigError(
+            f"model.fp8={fp8} is not supported for {architecture.family} models, whose layers "
+            "Transformer Engine does not have. Set model.fp8=null"
+        )
+    config.use_te_activation_func &= not of_transformer_engine
+    return config
 
 
 def _network(architecture: GPTArchitecture) -> dict[str, Any]:
@@ -106,13 +114,31 @@ def _network(architecture: GPTArchitecture) -> dict[str, Any]:
         "kv_channels": architecture.kv_channels,
         "activation_func": _ACTIVATIONS[architecture.activation],
         "gated_linear_unit": architecture.gated,
-        "normalization": "RMSNorm" if architecture.normalization == "rmsnorm" else "LayerNorm",
-        "layernorm_zero_centered_gamma": architecture.normalization == "layernorm1p",
+        "normalization": "RMSNorm"
+        if architecture.normalization.startswith("rmsnorm")
+        else "LayerNorm",
+        "layernorm_zero_centered_gamma": architecture.normalization.endswith("1p"),
         "layernorm_epsilon": architecture.layernorm_epsilon,
+        "no_rope_freq": layer_flags(architecture.layers_without_rope, architecture),
+        # megatron-core multiplies cosines and sines by 1 + 0.1 * scale * ln(factor).
+        "yarn_mscale": 10.0 * (architecture.rope_concentration - 1.0),
         "add_bias_linear": architecture.bias_linear,
         "add_qkv_bias": architecture.bias_qkv,
-        "qk_layernorm": architecture.qk_layernorm,
+        "qk_layernorm": architecture.qk_layernorm and not architecture.qk_norm_over_heads,
+        "qk_norm_over_heads": architecture.qk_norm_over_heads,
+        "branch_norms": architecture.branch_norms,
+        "softmax_scale": architecture.attention_scale,
+        "embedding_multiplier": architecture.embedding_multiplier,
+        "residual_multiplier": architecture.residual_multiplier,
+        "logits_divisor": architecture.logits_divisor,
         "window_size": (architecture.window_size - 1, 0) if architecture.window_size else None,
+        "window_attn_skip_freq": layer_flags(
+            architecture.layers_without_window, architecture, invert=True
+        ),
+        "window_rotary_base": architecture.window_rotary_base,
+        "rotary_scale": architecture.rope_scaling.factor
+        if architecture.rope_scaling is not None and architecture.rope_scaling.kind == "linear"
+        else 1.0,
         "attention_dropout": architecture.attention_dropout,
         "hidden_dropout": architecture.hidden_dropout,
         "init_method_std": architecture.init_std,
@@ -127,6 +153,8 @@ def _experts(architecture: GPTArchitecture, fp8: FP8 | None) -> dict[str, Any]:
         "moe_router_topk": architecture.moe_router_topk,
         "moe_ffn_hidden_size": architecture.expert_ffn_hidden_size if is_moe else None,
         "moe_router_pre_softmax": architecture.moe_router_pre_softmax,
+        "moe_shared_expert_intermediate_size": architecture.moe_shared_expert_size,
+        "moe_shared_expert_gate": architecture.moe_shared_expert_gate,
         "moe_router_dtype": "fp32",
         # No token is dropped, and ranks may dispatch different numbers of tokens.
         "moe_token_dispatcher_type": "alltoall",
@@ -221,13 +249,27 @@ def build_gpt(
     # megatron-core does not read the constants of the checkpoint.
     if architecture.rope_scaling is not None:
         rope = model.rotary_pos_emb
-        rope.inv_freq = scaled_inverse_frequencies(rope.inv_freq, architecture.rope_scaling)
+        rope.inv_freq = scaled_inverse_frequencies(
+            rope.inv_freq, architecture.rope_scaling, architecture.rotary_base
+        )
     if pre_process and architecture.position_embedding == "learned_absolute":
         # megatron-core ignores the dtype here, and float32 rows would promote all activations.
         model.embedding.position_embeddings.to(dtype)
+    if not config.adds_plainly:
+        for layer in model.decoder.layers:
+            # Otherwise the addition would record gradients where the pass records none.
+            layer.bias_dropout_add_exec_handler = contextlib.nullcontext
+    if pre_process and architecture.embedding_multiplier != 1.0:
+        scale = functools.partial(_scale_output, config.embedding_factor)
+        model.embedding.word_embeddings.register_forward_hook(scale)
     if not initialize:
         _mark_tensor_parallel(model)
     return model.to(accelerator.device())
+
+
+def _scale_output(factor: float, module: Any, args: Any, output: Tensor) -> Tensor:
+    del module, args
+    return output * factor
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
@@ -242,15 +284,30 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
                 set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
-def scaled_inverse_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:
+def scaled_inverse_frequencies(inverse: Tensor, scaling: RopeScaling, base: float) -> Tensor:
     """Scale rotary frequencies, float32 [D_rot / 2], to a longer context.
 
     ``linear`` divides all frequencies by the factor (Chen et al. 2023). ``llama3`` divides only
     those with a wavelength above the original context and interpolates in between (Llama 3.1,
     2024). Its constants are read from the checkpoint, whereas megatron-core hard-codes them.
+    ``yarn`` interpolates over the index of the frequency instead (Peng et al. 2023). ``longrope``
+    divides each frequency by its short factor (Ding et al. 2024).
     """
     if scaling.kind == "linear":
         return inverse / scaling.factor
+    if scaling.kind == "longrope":
+        return inverse / inverse.new_tensor(scaling.short_factor)
+    if scaling.kind == "yarn":
+        # Indices of the frequencies with `beta_fast` and `beta_slow` turns in the original context.
+        count, context = len(inverse), scaling.original_max_position_embeddings / (2 * math.pi)
+        first, last = (
+            count * math.log(context / turns) / math.log(base)
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        low, high = max(math.floor(first), 0), min(math.ceil(last), 2 * count - 1)
+        index = torch.arange(count, dtype=inverse.dtype, device=inverse.device)
+        divided = ((index - low) / (high - low or 0.001)).clamp(0.0, 1.0)
+        return inverse / scaling.factor * divided + inverse * (1 - divided)
     turns = scaling.original_max_position_embeddings * inverse / (2 * torch.pi)
     smooth = (turns - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor

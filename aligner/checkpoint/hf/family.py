@@ -1,0 +1,273 @@
+"""Reading and writing of the ``config.json`` of one family of models."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aligner.architecture import Activation, GPTArchitecture, RopeScaling
+from aligner.checkpoint.hf.tensors import Table
+from aligner.errors import CheckpointError
+
+Config = dict[str, Any]
+
+_GPT2_ACTIVATIONS: dict[str, Activation] = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+}
+# rope_type → its settings, under the names of the fields of `RopeScaling`.
+ORIGINAL = "original_max_position_embeddings"
+_ROPE_SETTINGS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", ORIGINAL),
+    "longrope": ("short_factor", "long_factor", "attention_factor", ORIGINAL),
+}
+_OPTIONAL_ROPE_SETTINGS = {"attention_factor", "beta_fast", "beta_slow"}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_PARTIAL, _LAYERS = "partial_rotary_factor", "num_hidden_layers"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Family of models with one ``model_type``.
+
+    Args:
+        model_type: name of the family in ``config.json``.
+        model_class: class of transformers.
+        table: names and layouts of the tensors.
+        keys: architecture field → key of ``config.json``.
+        defaults: transformers' values for keys that are absent in ``config.json``.
+        fixed: keys with their only supported value, which is written to ``config.json``. An absent
+            key counts as this value.
+        implied: architecture fields that are equal for all models of the family.
+        equal: keys whose value must be the value of another key.
+        rotary_percent: rotated share of a head if ``config.json`` does not give it. None: all, and
+            ``config.json`` may not give another share.
+        scales_embeddings: true if embeddings are multiplied by the root of their width.
+        window_pattern: default of n, where all layers but every n-th have a window. None: all
+            layers are alike.
+        window_rotary_base: default of the rotary base of layers with a window.
+    """
+
+    model_type: str
+    model_class: str
+    table: Table
+    keys: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    equal: Mapping[str, str] = field(default_factory=dict)
+    rotary_percent: float | None = None
+    scales_embeddings: bool = False
+    window_pattern: int | None = None
+    window_rotary_base: float | None = None
+
+    def variant(self, model_type: str, model_class: str, **changes: Any) -> "Family":
+        """Return a family with other names and ``changes``. Mappings are extended."""
+        extended: dict[str, Any] = {
+            name: {**getattr(self, name), **value} if isinstance(value, Mapping) else value
+            for name, value in changes.items()
+        }
+        return dataclasses.replace(self, model_type=model_type, model_class=model_class, **extended)
+
+    @property
+    def _is_gpt2(self) -> bool:
+        return self.model_type == "gpt2"
+
+    def read(self, config: Config) -> GPTArchitecture:
+        """Return the architecture of a ``config.json`` that includes the defaults."""
+        fields: dict[str, Any] = {name: config.get(key) for name, key in self.keys.items()}
+        hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+        fields["num_query_groups"] = fields.get("num_query_groups") or heads
+        fields["kv_channels"] = fields.get("kv_channels") or hidden // heads
+        if self._is_gpt2:
+            fields["ffn_hidden_size"] = fields["ffn_hidden_size"] or 4 * hidden
+        fields |= _read_gpt2(config) if self._is_gpt2 else self._read_rope(config)
+        for key, other in self.equal.items():
+            if bool(config.get(key)) != bool(config.get(other)):
+                raise CheckpointError(
+                    f"{other} and {key} differ in config.json. Set both or neither"
+                )
+        if "moe_router_pre_softmax" in fields:
+            fields["moe_router_pre_softmax"] = not fields["moe_router_pre_softmax"]
+            # ``num_experts`` became ``num_local_experts`` in transformers 5.
+            experts = fields["num_moe_experts"] or config.get("num_local_experts") or 128
+            fields["num_moe_experts"] = experts
+        if "layers_without_rope" in fields:
+            fields["layers_without_rope"] = _layers_without_rope(config)
+        if self.window_pattern is not None:
+            fields |= self._read_windows(config)
+        if "attention_scale" in fields and self.model_type.startswith("gemma"):
+            fields["attention_scale"] = fields["attention_scale"] ** -0.5
+        if self.scales_embeddings:
+            fields["embedding_multiplier"] = math.sqrt(hidden)
+        return GPTArchitecture(**{**fields, **self.implied, "family": self.model_type})
+
+    def write(self, architecture: GPTArchitecture) -> Config:
+        """Return the ``config.json`` of an architecture."""
+        # Some families have an id in their defaults, which a small vocabulary lacks.
+        config: Config = {"pad_token_id": None, **self.fixed}
+        config |= {key: getattr(architecture, name) for name, key in self.keys.items()}
+        if self._is_gpt2:
+            activations = {value: key for key, value in reversed(_GPT2_ACTIVATIONS.items())}
+            activation = activations.get(architecture.activation, architecture.activation)
+            config |= {"activation_function": activation, "embd_pdrop": architecture.hidden_dropout}
+        else:
+            config |= self._written_rope(architecture)
+        # Keys with another form or meaning than the architecture's fields.
+        if "moe_router_pre_softmax" in self.keys:
+            config["moe_intermediate_size"] = architecture.expert_ffn_hidden_size
+            config["norm_topk_prob"] = not architecture.moe_router_pre_softmax
+        if "layers_without_rope" in self.keys:
+            skipped = architecture.layers_without_rope
+            config["no_rope_layers"] = [int(n not in skipped) for n in range(config[_LAYERS])]
+        config |= {key: config[other] for key, other in self.equal.items()}
+        if self.window_pattern is not None:
+            config |= self._written_windows(architecture, config)
+        if "attention_scale" in self.keys and self.model_type.startswith("gemma"):
+            config["query_pre_attn_scalar"] = round((architecture.attention_scale or 1.0) ** -2)
+        names = {"model_type": self.model_type, "architectures": [self.model_class]}
+        return {**config, **names}
+
+    def _read_windows(self, config: Config) -> dict[str, Any]:
+        """Return the layers without a window, and the rotary base of the others."""
+        numbers, pattern = range(config[_LAYERS]), config.get("sliding_window_pattern")
+        full = {n for n in numbers if (n + 1) % (pattern or self.window_pattern or 1) == 0}
+        if config.get("layer_types"):
+            full = {n for n in numbers if config["layer_types"][n] == _FULL}
+        if len(full) == len(numbers):
+            return {"window_size": None}
+        rope = (config.get("rope_parameters") or {}).get(_SLIDING) or {}
+        if rope.get("rope_type", "default") != "default":
+            raise CheckpointError(
+                f"rope type {rope['rope_type']!r} of {_SLIDING} layers in config.json is not "
+                "supported. Supported: default"
+            )
+        base = rope.get("rope_theta") or config.get("rope_local_base_freq")
+        read = self._read_rope(config)
+        base = float(base or self.window_rotary_base or read["rotary_base"])
+        is_same = base == read["rotary_base"] and read["rope_scaling"] is None
+        windows = {"layers_without_window": tuple(sorted(full))}
+        return {**windows, "window_rotary_base": None if is_same else base}
+
+    def _written_windows(self, architecture: GPTArchitecture, config: Config) -> Config:
+        """Return the kinds of the layers and their rotations."""
+        numbers, windowed = range(architecture.num_layers), architecture.window_size is not None
+        full = architecture.layers_without_window if windowed else numbers
+        base, scaling = config["rope_theta"], config["rope_scaling"] or {"rope_type": "default"}
+        local = architecture.window_rotary_base or base
+        return {
+            "layer_types": [_FULL if n in full else _SLIDING for n in numbers],
+            "rope_local_base_freq": local,
+            "rope_parameters": {
+                _FULL: {**scaling, "rope_theta": base},
+                _SLIDING: {"rope_type": "default", "rope_theta": local},
+            },
+        }
+
+    def _read_rope(self, config: Config) -> dict[str, Any]:
+        """Return base, share and scaling of the rotation, and the longest sequence.
+
+        They are in ``rope_parameters`` (transformers 5) or in older keys.
+        """
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope = rope.get(_FULL) or rope
+        share = rope.get(_PARTIAL, config.get(_PARTIAL))
+        if self.rotary_percent is None and share not in (None, 1.0):
+            raise CheckpointError(
+                f"{_PARTIAL}={share!r} in config.json is not supported for {self.model_type}. "
+                "Supported: 1.0"
+            )
+        scaling = _read_rope_scaling(config, rope)
+        positions = config["max_position_embeddings"]
+        if scaling is not None and scaling.kind == "longrope":
+            positions = min(positions, scaling.original_max_position_embeddings)
+        return {
+            "rotary_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+            "rotary_percent": float((self.rotary_percent or 1.0) if share is None else share),
+            "rope_scaling": scaling,
+            "max_position_embeddings": positions,
+        }
+
+    def _written_rope(self, architecture: GPTArchitecture) -> Config:
+        """Return the keys that `_read_rope` reads, in the older form that all versions read."""
+        config: Config = {"rope_theta": architecture.rotary_base, "rope_scaling": None}
+        scaling = architecture.rope_scaling
+        if scaling is not None:
+            settings = {name: getattr(scaling, name) for name in _ROPE_SETTINGS[scaling.kind]}
+            config["rope_scaling"] = {"rope_type": scaling.kind} | {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in settings.items()
+                if value is not None
+            }
+            if scaling.kind == "longrope":
+                original = scaling.original_max_position_embeddings
+                config |= {ORIGINAL: original}
+                config["max_position_embeddings"] = round(original * scaling.factor)
+        if self.rotary_percent is not None:
+            config[_PARTIAL] = architecture.rotary_percent
+        return config
+
+
+def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
+    """Return the scaling of the rotary frequencies."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    # Early configurations of Phi-3 have other names for longrope.
+    kind = "longrope" if "short_factor" in rope else kind
+    if kind == "default":
+        return None
+    if kind not in _ROPE_SETTINGS:
+        raise CheckpointError(
+            f"rope type {kind!r} in config.json is not supported. Supported: default, "
+            f"{', '.join(_ROPE_SETTINGS)}"
+        )
+    positions, values = config["max_position_embeddings"], dict(rope)
+    if kind != "linear":
+        values[ORIGINAL] = int(config.get(ORIGINAL) or rope.get(ORIGINAL) or positions)
+    # Settings that transformers derives from others.
+    scales = [float(rope.get(name) or 0.0) for name in ("mscale", "mscale_all_dim")]
+    if kind == "yarn" and rope.get("truncate") is False:
+        raise CheckpointError("truncate=false of rope type 'yarn' in config.json is not supported")
+    if kind == "yarn" and all(scales) and rope.get("attention_factor") is None:
+        upper, lower = (1.0 + 0.1 * scale * math.log(rope["factor"]) for scale in scales)
+        values["attention_factor"] = upper / lower
+    if kind == "longrope":
+        values["factor"] = positions / values[ORIGINAL]
+        if rope.get("factor") and rope.get("attention_factor") is None:
+            original = values[ORIGINAL]
+            given = RopeScaling(rope["factor"], 1.0, 4.0, original, "longrope")
+            values["attention_factor"] = given.concentration
+    # An absent setting has its default, if it has one.
+    settings: dict[str, Any] = {"kind": kind, "factor": float(values["factor"])}
+    for name in _ROPE_SETTINGS[kind]:
+        if name in _OPTIONAL_ROPE_SETTINGS and values.get(name) is None:
+            continue
+        value = values[name]
+        if isinstance(value, list | tuple):
+            settings[name] = tuple(map(float, value))
+        else:
+            settings[name] = value if name == ORIGINAL else float(value)
+    return RopeScaling(**settings)
+
+
+def _layers_without_rope(config: Config) -> tuple[int, ...]:
+    """Return the layers of SmolLM 3 without rotation: given, or every fourth one."""
+    count, interval = config[_LAYERS], config.get("no_rope_layer_interval") or 4
+    rotated = config["no_rope_layers"] or [(n + 1) % interval for n in range(count)]
+    return tuple(n for n in range(count) if not rotated[n])
+
+
+def _read_gpt2(config: Config) -> dict[str, Any]:
+    activation = config["activation_function"]
+    if activation not in _GPT2_ACTIVATIONS:
+        raise CheckpointError(
+            f"activation_function={activation!r} in config.json is not supported. "
+            f"Supported: {', '.join(_GPT2_ACTIVATIONS)}"
+        )
+    layers = {"normalization": "layernorm", "position_embedding": "learned_absolute"}
+    return {**layers, "activation": _GPT2_ACTIVATIONS[activation], "bias_linear": True}
