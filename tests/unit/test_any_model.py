@@ -14,6 +14,7 @@ from tiny_transformers import model_types, tiny_config, tiny_model
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.hf.any_model import read_any, require_megatron, save_any
+from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.config import OptimConfig, ParallelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -230,7 +231,16 @@ def test_recomputed_activations_give_the_same_update(model_type, recompute, fold
         assert torch.allclose(weight, weights[1][name], atol=1e-6), name
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v32"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "deepseek_v32",
+        *(
+            pytest.param(kind, marks=pytest.mark.extended)
+            for kind in ("gemma3_text", "gpt_oss", "qwen3_next")
+        ),
+    ],
+)
 def test_a_run_state_continues_bit_for_bit(model_type, folder_of):
     """Also with weights that get no gradient, such as the indexers of deepseek_v32."""
     folder = folder_of(model_type)
@@ -305,7 +315,9 @@ def test_packing_of_a_state_space_is_refused_with_the_difference(folder_of):
         ConfigError, match=r"sequence_packing\.enabled=true.*one sequence in each row.*differ by \d"
     ):
         load(folder_of("mamba2"), sequence_packing=True)
-    assert not load(folder_of("qwen3_next")).layout_rules.packed
+    role = load(folder_of("qwen3_next"))
+    assert not role.layout_rules.packed
+    assert "one sequence in each row" in role.way_in_words()
 
 
 def test_what_this_backend_does_not_do_for_any_type_is_refused(folder_of):
@@ -327,6 +339,8 @@ def test_what_needs_a_table_of_tensors_is_refused(folder_of, tmp_path):
         expected_shapes(architecture)
     with pytest.raises(CheckpointError, match=r"olmo2.*policy\.backend=dtensor"):
         require_megatron(architecture)
+    with pytest.raises(CheckpointError, match=r"olmo2.*generation\.backend=megatron"):
+        config_to_hf(architecture)
 
 
 def test_dropout_of_the_configuration_is_not_applied(folder_of):
@@ -334,6 +348,7 @@ def test_dropout_of_the_configuration_is_not_applied(folder_of):
     role.setup_training()
     role.prepare_for_training()
     role.loss_fn = PPOPolicyLoss()
+    assert "attn_pdrop=0.5" in role.way_in_words()
     losses = [role.get_loss_and_metrics(make_batch(), forward_only=True)[0] for _ in range(2)]
     assert losses[0] == losses[1]
 

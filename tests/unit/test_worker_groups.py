@@ -72,6 +72,7 @@ def test_one_worker_is_called_alone():
         group.run_single_worker_single_data("apply", offset=1)
 
 
+@pytest.mark.integration
 def test_what_needs_ray_is_published_here_and_imports_it_later():
     code = "import sys, aligner.distributed.worker_groups; assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

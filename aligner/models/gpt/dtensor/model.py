@@ -121,10 +121,8 @@ class DTensorModel(RoleModel, LightningModule):
         """See `RoleModel.way_in_words`."""
         if not isinstance(self.architecture, TransformersArchitecture):
             return ""
-        parts = [f"{self.architecture.family} of transformers: {WORDS[self.form.way]}"]
-        parts += [f"not {way}: {fault}" for way, fault in self.form.faults.items()]
-        if self.form.decoder is not None:
-            parts.append(f"sampled by {self.form.decoder.__name__}")
+        way, *parts = self.form.in_words()
+        parts = [f"{self.architecture.family} of transformers: {way}", *parts]
         random = random_settings(self.architecture)
         if random:
             shown = ", ".join(f"{name}={value:g}" for name, value in random.items())
