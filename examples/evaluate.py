@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aligner.config import EvaluateConfig
 from aligner.config.cli import launch
-from aligner.config.commands.options import ASKING, as_overrides
+from aligner.examples.short_options import ASKING, as_overrides
 
 if __name__ == "__main__":
     sys.argv[1:] = as_overrides(sys.argv[1:], ASKING)

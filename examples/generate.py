@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aligner.config import GenerateConfig
 from aligner.config.cli import launch
-from aligner.config.commands.options import ASKING, as_overrides
+from aligner.examples.short_options import ASKING, as_overrides
 
 if __name__ == "__main__":
     flags, repeated = {"--chat": "chat=true"}, {"--prompt": "prompt"}

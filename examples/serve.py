@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aligner.config import ServeConfig
 from aligner.config.cli import launch
-from aligner.config.commands.options import SERVING, as_overrides
+from aligner.examples.short_options import SERVING, as_overrides
 
 if __name__ == "__main__":
     sys.argv[1:] = as_overrides(sys.argv[1:], SERVING)

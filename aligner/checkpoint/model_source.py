@@ -37,13 +37,18 @@ def open_model(path: str | os.PathLike[str], backend: str | None = None) -> Iter
             f"{str(path)!r} describes a Hugging Face model. Give its directory, "
             f"{str(Path(path).parent)!r}"
         )
-    described = Path(path) / "config.json"
-    families = _DTENSOR_FAMILIES if backend == "dtensor" else FAMILIES
-    if described.is_file() and read_json(described).get("model_type") not in families:
+    if is_built_by_transformers(path, backend):
         yield read_any(Path(path))
         return
-    if Path(path).suffix == ".gguf" or described.is_file():
+    if Path(path).suffix == ".gguf" or (Path(path) / "config.json").is_file():
         yield read_hf(path)
         return
     with open_nemo(path) as checkpoint:
         yield checkpoint
+
+
+def is_built_by_transformers(path: str | os.PathLike[str], backend: str | None = None) -> bool:
+    """Return whether a directory's type has no table of tensors that ``backend`` uses."""
+    described = Path(path) / "config.json"
+    families = _DTENSOR_FAMILIES if backend == "dtensor" else FAMILIES
+    return described.is_file() and read_json(described).get("model_type") not in families

@@ -94,6 +94,8 @@ PATHS = {
         "RayWorkerGroup": "aligner.distributed.worker_groups",
     },
     "aligner.config.elsewhere.translate": {"translate": "aligner.compat.translate"},
+    "aligner.data.labelled": {"LabelledDataset": "aligner.data.preferences"},
+    "aligner.data.ratings": {"RatedDataset": "aligner.data.preferences"},
     "aligner.distributed.accelerator": {"device": "aligner.device.accelerator"},
     "aligner.distributed.parallel": {"initialize_parallel": "aligner.parallel.groups"},
     "aligner.algorithms.losses.interfaces": {"LossFunction": "aligner.losses.interfaces"},

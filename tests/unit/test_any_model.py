@@ -14,6 +14,7 @@ from tiny_transformers import model_types, tiny_config, tiny_model
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.hf.any_model import read_any, require_megatron, save_any
+from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.config import OptimConfig, ParallelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -203,6 +204,22 @@ def test_a_reward_model_travels_with_its_keys(attributes, folder_of, tmp_path):
     assert torch.equal(open_role(saved).infer(make_batch()), rewards)
 
 
+@pytest.mark.parametrize("model_type", ["gemma2", "phi"])
+def test_a_teacher_gives_the_likeliest_tokens(model_type, folder_of):
+    """With a soft cap, and with a biased output layer."""
+    from transformers import AutoModelForCausalLM
+
+    folder, batch = folder_of(model_type), make_batch()
+    logits, ids = load(folder).get_topk_logits(batch, 5, 100)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        for row, length in enumerate(LENGTHS):
+            whole = model(batch["input_ids"][row : row + 1, :length], use_cache=False).logits[0]
+            best = whole[:-1, :100].topk(5)
+            torch.testing.assert_close(logits[row, 1:length], best.values, atol=1e-4, rtol=0)
+            assert ids[row, 1:length].equal(best.indices)
+
+
 # The reference and recomputation -----------------------------------------------------------------
 
 
@@ -230,7 +247,16 @@ def test_recomputed_activations_give_the_same_update(model_type, recompute, fold
         assert torch.allclose(weight, weights[1][name], atol=1e-6), name
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v32"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "deepseek_v32",
+        *(
+            pytest.param(kind, marks=pytest.mark.extended)
+            for kind in ("gemma3_text", "gpt_oss", "qwen3_next")
+        ),
+    ],
+)
 def test_a_run_state_continues_bit_for_bit(model_type, folder_of):
     """Also with weights that get no gradient, such as the indexers of deepseek_v32."""
     folder = folder_of(model_type)
@@ -305,7 +331,9 @@ def test_packing_of_a_state_space_is_refused_with_the_difference(folder_of):
         ConfigError, match=r"sequence_packing\.enabled=true.*one sequence in each row.*differ by \d"
     ):
         load(folder_of("mamba2"), sequence_packing=True)
-    assert not load(folder_of("qwen3_next")).layout_rules.packed
+    role = load(folder_of("qwen3_next"))
+    assert not role.layout_rules.packed
+    assert "one sequence in each row" in role.way_in_words()
 
 
 def test_what_this_backend_does_not_do_for_any_type_is_refused(folder_of):
@@ -327,6 +355,8 @@ def test_what_needs_a_table_of_tensors_is_refused(folder_of, tmp_path):
         expected_shapes(architecture)
     with pytest.raises(CheckpointError, match=r"olmo2.*policy\.backend=dtensor"):
         require_megatron(architecture)
+    with pytest.raises(CheckpointError, match=r"olmo2.*generation\.backend=megatron"):
+        config_to_hf(architecture)
 
 
 def test_dropout_of_the_configuration_is_not_applied(folder_of):
@@ -334,6 +364,7 @@ def test_dropout_of_the_configuration_is_not_applied(folder_of):
     role.setup_training()
     role.prepare_for_training()
     role.loss_fn = PPOPolicyLoss()
+    assert "attn_pdrop=0.5" in role.way_in_words()
     losses = [role.get_loss_and_metrics(make_batch(), forward_only=True)[0] for _ in range(2)]
     assert losses[0] == losses[1]
 

@@ -25,7 +25,6 @@ from aligner.checkpoint.convert import convert
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.config import EvaluateConfig, GenerateConfig, RSRunConfig, load_config, parse_config
 from aligner.config.cli import check_overrides
-from aligner.config.commands.options import ASKING, as_overrides
 from aligner.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -34,6 +33,7 @@ from aligner.errors import (
     TokenizerError,
 )
 from aligner.examples.comparison import compare_runs
+from aligner.examples.short_options import ASKING, as_overrides
 from aligner.observe.estimates import majority_at_k, pass_at_k
 from aligner.observe.metrics import read_metrics
 

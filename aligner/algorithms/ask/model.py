@@ -13,6 +13,7 @@ from aligner.algorithms.run.engine import Engine, Workers, open_engine
 from aligner.algorithms.run.startup import check_room, describe_model_of
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.durable import atomic_file
+from aligner.checkpoint.model_source import is_built_by_transformers
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import AskConfig, BackendConfig, PeftConfig, RSRunConfig, check_layout
 from aligner.config.commands.ask import as_run
@@ -69,7 +70,8 @@ def find_source(path: str) -> Source:
                 "be read" + (f": {', '.join(damaged)}" if damaged else ". It has not saved one yet")
             )
     location = str(trained) if trained.exists() else path
-    return Source(location, location)
+    is_own = is_built_by_transformers(location)
+    return Source(location, location, backend="dtensor" if is_own else None)
 
 
 def _of_run(path: str, config: Mapping[str, Any], states: list[Path]) -> Source:
@@ -145,7 +147,7 @@ def open_model(config: AskConfig, closing: ExitStack) -> InferenceModel:
     """Read the header of ``model.restore_from_path`` and start the engine of processes."""
     source = find_source(config.model.restore_from_path)
     if source.backend is not None and source.backend != config.policy.backend:
-        # Only the backend that saved a run state can load it.
+        # Only the backend that saved a run state can load it, and only one builds some models.
         backend = build(BackendConfig, {"backend": source.backend}, "policy")
         config = replace(config, policy=backend)
     run = as_run(config, source.path, source.peft, source.tokenizer)

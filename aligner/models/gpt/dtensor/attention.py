@@ -65,10 +65,10 @@ def running(segments: Segments | None) -> Iterator[Pass]:
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """Who attends to whom in layers of one kind.
+    """Relation of queries to the keys that they attend to, in layers of one kind.
 
     ``function``: transformers' rule of batch index, head, position of the query and position of the
-    key, all int64 tensors of broadcastable shapes. Returns bool, true if the query attends to the
+    key, all int64 [...] that broadcast. Returns bool, true if the query attends to the
     key. ``is_plain``: causal, within ``window`` positions including the query's own (None: all).
     """
 

@@ -96,8 +96,8 @@ def build_whole(
 ) -> nn.Module:
     """Build a causal language model of transformers, unsharded, in evaluation mode.
 
-    ``weights``: full parameters by the module's names, of which tied ones have one name.
-    ``buffers``: the persistent buffers. ``dtype``: dtype of the parameters.
+    ``weights``: full parameters by the module's names, float [out, in] or [out], of which tied ones
+    have one name. ``buffers``: the persistent buffers, [...]. ``dtype``: dtype of the parameters.
     """
     causal = empty_model(architecture, dtype)
     _fill(causal, "", weights, {}, dtype)

@@ -126,7 +126,7 @@ class TransformersDecoder:
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return ``hidden``, see the class."""
+        """Return ``hidden`` [n, V], see the class."""
         return hidden
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:

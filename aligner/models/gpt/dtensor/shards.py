@@ -109,7 +109,7 @@ class SentWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, weights: Mapping[str, Tensor], parallel: ParallelState) -> None:
-        """Send names and shapes. ``weights``: float tensors, read on rank 0 only."""
+        """Send names and shapes. ``weights``: float [out, in] or [out], read on rank 0 only."""
         self._weights, self._parallel = weights, parallel
         self._shapes: dict[str, Shape] = on_rank_zero(
             lambda: {name: tuple(weights[name].shape) for name in weights}
