@@ -199,7 +199,13 @@ def parse_scores(
     for index, score in enumerate(scores):
         source = f"reward function {name!r}, {samples.describe(index)}"
         for key, value in _as_items(score, keys, with_keys, source):
-            table[key].append(_as_number(value, f"{source}: {key}"))
+            # Rewards are stored in float32.
+            number = as_float32(value, f"{source}: {key}", RewardError)
+            if not math.isfinite(number):
+                raise RewardError(
+                    f"{source}: {key} is {shown(value)}; it must be finite in float32"
+                )
+            table[key].append(number)
     rewards = table.pop("reward")
     return rewards, table
 
@@ -220,11 +226,3 @@ def _as_items(score: Any, keys: set[str], with_keys: bool, source: str) -> list[
             f"{sorted(keys, key=str)}"
         )
     return list(score.items())
-
-
-def _as_number(value: Any, source: str) -> float:
-    # Rewards are stored in float32.
-    number = as_float32(value, source, RewardError)
-    if not math.isfinite(number):
-        raise RewardError(f"{source} is {shown(value)}; it must be finite in float32")
-    return number
