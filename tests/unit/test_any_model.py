@@ -14,6 +14,7 @@ from tiny_transformers import model_types, tiny_config, tiny_model
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.hf.any_model import read_any, require_megatron, save_any
+from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.config import OptimConfig, ParallelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -314,7 +315,9 @@ def test_packing_of_a_state_space_is_refused_with_the_difference(folder_of):
         ConfigError, match=r"sequence_packing\.enabled=true.*one sequence in each row.*differ by \d"
     ):
         load(folder_of("mamba2"), sequence_packing=True)
-    assert not load(folder_of("qwen3_next")).layout_rules.packed
+    role = load(folder_of("qwen3_next"))
+    assert not role.layout_rules.packed
+    assert "one sequence in each row" in role.way_in_words()
 
 
 def test_what_this_backend_does_not_do_for_any_type_is_refused(folder_of):
@@ -336,6 +339,8 @@ def test_what_needs_a_table_of_tensors_is_refused(folder_of, tmp_path):
         expected_shapes(architecture)
     with pytest.raises(CheckpointError, match=r"olmo2.*policy\.backend=dtensor"):
         require_megatron(architecture)
+    with pytest.raises(CheckpointError, match=r"olmo2.*generation\.backend=megatron"):
+        config_to_hf(architecture)
 
 
 def test_dropout_of_the_configuration_is_not_applied(folder_of):
@@ -343,6 +348,7 @@ def test_dropout_of_the_configuration_is_not_applied(folder_of):
     role.setup_training()
     role.prepare_for_training()
     role.loss_fn = PPOPolicyLoss()
+    assert "attn_pdrop=0.5" in role.way_in_words()
     losses = [role.get_loss_and_metrics(make_batch(), forward_only=True)[0] for _ in range(2)]
     assert losses[0] == losses[1]
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from aligner.architecture import GPTArchitecture
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.hf.family import ORIGINAL, Config, Family
 from aligner.checkpoint.hf.tensors import (
     ALL_HEADS_NORM,
@@ -358,6 +358,11 @@ def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
     Without a recorded family, the architecture's features determine it. Raises `CheckpointError`
     if the family cannot express the architecture.
     """
+    if isinstance(architecture, TransformersArchitecture):
+        raise CheckpointError(
+            f"policy.backend=dtensor builds {architecture.family} models by transformers, which "
+            "vLLM does not sample from here. Set generation.backend=megatron (the policy samples)"
+        )
     family = family_of(architecture.family or _guess(architecture))
     config = family.write(architecture)
     lost = _differences(architecture, family.read(config))
