@@ -41,7 +41,6 @@ WORDS: dict[Way, str] = {
     "transformers": "packed, by transformers' attention masks",
     "rows": "one sequence in each row, by transformers' attention",
 }
-
 _SAMPLERS: dict[type[TransformersDecoder], str] = {
     SlotDecoder: "with aligner's key-value cache",
     GroupDecoder: "with transformers' cache, sequences of equal length together",
@@ -87,7 +86,9 @@ def keyed_form(config: Any) -> LogitsForm:
 def examine(model: "PreTrainedModel", *, samples: bool) -> ModelForm:
     """Test a float32 causal language model on the host, in evaluation mode.
 
-    ``samples``: whether the role samples. Raises:
+    ``samples``: whether the role samples.
+
+    Raises:
         CheckpointError: a token's log-probs depend on later tokens.
     """
     register()
