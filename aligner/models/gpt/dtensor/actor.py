@@ -108,7 +108,7 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
             weights, buffers = GatheredParameters(self.shards), self.persistent_buffers()
             whole = build_whole(self.architecture, weights, buffers, self.settings.dtype)
             assert self.form.decoder is not None
-            return SampledTransformers(whole, self.form.decoder)
+            return SampledTransformers(whole, self.form.decoder, self.vocab_group)
         gpt = build_gpt(
             self.architecture,
             dtype=self.settings.dtype,
