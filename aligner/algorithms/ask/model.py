@@ -52,7 +52,7 @@ def find_source(path: str) -> Source:
         CheckpointError: the run trained a reward model.
     """
     folder = Path(path).expanduser()
-    trained = next(filter(Path.exists, (folder / "policy.nemo", folder / "policy")), folder)
+    trained = folder / ("policy" if (folder / "policy").is_dir() else "policy.nemo")
     if (folder / "run_state").is_dir():
         store = RunStateStore(folder / "run_state", rank=this_rank(), exchange=gather_objects)
         states, damaged = store.survey()
