@@ -204,6 +204,22 @@ def test_a_reward_model_travels_with_its_keys(attributes, folder_of, tmp_path):
     assert torch.equal(open_role(saved).infer(make_batch()), rewards)
 
 
+@pytest.mark.parametrize("model_type", ["gemma2", "phi"])
+def test_a_teacher_gives_the_likeliest_tokens(model_type, folder_of):
+    """With a soft cap, and with a biased output layer."""
+    from transformers import AutoModelForCausalLM
+
+    folder, batch = folder_of(model_type), make_batch()
+    logits, ids = load(folder).get_topk_logits(batch, 5, 100)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        for row, length in enumerate(LENGTHS):
+            whole = model(batch["input_ids"][row : row + 1, :length], use_cache=False).logits[0]
+            best = whole[:-1, :100].topk(5)
+            torch.testing.assert_close(logits[row, 1:length], best.values, atol=1e-4, rtol=0)
+            assert ids[row, 1:length].equal(best.indices)
+
+
 # The reference and recomputation -----------------------------------------------------------------
 
 

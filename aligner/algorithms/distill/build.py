@@ -27,8 +27,8 @@ from aligner.algorithms.supervised.build import (
 )
 from aligner.algorithms.supervised.trainer import SupervisedTrainer, Task
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.archive import named_by
-from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import DistillRunConfig, PeftConfig, StudentConfig
 from aligner.data.dataset import Dataset, Split
 from aligner.data.prompts import PromptDataset, collate_prompts
@@ -158,7 +158,8 @@ def distill_task(
 def check_teacher(config: DistillRunConfig, tokenizer: Tokenizer) -> GPTArchitecture:
     """Return the teacher's architecture, and raise if its tokens differ from the student's."""
     path = config.teacher.restore_from_path
-    with named_by("teacher.restore_from_path"), open_nemo(path) as checkpoint:
+    source = open_model(path, config.policy.backend)
+    with named_by("teacher.restore_from_path"), source as checkpoint:
         architecture, teacher_tokenizer = checkpoint.architecture, checkpoint.tokenizer
     difference = differing_token(teacher_tokenizer, tokenizer)
     if difference is not None:
@@ -190,5 +191,6 @@ def start_teacher(config: DistillRunConfig, workers: Workers) -> Policy:
         name_prefix="teacher",
         init_optimizer=False,
         init_reference_model=False,
+        backend=config.policy.backend,
     )
     return workers.own(teacher)

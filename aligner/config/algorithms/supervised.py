@@ -86,7 +86,7 @@ class TeacherConfig:
     """The frozen teacher, which uses the student's layout and token budgets."""
 
     restore_from_path: ModelPath
-    """A `.nemo` file with the same tokenizer as the student."""
+    """A `.nemo` file or Hugging Face directory with the same tokenizer as the student."""
 
     micro_batch_size: Count = 8
     """Sequences per forward pass of the teacher, per data-parallel rank."""
@@ -115,12 +115,7 @@ class TrainerDistillConfig(SupervisedLoopConfig):
     """Give all other tokens teacher probability 0. `false` ignores them."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report backends and options that distillation does not support."""
-        if run.policy.backend != "megatron":
-            yield (
-                f"policy.backend={run.policy.backend}: student and teacher are megatron-core "
-                "models. Set policy.backend=megatron"
-            )
+        """Report options that distillation does not support."""
         default = TrainerDistillConfig.mixed_weight
         if self.kl != "mixed" and self.mixed_weight != default:
             yield (

@@ -1,5 +1,6 @@
 """Policy on a transformers model: generates responses, scores tokens, and trains."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -18,6 +19,8 @@ from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.dtensor.sampled_transformers import SampledTransformers
 from aligner.models.gpt.dtensor.shards import GatheredParameters
 from aligner.models.gpt.megatron.build import build_gpt
+from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
+from aligner.models.gpt.forward.token_logprobs import best_candidates
 from aligner.models.gpt.role.policy import ReferencePolicy, SamplingPolicy
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import SumGradient
@@ -56,6 +59,24 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
         rows = hidden if group is None else SumGradient.apply(hidden, group)
         return model.output_factors(rows)
 
+    def get_topk_logits(
+        self,
+        batch: Mapping[str, Tensor],
+        k: int,
+        vocab_size: int,
+        micro_batches: MicroBatches | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `SamplingPolicy.get_topk_logits`."""
+
+        def head(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+            projection = self.projection(self.model, hidden)._replace(vocab_size=vocab_size)
+            return best_candidates(projection, microbatch.selected, microbatch.layout, k)
+
+        ids = batch["input_ids"].new_zeros(*batch["input_ids"].shape, k)
+        logits = torch.zeros(ids.shape, device=ids.device)
+        self.infer_frames(batch, head, [logits, ids], micro_batches, self.model)
+        return logits, ids
+
     def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
         """See `SamplingPolicy.keep_reference`."""
         weights = {shard.name: shard.local for shard in self.shards}
@@ -87,7 +108,7 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
             weights, buffers = GatheredParameters(self.shards), self.persistent_buffers()
             whole = build_whole(self.architecture, weights, buffers, self.settings.dtype)
             assert self.form.decoder is not None
-            return SampledTransformers(whole, self.form.decoder)
+            return SampledTransformers(whole, self.form.decoder, self.vocab_group)
         gpt = build_gpt(
             self.architecture,
             dtype=self.settings.dtype,

@@ -83,11 +83,12 @@ class TransformersDecoder:
         try:
             for linear in linears:
                 linear.forward = partial(Product(linear.weight), bias=linear.bias)
-            head.forward = partial(self._project, head, head.forward)
+            if head is not None:
+                head.forward = partial(self._project, head, head.forward)
             with torch.inference_mode():
                 yield
         finally:
-            for module in {*linears, head}:
+            for module in {*linears, head} - {None}:
                 del module.forward  # restores the method of the class
             self.model.train(was_training)
 
@@ -113,7 +114,11 @@ class TransformersDecoder:
         """
         self._last = last
         output = self.model(input_ids=tokens, **inputs)
-        return output.logits[:, 0], output
+        logits = output.logits
+        if logits.shape[1] == 1:
+            return logits[:, 0], output
+        # The model has no module for its output layer, or does not call it.
+        return logits[torch.arange(len(last), device=self.device), last], output
 
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]

@@ -23,7 +23,7 @@ from aligner.models.gpt.layers.segments import Bucket
 class SlotDecoder(TransformersDecoder):
     """Keys and values of every attention call, [slots, G, C, D] each."""
 
-    description = "with aligner's cache"
+    description = "with aligner's key-value cache"
 
     def __init__(self, model: nn.Module, num_slots: int, capacity: int) -> None:
         """See `TransformersDecoder`."""

@@ -6,7 +6,7 @@ function of the hidden states.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
@@ -147,16 +147,36 @@ class DTensorModel(RoleModel, LightningModule):
         model = model or self.model
         ids = batch["input_ids"]
         frame = torch.zeros((*ids.shape, *self.output_shape), device=ids.device)
+
+        def head(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor]:
+            outputs = self.token_outputs(model, hidden, microbatch, with_entropy=False)
+            return (outputs.values_or_logprobs,)
+
+        self.infer_frames(batch, head, [frame], micro_batches, model)
+        return frame
+
+    @torch.no_grad()
+    def infer_frames(
+        self,
+        batch: Mapping[str, Tensor],
+        head: Callable[[Microbatch, Tensor], tuple[Tensor, ...]],
+        frames: Sequence[Tensor],
+        micro_batches: MicroBatches | None,
+        model: TransformersModel,
+    ) -> None:
+        """Fill ``frames`` [B, S, ...] with the results of ``head`` for hidden states [n * L, H].
+
+        ``batch`` and ``micro_batches``: see `RoleModel.infer_tokens`.
+        """
         start = 0
         for microbatch in self.split(
             batch, micro_batches or self.settings.forward_micro_batch_size
         ):
-            head = partial(self.token_outputs, model, microbatch=microbatch, with_entropy=False)
-            with torch.no_grad():
-                result = model(microbatch.layout, head).values_or_logprobs
-            frame[start : start + result.shape[0], : result.shape[1]] = result
-            start += result.shape[0]
-        return frame
+            results = model(microbatch.layout, partial(head, microbatch))
+            rows = slice(start, start + len(results[0]))
+            for frame, result in zip(frames, results, strict=True):
+                frame[rows, : result.shape[1]] = result
+            start = rows.stop
 
     def run_batch(
         self,

@@ -16,12 +16,7 @@ from torch import Tensor
 from aligner.checkpoint.hf.any_model import body_path
 from aligner.errors import CheckpointError, LayoutError
 from aligner.models.gpt.dtensor.attention import NAME, register, running
-from aligner.models.gpt.dtensor.decoding import (
-    FullPassDecoder,
-    GroupDecoder,
-    TransformersDecoder,
-)
-from aligner.models.gpt.dtensor.decoding_slots import SlotDecoder
+from aligner.models.gpt.dtensor.decoding import TransformersDecoder
 from aligner.models.gpt.dtensor.module import Way, model_inputs
 from aligner.models.gpt.dtensor.sampled_transformers import choose_decoder
 from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
@@ -42,12 +37,6 @@ WORDS: dict[Way, str] = {
     "rows": "one sequence in each row, by transformers' attention",
 }
 
-_SAMPLERS: dict[type[TransformersDecoder], str] = {
-    SlotDecoder: "with aligner's key-value cache",
-    GroupDecoder: "with transformers' cache, sequences of equal length together",
-    FullPassDecoder: "without a cache",
-}
-
 
 @dataclass(frozen=True)
 class ModelForm:
@@ -65,7 +54,7 @@ class ModelForm:
     def in_words(self) -> list[str]:
         """Describe how the model runs, why it does not run in better ways, and its sampling."""
         faults = [f"not {WORDS[way]}: {fault}" for way, fault in self.faults.items()]
-        sampled = [] if self.decoder is None else [f"sampled {_SAMPLERS[self.decoder]}"]
+        sampled = [] if self.decoder is None else [f"sampled {self.decoder.description}"]
         return [WORDS[self.way], *faults, *sampled]
 
 
@@ -87,7 +76,9 @@ def keyed_form(config: Any) -> LogitsForm:
 def examine(model: "PreTrainedModel", *, samples: bool) -> ModelForm:
     """Test a float32 causal language model on the host, in evaluation mode.
 
-    ``samples``: whether the role samples. Raises:
+    ``samples``: whether the role samples.
+
+    Raises:
         CheckpointError: a token's log-probs depend on later tokens.
     """
     register()

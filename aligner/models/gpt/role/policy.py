@@ -211,10 +211,7 @@ class SamplingPolicy(RoleModel):
         ``[B, S, k]`` in descending order, and ids, int64 ``[B, S, k]``. Position t is about token
         t. Both are 0 where ``token_mask`` is 0.
         """
-        raise ConfigError(
-            "policy.backend=dtensor does not support top-k logits. A teacher needs "
-            "policy.backend=megatron"
-        )
+        raise NotImplementedError
 
     def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
         """Freeze the current weights as the reference policy (see `ReferencePolicy`)."""
