@@ -5,9 +5,12 @@ of the user code and by the reader.
 """
 
 import math
+import struct
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
+
+from aligner.errors import AlignerError
 
 _DEEPEST = 64  # levels of lists and mappings
 _LONGEST_INTEGER = 64  # bits
@@ -54,6 +57,25 @@ def shown(value: Any) -> str:
     except Exception:  # a class whose ``__repr__`` raises, or an integer of thousands of digits
         return f"a {type(value).__name__}"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+def as_float32(value: Any, subject: str, error: type[AlignerError]) -> float:
+    """Return a user's number, or infinity if it exceeds float32.
+
+    Numbers are also values of enumerations, and arrays and tensors of one element, but not text.
+    For another value ``error`` is raised. ``subject``: begin of its message.
+    """
+    number = value.value if isinstance(value, Enum) else value
+    try:
+        if isinstance(number, str | bytes):
+            raise TypeError
+        number = float(number.item() if callable(getattr(number, "item", None)) else number)
+        struct.pack("<f", number)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        raise error(f"{subject} is {shown(value)}, which is not a number") from None
+    return number
 
 
 def _finite(value: float) -> float | str:

@@ -108,7 +108,7 @@ def batch_sizes(
     budgets = model.token_budgets
     sizes: list[dict[str, Any]] = []
     if budgets is not None:
-        name = "sequence_packing" if model.sequence_packing.enabled else "dynamic_batching"
+        name = "sequence_packing" if model.sequence_packing.enabled is True else "dynamic_batching"
         scored = budgets.logprob_mb_tokens or budgets.train_mb_tokens
         tokens, longest = budgets.train_mb_tokens, estimator.longest(config)
         while tokens >= longest:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from aligner.data.chat import Message, parse_messages
 from aligner.errors import DataError
-from aligner.plain import plain, shown
+from aligner.plain import as_float32, plain, shown
 
 Reward = float | None | Mapping[str, float | None]
 _MAX_FLOAT32 = 3.4e38
@@ -174,18 +174,9 @@ def _number(value: Any, name: str, *, is_metric: bool = False) -> float | None:
     """Return ``value`` as a float. Returns None for a metric that is not finite in float32."""
     if value is None:
         return None
-    # Numbers, arrays and tensors of one element, but not text.
-    value = value.value if isinstance(value, Enum) else value
-    try:
-        if isinstance(value, str | bytes):
-            raise TypeError
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    except (TypeError, ValueError):
-        raise DataError(f"{name} is {shown(value)}, which is not a number") from None
-    if not math.isfinite(number) or abs(number) > _MAX_FLOAT32:
-        if is_metric:
-            return None
-        raise DataError(f"{name} is {number}; it must be finite in float32")
-    return number
+    number = as_float32(value, name, DataError)
+    if math.isfinite(number):
+        return number
+    if is_metric:
+        return None
+    raise DataError(f"{name} is {shown(value)}; it must be finite in float32")

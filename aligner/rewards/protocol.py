@@ -21,14 +21,12 @@ neither torch nor numpy.
 
 import inspect
 import math
-import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 from aligner.errors import ConfigError, DataError, RewardError
-from aligner.plain import shown
+from aligner.plain import as_float32, shown
 
 
 @dataclass(frozen=True)
@@ -201,7 +199,13 @@ def parse_scores(
     for index, score in enumerate(scores):
         source = f"reward function {name!r}, {samples.describe(index)}"
         for key, value in _as_items(score, keys, with_keys, source):
-            table[key].append(_as_number(value, f"{source}: {key}"))
+            # Rewards are stored in float32.
+            number = as_float32(value, f"{source}: {key}", RewardError)
+            if not math.isfinite(number):
+                raise RewardError(
+                    f"{source}: {key} is {shown(value)}; it must be finite in float32"
+                )
+            table[key].append(number)
     rewards = table.pop("reward")
     return rewards, table
 
@@ -222,21 +226,3 @@ def _as_items(score: Any, keys: set[str], with_keys: bool, source: str) -> list[
             f"{sorted(keys, key=str)}"
         )
     return list(score.items())
-
-
-def _as_number(value: Any, source: str) -> float:
-    if not isinstance(value, Real) and callable(getattr(value, "item", None)):
-        value = value.item()  # a scalar array or tensor
-    if not isinstance(value, Real):
-        raise RewardError(f"{source} is {shown(value)}, which is not a number")
-    # Rewards are stored in float32.
-    try:
-        number = float(value)
-        struct.pack("<f", number)
-    except OverflowError:
-        raise RewardError(
-            f"{source} is {shown(value)}, which is infinite in float32. The limit is 3.4e38"
-        ) from None
-    if not math.isfinite(number):
-        raise RewardError(f"{source} is {number}; it must be finite")
-    return number

@@ -135,7 +135,6 @@ def configuration(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"policy__backend": "dtensor"}, "policy.backend=dtensor: student and teacher are"),
         ({"teacher__restore_from_path": ""}, "teacher.restore_from_path: empty"),
         ({"distill": {"mixed_weight": 0.3}}, "mixed_weight=0.3 needs kl=mixed"),
         ({"distill": {"mixed_weight": 1.5, "kl": "mixed"}}, "between 0 and 1"),

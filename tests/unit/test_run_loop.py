@@ -314,7 +314,7 @@ def test_where_every_state_is_damaged_nothing_is_touched(tmp_path):
 
 def test_a_state_of_something_else_is_no_bare_key_error(tmp_path):
     RunStateStore(tmp_path / "run_state").save(1, {"learner": {}, "layout": "1 process"})
-    with pytest.raises(CheckpointError, match="has no 'total': another algorithm"):
+    with pytest.raises(CheckpointError, match="no 'total'; another algorithm"):
         run(tmp_path, Counter())
 
 

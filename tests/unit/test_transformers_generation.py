@@ -35,10 +35,13 @@ _BY_LENGTH = """
     bailing_hybrid bloom codegen deepseek_v32 deepseek_v4 doge falcon falcon_h1 falcon_mamba gpt_neo
     gpt_neox_japanese gptj granitemoehybrid hy_v4 inkling2_text inkling_text jamba kimi_linear lfm2
     lfm2_moe lfm3 mamba mamba2 minimax mpt nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text
-    qwen3_next xglm zamba zamba2 zaya bamba
+    qwen3_next xglm zamba zamba2 zaya bamba axk2 glm_moe_dsa
 """
+# Types that attend to the best tokens of an index, all tokens here. With fewer, equal scores make
+# their own log-probs depend on the length of the pass.
+_INDEXED = "axk2 deepseek_v32 glm_moe_dsa hy_v4"
 # Types whose own cache is not exact, or not there.
-_WITHOUT_CACHE = "axk2 glm_moe_dsa openai-gpt qwen4_exp_text recurrent_gemma rwkv xlstm"
+_WITHOUT_CACHE = "openai-gpt qwen4_exp_text recurrent_gemma rwkv xlstm"
 # Windows, soft caps, sinks, latent attention, states, both, a biased output layer, no exact cache.
 _FEW = "llama gemma3_text gemma2 gpt_oss deepseek_v3 mamba2 qwen3_next phi rwkv"
 
@@ -93,7 +96,8 @@ def check_against_full_passes(model, output, *, greedy, temperature=1.0):
 
 
 def check(model_type):
-    model = tiny_model(model_type)
+    indexed = {"index_topk": 64} if model_type in _INDEXED.split() else {}
+    model = tiny_model(model_type, **indexed)
     decoder = choose_decoder(model)
     implementation = model.config._attn_implementation
     prompts, lengths = make_prompts()

@@ -52,7 +52,7 @@ def find_source(path: str) -> Source:
         CheckpointError: the run trained a reward model.
     """
     folder = Path(path).expanduser()
-    trained = next(filter(Path.exists, (folder / "policy.nemo", folder / "policy")), folder)
+    trained = next(filter(Path.exists, (folder / "policy.nemo", folder / "policy")), None)
     if (folder / "run_state").is_dir():
         store = RunStateStore(folder / "run_state", rank=this_rank(), exchange=gather_objects)
         states, damaged = store.survey()
@@ -64,12 +64,12 @@ def find_source(path: str) -> Source:
                 damaged.append(f"{state.path}: {error}")
                 continue
             return _of_run(path, config, [state.path for state in reversed(states[:count])])
-        if not trained.exists():
+        if trained is None:
             raise CheckpointNotFoundError(
                 f"model.restore_from_path={path} is the directory of a run, and no state in it can "
                 "be read" + (f": {', '.join(damaged)}" if damaged else ". It has not saved one yet")
             )
-    location = str(trained) if trained.exists() else path
+    location = path if trained is None else str(trained)
     is_own = is_built_by_transformers(location)
     return Source(location, location, backend="dtensor" if is_own else None)
 

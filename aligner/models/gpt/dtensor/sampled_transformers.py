@@ -74,7 +74,7 @@ def decoding_difference(decoder: TransformersDecoder) -> float:
     """Return the largest difference of log-probs from passes over whole sequences.
 
     ``decoder``: of a float32 model, with 3 slots. Two prompts are decoded in them. One of them is
-    in two slots. Later its sequence moves to another slot, and the prompt begins again.
+    in two slots. Later its sequences move to other slots, and the prompt begins again.
     """
     model, device = decoder.model, decoder.device
     generator = torch.Generator().manual_seed(0)
@@ -91,8 +91,8 @@ def decoding_difference(decoder: TransformersDecoder) -> float:
         sequences = [prompts[0], prompts[1], prompts[0]]
         for step in range(_STEPS):
             if step == _STEPS // 2:
-                sequences = [sequences[0], sequences[2], prompts[0]]
-                decoder.copy(torch.tensor([2]), torch.tensor([1]), len(sequences[1]))
+                sequences = [sequences[2], sequences[0], prompts[0]]
+                decoder.copy(torch.tensor([2, 0]), torch.tensor([0, 1]), len(sequences[0]))
                 decoder.copy(torch.tensor([0]), torch.tensor([2]), len(sequences[2]))
             new = torch.randint(size, (3,), generator=generator)
             positions = torch.tensor([len(sequence) for sequence in sequences], device=device)

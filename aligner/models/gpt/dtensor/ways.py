@@ -76,7 +76,9 @@ def keyed_form(config: Any) -> LogitsForm:
 def examine(model: "PreTrainedModel", *, samples: bool) -> ModelForm:
     """Test a float32 causal language model on the host, in evaluation mode.
 
-    ``samples``: whether the role samples. Raises:
+    ``samples``: whether the role samples.
+
+    Raises:
         CheckpointError: a token's log-probs depend on later tokens.
     """
     register()
