@@ -323,7 +323,7 @@ def _train(
     """
     folder = Path(os.fspath(keywords["output_dir"])).expanduser()
     files = folder / "python"
-    loop = {"reinforce": "ppo"}.get(algorithm, algorithm)
+    loop = {"reinforce": "ppo", "reward": "reward_model"}.get(algorithm, algorithm)
     overrides = dict(keywords.pop("overrides") or {})
     choices = {**_choices(keywords), **(settings or {})}
     values = {

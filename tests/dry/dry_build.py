@@ -5,7 +5,7 @@ import gc
 import os
 
 import torch
-from dry_roles import facts
+from dry_roles import architecture_of, facts
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer.moe.experts import SequentialMLP
 
@@ -77,6 +77,15 @@ def actor(biased, fusions):
         with device.record() as scoring:
             role.get_logprobs(data)
     return {"update": facts(update), "scoring": facts(scoring)}
+
+
+def family(name):
+    """Facts of an update of a model that computes as a family does."""
+    with DryDevice() as device:
+        role, data = updated(architecture_of({"family": name}))
+        with device.record() as update:
+            role.training_update(data)
+    return facts(update)
 
 
 def locked_bytes():

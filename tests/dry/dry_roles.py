@@ -23,6 +23,7 @@ from types import SimpleNamespace
 
 import torch
 
+from aligner.architecture import RopeScaling
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.config import LengthParams, LoraConfig, OptimConfig, ParallelConfig, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -80,8 +81,22 @@ LEARNED = dataclasses.replace(
 )
 
 
+FAMILIES = {
+    "gemma3": {"window_size": 6, "layers_without_window": (1,), "window_rotary_base": 100.0}
+    | {"branch_norms": "both", "qk_layernorm": True, "normalization": "rmsnorm1p"}
+    | {"activation": "geglu_tanh", "embedding_multiplier": 8.0},
+    "olmo2": {"branch_norms": "after", "qk_layernorm": True, "qk_norm_over_heads": True},
+    "granite": {"residual_multiplier": 0.2, "logits_divisor": 8.0, "attention_scale": 0.1},
+    "smollm3": {"layers_without_rope": (0, 2), "rope_scaling": RopeScaling(2.0, kind="yarn")},
+    "qwen2_moe": {"num_moe_experts": 4, "moe_ffn_hidden_size": 32}
+    | {"moe_shared_expert_size": 32, "moe_shared_expert_gate": True},
+}
+
+
 def architecture_of(case):
-    """The tiny model, its mixture of experts, or one like GPT-2."""
+    """The tiny model, as a family computes, its mixture of experts, or one like GPT-2."""
+    if "family" in case:
+        return dataclasses.replace(TINY_ARCHITECTURE, **FAMILIES[case["family"]])
     has_experts = case.get("experts") or case.get("ep", 1) > 1
     architecture = MIXTURE if has_experts else LEARNED if case.get("learned") else TINY_ARCHITECTURE
     return dataclasses.replace(architecture, vocab_size=case.get("vocab", architecture.vocab_size))

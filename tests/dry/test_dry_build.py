@@ -26,6 +26,15 @@ def test_fused_operations_are_fewer_kernels(dry, biased):
         assert fused[phase]["peak_bytes"] <= chain[phase]["peak_bytes"]
 
 
+@pytest.mark.parametrize("family", ["gemma3", "olmo2", "granite", "smollm3", "qwen2_moe"])
+def test_families_with_layers_of_their_own_train(dry, family):
+    plain = dry("dry_build:actor", biased=False, fusions=True)["update"]
+    found = dry("dry_build:family", name=family)
+    assert found["peak_bytes"] > 0
+    if family != "qwen2_moe":  # the same matrices
+        assert found["flops"] == plain["flops"]
+
+
 def test_experts_are_a_few_kernels(dry):
     seen = dry("dry_build:experts")
     chain, grouped = seen["False"], seen["True"]

@@ -34,6 +34,13 @@ def test_the_host_waits_for_nothing_in_a_step(dry, case):
     assert found["left_bytes"] < 4096  # once what is kept between rollouts was given up
 
 
+@pytest.mark.parametrize("family", ["gemma3", "olmo2", "granite", "smollm3"])
+def test_families_with_layers_of_their_own_sample(dry, family):
+    found = dry("dry_generation:per_token", family=family)
+    assert found["logits"] == ["torch.float32"]
+    assert found["host_reads"] == 0
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_one_launch_and_the_copies_of_what_it_drew(dry, case):
     found = dry("dry_generation:per_token", **CASES[case])

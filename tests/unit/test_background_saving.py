@@ -235,6 +235,7 @@ def _save_slowly(root: str, numbers: int) -> None:
             store.check()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(1, 6))]
 )
@@ -278,6 +279,7 @@ def _save_with_size_limit(root: str, answer) -> None:
         answer.put("saved")
 
 
+@pytest.mark.integration
 def test_a_disk_that_takes_no_more_is_told_with_its_cause(tmp_path):
     store, role = RunStateStore(tmp_path), Role()
     role.train(1)

@@ -34,7 +34,19 @@ from aligner.parallel.groups import initialize_parallel
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+# Cases that differ from the others in biases or in one setting.
+FURTHER = (
+    *("nemotron_biases", "starcoder2_plain", "stablelm_biases", "arcee_biases"),
+    *("smollm3_biases", "ernie4_5_biases", "olmo3", "gemma3_scaled"),
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, marks=pytest.mark.extended if case in FURTHER else ()) for case in CASES
+    ],
+)
 def model_folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "model"
     return save_random_model(*CASES[request.param], folder), folder

@@ -24,6 +24,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from aligner.device import accelerator
 from aligner.models.gpt.layers.attention import CoreAttention
 from aligner.models.gpt.layers.elementwise import GPTConfig
 
@@ -185,7 +186,8 @@ class ShortSelfAttention(SelfAttention):
         if base is not None and self.core_attention.window is not None:
             inverse = base ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
             # The first column of megatron-core's angles is the position, divided by a scale.
-            self.frequencies = config.rotary_scale * torch.cat((inverse, inverse))
+            frequencies = config.rotary_scale * torch.cat((inverse, inverse))
+            self.frequencies = frequencies.to(accelerator.device())
             self.config = copy.copy(config)
             self.config.yarn_mscale = 0.0
 
@@ -199,8 +201,7 @@ class ShortSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Map float ``[S, B, H]`` to ``[S, B, H]`` and a bias that the caller adds."""
         if self.frequencies is not None and rotary_pos_emb is not None:
-            frequencies = self.frequencies.to(rotary_pos_emb.device)
-            rotary_pos_emb = rotary_pos_emb[..., :1] * frequencies
+            rotary_pos_emb = rotary_pos_emb[..., :1] * self.frequencies
         # Any other argument (cache, external keys, attention sinks, …) needs the general code.
         options = (attention_mask, packed_seq_params, *arguments.values())
         plain = rotary_pos_emb is not None and all(option is None for option in options)
