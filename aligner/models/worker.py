@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aligner.checkpoint.adapters import adapters_beside
 from aligner.architecture import TransformersArchitecture
+from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.hf.any_model import save_any
 from aligner.checkpoint.hf.model_folder import save_hf
 from aligner.checkpoint.model_source import open_model

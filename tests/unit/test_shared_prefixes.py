@@ -192,6 +192,8 @@ def assert_same(actual, expected):
     for key, value in expected.items():
         # A number that terms of order 1 leave; the weights of an adapter, which begin at 0.
         least = {"report": 1e-2, "weight": 1e-3}.get(key.split()[0], 1e-5)
+        if key == "gradient of rm_head.bias":  # the two rewards of a pair cancel
+            least = 1e-2
         scale = value.abs().max().clamp(min=least)
         assert (actual[key] - value).abs().max() / scale < TOLERANCE, key
 

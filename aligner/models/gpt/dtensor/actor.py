@@ -18,9 +18,9 @@ from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.dtensor.sampled_transformers import SampledTransformers
 from aligner.models.gpt.dtensor.shards import GatheredParameters
-from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
 from aligner.models.gpt.forward.token_logprobs import best_candidates
+from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.role.policy import ReferencePolicy, SamplingPolicy
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import SumGradient

@@ -215,9 +215,9 @@ def _plain_attention(
         return rows.transpose(1, 2).contiguous()
     assert query.shape[0] == 1
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
-    return attend_segments(
-        query, key, value, segments, rule.window, scale=scale, dropout=dropout
-    )[None]
+    return attend_segments(query, key, value, segments, rule.window, scale=scale, dropout=dropout)[
+        None
+    ]
 
 
 def _attend_scores(

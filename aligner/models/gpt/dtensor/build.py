@@ -182,9 +182,7 @@ def _empty_any(
     layer_classes = frozenset(causal._no_split_modules or ())
     if not head_outputs:
         output = output_path(causal)
-        return TransformersModel(
-            parts, body, output=output, layer_classes=layer_classes, way=way
-        )
+        return TransformersModel(parts, body, output=output, layer_classes=layer_classes, way=way)
     from accelerate import init_empty_weights
 
     with init_empty_weights():
@@ -279,7 +277,8 @@ def _fill_head(head: ValueHead, weights: Mapping[str, Tensor] | None) -> None:
             if weights[name].shape != value.shape:
                 raise CheckpointError(
                     f"{name} has shape {tuple(weights[name].shape)}, but this role needs "
-                    f"{tuple(value.shape)}. Start from a model without a head, or with the same number of outputs"
+                    f"{tuple(value.shape)}. Start from a model without a head, or with the same "
+                    "number of outputs"
                 )
             value.copy_(weights[name])
         head.register_parameter(leaf, nn.Parameter(value))

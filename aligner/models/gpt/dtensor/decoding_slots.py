@@ -79,9 +79,7 @@ class SlotDecoder(TransformersDecoder):
                 tokens, last, position_ids=positions, attention_mask=mask, use_cache=False
             )[0]
 
-    def _store(
-        self, call: int, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor, Bucket | None]:
+    def _store(self, call: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Bucket | None]:
         """Store keys and values, float [n, G, s, D], see `Pass`."""
         if call == len(self._stores):
             shape = self.num_slots, key.shape[1], self.capacity

@@ -80,7 +80,8 @@ class DTensorModel(RoleModel, LightningModule):
     def _form_of(self, source: ModelSource) -> ModelForm:
         """Test how the opened model runs, on rank 0 for all ranks."""
         if isinstance(self.architecture, TransformersArchitecture):
-            assert isinstance(weights := source.weights, LoadedWeights)
+            weights = source.weights
+            assert isinstance(weights, LoadedWeights)
             return on_rank_zero(lambda: examine(weights.model, samples=self.samples))
         _, config = config_to_hf(self.architecture)
         return ModelForm(logits=keyed_form(SimpleNamespace(**config)))
@@ -278,8 +279,8 @@ def _runnable(
     if packed is True and form.way == "rows":
         faults = "; ".join(f"{WORDS[way]}: {fault}" for way, fault in form.faults.items())
         raise ConfigError(
-            f"model.sequence_packing.enabled=true: {architecture.family} models run with {WORDS['rows']} "
-            f"({faults}). Set it to auto or false"
+            f"model.sequence_packing.enabled=true: {architecture.family} models run with "
+            f"{WORDS['rows']} ({faults}). Set it to auto or false"
         )
     if packed == "auto":
         packed = isinstance(architecture, TransformersArchitecture) and form.way != "rows"

@@ -47,7 +47,7 @@ class ModelForm:
     """
 
     way: Way = "aligner"
-    logits: LogitsForm | None = LogitsForm()
+    logits: LogitsForm | None = field(default_factory=LogitsForm)
     faults: dict[Way, str] = field(default_factory=dict)
     decoder: type[TransformersDecoder] | None = None
 
@@ -103,7 +103,7 @@ def examine(model: "PreTrainedModel", *, samples: bool) -> ModelForm:
         try:
             model.set_attn_implementation(NAME if way == "aligner" else own)
             fault = _fault(model, way, rows, alone)
-        except Exception as error:  # noqa: BLE001 - code of any model
+        except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), "")
             fault = f"{type(error).__name__}: {reason}"
         finally:
