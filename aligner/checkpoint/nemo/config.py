@@ -211,7 +211,7 @@ def _rope_scaling(config: Config) -> RopeScaling | None:
     if config.get("rope_scaling"):
         text = "rope_scaling in model_config.yaml is not a mapping of its settings"
         with raised_as(CheckpointError, text, TypeError):
-            settings: Config = dict(config["rope_scaling"])
+            settings: Config = {**config["rope_scaling"]}
             lists = {name: tuple(v) for name, v in settings.items() if isinstance(v, list)}
             return RopeScaling(**settings | lists)
     if config.get("scale_positional_embedding"):  # NeMo's switch for Llama 3.1's constants
