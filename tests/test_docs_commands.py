@@ -34,7 +34,7 @@ FOREIGN = {
     "sbatch": "needs Slurm; tests/test_slurm.py runs the job files with its programs stood in for",
     "ray": "tests/ray starts and ends clusters with the same words",
     "head": "the system's",
-    "curl": "tests/unit/test_serving_page.py types it beside its server",
+    "curl": "tests/unit/serving/test_serving_page.py types it beside its server",
 }
 ALIGNER_LIST = ("aligner --help", "aligner")
 MODULES = ("benchmarks", "aligner", "campaigns", "docs")  # packages whose commands are begun

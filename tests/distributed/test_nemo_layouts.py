@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "unit" / name) for name in ("", "checkpoint")]
 
 import nemo_writers as writers
 from ranks import run_ranks

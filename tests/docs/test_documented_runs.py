@@ -35,7 +35,7 @@ NOT_RUN = {
         "names a command in a sentence; its arguments stand in a block"
     ),
     r"serve_reward_model\.py|reward=server": "test_the_server_of_the_page, below",
-    r"(aligner |examples/)serve(\.py)?( |$)": "tests/unit/test_serving_page.py",
+    r"(aligner |examples/)serve(\.py)?( |$)": "tests/unit/serving/test_serving_page.py",
 }
 # Recipes whose numbers are those of the pretrained model: a few steps of the tiny one show the way.
 # The tiny model has 256 positions, for prompt and response together.
@@ -256,7 +256,7 @@ def test_python_of_the_pages_runs(block, workplace):
     if block.text.startswith(SHOWN):
         pytest.skip("a file of the reader's: training commands here use it, or tests/adapters")
     if block.text.startswith(ASKS_A_SERVER):
-        pytest.skip("tests/unit/test_serving_page.py runs it beside its server")
+        pytest.skip("tests/unit/serving/test_serving_page.py runs it beside its server")
     done = subprocess.run(
         ["python", "-c", block.text],
         cwd=(folder := workplace()),

@@ -27,7 +27,7 @@ from aligner.rewards.sequences import SequenceEncoder
 
 CONF = Path(__file__).parents[2] / "conf"
 UNIT = Path(__file__).parents[1] / "unit"
-sys.path.insert(0, str(UNIT))
+sys.path[:0] = [str(UNIT), str(UNIT / "rewards")]
 
 from servers import bound_port, started
 from test_reward_server import ROOT, STUB, stub

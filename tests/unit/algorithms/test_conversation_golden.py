@@ -1,0 +1,212 @@
+"""Conversations of the tiny policy are those of a record: tokens, masks, rewards and advantages.
+
+``python tests/unit/algorithms/test_conversation_golden.py`` writes the record again, where a change
+of numbers is meant.
+"""
+
+import hashlib
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import golden_games
+import pytest
+import torch
+
+from aligner.algorithms.ppo.credit import Credit
+from aligner.algorithms.rollout.endpoint import EndpointRollouts
+from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
+from aligner.algorithms.rollout.inputs import open_environments
+from aligner.algorithms.rollout.rollout import prompts_batch, score
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.config import TrainerPPOConfig, parse_config
+from aligner.config.algorithms.trainer import AdvantageConfig
+from aligner.data.prompts import Prompt, collate_prompts
+from aligner.data.tokenizers.loading import with_chat_template
+from aligner.distributed.workers import LocalCluster
+from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.groups import initialize_parallel
+
+pytestmark = pytest.mark.integration
+
+RECORD = Path(__file__).parent / "conversation_golden.json"
+FILE = golden_games.__file__
+# Shows some letters of earlier answers otherwise, so that a turn may begin another sequence.
+REWRITES = (
+    "{% for m in messages %}{% set shown = m.content if m.role == 'user' else "
+    "m.content | replace('o', '0') | replace('t', '7') | replace('i', '1') "
+    "| replace('\ufffd', '?') %}"
+    "{{ m.role }}: {{ shown }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+COLUMNS = (
+    *("input_lengths", "prompt_lengths", "position_ids", "is_end", "token_mask"),
+    *("sample_mask", "turn_ids", "turn_rewards", "is_scored"),
+    *("prompts", "responses", "reward_parts", "end_reasons", "forks", "failures"),
+)
+LOGPROBS = "generation_logprobs"  # sums of rows, as the last bits differ between processors
+TURNS = [{"name": str(number), "turns": 1 + number % 4} for number in range(6)]
+
+
+def rows(*troubles):
+    return [
+        {"name": str(number), "turns": 3, "trouble": trouble, "marker": "marker" and trouble}
+        for number, trouble in enumerate(troubles)
+    ]
+
+
+# Name: settings of the environment, rows, chat template. Rows with trouble have one sample each, so
+# that it is known which of them meets it.
+CASES = {
+    "turns": ({"factory": f"{FILE}:Game"}, TURNS, None),
+    "turns_few_slots": ({"factory": f"{FILE}:Game", "concurrency": 2}, TURNS, None),
+    "max_turns": ({"factory": f"{FILE}:Game", "max_turns": 2}, TURNS, None),
+    "max_tokens": ({"factory": f"{FILE}:Game", "max_tokens": 40}, TURNS, None),
+    "tools": ({"factory": f"{FILE}:Tools"}, TURNS, None),
+    "rewritten": ({"factory": f"{FILE}:Game"}, TURNS, REWRITES),
+    "kept_history": (
+        {"factory": f"{FILE}:Game", "rewritten_history": "keep"},
+        TURNS,
+        REWRITES,
+    ),
+    "fails": ({"factory": f"{FILE}:Game"}, rows(None, "raises", "dies", "unscored"), None),
+    "hangs": ({"factory": f"{FILE}:Game", "timeout_s": 1.0}, rows("hangs", None), None),
+    "failed_zero": (
+        {"factory": f"{FILE}:Game", "failed": "zero"},
+        rows(None, "raises", None, None),
+        None,
+    ),
+    "agents": ({"factory": f"{FILE}:agent", "kind": "endpoint"}, TURNS, REWRITES),
+    "agents_few_slots": (
+        {"factory": f"{FILE}:agent", "kind": "endpoint", "concurrency": 2, "max_turns": 3},
+        TURNS,
+        REWRITES,
+    ),
+    "agents_fail": (
+        {"factory": f"{FILE}:agent", "kind": "endpoint", "timeout_s": 3.0},
+        rows(None, "raises", "hangs", "unscored"),
+        REWRITES,
+    ),
+}
+
+
+def for_full_batches(set_attribute):
+    """Let batches wait for slow conversations, because rounding depends on the batch size."""
+    for kind in (EnvironmentRollouts, EndpointRollouts):
+        set_attribute(kind, "gather_s", 30.0)
+
+
+def digest(values):
+    """Hash of numbers; equal ones have the same text."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+class Played:
+    """Conversations with the tiny policy."""
+
+    def __init__(self, path):
+        self.path = str(path)
+        with open_nemo(path) as checkpoint:
+            self.tokenizer, self.architecture = checkpoint.tokenizer, checkpoint.architecture
+        cluster = LocalCluster(initialize_parallel())
+        model = self.configuration({"factory": "a:b"}).model
+        self.policy = Policy(cluster, model, self.tokenizer, init_reference_model=False)
+
+    def configuration(self, environment):
+        rollout = {"num_rollout_samples": 8, "length_params": {"max_length": 6}}
+        return parse_config(
+            {
+                "model": {
+                    "restore_from_path": self.path,
+                    "micro_batch_size": 4,
+                    "global_batch_size": 8,
+                    "ppo": {**rollout, "num_rollouts_per_prompt": 2},
+                },
+                "critic": {"micro_batch_size": 4, "global_batch_size": 8},
+                "reward": {"kind": "environment"},
+                "environment": {"max_tokens": 250, "concurrency": 4, **environment},
+                "data": {"train": {"source": "x.jsonl"}},
+            }
+        )
+
+    def batch(self, environment, rows, template, folder):
+        """Record of a rollout, with advantages of trajectories and of turns, in groups of two.
+
+        Columns of numbers for each token are digests, except tokens and log-probs.
+        """
+        config = self.configuration(environment)
+        tokenizer = self.tokenizer
+        if template is not None:
+            file = folder / "template.jinja"
+            file.write_text(template)
+            tokenizer = with_chat_template(tokenizer, str(file), key="environment.chat_template")
+        items = [
+            Prompt(
+                index,
+                "",
+                [],
+                None,
+                {**row, "marker": str(folder / row["marker"])} if row.get("marker") else dict(row),
+            )
+            for index, row in enumerate(rows)
+        ]
+        per_prompt = 1 if "trouble" in rows[0] else 2
+        data = prompts_batch(collate_prompts(items, 0), 40, per_prompt)
+        columns = dict.fromkeys(items[0].columns)
+        with ExitStack() as closing:
+            source = open_environments(config, tokenizer, self.architecture, columns, closing)
+            batch = source.collect(self.policy, data, seed=5, per_prompt=per_prompt)
+        score(EnvironmentReward(), batch)
+        result = {}
+        for credit in ("trajectory", "turn"):
+            advantage = AdvantageConfig(estimator="grpo", credit=credit)
+            trainer = TrainerPPOConfig(normalize_advantages=False, advantage=advantage)
+            each = Credit(trainer, False, 2, 8)
+            each.shape(batch)
+            each.assign(batch, 0.0)
+            result[f"{credit}_advantages"] = digest(batch["advantages"].tolist())
+        result["input_ids"] = [
+            ids[:length].tolist()
+            for ids, length in zip(batch["input_ids"], batch["input_lengths"], strict=True)
+        ]
+        for name in COLUMNS:
+            column = batch.get(name)
+            if torch.is_tensor(column):
+                column = column.tolist() if column.ndim == 1 else digest(column.tolist())
+            result[name] = column
+        result[LOGPROBS] = batch[LOGPROBS].double().sum(1).tolist()
+        return json.loads(json.dumps(result))
+
+
+@pytest.fixture(scope="module")
+def played(tiny_nemo):
+    return Played(tiny_nemo)
+
+
+@pytest.fixture(scope="module")
+def record():
+    return json.loads(RECORD.read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_conversations_are_those_of_the_record(name, played, record, tmp_path, monkeypatch):
+    for_full_batches(monkeypatch.setattr)
+    batch = played.batch(*CASES[name], tmp_path)
+    assert batch.keys() == record[name].keys()
+    record[name][LOGPROBS] = pytest.approx(record[name][LOGPROBS], abs=1e-3)
+    differing = [column for column, values in batch.items() if values != record[name][column]]
+    assert not differing, {column: (batch[column], record[name][column]) for column in differing}
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    for_full_batches(setattr)
+    model = Played(Path(sys.argv[1]))
+    found = {}
+    for name, case in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = model.batch(*case, Path(folder))
+    lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items())
+    RECORD.write_text("{" + ",\n".join(lines) + "}\n")

@@ -1,0 +1,378 @@
+"""``dry_run=true``: the longest batch goes through the real step, and nothing is left behind."""
+
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from aligner.algorithms.run.dry_run import MadeUpRewards, dry_config, fullest, report
+from aligner.algorithms.run.engine import Workers
+from aligner.catalog import ALGORITHMS, imported
+from aligner.config import load_config
+from aligner.device import accelerator
+from aligner.device.accelerator import MemoryUse, is_out_of_memory
+from aligner.device.host_memory import private_memory, reset_peak_resident
+from aligner.distributed.batched_data_dict import BatchedDataDict as Batch
+from aligner.errors import ConfigError, DataError, DeviceMemoryError, WorkerError
+from aligner.models.policy.lm_policy import Policy
+from aligner.models.reward.reward_model import RewardModel
+from aligner.models.value.lm_value import Value
+
+pytestmark = pytest.mark.integration
+
+BY_RECIPE = {entry.recipe: entry for entry in ALGORITHMS.values()}
+CONF = Path(__file__).parents[3] / "conf"
+GIB = 1 << 30
+# recipe: settings, tokens of the longest sequence
+RUNS = {
+    "ppo_tiny_cpu": (["data.max_prompt_length=40"], 44),
+    "grpo_tiny_cpu": (["data.max_prompt_length=9999"], 256),
+    "rs_tiny_cpu": (["data.max_prompt_length=40"], 44),
+    "sft_tiny_cpu": (["data.max_length=100"], 100),
+    "dpo_tiny_cpu": (["data.max_length=9999"], 256),
+    "kto_tiny_cpu": (["data.max_length=64"], 64),
+    "reward_tiny_cpu": (["data.max_length=80"], 80),
+    "distill_tiny_cpu": (
+        [
+            "trainer.distill.on_policy=true",
+            "data.max_length=30",
+            "model.distill.length_params.max_length=5",
+        ],
+        35,
+    ),
+}
+
+
+def config_of(recipe, nemo, folder, *overrides):
+    settings = [
+        f"model.restore_from_path={nemo}",
+        f"exp_manager.explicit_log_dir={folder}",
+        "model.optim.lr=1e-3",
+        *overrides,
+    ]
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        return load_config(
+            compose(f"recipes/{recipe}", overrides=settings), algorithm_of(recipe).root_class
+        )
+
+
+def algorithm_of(recipe):
+    return BY_RECIPE.get(recipe, ALGORITHMS["dpo"])  # of which kto is one
+
+
+def train(config, recipe):
+    imported(algorithm_of(recipe).builder)(config)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What the roles are given: (role, method) to lengths, rows and columns of every call."""
+    calls = {}
+
+    def watch(cls, name):
+        original = getattr(cls, name)
+
+        def method(self, data, *args, **kwargs):
+            batch = {key: data[key].clone() for key in ("input_ids", "input_lengths")}
+            calls.setdefault((cls.__name__, name), []).append(batch)
+            found = original(self, data, *args, **kwargs)
+            if name == "generate":
+                calls.setdefault("drawn", []).append(found["generation_lengths"].clone())
+            return found
+
+        monkeypatch.setattr(cls, name, method)
+
+    for cls in (Policy, Value, RewardModel):
+        for name in ("train", "generate", "get_values", "get_rewards", "get_topk_logits"):
+            if hasattr(cls, name):
+                watch(cls, name)
+    return calls
+
+
+@pytest.mark.parametrize("recipe", RUNS)
+def test_the_longest_batch_and_nothing_else(
+    tmp_path, tiny_nemo, teacher, seen, recipe, monkeypatch, capsys
+):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of this test alone
+    settings, longest = RUNS[recipe]
+    if recipe.startswith("distill"):
+        settings = [*settings, f"teacher.restore_from_path={teacher}"]
+    config = config_of(recipe, tiny_nemo, tmp_path / "run", *settings, "dry_run=true")
+    train(config, recipe)
+    assert list(tmp_path.glob("work/*")) == []
+    assert not (tmp_path / "run").exists()
+    assert list(tmp_path.glob("aligner-dry-run-*")) == []
+    trained = {role: batches for role, batches in seen.items() if role[1] == "train"}
+    roles = {"reward_tiny_cpu": {"RewardModel"}, "ppo_tiny_cpu": {"Policy", "Value"}}
+    assert {role for role, _ in trained} == roles.get(recipe, {"Policy"})
+    for calls in trained.values():
+        assert len(calls) == 2
+        for batch in calls:
+            assert batch["input_lengths"].unique().tolist() == [longest]
+    if "drawn" in seen:
+        response = config.model.rollout.length_params.max_length
+        assert torch.cat(seen["drawn"]).unique().tolist() == [response]
+        prompts = seen["Policy", "generate"][0]
+        rows = len(prompts["input_ids"])
+        distinct = len(prompts["input_ids"].unique(dim=0))
+        if recipe.startswith("distill"):
+            assert rows == config.model.global_batch_size
+        else:
+            assert rows == config.model.rollout.num_rollout_samples
+        assert distinct == rows // config.model.rollout.num_rollouts_per_prompt
+    else:
+        assert len(next(iter(trained.values()))[0]["input_ids"]) == config.model.global_batch_size
+    said = capsys.readouterr().out
+    assert "dry run: step 2 of 2" in said
+    assert "Nothing was saved" in said
+    rows = [line.split()[:2] for line in said.splitlines()]
+    if recipe == "ppo_tiny_cpu":
+        phases = [row for row in rows if row[:1] in (["policy"], ["critic"]) and len(row) == 2]
+        assert phases[-5:] == [
+            ["policy", "generate"],
+            ["critic", "values"],
+            ["policy", "reference_logprobs"],
+            ["critic", "train"],
+            ["policy", "train"],
+        ]
+
+
+def snapshot(folder):
+    """Every file with its bytes, and when it and the directories were changed."""
+    return {
+        str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
+        for path in [folder, *sorted(folder.rglob("*"))]
+    }
+
+
+def test_a_run_in_the_directory_is_left_as_it_is(tmp_path, tiny_nemo, capsys):
+    folder = tmp_path / "run"
+    own = config_of("sft_tiny_cpu", tiny_nemo, folder, "trainer.sft.max_steps=1")
+    train(own, "sft_tiny_cpu")
+    before = snapshot(folder)
+    assert any("run_state" in name for name in before)
+    for recipe, settings in (
+        ("sft_tiny_cpu", ["trainer.sft.max_steps=1"]),
+        ("sft_tiny_cpu", ["exp_manager.start_anew=true"]),
+        ("sft_tiny_cpu", ["exp_manager.resume_if_exists=false"]),
+        ("grpo_tiny_cpu", []),  # which the run there would refuse
+        ("dpo_tiny_cpu", []),
+    ):
+        train(config_of(recipe, tiny_nemo, folder, "dry_run=true", *settings), recipe)
+        assert snapshot(folder) == before
+    assert "resumed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "error", "words"),
+    [
+        ("sft_tiny_cpu", ["data.train.source=absent.jsonl"], DataError, "absent.jsonl"),
+        ("sft_tiny_cpu", ["data.train.arguments.shots=60"], ConfigError, "256 positions"),
+        ("grpo_tiny_cpu", ["reward.function=absent.py:reward"], Exception, "absent.py"),
+        (
+            "grpo_tiny_cpu",
+            ["data.train.arguments={split:train,size:64,shots:60,high:30,seed:0}"],
+            ConfigError,
+            "256 positions",
+        ),
+    ],
+)
+def test_what_a_run_refuses_is_refused(tmp_path, tiny_nemo, recipe, settings, error, words):
+    """Also where the longest batch alone would do: data too long for the model are not cut."""
+    settings = [*settings, "dry_run=true"]
+    with pytest.raises(error, match=words):
+        train(config_of(recipe, tiny_nemo, tmp_path / "run", *settings), recipe)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # None of what these look at in responses or steps leaves a role without its update.
+        ["trainer.ppo.improper_end.mode=mask", "trainer.ppo.reward.overlong_cache=2"],
+        ["trainer.ppo.dynamic_sampling.enabled=true"],
+        ["model.ppo.sampling_params.end_strings=[a,e,i,o]"],
+        ["model.sequence_packing.enabled=true", "model.sequence_packing.train_mb_tokens=256"],
+        ["policy.backend=dtensor"],
+        ["model.peft.peft_scheme=lora", "model.ppo.ppo_epochs=2"],
+    ],
+    ids=lambda settings: settings[0],
+)
+def test_every_role_learns_under(tmp_path, tiny_nemo, seen, settings, monkeypatch, capsys):
+    made = []
+    original = Policy.train
+
+    def kept(self, data, *args, **kwargs):
+        made.append(original(self, data, *args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(Policy, "train", kept)
+    settings = [*settings, "data.max_prompt_length=30", "dry_run=true"]
+    train(config_of("grpo_tiny_cpu", tiny_nemo, tmp_path / "run", *settings), "grpo_tiny_cpu")
+    assert {length for each in seen["drawn"] for length in each.tolist()} == {4}
+    assert made
+    for result in made:
+        assert result["grad_norm"] > 0
+        assert not result["skipped"]
+        assert not any(result["all_mb_metrics"].get("empty", []))
+    assert "skipped" not in capsys.readouterr().out
+
+
+def test_a_warm_up_of_the_critic_is_left_out(tmp_path, tiny_nemo, seen):
+    settings = ["trainer.ppo.critic_warmup_steps=3", "dry_run=true", "data.max_prompt_length=30"]
+    train(config_of("ppo_tiny_cpu", tiny_nemo, tmp_path / "run", *settings), "ppo_tiny_cpu")
+    assert len(seen["Policy", "train"]) == len(seen["Value", "train"]) == 2
+
+
+def test_what_changes_in_the_configuration(tmp_path, tiny_nemo):
+    config = config_of(
+        "ppo_tiny_cpu",
+        tiny_nemo,
+        tmp_path,
+        "exp_manager.create_wandb_logger=true",
+        "cluster.max_restarts=3",
+    )
+    dry = dry_config(config, tmp_path / "other")
+    assert dry.exp_manager.create_wandb_logger is False
+    assert dry.exp_manager.create_tensorboard_logger is False
+    assert dry.cluster.max_restarts == 0
+    assert dry.model.ppo.length_params.min_length == dry.model.ppo.length_params.max_length == 4
+    assert dry.exp_manager.explicit_log_dir == str(tmp_path / "other")
+
+
+# Memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        MemoryError(),
+        WorkerError("train failed on rank 1: OutOfMemoryError: CUDA out of memory."),
+    ],
+)
+def test_too_little_memory_is_told_with_the_phase_and_what_helps(
+    tmp_path, tiny_nemo, monkeypatch, error
+):
+    def fails(self, *args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(Value, "train", fails)
+    config = config_of("ppo_tiny_cpu", tiny_nemo, tmp_path / "run", "dry_run=true")
+    with pytest.raises(DeviceMemoryError) as caught:
+        train(config, "ppo_tiny_cpu")
+    said = str(caught.value)
+    assert said.startswith("out of memory in critic, train, on rank 0 (CPU")
+    assert "model.activations_checkpoint_granularity=full" in said
+    assert "model.micro_batch_size=16 critic.micro_batch_size=16" in said
+    assert "=64" not in said  # no change for the worse
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_little_memory_for_the_models(tmp_path, tiny_nemo, monkeypatch):
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Workers, "start_policy", fails)
+    config = config_of("sft_tiny_cpu", tiny_nemo, tmp_path / "run", "dry_run=true")
+    with pytest.raises(DeviceMemoryError, match="out of memory in setting up"):
+        train(config, "sft_tiny_cpu")
+
+
+def test_other_errors_stay_what_they_are(tmp_path, tiny_nemo, monkeypatch):
+    def fails(self, *args, **kwargs):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(Policy, "train", fails)
+    config = config_of("sft_tiny_cpu", tiny_nemo, tmp_path / "run", "dry_run=true")
+    with pytest.raises(RuntimeError, match="shapes"):
+        train(config, "sft_tiny_cpu")
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_the_peak_of_a_process_is_that_since_it_was_asked_last():
+    if not reset_peak_resident():
+        pytest.skip("this system keeps the peak of a process's whole life")
+    before = accelerator.memory_use()
+    block = torch.frombuffer(private_memory(100 << 20), dtype=torch.uint8)
+    block.fill_(1)
+    del block  # it goes back to the system itself
+    after = accelerator.memory_use()
+    assert after.reserved > before.reserved + (90 << 20)
+    assert after.current < after.reserved
+    accelerator.reset_peak_memory()
+    assert accelerator.memory_use().reserved < before.reserved + (50 << 20)
+    assert 0 < after.free < after.total
+
+
+def gpu(process, device, allocated, reserved, held, free):
+    sizes = (size * GIB for size in (allocated, reserved, held, free, 80))
+    return MemoryUse(process, device, True, *sizes)
+
+
+def test_the_fullest_card_is_that_of_all_processes_on_it():
+    """Two roles in a process are one; two processes on a card are added; cards are compared."""
+    one = gpu("host 1", "card 0", 30, 40, 35, 42)
+    peak = fullest([(0, one), (0, one), (1, gpu("host 2", "card 1", 10, 20, 20, 58))])
+    assert (peak.rank, peak.allocated, peak.reserved, peak.uncounted) == (
+        0,
+        30 * GIB,
+        40 * GIB,
+        3 * GIB,
+    )
+    assert peak.share == pytest.approx(43 / 80)
+    beside = [(0, one), (0, gpu("host 3", "card 0", 10, 12, 2, 41))]
+    peak = fullest(beside)  # 80 - 41 free, of which 37 are held by the two
+    assert (peak.allocated, peak.reserved, peak.uncounted) == (40 * GIB, 52 * GIB, 2 * GIB)
+
+
+def test_the_report_of_a_gpu_names_what_torch_counts(capsys):
+    from rich.console import Console
+
+    peak = fullest([(3, gpu("host 1", "card 0", 30, 40, 35, 42))])
+    names = {"train": ("policy", "train"), "generate": ("policy", "generate")}
+    group = report(
+        names, {"train": peak}, {"timers/train": 1.5, "timers/total": 2.0}, ["policy"], "H"
+    )
+    Console(width=160).print(group)
+    said = capsys.readouterr().out
+    header, row = [line.split() for line in said.splitlines() if "train" in line or "role" in line][
+        :2
+    ]
+    assert header == ["role", "phase", "allocated", "reserved", "beside", "of", "card", "rank", "s"]
+    assert row == ["policy", "train", "30.00", "40.00", "3.00", "54%", "3", "1.50"]
+    assert "43.00 of 80.00 GiB of H" in said
+    assert "updates of the policy were skipped" in said
+    assert "generate" not in said
+
+
+def test_a_reward_model_scores_the_longest_sequences():
+    asked = []
+
+    class Model:
+        def prepare_for_inference(self):
+            asked.append("in")
+
+        def get_rewards(self, data, micro_batch_size):
+            asked.append((data, micro_batch_size))
+
+        def finish_inference(self):
+            asked.append("out")
+
+    encoder = SimpleNamespace(
+        tokenizer=SimpleNamespace(vocab_size=7), max_length=9, collate=lambda rows: rows
+    )
+    reward = SimpleNamespace(model=Model(), encoder=encoder, micro_batch_size=2)
+    data = Batch({"input_lengths": torch.tensor([5, 12, 5]), "input_ids": torch.zeros(3, 12)})
+    scored = MadeUpRewards(reward, seed=1).get_rewards(data)
+    assert scored.rewards.tolist() == [0, 1, 0]
+    (entered, (rows, size), left) = asked
+    assert (entered, size, left) == ("in", 2, "out")
+    assert [len(row) for row in rows] == [5, 9, 5]
+    assert all(0 <= token < 7 for row in rows for token in row)

@@ -1,0 +1,454 @@
+"""Every Hugging Face family: in, the same numbers as transformers; out, the same file.
+
+Logits, log-probs of packed rows that share prefixes, and generated tokens.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import CASES, LLAMA_SIZES, save_random_model
+from safetensors.torch import load_file, save_file
+
+from aligner.checkpoint.convert import convert
+from aligner.checkpoint.gpt_weights import load_weights
+from aligner.checkpoint.hf import model_folder as hf
+from aligner.checkpoint.hf.families import architecture_from_hf, config_to_hf
+from aligner.checkpoint.hf.model_folder import read_hf, save_hf
+from aligner.checkpoint.hf.tensors import join_qkv, part_qkv
+from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.config import LengthParams, SamplingParams
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError, StorageError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
+from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
+from aligner.models.gpt.decode.generator import Generator
+from aligner.models.gpt.megatron.build import build_gpt, scaled_inverse_frequencies
+from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.groups import initialize_parallel
+
+ROOT = Path(__file__).parents[3]
+
+
+# Cases that differ from the others in biases or in one setting.
+FURTHER = (
+    *("nemotron_biases", "starcoder2_plain", "stablelm_biases", "arcee_biases"),
+    *("smollm3_biases", "ernie4_5_biases", "olmo3", "gemma3_scaled"),
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, marks=pytest.mark.extended if case in FURTHER else ()) for case in CASES
+    ],
+)
+def model_folder(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param) / "model"
+    return save_random_model(*CASES[request.param], folder), folder
+
+
+def our_logits(weights, architecture, tokens):
+    initialize_parallel()
+    gpt = build_gpt(architecture).eval()
+    load_weights(gpt, weights, architecture)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with torch.no_grad():
+        return gpt(tokens, positions, None)[..., : architecture.vocab_size]
+
+
+@pytest.mark.integration
+def test_logits_equal_transformers(model_folder):
+    model, folder = model_folder
+    tokens = torch.randint(259, (2, 24), generator=torch.Generator().manual_seed(1))
+    found = read_hf(folder)
+    with torch.no_grad():
+        expected = model(tokens).logits
+    assert (our_logits(found.weights, found.architecture, tokens) - expected).abs().max() < 1e-4
+
+
+@pytest.fixture
+def role(model_folder):
+    """The model as a policy that packs sequences and shares their prefixes."""
+    settings = RoleSettings(sequence_packing=True, dropout=0.0)
+    return load_from_nemo(MegatronGPTActorModel, settings, restore_path=model_folder[1])
+
+
+def reference_logprobs(model, ids):
+    """Log-probs of transformers, one padded row per sequence."""
+    with torch.no_grad():
+        logits = model(ids).logits.log_softmax(-1)
+    return torch.nn.functional.pad(logits[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2), (1, 0))
+
+
+@pytest.mark.integration
+def test_packed_and_shared_prefixes_equal_transformers(model_folder, role):
+    ids = torch.randint(259, (6, 46), generator=torch.Generator().manual_seed(2))
+    ids[1:3, :40] = ids[0, :40]
+    lengths = torch.tensor([46, 44, 42, 46, 9, 30])
+    inside = torch.arange(46) < lengths[:, None]
+    seen = []
+    role.gpt.decoder.register_forward_hook(lambda _, args, out: seen.append(len(out)))
+    batch = {"input_ids": ids, "input_lengths": lengths, "token_mask": inside.float()}
+    actual = role.infer_tokens({**batch, "sample_mask": torch.ones(6)}, 6)
+    assert seen == [lengths.sum() - 2 * 40]
+    expected = reference_logprobs(model_folder[0], ids)
+    assert (actual - expected)[inside].abs().max() < 1e-4
+
+
+@pytest.mark.integration
+def test_generated_tokens_are_those_of_transformers(model_folder, role):
+    model, _ = model_folder
+    prompts = torch.randint(259, (5, 9), generator=torch.Generator().manual_seed(4))
+    lengths = torch.tensor([9, 4, 1, 7, 9])
+    options = {"eos_ids": (), "pad_id": 0, "max_batch_size": 3}
+    generator = Generator(
+        role.gpt,
+        role.architecture,
+        length=LengthParams(max_length=14),
+        sampling=SamplingParams(use_greedy=True),
+        **options,
+    )
+    output = generator.sample(prompts, lengths, torch.arange(5), seed=1)
+    expected = reference_logprobs(model, output.tokens)
+    sampled = torch.arange(output.tokens.shape[1])
+    sampled = (sampled >= lengths[:, None]) & (sampled < output.lengths[:, None])
+    assert sampled.sum() == 5 * 14
+    assert (output.logprobs - expected)[sampled].abs().max() < 1e-4
+    with torch.no_grad():
+        best = model(output.tokens).logits.log_softmax(-1).amax(-1)[:, :-1]
+    assert (output.logprobs[:, 1:] - best)[sampled[:, 1:]].abs().max() < 1e-4
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trip_through_nemo_is_exact(model_folder, tmp_path, dtype):
+    """Tensors bit for bit, tokenizer byte for byte, a configuration that reads alike."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model, folder = model_folder
+    source = tmp_path / "source"
+    model.to(dtype).save_pretrained(source)
+    model.float()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).write_bytes((folder / name).read_bytes())
+
+    read = read_hf(source)
+    save_nemo(tmp_path / "m.nemo", read.weights, read.architecture, read.tokenizer_files)
+    with open_nemo(tmp_path / "m.nemo") as nemo:
+        assert nemo.architecture == dataclasses.replace(
+            read.architecture, make_vocab_size_divisible_by=128
+        )
+        save_hf(tmp_path / "back", nemo.weights, nemo.architecture, nemo.tokenizer_files)
+
+    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == dtype
+        assert torch.equal(after[name], tensor), name
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (
+        source / "tokenizer.json"
+    ).read_bytes()
+    original, returned = (AutoConfig.from_pretrained(f) for f in (source, tmp_path / "back"))
+    for key in read_keys(original):
+        assert getattr(returned, key) == getattr(original, key), key
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert again.dtype == dtype
+    for name, tensor in model.to(dtype).state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    model.float()
+
+
+def read_keys(config):
+    """What decides a model's numbers in a transformers configuration."""
+    names = [
+        *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
+        *("rms_norm_eps", "layer_norm_epsilon", "rope_parameters", "sliding_window", "hidden_act"),
+        *("norm_eps", "norm_epsilon", "layer_norm_eps", "use_bias", "use_qkv_bias"),
+        *("no_rope_layers", "attention_out_bias", "original_max_position_embeddings"),
+        *("activation_function", "tie_word_embeddings", "attention_bias", "mlp_bias"),
+        *("initializer_range", "n_layer", "n_head", "n_positions"),
+        *("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    ]
+    return [name for name in names if hasattr(config, name)]
+
+
+def test_query_groups_by_hand():
+    """Two heads in one group, head size 1: rows q0 q1 k v; two groups of one: q0 k0 v0 q1 k1 v1."""
+    grouped = dataclasses.replace(
+        TINY_ARCHITECTURE, num_attention_heads=2, num_query_groups=1, kv_channels=1
+    )
+    q, k, v = torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0]]), torch.tensor([[3.0]])
+    joined = join_qkv([q, k, v], grouped)
+    assert joined.flatten().tolist() == [0, 1, 2, 3]
+    assert [part.flatten().tolist() for part in part_qkv(joined, grouped)] == [[0, 1], [2], [3]]
+    full = dataclasses.replace(grouped, num_query_groups=2)
+    k, v = torch.tensor([[2.0], [3.0]]), torch.tensor([[4.0], [5.0]])
+    joined = join_qkv([q, k, v], full)
+    assert joined.flatten().tolist() == [0, 2, 4, 1, 3, 5]
+    assert all(torch.equal(a, b) for a, b in zip(part_qkv(joined, full), [q, k, v], strict=True))
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 5e3, "original_max_position_embeddings": 16}
+FACTORS = {"short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [4.0] * 4}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
+
+
+def write_model(folder, config, tensors):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_an_unsupported_family_lists_the_supported(tmp_path):
+    write_model(tmp_path / "m", {"model_type": "mamba"}, {})
+    with pytest.raises(CheckpointError, match=r"'mamba'.*llama, .*qwen3, mixtral, qwen3_moe, gpt2"):
+        read_hf(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act='relu'"),
+        ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope type 'dynamic'"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ({"hidden_size": None}, "incomplete"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, "truncate=false"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"short_factor": [1.0], "long_factor": [1.0]}},
+            r"rope_scaling\.short_factor=\(1\.0,\), which must be 4 numbers",
+        ),
+        ({"model_type": "stablelm", "use_parallel_residual": True}, "use_parallel_residual=True"),
+        ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm=True"),
+        ({"model_type": "seed_oss", "attention_out_bias": True}, "attention_out_bias=True"),
+        ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window=True"),
+        ({"model_type": "helium", "mlp_bias": True}, "mlp_bias=True"),
+        ({"model_type": "nemotron", "mlp_bias": True}, "attention_bias and mlp_bias differ"),
+        ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act='silu'"),
+        ({"model_type": "nemotron", "hidden_act": "swish"}, "hidden_act='swish'"),
+        ({"model_type": "starcoder2", "hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"model_type": "olmo2", "attention_bias": True}, "attention_bias=True"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "bidirectional_attention"),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 5.0},
+            r"attn_logit_softcapping=5\.0",
+        ),
+        (
+            {"model_type": "olmo3", "layer_types": ["full_attention", "sliding_attention"]}
+            | {"rope_parameters": {"sliding_attention": YARN}},
+            "rope type 'yarn' of sliding_attention layers",
+        ),
+        ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias=False"),
+    ],
+)
+def test_unsupported_configurations_are_named(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        architecture_from_hf({"model_type": "llama", **LLAMA_SIZES, **changes})
+
+
+def test_older_rope_keys_are_understood():
+    old = {"rope_theta": 7e4, "rope_scaling": {"type": "linear", "factor": 3.0}}
+    found = architecture_from_hf({"model_type": "llama", **LLAMA_SIZES, **old})
+    assert found.rotary_base == 7e4
+    assert (found.rope_scaling.kind, found.rope_scaling.factor) == ("linear", 3.0)
+
+
+ROPES = {
+    "yarn": {"rope_scaling": {**YARN, "factor": 4.0}},
+    "yarn with two scales": {
+        "rope_scaling": {**YARN, "factor": 4.0, "mscale": 0.5, "mscale_all_dim": 2.0}
+    },
+    "yarn without a ramp": {
+        "rope_scaling": {**YARN, "factor": 4.0, "beta_fast": 0.1, "beta_slow": 0.1}
+    },
+    "longrope": {"rope_scaling": LONG, "original_max_position_embeddings": 16},
+    "longrope with a factor": {
+        "rope_scaling": {**LONG, "factor": 9.0},
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("case", ROPES)
+def test_rotation_is_that_of_transformers_there_and_back(case):
+    """Frequencies and their factor, of the read and of the written configuration."""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = "llama" if "yarn" in case else "phi3"
+    given = {"model_type": kind, **LLAMA_SIZES, **ROPES[case]}
+    found = architecture_from_hf(given)
+    inverse = 1.0 / found.rotary_base ** (torch.arange(4) / 4)
+    scaled = scaled_inverse_frequencies(inverse, found.rope_scaling, found.rotary_base)
+    for values in (given, config_to_hf(found)[1]):
+        config = AutoConfig.for_model(**values)
+        rope_type = config.rope_parameters["rope_type"]
+        expected, factor = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu")
+        torch.testing.assert_close(scaled, expected)
+        assert found.rope_concentration == pytest.approx(factor)
+    longest = 16 if "longrope" in case else 64
+    assert found.max_position_embeddings == longest
+
+
+def test_what_no_family_can_express_is_refused():
+    odd = dataclasses.replace(TINY_ARCHITECTURE, rotary_percent=0.5)
+    with pytest.raises(CheckpointError, match=r"llama cannot express rotary_percent=0\.5"):
+        config_to_hf(odd)
+
+
+@pytest.mark.parametrize(
+    ("changes", "family"),
+    [
+        ({}, "llama"),
+        ({"window_size": 8}, "mistral"),
+        ({"bias_qkv": True}, "qwen2"),
+        ({"qk_layernorm": True}, "qwen3"),
+        ({"num_moe_experts": 4}, "mixtral"),
+        (
+            {"normalization": "layernorm1p", "activation": "squared_relu", "rotary_percent": 0.5},
+            "nemotron",
+        ),
+        ({"num_moe_experts": 4, "qk_layernorm": True}, "qwen3_moe"),
+    ],
+)
+def test_a_family_is_found_for_foreign_nemo_files(changes, family):
+    architecture = dataclasses.replace(TINY_ARCHITECTURE, family=None, **changes)
+    assert config_to_hf(architecture)[0].model_type == family
+
+
+def test_damaged_directories(tmp_path):
+    config = {"model_type": "llama", **LLAMA_SIZES}
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+        read_hf(tmp_path / "none")
+    (tmp_path / "m").mkdir()
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        read_hf(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        read_hf(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").write_bytes(b"\x10" + bytes(30))
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_hf(tmp_path / "m")
+    write_model(tmp_path / "m", config, {"model.odd": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"missing \['model\.embed_tokens.*'model\.odd'"):
+        read_hf(tmp_path / "m")
+
+
+def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
+    weights = random_weights(TINY_ARCHITECTURE)
+    monkeypatch.setattr(hf, "_MAX_SHARD_BYTES", 200_000)
+    save_hf(tmp_path / "m", weights, TINY_ARCHITECTURE, byte_level_tokenizer().files())
+    assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 2
+    found = read_hf(tmp_path / "m").weights
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+
+
+def test_nothing_is_overwritten_and_nothing_half_written(tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "mine").write_text("precious")
+    weights = random_weights(TINY_ARCHITECTURE)
+    with pytest.raises(StorageError, match="not empty"):
+        save_hf(tmp_path / "m", weights, TINY_ARCHITECTURE, {})
+    del weights["decoder.final_layernorm.weight"]
+    with pytest.raises(CheckpointError, match="final_layernorm"):
+        save_hf(tmp_path / "n", weights, TINY_ARCHITECTURE, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.integration
+def test_conversion_scripts(tmp_path):
+    """Both command lines, one after the other, and an error without a traceback."""
+
+    def run(script, source, output):
+        command = [sys.executable, str(ROOT / "examples" / script)]
+        return subprocess.run(
+            [*command, "--input", str(source), "--output", str(output)],
+            env={"PYTHONPATH": str(ROOT), "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    nemo, folder = tmp_path / "m.nemo", tmp_path / "hf"
+    save_nemo(
+        nemo,
+        random_weights(TINY_ARCHITECTURE),
+        TINY_ARCHITECTURE,
+        {**byte_level_tokenizer().files()},
+    )
+    done = run("convert_nemo_to_hf.py", nemo, folder)
+    assert done.returncode == 0
+    # A person reads it: no dataclass of 25 fields.
+    assert done.stdout.startswith(f"wrote {folder}: llama, ")
+    assert len(done.stdout) < len(str(folder)) + 120
+    assert run("convert_hf_to_nemo.py", folder, tmp_path / "again.nemo").returncode == 0
+    with open_nemo(nemo) as one, open_nemo(tmp_path / "again.nemo") as two:
+        assert one.tokenizer_files == two.tokenizer_files
+        assert all(torch.equal(one.weights[name], two.weights[name]) for name in one.weights)
+    failed = run("convert_nemo_to_hf.py", tmp_path / "none.nemo", folder)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: checkpoint")
+    assert "Traceback" not in failed.stderr
+
+
+def test_convert_tells_the_direction_by_the_suffix(tmp_path, tiny_nemo):
+    assert "wrote" in convert(tiny_nemo, tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "again.nemo")
+    with open_nemo(tiny_nemo) as one, open_nemo(tmp_path / "again.nemo") as two:
+        assert all(torch.equal(one.weights[name], two.weights[name]) for name in one.weights)
+    with pytest.raises(ConfigError, match=r"both are a \.nemo"):
+        convert(tiny_nemo, tmp_path / "b.nemo")
+    with pytest.raises(ConfigError, match=r"neither is a \.nemo"):
+        convert(tmp_path / "hf", tmp_path / "other")
+
+
+@pytest.mark.integration
+def test_a_directory_is_loaded_as_its_nemo_is(tmp_path, tiny_nemo):
+    """By megatron-core's roles too; what reads `.nemo` files alone names the converter."""
+    convert(tiny_nemo, tmp_path / "hf")
+    tokens = torch.arange(3, 15).view(1, -1)
+    roles = [
+        load_from_nemo(MegatronGPTActorModel, restore_path=path)
+        for path in (tiny_nemo, tmp_path / "hf")
+    ]
+    one, two = (role.get_inference_log_probs(tokens) for role in roles)
+    assert torch.equal(one, two)
+    assert roles[1].tokenizer.encode("12+3=") == roles[0].tokenizer.encode("12+3=")
+    roles[1].save_to(str(tmp_path / "again.nemo"))
+    with open_nemo(tiny_nemo) as first, open_nemo(tmp_path / "again.nemo") as second:
+        assert all(torch.equal(first.weights[n], second.weights[n]) for n in first.weights)
+    with (
+        pytest.raises(CheckpointError, match=r"aligner convert --input .*hf --output FILE\.nemo"),
+        open_nemo(tmp_path / "hf"),
+    ):
+        pass
+
+
+@pytest.mark.smollm2
+def test_smollm2_logits_equal_transformers(tmp_path):
+    """The converted SmolLM2, exported, is what transformers computes."""
+    from transformers import AutoModelForCausalLM
+
+    path = ROOT / "models" / "smollm2-135m-instruct.nemo"
+    if not path.exists():
+        pytest.skip("needs models/smollm2-135m-instruct.nemo; make it with `make` and that name")
+    with open_nemo(path) as nemo:
+        save_hf(tmp_path / "hf", nemo.weights, nemo.architecture, nemo.tokenizer_files)
+        tokenizer = nemo.tokenizer
+        assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 2)
+        # Digits stand alone and take no space with them.
+        assert tokenizer.encode("a  17") == tokenizer.encode("a  ") + tokenizer.encode("17")
+        tokens = torch.tensor([tokenizer.encode("2+3=5\n7+4=11\n6+3=9\n" * 4)])
+        found = our_logits(nemo.weights, nemo.architecture, tokens)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert (model(tokens).logits - found).abs().max() < 1e-4

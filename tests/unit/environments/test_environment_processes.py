@@ -1,0 +1,346 @@
+"""Environments in processes: an answer or a failure, whatever they do."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from reward_cases import gone
+
+from aligner import child_process
+from aligner.config import PromptSourceConfig
+from aligner.data.prompts import EpisodeDataset, columns_of_rows
+from aligner.environments import Start, Turn
+from aligner.environments.pool import Call, CallAnswer, EnvironmentPool, Failure
+from aligner.environments.protocol import check_start, check_turn
+from aligner.errors import ConfigError, DataError
+
+pytestmark = pytest.mark.integration
+
+SAID = {"role": "assistant", "content": "hello"}
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user") / "user_environments.py"
+    return shutil.copy(Path(__file__).parents[1] / "user_environments.py", path)
+
+
+@pytest.fixture(scope="module")
+def pool(module):
+    columns = ["what", "at", "marker", "name"]
+    found = EnvironmentPool(f"{module}:Does", {"turns": 2}, columns)
+    yield found
+    found.close()
+
+
+def begin(slot, seed=1, **columns):
+    return Call(slot, "begin", (seed, columns), 60.0)
+
+
+def step(slot, limit=60.0):
+    return Call(slot, "step", SAID, limit)
+
+
+def test_conversations_in_slots_of_their_own(pool):
+    started = pool.call([begin(0, name="a"), begin(1, seed=7, name="b")])
+    assert [one.value.messages[0]["content"] for one in started] == ["row a", "row b"]
+    first = pool.call([step(0), step(1)])
+    assert [one.value for one in first] == [
+        Turn([{"role": "user", "content": "you said 5"}], 1.0, False, {"seed": seed})
+        for seed in (1, 7)
+    ]
+    (second,) = pool.call([step(1)])
+    assert (second.value.done, second.value.score) == (True, 2.0)
+    assert pool.call([Call(1, "close", None, 60.0)])[0].value is None
+    assert pool.pid(0) != pool.pid(1) != os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("raises", r"raised ZeroDivisionError: of the environment .*in step"),
+        ("is_killed", r"died \(exit code -9\)"),
+        ("floods", r"an answer of \d{8} bytes \(at most 16777216\)"),
+        ("closes_its_pipe", r"died \(exit code 1\)"),
+        ("writes_everywhere", "sent an invalid answer"),
+        ("is_no_turn", "step returned .*; it must return a Turn"),
+        ("is_no_number", "reward is nan; it must be finite"),
+        ("says_nothing", "neither a message nor done=True"),
+        ("has_a_step_outside", r"steps has \(6, 1.0\). .* from 1 to 5, the number"),
+        ("has_a_step_of_nothing", "the step that ends at 5 has no reward. Leave it out"),
+    ],
+)
+def test_a_failure_is_told_and_touches_nobody_else(pool, what, said):
+    pool.call([begin(0, what=what), begin(1)])
+    other = pool.pid(1)
+    failed, fine = pool.call([step(0), step(1)])
+    assert isinstance(failed, Failure)
+    assert failed.reason == "env_error"
+    assert re.search(said, failed.text), failed.text
+    assert fine.value.score == 1.0
+    assert isinstance(pool.call([begin(0)])[0], CallAnswer)  # it is started again
+    assert pool.pid(1) == other
+
+
+@pytest.mark.parametrize("what", ["hangs", "forks_many"])
+def test_one_that_hangs_is_killed_with_what_it_started(pool, tmp_path, what):
+    marker = tmp_path / "pids"
+    pool.call([begin(0, what=what, marker=str(marker)), begin(1)])
+    began = time.monotonic()
+    failed, fine = pool.call([step(0, limit=1.0), step(1)])
+    assert time.monotonic() - began < 10
+    assert (failed.reason, fine.value.score) == ("env_timeout", 1.0)
+    assert "did not answer within 1 seconds and was killed" in failed.text
+    assert all(gone(int(pid)) for pid in marker.read_text().split())
+    assert isinstance(pool.call([begin(0)])[0], CallAnswer)
+
+
+def test_a_dead_one_leaves_nothing_behind(pool, tmp_path):
+    """Nor does it where its children are no longer its own when it is found dead."""
+    marker = tmp_path / "pids"
+    pool.call([begin(0, what="dies_alone", marker=str(marker))])
+    (failed,) = pool.call([step(0)])
+    assert re.search(r"died \(exit code -9\)", failed.text)
+    assert gone(int(marker.read_text()))
+
+
+@pytest.mark.parametrize("what", ["stops", "writes_half_an_answer"])
+def test_no_wait_is_without_end(pool, monkeypatch, what):
+    monkeypatch.setattr(child_process, "_BODY_LIMIT_S", 0.5)
+    pool.call([begin(0, what=what)])
+    began = time.monotonic()
+    (failed,) = pool.call([step(0, limit=0.5)])
+    assert (failed.reason, time.monotonic() - began < 10) == ("env_timeout", True)
+
+
+@pytest.mark.parametrize("what", ["writes_half_an_answer", "writes_bytes_of_an_answer", "repeats"])
+def test_a_part_of_an_answer_is_no_answer(pool, what):
+    """Nor is one to an earlier message; what has come of an answer is kept until the rest is."""
+    pool.call([begin(0, what=what), begin(1)])
+    calls = [step(0), step(1)]
+    assert not any(isinstance(began, Failure) for began in pool.begin(calls))
+    began, answered = time.monotonic(), set()
+    while time.monotonic() < began + 1.5:
+        answered |= pool.answered([slot for slot in (0, 1) if slot not in answered], 0.05)
+    assert answered == {1}
+    assert time.monotonic() - began < 3
+    assert pool.receive(calls[1], began).value.score == 1.0
+    pool.kill(0)
+    assert isinstance(pool.call([begin(0)])[0], CallAnswer)
+
+
+def test_an_answer_in_parts_is_one(pool):
+    pool.kill(0)  # so that the numbers of its messages begin anew
+    pool.call([begin(0, what="answers_in_parts")])
+    call = step(0)
+    (began,) = pool.begin([call])
+    looks = 0
+    while not pool.answered([0], 0.05):
+        looks += 1
+    assert looks > 3
+    assert pool.receive(call, began).value.info == {"x": "y" * 2**22}
+    pool.kill(0)  # it is asleep
+
+
+def test_one_that_reads_nothing_is_killed_in_time(pool):
+    """A message that does not fit into the buffer of a socket."""
+    pool.call([begin(0)])
+    os.kill(pool.pid(0), signal.SIGSTOP)
+    said = {"role": "assistant", "content": "x" * 2**23}
+    began = time.monotonic()
+    (failed,) = pool.call([Call(0, "step", said, 0.5)])
+    assert (failed.reason, time.monotonic() - began < 10) == ("env_timeout", True)
+
+
+def test_one_that_dies_while_it_starts_fails_its_conversation_only(pool, monkeypatch):
+    pool.call([begin(0), begin(1)])
+    start = child_process.ChildProcess
+
+    def dies(program):
+        process = start(program)
+        os.kill(process.pid, signal.SIGKILL)
+        return process
+
+    os.kill(pool.pid(0), signal.SIGKILL)
+    pool.call([step(0)])
+    monkeypatch.setattr(child_process, "ChildProcess", dies)
+    failed, fine = pool.call([begin(0), begin(1)])
+    assert failed.reason == "env_error"
+    assert re.search(r"died \(exit code -9\)", failed.text)
+    assert isinstance(fine, CallAnswer)
+    monkeypatch.undo()
+    assert isinstance(pool.call([begin(0)])[0], CallAnswer)
+
+
+def test_memory_is_bounded(module):
+    pool = EnvironmentPool(f"{module}:Does", {}, ["what"], memory_mb=256)
+    try:
+        pool.call([begin(0, what="eats_memory")])
+        (failed,) = pool.call([step(0)])
+    finally:
+        pool.close()
+    assert "raised MemoryError" in failed.text
+    assert failed.text.endswith("It may allocate environment.memory_mb=256 MiB")
+
+
+def use(how, limit=60.0):
+    said = {"role": "assistant", "content": f'call misbehave {{"how": "{how}"}}'}
+    return Call(0, "step", said, limit)
+
+
+def test_tools_that_misbehave(module, tmp_path):
+    """One that hangs is killed with its environment and what it forked; others say what it was."""
+    marker = tmp_path / "pids"
+    pool = EnvironmentPool(f"{module}:Tools", {}, ["marker"], memory_mb=512)
+    try:
+        for how in ("hangs", "forks_many"):
+            marker.unlink(missing_ok=True)
+            pool.call([begin(0, marker=str(marker))])
+            (failed,) = pool.call([use(how, limit=1.5)])
+            assert failed.reason == "env_timeout"
+            assert all(gone(int(pid)) for pid in marker.read_text().split())
+        pool.call([begin(0, marker="")])
+        for how, said in (
+            ("floods", "result of misbehave: Turn(messages=[{'role': 'user', 'content': 'xxx"),
+            ("eats_memory", "result of misbehave: error: MemoryError"),
+            ("raises", "result of misbehave: error: ZeroDivisionError: of the environment"),
+        ):
+            (answer,) = pool.call([use(how)])
+            text = answer.value.messages[0]["content"]
+            assert text.startswith(said)
+            assert len(text) < 4100
+    finally:
+        pool.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file of Linux")
+def test_where_memory_runs_out_environments_go_first(pool):
+    pool.call([begin(0)])
+    assert Path(f"/proc/{pool.pid(0)}/oom_score_adj").read_text().strip() == "1000"
+
+
+def test_what_was_left_under_way_is_closed_before_the_next(module, tmp_path):
+    pool = EnvironmentPool(f"{module}:Closes", {}, ["marker"])
+    try:
+        for number in range(3):
+            pool.call([begin(0, seed=number, marker=str(tmp_path / "closed"))])
+            assert isinstance(pool.call([step(0)])[0], CallAnswer)
+    finally:
+        pool.close()
+    assert (tmp_path / "closed").read_text() == "0 1 "
+
+
+def test_a_fork_answers_nothing(pool):
+    pool.call([begin(0, what="forks")])
+    assert [pool.call([step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
+
+
+def test_coroutines_share_a_loop(module):
+    pool = EnvironmentPool(f"{module}:Async", {}, [])
+    try:
+        pool.call([begin(0)])
+        assert [pool.call([step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
+        assert pool.call([Call(0, "close", None, 60.0)])[0].value is None
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "columns", "said"),
+    [
+        ("Missing", {}, [], "has no class 'Missing'"),
+        ("NoStep", {}, [], "has no method step"),
+        ("NoStep", {"other": 1}, [], "has no method step"),
+        ("Echo", {"turns": 1}, ["turns"], "turns would be given twice"),
+        ("Echo", {}, ["seed"], "seed would be given twice"),
+        ("Echo", {}, ["self"], "self would be given twice"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused_at_once(module, name, kwargs, columns, said):
+    with pytest.raises(ConfigError, match=rf"environment.factory=.*{said}"):
+        EnvironmentPool(f"{module}:{name}", kwargs, columns)
+
+
+def test_columns_that_the_constructor_does_not_take_are_refused():
+    with pytest.raises(ConfigError, match=r"is made with seed, the columns .*\*\*columns"):
+        EnvironmentPool("aligner.environments.tools:ToolEnv", {}, ["prompt"])
+
+
+def test_a_row_that_lacks_a_column_is_named_at_once(tmp_path):
+    """Training rows have a word and a level; one of validation has no level."""
+    (tmp_path / "mine.py").write_text(
+        "class Game:\n"
+        "    def __init__(self, seed, level, word=None): ...\n"
+        "    def init(self): ...\n"
+        "    def step(self, message): ...\n"
+        "def agent(base_url, api_key, seed, level, **columns): ...\n"
+    )
+    (tmp_path / "a.jsonl").write_text('{"level": 1, "word": "a"}\n{"level": 2}\n')
+    (tmp_path / "b.jsonl").write_text('{"level": null}\n{"word": "b"}\n')
+    train, held_out = (
+        EpisodeDataset.read(PromptSourceConfig(str(tmp_path / name)), 10, None)
+        for name in ("a.jsonl", "b.jsonl")
+    )
+    fine = columns_of_rows({"data.train": train, "data.validation": None})
+    assert fine == {"level": None, "word": "row 1 of data.train"}
+    EnvironmentPool(f"{tmp_path}/mine.py:Game", {}, fine).close()
+    lacking = columns_of_rows({"data.train": train, "data.validation": held_out})
+    assert lacking["level"] == "row 1 of data.validation"
+    said = r"row 1 of data.validation has no 'level': missing a required argument: 'level'"
+    for name, runs_agents in (("Game", False), ("agent", True)):
+        with pytest.raises(ConfigError, match=said):
+            EnvironmentPool(f"{tmp_path}/mine.py:{name}", {}, lacking, runs_agents=runs_agents)
+
+
+def test_what_environments_return_is_checked():
+    with pytest.raises(DataError, match="init returned 3; it must return a Start"):
+        check_start(3)
+    with pytest.raises(DataError, match="the assistant's"):
+        check_start(Start([{"role": "assistant", "content": "a"}]))
+    with pytest.raises(DataError, match="has no key 'reward'"):
+        check_turn(Turn(reward={"other": 1.0}, done=True))
+    with pytest.raises(DataError, match="reward is 'much', which is not a number"):
+        check_turn(Turn(reward="much", done=True))
+    scored = check_turn(Turn(reward={"reward": None, "part": 2}, done=True))
+    assert (scored.score, scored.parts) == (None, {"part": 2.0})
+    assert check_turn(Turn(reward=True, done=True)).score == 1.0
+
+
+DIES_WHILE_KILLING = """
+import os, signal
+from aligner import process_tree
+from aligner.child_process import ChildProcess, Program
+from aligner.errors import DataError
+
+process = ChildProcess(Program("sleeper", (), "a child", "", DataError, DataError))
+print(process.wait_until_ready(), flush=True)
+process_tree._kill_all = lambda list_processes: os.kill(os.getpid(), signal.SIGKILL)
+process.close()
+"""
+
+
+def test_a_child_ends_if_its_parent_dies_while_it_kills_the_child(tmp_path):
+    """Between the signal that stops the child and the one that kills it."""
+    load = "import os\n\ndef load():\n    return os.getpid(), lambda: ()\n"
+    (tmp_path / "sleeper.py").write_text(load)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-c", DIES_WHILE_KILLING]
+    parent = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+    assert parent.returncode == -signal.SIGKILL, parent.stderr
+    assert gone(int(parent.stdout))
+
+
+def test_child_processes_stay_light():
+    program = (
+        "import sys, aligner.environments.worker, aligner.environments.tools;"
+        "import aligner.examples.tasks.games;"
+        "heavy = {'torch', 'numpy', 'transformers'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

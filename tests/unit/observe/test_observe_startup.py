@@ -1,0 +1,263 @@
+"""The start-up report, with arithmetic done by hand."""
+
+import dataclasses
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from aligner.algorithms.run.startup import working_memory
+from aligner.config import (
+    RolloutConfig,
+    RunConfig,
+    SequencePackingConfig,
+    SFTRunConfig,
+    parse_config,
+)
+from aligner.device.accelerator import DeviceInfo
+from aligner.errors import VersionError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
+from aligner.observe.startup import (
+    RoleMemory,
+    StartupSummary,
+    TrainedRole,
+    batch_arithmetic,
+    memory_estimate,
+    saving_sentence,
+    startup_report,
+)
+from aligner.packages import (
+    SUPPORTED,
+    TRIED,
+    OptionalPackage,
+    PackageStatus,
+    check_versions,
+    find_packages,
+    untried_versions,
+)
+
+
+def arithmetic(**changes) -> list[str]:
+    sizes = {
+        "num_rollout_samples": 64,
+        "num_rollouts_per_prompt": 4,
+        "rollout_micro_batch_size": 20,
+    }
+    roles = [TrainedRole("policy", 32, 8), TrainedRole("critic", 64, 4)]
+    given = {"steps": 10, "train_prompts": 100, "data_parallel_size": 2, "passes": 2}
+    return batch_arithmetic(RolloutConfig(**sizes), roles, **{**given, **changes})
+
+
+def some_summary(**changes) -> StartupSummary:
+    fields = {
+        "device": DeviceInfo("CPU, 2 threads", False, 2**30),
+        "processes": 2,
+        "algorithm": "GRPO",
+        "model": "models/tiny.nemo",
+        "log_dir": "results/tiny",
+        "batches": arithmetic(),
+        "roles": [
+            RoleMemory("policy", 1_000_001, True, model_parallel_size=2, optimizer_shards=2),
+            RoleMemory("reference", 1_000_001, False, model_parallel_size=2),
+        ],
+        "working_bytes": {"KV cache": 1_000_000},
+        "run_states": "Run states are written.",
+        "packages": [],
+    }
+    return StartupSummary(**{**fields, **changes})
+
+
+def text_of(summary: StartupSummary) -> str:
+    console = Console(width=250)
+    with console.capture() as capture:
+        console.print(startup_report(summary))
+    return capture.get()
+
+
+def test_batch_arithmetic_in_words():
+    assert arithmetic() == [
+        "A step draws 16 prompts and samples 4 responses to each: 64 samples, 32 on each of "
+        "2 data-parallel ranks, at most 20 of them in flight together.",
+        "The policy goes over them twice in batches of 32: 4 updates a step (40 in the run), each "
+        "the sum of 2 micro-batches of 8 on every rank.",
+        "The critic goes over them twice in batches of 64: 2 updates a step (20 in the run), each "
+        "the sum of 8 micro-batches of 4 on every rank.",
+        "10 steps: 640 samples; 100 training prompts make an epoch of 6 steps and 4 prompts left "
+        "over.",
+    ]
+    assert arithmetic(train_prompts=None)[-1] == "10 steps: 640 samples."
+
+
+def test_memory_by_hand():
+    policy, reference = some_summary().roles
+    assert policy.local_parameters == 500_001
+    assert (policy.weights, policy.gradients) == (2_000_004, 2_000_004)
+    assert policy.optimizer == 250_001 * 8
+    assert (reference.gradients, reference.optimizer) == (0, 0)
+
+
+def test_working_memory_by_hand():
+    given = {
+        "model": {
+            "restore_from_path": "m.nemo",
+            "micro_batch_size": 2,
+            "ppo": {"rollout_micro_batch_size": 64},
+        },
+        "reward": {"function": "a.b"},
+        "data": {"train": {"source": "d.jsonl"}},
+    }
+    config = parse_config(given, RunConfig)
+    model = TINY_ARCHITECTURE  # 4 layers, 64 wide, 4 groups of 8 channels, 272 columns of logits
+    memory = working_memory(config, model, length=100, on_gpus=False)
+    assert memory == {
+        "KV cache": 2 * 4 * 4 * 8 * 64 * 100 * 4,
+        "activations": 17 * 4 * 200 * 64 * 4,
+        "output layer": 2 * 200 * 64 * 4 + 2 * 200 * 272 * 4,
+    }
+    full = dataclasses.replace(config.model, activations_checkpoint_granularity="full")
+    config = dataclasses.replace(config, model=full)
+    memory = working_memory(config, model, length=100, on_gpus=False)
+    assert memory["activations"] == (17 + 4) * 200 * 64 * 4
+
+
+def test_a_token_budget_is_what_a_micro_batch_holds():
+    given = {
+        "model": {"restore_from_path": "m.nemo", "micro_batch_size": 2},
+        "data": {"train": {"source": "d.jsonl"}},
+    }
+    config = parse_config(given, SFTRunConfig)
+    by_rows = working_memory(config, TINY_ARCHITECTURE, length=100, on_gpus=False)
+    assert by_rows["activations"] == 17 * 200 * TINY_ARCHITECTURE.hidden_size * 4 * (
+        TINY_ARCHITECTURE.num_layers
+    )
+    budget = SequencePackingConfig(enabled=True, train_mb_tokens=1000)
+    packed = dataclasses.replace(config.model, sequence_packing=budget)
+    by_tokens = working_memory(
+        dataclasses.replace(config, model=packed), TINY_ARCHITECTURE, length=100, on_gpus=False
+    )
+    assert by_tokens["activations"] == 5 * by_rows["activations"]
+    assert by_tokens["output layer"] > by_rows["output layer"]
+
+
+def test_versions_that_do_not_work_are_refused():
+    check_versions()
+    check_versions({"torch": "2.10.0a0+b4e4ee81d3.nv25.12", "megatron-core": "0.16.1"}.get)
+    check_versions({}.get)
+    for torch, remedy in (("2.9.1+cu130", ">=2.10,<2.14"), ("2.14.0", "Dockerfile")):
+        with pytest.raises(VersionError, match=rf"torch {re.escape(torch)} .*{remedy}"):
+            check_versions({"torch": torch}.get)
+    with pytest.raises(VersionError, match=r"megatron-core 0\.15\.0"):
+        check_versions({"torch": "2.11.0", "megatron-core": "0.15.0"}.get)
+
+
+def test_versions_that_were_not_tried_are_reported():
+    assert untried_versions() == []
+    nvidia = {"nemo-toolkit": "2.5.0", "transformers": "5.16.1", "ray": "2.40.0"}
+    outside = untried_versions({**nvidia, "transformer_engine": "2.12.0+abc"}.get)
+    assert [line.split(" is installed")[0] for line in outside] == [
+        "nemo-toolkit 2.5.0",
+        "ray 2.40.0",
+        "transformer_engine 2.12.0+abc",
+    ]
+    assert outside[0].endswith("3.0 or newer, below 3.1)")
+
+
+def test_supported_versions_are_those_of_the_project_file():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    ranges = {**SUPPORTED, **TRIED}
+    del ranges["transformer_engine"]  # no dependency
+    lines = [*project["dependencies"], *project["optional-dependencies"]["ray"]]
+    for name, (first, end) in ranges.items():
+        (line,) = (each for each in lines if re.match(rf"{name}\b", each))
+        low, high = re.search(r">=([\d.]+),<([\d.]+)$", line).groups()
+        assert low.startswith(".".join(map(str, first)))
+        assert high == ".".join(map(str, end))
+
+
+def test_report_and_dict():
+    summary = some_summary(
+        restored=(12, "results/tiny/checkpoints/step_000012"),
+        restores=("policy", "optimizer"),
+        notes=("3 prompts were too long and dropped",),
+    )
+    text = text_of(summary)
+    for part in (
+        "GRPO on 2 processes: CPU, 2 threads",
+        "resumed after step 12 from results/tiny/checkpoints/step_000012: policy, optimizer",
+        "3 prompts were too long",
+        "1,000,001",
+        "reference (frozen)",
+        "= about",
+    ):
+        assert part in text
+    assert "may not fit" not in text
+    assert memory_estimate(summary) == {
+        "policy weights": 2_000_004,
+        "policy gradients": 2_000_004,
+        "policy optimizer": 2_000_008,
+        "reference weights": 2_000_004,
+        "KV cache": 1_000_000,
+    }
+
+
+def test_a_run_that_may_not_fit_says_what_to_do():
+    text = text_of(some_summary(device=DeviceInfo("CPU", False, 9_000_019)))
+    assert "may not fit" in text
+    assert "micro_batch_size" in text
+    assert "a new run" in text
+    assert "may not fit" not in text_of(some_summary(device=DeviceInfo("CPU", False, 9_000_020)))
+
+
+def test_missing_packages_say_what_is_lost():
+    fast = OptionalPackage("fast", "everything is slow", "pip install fast", gpu_only=True)
+    nice = OptionalPackage("nice", "less nice", "pip install nice")
+    statuses = [PackageStatus(fast, False), PackageStatus(nice, False)]
+    on_cpu, on_gpu = (
+        text_of(some_summary(packages=statuses, device=DeviceInfo("any", gpu, 2**30)))
+        for gpu in (False, True)
+    )
+    assert "fast not installed (used on GPUs only)" in on_cpu
+    assert "fast not installed: everything is slow. Get it: pip install fast" in on_gpu
+    assert "nice not installed: less nice" in on_cpu
+    assert "nice 1.2" in text_of(some_summary(packages=[PackageStatus(nice, True, "1.2")]))
+
+
+def test_a_namesake_is_not_taken_for_the_package_and_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "namesake").mkdir()
+    (tmp_path / "namesake" / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    package = OptionalPackage("namesake", "x", "y", submodule="optimizers", alternative="no_such_C")
+    assert [status.is_installed for status in find_packages((package,))] == [False]
+    (tmp_path / "namesake" / "optimizers").mkdir()
+    assert [status.is_installed for status in find_packages((package,))] == [True]
+    assert "namesake" not in sys.modules
+
+
+def test_the_real_list_is_looked_up_without_importing():
+    before = set(sys.modules)
+    statuses = {status.package.name: status for status in find_packages()}
+    assert set(statuses) >= {"apex", "transformer_engine", "flash_attn", "vllm", "wandb"}
+    assert statuses["tensorboard"].is_installed
+    assert not {"vllm", "wandb", "apex"} & (set(sys.modules) - before)
+
+
+def test_how_run_states_are_written():
+    policy = RoleMemory("policy", 1_000_000, True, optimizer_shards=2)
+    adapted = RoleMemory("critic", 1_000_000, True, adapter_parameters=1_000)
+    roles = [policy, adapted, RoleMemory("reference", 1_000_000, False)]
+    size = 12 * 500_000 + 12 * 1_000
+
+    def said(**changes) -> str:
+        given = {"in_background": True, "processes_here": 2, "free_bytes": 2 * size}
+        return saving_sentence(roles, **{**given, **changes})
+
+    copy = "a copy takes 5.73 MiB of host memory on each of 2 processes"
+    assert said() == f"Run states are written while training goes on: {copy}, 11.47 MiB are free."
+    assert said(free_bytes=2 * size - 1).startswith("Run states are written in place, and steps")
+    assert copy in said(free_bytes=0)
+    assert "on each" not in said(processes_here=1)
+    assert "async_save=false" in said(in_background=False)
+    assert said() in text_of(some_summary(run_states=said()))

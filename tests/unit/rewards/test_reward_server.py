@@ -1,0 +1,318 @@
+"""Client and server of reward models: right answers, and everything that can go wrong on the way.
+
+The servers are processes. One holds a real model; the others are `reward_stub`.
+"""
+
+import asyncio
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from servers import bound_port, started
+
+from aligner.config import RewardServerConfig
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.errors import ConfigError, RewardError, RewardServerError
+from aligner.http.tokens import read_token
+from aligner.rewards.server.client import RemoteReward, RewardClient
+from aligner.rewards.server.wire import WireSample
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[3]
+STUB = Path(__file__).parents[1] / "reward_stub.py"
+TOKEN = "s3cret-of-the-tests"
+SAMPLES = [WireSample("1+1=", "2"), WireSample("1+1=", "x"), WireSample("2+2=\n", "4 or so")]
+
+
+@contextlib.contextmanager
+def stub(behaviour, port=0, answers=None):
+    """The address of a stub that takes requests."""
+    command = [sys.executable, str(STUB), str(port), behaviour]
+    words = command + ([] if answers is None else [str(answers)])
+    with started(words, r"^(\d+)$", cwd=ROOT, env={}) as (number, _):
+        yield f"http://127.0.0.1:{number}"
+
+
+def client(url, **options):
+    return RewardClient(
+        RewardServerConfig(url=url, **{"timeout_s": 5.0, "retry_for_s": 0.5, **options})
+    )
+
+
+# A server with a real model ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rewarding(tiny_nemo, tmp_path_factory):
+    """A reward model with a head that was not trained but says something."""
+    from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
+
+    model = load_from_nemo(MegatronGPTRewardModel, restore_path=tiny_nemo)
+    head = model.gpt.rm_head.weight
+    head.data.normal_(generator=torch.Generator().manual_seed(4))
+    path = tmp_path_factory.mktemp("served") / "reward.nemo"
+    model.save_to(str(path))
+    return model, path
+
+
+@pytest.fixture(scope="module")
+def served(rewarding):
+    """Address and process of `examples/serve_reward_model.py`."""
+    command = [sys.executable, "examples/serve_reward_model.py", "--model", str(rewarding[1])]
+    command += ["--port", "0", "--token-env", "REWARD_TOKEN"]
+    with started(
+        command, r"ready at (http://\S+)", cwd=ROOT, env={"REWARD_TOKEN": TOKEN}
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def with_token(monkeypatch):
+    monkeypatch.setenv("CLIENT_TOKEN", f"{TOKEN}\n")
+
+
+def test_a_served_model_scores_as_it_does_in_process(rewarding, served, with_token):
+    from aligner.rewards.sequences import SequenceEncoder
+
+    model = rewarding[0]
+    encoder = SequenceEncoder(model.tokenizer, 256)
+    batch = encoder.collate([encoder.ids(sample.prompt, sample.response) for sample in SAMPLES])
+    assert batch["input_ids"][0].tolist()[-1] == model.tokenizer.pad_id
+    expected = model.infer(batch).tolist()
+    asked = client(served[0], token_env="CLIENT_TOKEN", timeout_s=60.0)
+    assert asked.check() == ()
+    assert asked.score([]) == []
+    assert [reward for (reward,) in asked.score(SAMPLES)] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_hundred_clients_at_once(served, with_token):
+    """Each gets its own rewards, whatever they are batched with."""
+    alone = client(served[0], token_env="CLIENT_TOKEN", timeout_s=60.0)
+    texts = [WireSample("1+1=", str(number)) for number in range(100)]
+    expected = alone.score(texts)
+    assert len({row[0] for row in expected}) > 50
+
+    def ask(number):
+        one = client(served[0], token_env="CLIENT_TOKEN", timeout_s=60.0, retry_for_s=60.0)
+        return one.score(texts[number : number + 1])[0][0]
+
+    with ThreadPoolExecutor(100) as pool:
+        found = list(pool.map(ask, range(100)))
+    assert found == pytest.approx([row[0] for row in expected], abs=1e-5)
+
+
+@pytest.mark.parametrize("token", [None, "wrong", "ü"])
+def test_a_bad_token_is_refused_at_once(served, monkeypatch, token, caplog):
+    options = {}
+    if token is not None:
+        monkeypatch.setenv("CLIENT_TOKEN", token)
+        options = {"token_env": "CLIENT_TOKEN"}
+    if token == "ü":
+        with pytest.raises(ConfigError, match="token_env=CLIENT_TOKEN holds no token"):
+            client(served[0], **options)
+        return
+    started = time.monotonic()
+    with pytest.raises(RewardServerError, match="401") as refusal:
+        client(served[0], retry_for_s=30.0, **options).check()
+    assert time.monotonic() - started < 20
+    assert served[0] in str(refusal.value)
+    assert "wrong" not in caplog.text + str(refusal.value).replace("missing or wrong", "")
+
+
+def test_what_cannot_be_scored_is_told_to_its_sender(served, with_token):
+    asked = client(served[0], token_env="CLIENT_TOKEN", timeout_s=60.0)
+    with pytest.raises(RewardServerError, match=r"400.*has 304 tokens.*256 positions"):
+        asked.score([WireSample("1+1=", "1" * 299)])
+    with pytest.raises(RewardServerError, match=r"400.*the prompt is empty"):
+        asked.score([WireSample("", "1")])
+    assert len(asked.score(SAMPLES)) == 3  # the server lives on
+
+
+def test_sigterm_ends_the_server(served, with_token):
+    """Last of this server's tests; then its address is one where nobody listens."""
+    url, process = served
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 0
+    with pytest.raises(RewardServerError, match=f"{url}: .*refused; gave up after") as error:
+        client(url, token_env="CLIENT_TOKEN").check()
+    assert isinstance(error.value, ConnectionError)
+
+
+def test_runs_without_a_server_import_none_of_it():
+    code = "import sys; import aligner.algorithms.ppo.trainer; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not {"fastapi", "httpx", "uvicorn"} & set(done.stdout.split())
+
+
+# Servers that fail ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [
+        ("ids", "ids are not 0 to 0 in order"),
+        ("not_here", "404 .*no such path"),
+        ("no_rewards", "rewards: Field required, got .'scores'"),
+        ("nan", "rewards.0.0: .* finite number, got nan"),
+        ("text", "rewards.0.0: .* valid number, got 'good'"),
+        ("too_many", "2 rewards for 1 samples"),
+        ("redirect", "302"),
+        ("teapot", "418 .*I am a teapot"),
+    ],
+)
+def test_a_wrong_answer_stops_at_once(behaviour, said):
+    with stub(behaviour) as url:
+        asked = client(url, retry_for_s=30.0)
+        asked.check()
+        started = time.monotonic()
+        with pytest.raises(RewardServerError, match=f"{url}: .*{said}"):
+            asked.score(SAMPLES[:1])
+        assert time.monotonic() - started < 5  # not tried again
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"), [("page", "not JSON"), ("page_404", "404 Not Found to POST /score")]
+)
+def test_a_page_of_a_proxy_is_asked_again(behaviour, said, caplog):
+    """Twice a page, as while the server behind a proxy is restarted; then rewards."""
+    with stub(behaviour) as url:
+        assert client(url, retry_for_s=30.0).score(SAMPLES) == [[1.0], [0.0], [1.0]]
+    assert len(re.findall(f"{said}.*next try in", caplog.text)) == 2
+
+
+def test_a_page_that_stays_is_given_up():
+    with stub("not_json") as url, pytest.raises(RewardServerError, match=r"not JSON.*gave up"):
+        client(url).score(SAMPLES)
+
+
+def test_a_server_that_keeps_failing_is_given_up():
+    with (
+        stub("failing") as url,
+        pytest.raises(RewardServerError, match=r"500 .*out of memory; gave"),
+    ):
+        client(url).score(SAMPLES)
+
+
+@pytest.mark.parametrize("behaviour", ["silent", "drip", "drip_headers"])
+def test_a_slow_server_is_not_waited_for_longer_than_said(behaviour):
+    with stub(behaviour) as url:
+        started = time.monotonic()
+        with pytest.raises(RewardServerError, match=r"no answer to POST /score within 0\.6 s"):
+            client(url, timeout_s=0.6, retry_for_s=0.8).score(SAMPLES)
+        assert time.monotonic() - started < 10
+
+
+def test_a_killed_server_that_comes_back_is_found_again(caplog):
+    """It dies after the first of three requests and is started anew a second later."""
+    config = {"samples_per_request": 1, "concurrent_requests": 1, "retry_for_s": 30.0}
+    with (
+        bound_port() as port,
+        stub("digit", port, answers=1) as url,
+        contextlib.ExitStack() as restarted,
+    ):
+
+        def restart():
+            time.sleep(1.0)
+            restarted.enter_context(stub("digit", port))
+
+        asked = client(url, **config)
+        thread = threading.Timer(0.3, restart)
+        thread.start()
+        assert asked.score(SAMPLES) == [[1.0], [0.0], [1.0]]
+        thread.join(20)
+    assert f"reward server {url}" in caplog.text
+    assert "next try in" in caplog.text
+
+
+def test_an_answer_cut_short_is_asked_for_again(caplog):
+    with stub("cut") as url:
+        assert client(url, retry_for_s=30.0).score(SAMPLES) == [[1.0], [0.0], [1.0]]
+    assert re.search(r"received \d+ bytes, expected \d+\); next try in", caplog.text)
+
+
+def test_a_notebook_asks_too():
+    """There a loop runs already in the thread that asks."""
+
+    async def cell(url):
+        return client(url).score(SAMPLES)
+
+    with stub("digit") as url:
+        assert asyncio.run(cell(url)) == [[1.0], [0.0], [1.0]]
+
+
+def test_one_failed_part_ends_the_others():
+    """Of eight requests one is refused: the others, to be asked again for long, are left."""
+    with stub("digit", answers=3) as url:
+        started = time.monotonic()
+        with pytest.raises(RewardServerError, match="gave up after"):
+            client(url, samples_per_request=1, concurrent_requests=4).score(SAMPLES * 4)
+        assert time.monotonic() - started < 10
+
+
+# What the trainer sees -----------------------------------------------------------------------
+
+
+def rollout(tokenizer):
+    ids = tokenizer.encode("1+1=") + tokenizer.encode("2\n") + tokenizer.encode("1+1=x\n")
+    start = len(tokenizer.encode("1+1="))
+    end = start + len(tokenizer.encode("2\n"))
+    rows = [ids[:end], ids[end:]]
+    width = max(map(len, rows))
+    return BatchedDataDict(
+        {
+            "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
+            "prompt_lengths": torch.tensor([start, start]),
+            "input_lengths": torch.tensor([len(row) for row in rows]),
+            "is_end": torch.tensor([True, False]),
+            "prompts": ["1+1=", "1+1="],
+        }
+    )
+
+
+def test_rewards_beyond_float32_name_their_sample():
+    tokenizer = byte_level_tokenizer()
+    with stub("huge") as url:
+        reward = RemoteReward(RewardServerConfig(url=url, retry_for_s=0.5), tokenizer)
+        message = rf"server {url} rates sample 1 \(prompt '1\+1=', response 'x.n'\) with inf"
+        with pytest.raises(RewardError, match=message):
+            reward.get_rewards(rollout(tokenizer))
+
+
+def test_attributes_of_a_server_are_weighted():
+    tokenizer = byte_level_tokenizer()
+    with stub("two") as url:
+        config = RewardServerConfig(url=url, retry_for_s=0.5)
+        with pytest.raises(
+            ConfigError, match=r"rates 2 attributes .a, b.\. Set reward.attribute_w"
+        ):
+            RemoteReward(config, tokenizer)
+        reward = RemoteReward(config, tokenizer, weights=[2.0, -0.5], end_strings=["\n"])
+        scored = reward.get_rewards(rollout(tokenizer))
+    assert scored.responses == ["2\n", "x\n"]
+    assert scored.rewards.tolist() == [2.0 - 5.0, -5.0]
+    assert scored.parts == {"a": [1.0, 0.0], "b": [10.0, 10.0]}
+
+
+def test_addresses_and_tokens_are_checked_before_anything_is_sent(tmp_path, monkeypatch):
+    for url in ("host:5555", "ftp://host", "http://", "http://host:x", "http://host/?token=1"):
+        with pytest.raises(ConfigError, match=r"reward.server.url="):
+            client(url)
+    with pytest.raises(ConfigError, match=r"with a password") as refusal:
+        client("http://me:hidden@host")
+    assert "hidden" not in str(refusal.value)
+    file = tmp_path / "token"
+    with pytest.raises(ConfigError, match=r"token_file=.*holds no token"):
+        client("http://host", token_file=str(file))
+    file.write_text("abc\n")
+    assert read_token(None, str(file), "a server") == "abc"
