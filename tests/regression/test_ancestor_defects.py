@@ -52,9 +52,9 @@ ELSEWHERE = {
         "distributed/test_scripts.py::test_two_processes_write_the_metrics_of_one",
     ],
     "a loss that needs micro-batches of 1": [
-        "unit/test_roles.py::test_micro_batches_padding_and_masked_samples_change_nothing",
-        "unit/test_policy_loss.py::test_micro_batches_change_nothing",
-        "unit/test_value_loss.py::test_micro_batches_change_nothing",
+        "unit/models/test_roles.py::test_micro_batches_padding_and_masked_samples_change_nothing",
+        "unit/losses/test_policy_loss.py::test_micro_batches_change_nothing",
+        "unit/losses/test_value_loss.py::test_micro_batches_change_nothing",
     ],
     "errors of remote workers and servers": [
         "ray/test_worker_group.py::test_an_error_comes_back_as_itself_or_with_its_trace",
@@ -63,7 +63,7 @@ ELSEWHERE = {
         "test_a_run_stops_with_the_servers_name_and_the_cause",
     ],
     "config keys from the wrong section": [
-        "unit/test_config.py::test_misspelt_overrides_are_refused_before_hydra"
+        "unit/config/test_config.py::test_misspelt_overrides_are_refused_before_hydra"
     ],
 }
 

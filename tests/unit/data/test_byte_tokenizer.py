@@ -9,7 +9,7 @@ from aligner.data.tokenizers.loading import tokenizer_from_files
 TOKENIZER = byte_level_tokenizer()
 
 
-@given(st.text())
+@given(st.text().filter(lambda text: "<|" not in text))  # special tokens
 def test_a_token_is_a_byte(text):
     assert TOKENIZER.encode(text) == list(text.encode())
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text

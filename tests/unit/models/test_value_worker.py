@@ -17,6 +17,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.value import PPOValueLoss
+from aligner.models.gpt.layers import layer_spec
 from aligner.models.gpt.megatron import build, critic
 from aligner.models.gpt.role.optimizer_step import learning_rate
 from aligner.models.gpt.role.settings import RunSettings
@@ -149,7 +150,8 @@ def test_fp8_is_refused_where_there_is_none(start):
 
 @pytest.mark.parametrize("fp8", ["e4m3", "hybrid"])
 def test_fp8_reaches_megatron_core(fp8, monkeypatch):
-    monkeypatch.setattr(build, "has_transformer_engine", lambda: True)
+    for module in (build, layer_spec):
+        monkeypatch.setattr(module, "has_transformer_engine", lambda: True)
     monkeypatch.setattr(accelerator, "has_fp8", lambda: True)
     config = build.transformer_config(TINY_ARCHITECTURE, dtype=torch.bfloat16, fp8=fp8)
     assert (config.fp8, config.fp8_recipe) == (fp8, "tensorwise")

@@ -58,8 +58,11 @@ class Rotation(NamedTuple):
         shape = (angles.shape[0], 1, queries + 2, head_dim)
         cos = torch.ones(shape, dtype=dtype, device=angles.device)
         sin = torch.zeros_like(cos)
-        cos[:, :, :-1, : 2 * half] = angles.cos() * factor  # the value is not rotated
-        sin[:, :, :-1, : 2 * half] = angles.sin() * factor
+        cos[:, :, :-1, : 2 * half] = angles.cos()  # the value is not rotated
+        sin[:, :, :-1, : 2 * half] = angles.sin()
+        if factor != 1.0:
+            for table in (cos, sin):
+                table[:, :, :-1, : 2 * half] *= factor
         sin[..., :half].neg_()
         return cls(cos, sin, half)
 
