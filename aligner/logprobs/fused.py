@@ -114,10 +114,8 @@ def _target_logits(
     if shard.columns == 0:  # this rank stores only padding
         return shard.sum(hidden.new_zeros(hidden.shape[0], dtype=tiles.dtype))
     logits = (hidden.to(tiles.dtype) * weight[local].to(tiles.dtype)).sum(dim=1)
-    if tiles.divisor != 1.0:
-        logits /= tiles.divisor
-    soft_cap_(logits, tiles.cap)
-    return shard.sum(torch.where(owned, logits, 0))
+    logits = logits if tiles.divisor == 1.0 else logits / tiles.divisor
+    return shard.sum(torch.where(owned, soft_cap_(logits, tiles.cap), 0))
 
 
 def _rescale(
