@@ -146,7 +146,7 @@ def attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **others: Any,
+    **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention with the signature that transformers requires.
 
@@ -160,7 +160,7 @@ def attention(
         dropout: dropout of the probabilities.
         softcap: bound ``c`` of scores ``s``, which become ``c * tanh(s / c)``. None or 0: no bound.
         s_aux: float ``[heads]``, score of a sink, to which every query also attends.
-        others: other keywords of layers.
+        keywords: remaining keywords of layers.
 
     Returns:
         ``[B, S, heads, E]``, and None for the probabilities.
@@ -170,7 +170,7 @@ def attention(
     """
     if not isinstance(attention_mask, Rule):
         raise LayoutError(f"{type(module).__name__} passes a mask of its own to its attention")
-    unknown = {name for name, value in others.items() if value is not None} - _REPEATED
+    unknown = {name for name, value in keywords.items() if value is not None} - _REPEATED
     if unknown:
         raise LayoutError(f"{type(module).__name__} passes {sorted(unknown)} to its attention")
     rule, segments = attention_mask, attention_mask.current.segments

@@ -203,7 +203,7 @@ class GroupDecoder(TransformersDecoder):
         """See `TransformersDecoder.prefill`."""
         results: dict[int, Tensor] = {}
         for length in sorted(set(lengths)):
-            prompts = [index for index, other in enumerate(lengths) if other == length]
+            prompts = [index for index, size in enumerate(lengths) if size == length]
             group = _Group("", None, len(prompts), 0)
             logits = self._run(group, tokens[prompts, :length].to(self.device))
             results.update(zip(prompts, logits, strict=True))
@@ -288,7 +288,7 @@ def _select_rows(parts: Sequence[Any], rows: Sequence[Tensor], counts: Sequence[
         items = zip(*parts, strict=True)
         return type(first)([_select_rows(item, rows, counts) for item in items])
     if type(first).__module__.startswith("transformers") and not isinstance(first, nn.Module):
-        chosen = copy.copy(first)
-        vars(chosen).update(_select_rows([vars(part) for part in parts], rows, counts))
-        return chosen
+        joined = copy.copy(first)
+        vars(joined).update(_select_rows([vars(part) for part in parts], rows, counts))
+        return joined
     return first

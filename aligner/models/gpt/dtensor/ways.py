@@ -1,8 +1,8 @@
 """Choice of the way in which a loaded transformers model runs, by tests on its weights.
 
-Each better way is compared with one sequence at a time through the model's own attention. A model
-of which the sequences of a packed row affect each other, or with attention that `attention` does
-not compute, therefore runs in another way. No list of types is consulted.
+Each better way is compared with single sequences in transformers' attention of the model. A way is
+refused if sequences of a packed row affect each other, or if log-probs differ, as they do for
+attention that `attention` does not compute. No list of types is used.
 """
 
 import copy
@@ -61,15 +61,15 @@ class ModelForm:
 def keyed_form(config: Any) -> LogitsForm:
     """Return the form of the logits that a configuration of transformers describes."""
 
-    def found(names: tuple[str, ...]) -> list[float]:
+    def values_of(names: tuple[str, ...]) -> list[float]:
         return [float(value) for name in names if (value := getattr(config, name, None))]
 
     scale = 1.0
-    for factor in found(_MULTIPLIERS):
+    for factor in values_of(_MULTIPLIERS):
         scale *= factor
-    for divisor in found(_DIVISORS):
+    for divisor in values_of(_DIVISORS):
         scale /= divisor
-    return LogitsForm(scale, next(iter(found(_CAPS)), None))
+    return LogitsForm(scale, next(iter(values_of(_CAPS)), None))
 
 
 @torch.no_grad()
@@ -91,23 +91,23 @@ def examine(model: "PreTrainedModel", *, samples: bool) -> ModelForm:
     if (difference := _distance(before, alone[0][:-1])) > _ROUNDING:
         raise CheckpointError(
             f"{type(model).__name__} of transformers lets tokens attend to later tokens (another "
-            f"last token changes log-probs before it by {difference:.2g}), so that it is no causal "
-            "language model. Set is_decoder in config.json, or give another model"
+            f"last token changes log-probs before it by {difference:.2g}), so that it is not a "
+            "causal language model. Set is_decoder in config.json, or give another model"
         )
     # Ways from the best to the one that is always right.
     faults: dict[Way, str] = {}
     way: Way
     ways: tuple[Way, ...] = ("aligner", "transformers")
-    own = model.config._attn_implementation
+    original_attention = model.config._attn_implementation
     for way in ways:
         try:
-            model.set_attn_implementation(NAME if way == "aligner" else own)
+            model.set_attn_implementation(NAME if way == "aligner" else original_attention)
             fault = _fault(model, way, rows, alone)
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), "")
             fault = f"{type(error).__name__}: {reason}"
         finally:
-            model.set_attn_implementation(own)
+            model.set_attn_implementation(original_attention)
         if fault is None:
             break
         faults[way] = fault
@@ -123,8 +123,8 @@ def _random_tokens(model: "PreTrainedModel", length: int, seed: int) -> Tensor:
     ids = torch.arange(config.vocab_size)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         ids = ids[ids != (getattr(config, name, None) or 0)]
-    chosen = torch.randint(len(ids), (length,), generator=torch.Generator().manual_seed(seed))
-    return ids[chosen]
+    index = torch.randint(len(ids), (length,), generator=torch.Generator().manual_seed(seed))
+    return ids[index]
 
 
 def _logprobs(model: "PreTrainedModel", rows: list[Tensor], way: Way) -> Tensor:
@@ -159,11 +159,14 @@ def _fault(
             return f"log-probs of packed sequences differ by {difference:.2g} from sequences alone"
     # In bfloat16 rounding hides how kernels sum, so that an unaffected sequence changes by 0. Of
     # experts, whose products have as many rows as tokens, the float32 sums decide.
-    other = [_random_tokens(model, len(rows[0]), seed=7), rows[1]]
+    changed_rows = [_random_tokens(model, len(rows[0]), seed=7), rows[1]]
     narrow = copy.deepcopy(model).to(torch.bfloat16)
     leaks = []
     for copied in (narrow, model):
-        pair = (_logprobs(copied, some, way)[len(rows[0]) :] for some in (rows, other))
+        pair = (
+            _logprobs(copied, packed_rows, way)[len(rows[0]) :]
+            for packed_rows in (rows, changed_rows)
+        )
         leaks.append(_distance(*pair))
     if leaks[0] > 0 and leaks[1] > _ROUNDING / 100:
         return f"another sequence in the row changes log-probs by {max(leaks):.2g}"
