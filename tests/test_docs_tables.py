@@ -396,9 +396,6 @@ RESULTS = {
     ("largest over layouts",): "python -m benchmarks.parity",
     ("largest over quantities",): "python -m benchmarks.parity",
     ("peer", "formulas that agree"): "python -m benchmarks.formulas",
-    ("precision", "`logprob_gap_mean`"): (
-        "python examples/train_gpt_reinforce.py --config-name recipes/grpo_smollm2_arithmetic_cpu"
-    ),
     ("rollouts by",): "python examples/train_gpt_ppo.py --config-name recipes/ppo_tiny_cpu",
     ("", "accuracy at the end"): "python -m benchmarks.value_parity",
 }
