@@ -322,6 +322,7 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
 
     def prepare() -> list[str]:
         closing.callback(RunLock(folder).release)
+        closing.callback(directory.remove_if_unused)  # a refused run leaves no files
         return directory.prepare(RunIdentity.of(config), config)
 
     notes = on_rank_zero(prepare)
