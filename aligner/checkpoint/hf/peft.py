@@ -6,18 +6,17 @@ and up) share A, and each receives its rows of B.
 
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.adapters import Adapters
+from aligner.checkpoint.adapters import Adapters, distinct_suffixes
 from aligner.checkpoint.canonical import LORA_A, LORA_B, REWARD_HEAD
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.model_folder import new_folder
-from aligner.checkpoint.hf.tensors import LLAMA_TABLE, SCORE, Table, part_rows
+from aligner.checkpoint.hf.tensors import LLAMA_TABLE, SCORE, part_rows
 from aligner.errors import CheckpointError
 
 _PREFIX = "base_model.model."
@@ -66,7 +65,9 @@ def save_peft(
         "r": adapters.lora.adapter_dim,
         "lora_alpha": adapters.lora.alpha,
         "lora_dropout": adapters.lora.adapter_dropout,
-        "target_modules": _targets(set(linears), family.table),
+        "target_modules": distinct_suffixes(
+            linears, (name for _, sources in family.table.values() for name in sources)
+        ),
         "modules_to_save": ["score"] if has_head else None,
         "fan_in_fan_out": family.model_type == "gpt2",  # its weights are stored transposed
         "bias": "none",
@@ -75,16 +76,3 @@ def save_peft(
     with new_folder(Path(folder)) as partial:
         save_file(state, partial / "adapter_model.safetensors", metadata={"format": "pt"})
         (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _targets(modules: set[str], table: Table) -> list[str]:
-    """Return name suffixes that match these modules and no other modules of the family."""
-
-    def suffixes(names: Iterable[str], length: int) -> set[str]:
-        return {".".join(name.split(".")[-length:]) for name in names}
-
-    selected = suffixes(modules, 2)
-    unselected = suffixes((source for _, sources in table.values() for source in sources), 2)
-    unselected -= selected
-    is_ambiguous = suffixes(selected, 1) & suffixes(unselected, 1)
-    return sorted(selected if is_ambiguous else suffixes(selected, 1))
