@@ -154,11 +154,16 @@ def adapted_weights(model: nn.Module, lora: LoraConfig) -> list[AdaptedWeight]:
     # A target is a part of a name.
     adapted: set[str] = set()
     for target in lora.target_modules:
-        matches = {w.name for w in weights if target == "all" or f".{target}." in f".{w.name}."}
+        matches = {weight.name for weight in weights if is_target(target, weight.name)}
         if not matches:
             raise _no_target(target, lora, ["all", *suffixes((w.name for w in weights), 1)])
         adapted |= matches
     return [weight for weight in weights if weight.name in adapted]
+
+
+def is_target(target: str, name: str) -> bool:
+    """Return whether a target of adapters is a part of the name of a module or parameter."""
+    return target == "all" or f".{target}." in f".{name}."
 
 
 def _no_target(target: str, lora: LoraConfig, names: Iterable[str]) -> ConfigError:
@@ -205,6 +210,20 @@ def read_adapters(path: str | os.PathLike[str], architecture: GPTArchitecture) -
         CheckpointNotFoundError: the file does not exist.
         CheckpointError: the file is damaged, not of this format, or belongs to another model.
     """
+    adapters = _read(path)
+    tensors, shapes = adapters.tensors, adapter_shapes(architecture, adapters.lora)
+    problems = misfits(set(tensors), set(shapes), set(REWARD_HEAD))
+    if problems:
+        raise CheckpointError(
+            f"adapters in {str(path)!r} belong to another model: {problems}. Give adapters that "
+            "were trained on this .nemo or on a model of the same shape"
+        )
+    for name, shape in shapes.items():
+        check_shape(f"{name} in {str(path)!r}", tensors[name].shape, shape)
+    return adapters
+
+
+def _read(path: str | os.PathLike[str]) -> Adapters:
     if not Path(path).is_file():
         raise CheckpointNotFoundError(
             f"{str(path)!r} does not exist. Give the *{SUFFIX} that a run with "
@@ -217,18 +236,13 @@ def read_adapters(path: str | os.PathLike[str], architecture: GPTArchitecture) -
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         described, nemo_keys = header[_LORA], header[_NEMO_KEYS]
         targets = tuple(described.pop("target_modules"))
-        lora = LoraConfig(target_modules=targets, **described)
-    # The file is intact. Check that it fits the model.
-    shapes = adapter_shapes(architecture, lora)
-    problems = misfits(set(tensors), set(shapes), set(REWARD_HEAD))
-    if problems:
-        raise CheckpointError(
-            f"adapters in {str(path)!r} belong to another model: {problems}. Give adapters that "
-            "were trained on this .nemo or on a model of the same shape"
-        )
-    for name, shape in shapes.items():
-        check_shape(f"{name} in {str(path)!r}", tensors[name].shape, shape)
-    return Adapters(lora, tensors, nemo_keys)
+        return Adapters(LoraConfig(target_modules=targets, **described), tensors, nemo_keys)
+
+
+def backend_of(path: str | os.PathLike[str]) -> str:
+    """Return the ``policy.backend`` that trained a file of adapters, whose names it uses."""
+    is_canonical = any(name.startswith("decoder.layers.") for name in _read(path).tensors)
+    return "megatron" if is_canonical else "dtensor"
 
 
 def tensors_to_continue(

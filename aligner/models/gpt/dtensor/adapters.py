@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from aligner.checkpoint.adapters import AdaptedWeight, distinct_suffixes
+from aligner.checkpoint.adapters import AdaptedWeight, distinct_suffixes, is_target
 from aligner.config import LoraConfig
 from aligner.device import accelerator
 from aligner.errors import ConfigError
@@ -40,10 +40,13 @@ def add_adapters(
             owner.register_forward_hook(_add_output)
 
 
-def _add_output(linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _add_output(linear: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
     adapter = linear.lora
     assert isinstance(adapter, Adapter)
-    return output + adapter.up(adapter.down(inputs[0])) if adapter.enabled else output
+    # A subclass that returns more than the product gets no adapter, and is therefore refused.
+    if adapter.enabled and isinstance(output, Tensor):
+        return output + adapter.up(adapter.down(inputs[0]))
+    return output
 
 
 def _merge_in_passes(owner: nn.Module, weight: AdaptedWeight, adapter: Adapter) -> None:
@@ -85,7 +88,11 @@ def check_that_all_learn(
     )
     if idle:
         more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
-        targets = ",".join(distinct_suffixes(learning, idle))
+        targets = ",".join(
+            target
+            for target in distinct_suffixes(learning, idle)
+            if not any(is_target(target, name) for name in idle)
+        )
         raise ConfigError(
             f"model.peft.lora_tuning.target_modules=[{','.join(lora.target_modules)}]: adapters of "
             f"{', '.join(idle[:3])}{more} get no gradient, because the model's code does not call "

@@ -24,7 +24,7 @@ from aligner.checkpoint.adapters import (
     tensors_to_continue,
 )
 from aligner.checkpoint.canonical import REWARD_HEAD, Weights, check_shape
-from aligner.checkpoint.hf.any_model import LoadedWeights, random_settings
+from aligner.checkpoint.hf.any_model import LoadedWeights, unapplied_settings
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView, HuggingFaceWeights
 from aligner.checkpoint.model_source import ModelSource
@@ -149,11 +149,13 @@ class DTensorModel(RoleModel, LightningModule):
         if not isinstance(self.architecture, TransformersArchitecture):
             return ""
         way, *parts = self.form.in_words()
-        parts = [f"{self.architecture.family} of transformers: {way}", *parts]
-        random = random_settings(self.architecture)
-        if random:
-            shown = ", ".join(f"{name}={value:g}" for name, value in random.items())
-            parts.append(f"without the randomness of config.json ({shown})")
+        code = self.architecture.code
+        builder = f"the code in {code}" if code else "transformers"
+        parts = [f"{self.architecture.family} of {builder}: {way}", *parts]
+        unapplied = unapplied_settings(self.architecture)
+        if unapplied:
+            shown = ", ".join(f"{name}={value:g}" for name, value in unapplied.items())
+            parts.append(f"without these settings of config.json: {shown}")
         if not self.model.layers:
             parts.append("sharded as one unit, because layers share weights")
         return "; ".join(parts)
