@@ -168,7 +168,7 @@ def test_targets_are_parts_of_names(folder_of):
     }
     first = "model.layers.0.mlp.experts.down_proj_lora"
     assert (shapes[f"{first}.a"], shapes[f"{first}.b"]) == ((4, 4, 96), (4, 64, 4))
-    name = r"target_modules=\[mlp_fc1\]: no linear .* named 'mlp_fc1'\. Use .* all, down_pr"
+    text = r"target_modules=\[mlp_fc1\]: no linear .* named 'mlp_fc1'\. Use .* all, down_pr"
     with pytest.raises(ConfigError, match=text):
         adapter_shapes(architecture, LoraConfig(("mlp_fc1",)))
     with pytest.raises(ConfigError, match=r"adapter_dim=999 exceeds both .*q_proj \(64 x 64\)"):
