@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.extended
 def test_one_side_of_the_ppo_step_is_measured():
     options = "--only aligner --layers 1 --hidden 64 --vocab 256 --steps 1 --threads 1 --json"
     done = subprocess.run(

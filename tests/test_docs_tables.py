@@ -372,7 +372,6 @@ TABLES = {
     ("`trainer.dpo.loss`",): values_of("trainer.dpo.loss"),
     ("`reward.function`",): values_of("reward.function"),
     ("estimator", "value"): values_of("trainer.ppo.kl_estimator"),
-    ("`kl_loss.estimator`",): values_of("model.ppo.kl_loss.estimator"),
     ("algorithm", "set"): algorithms,
     ("command",): with_commands,
     ("benchmark", "compares", "replicate"): with_commands,
@@ -416,7 +415,6 @@ RESULTS = {
     ),
     ("rollouts by",): "python examples/train_gpt_ppo.py --config-name recipes/ppo_tiny_cpu",
     ("", "accuracy at the end"): "python -m benchmarks.value_parity",
-    ("credit", "seed 1"): "python -m benchmarks.turn_credit",
 }
 
 

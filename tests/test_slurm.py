@@ -151,6 +151,7 @@ def port():
         yield number
 
 
+@pytest.mark.extended
 def test_tasks_of_srun_know_which_device_is_theirs(port):
     """Two tasks that Slurm started, without torchrun: on GPUs each takes that of its LOCAL_RANK."""
     tasks = []

@@ -29,15 +29,13 @@ class ClusterConfig:
     """Longest wait for another rank, and with `ray` for a worker's answer, in seconds.
 
     A rank on another machine counts as dead after a thirtieth of this time without a signal (at
-    least 10 s), a rank on the same machine at once. All other ranks then stop with an error that
-    names it.
+    least 10 s).
     """
 
     address: StrictStr | None = None
     """`ray`: `host:port` of the cluster to join.
 
-    `null` means `RAY_ADDRESS`. Without this variable, the run starts Ray on this machine and stops
-    it at the end.
+    `null` means `RAY_ADDRESS`, or Ray on this machine for the time of the run.
     """
 
     colocated: StrictBool = True
@@ -47,10 +45,7 @@ class ClusterConfig:
     """
 
     value_workers: Count | None = None
-    """`ray`, not colocated: workers of the critic. `null` means as many as the policy has.
-
-    The policy has `trainer.devices` x `trainer.num_nodes` workers.
-    """
+    """`ray`, not colocated: workers of the critic. `null` means as many as the policy has."""
 
     cpus_per_worker: Positive = 1.0
     """`ray`: CPUs that Ray reserves for a worker."""
@@ -59,16 +54,10 @@ class ClusterConfig:
     """`ray`: memory in MiB of the object store, which transports batches, if the run starts Ray."""
 
     env_vars: dict[str, Any] = field(default_factory=dict)
-    """`ray`: environment variables of the workers, such as `NCCL_DEBUG`.
-
-    They are set before a worker imports any module.
-    """
+    """`ray`: environment variables of the workers, such as `NCCL_DEBUG`."""
 
     max_restarts: Natural = 3
-    """`ray`: most restarts of the workers after the death of a worker.
-
-    A restarted run continues from the last run state.
-    """
+    """`ray`: most restarts of the workers after the death of a worker."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report keys of the other engine, and workers not a multiple of the critic's layout."""

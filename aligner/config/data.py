@@ -50,7 +50,7 @@ class PromptColumns:
     tools_column: Annotated[StrictStr | None, WITHOUT_ENVIRONMENT] = "tools"
     """Column of functions that a chat's assistant may call. `null` means no such column.
 
-    A cell contains JSON schemas, or their text. Rows may lack the column.
+    A cell contains JSON schemas, or their text.
     """
 
     chat: Annotated[StrictBool, WITHOUT_ENVIRONMENT, SEPARATE_RESPONSE] = False
@@ -66,10 +66,9 @@ class PromptColumns:
     """
 
     special_tokens_in_text: SpecialTokensInText = "keep"
-    """Treatment of special and added tokens in the text of rows or messages.
+    """Special tokens in the text of rows or messages: `keep`, `refuse` or `escape`.
 
-    `keep` encodes them as tokens. `refuse` raises an error with the row and the token. `escape`
-    inserts U+200B after the first character, so that they are ordinary text.
+    See docs/ppo.md#special-tokens-in-text.
     """
 
     add_bos: Annotated[StrictBool, WITHOUT_ENVIRONMENT] = False
@@ -112,11 +111,7 @@ class AnsweredColumns(PromptColumns):
     """Columns that form a prompt whose response is scored."""
 
     ground_truth_column: StrictStr | None = "ground_truth"
-    """Column of ground truths, which reward function and sample tables receive.
-
-    `null` means no such column. An environment receives it like any other column, and its rows may
-    lack it.
-    """
+    """Column of ground truths, for the reward function. `null` means no such column."""
 
     max_prompt_length: Count | None = None
     """Most tokens of a prompt. Longer prompts are dropped and counted. `null` means no limit."""

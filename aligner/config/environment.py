@@ -41,18 +41,15 @@ class EnvironmentConfig:
     )
     """Interface between policy and environment.
 
-    `messages`: a class whose method receives each message of the policy. `endpoint`: an agent, a
-    function or a command that calls the policy through OpenAI's HTTP API
-    (docs/environments.md#agents). Or a user-defined class, `path/to/file.py:Class`
-    (docs/environments.md#custom-kinds).
+    `messages`: a class that receives each message of the policy. `endpoint`: an agent that calls
+    the policy over HTTP (docs/environments.md#agents). Or a user-defined class,
+    `path/to/file.py:Class` (docs/environments.md#custom-kinds).
     """
 
     factory: UserClass | None = None
     """Class of the environment, `package.module:Class` or `path/to/file.py:Class`.
 
-    `null` means no environment. Each conversation creates an instance as `Class(seed=..., **columns
-    of the row, **kwargs)`, which provides prompts and rewards (docs/environments.md). With
-    `kind=endpoint` it is a function.
+    With `kind=endpoint`, a function. `null` means no environment (docs/environments.md).
     """
 
     command: (
@@ -60,7 +57,7 @@ class EnvironmentConfig:
     ) = None
     """With `kind=endpoint`, instead of `factory`: a program and its arguments.
 
-    A list of words, or text that is split as in a shell. No shell runs. `null` means no program.
+    A list of words, or text that is split as in a shell. No shell runs.
     """
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -70,23 +67,19 @@ class EnvironmentConfig:
     """Most messages of the policy in a conversation."""
 
     max_tokens: Count = 1024
-    """Most tokens of a conversation, with the sequences of all its forks.
-
-    The conversation ends when a further response of `length_params.max_length` might not fit.
-    """
+    """Most tokens of a conversation, with the sequences of all its forks."""
 
     unscored: Literal["zero", "mask"] = "zero"
-    """Treatment of a conversation that reaches a limit before any turn is scored.
+    """A conversation that reaches a limit before any turn is scored.
 
-    `zero`: train with reward 0, to which `trainer.ppo.improper_end` applies. `mask`: exclude it
-    from training.
+    `zero`: train with reward 0. `mask`: exclude it from training.
     """
 
     failed: Literal["retry", "zero"] = "retry"
-    """Treatment of a conversation whose environment or agent raises, dies or exceeds a time limit.
+    """A conversation whose environment or agent raises, dies or exceeds a time limit.
 
-    `retry`: repeat the conversation. `zero`: train with reward 0, regardless of earlier rewards
-    (docs/environments.md#when-an-environment-fails).
+    `retry` repeats it. `zero` trains with reward 0. See
+    docs/environments.md#when-an-environment-fails.
     """
 
     timeout_s: Seconds = 60.0
@@ -104,29 +97,24 @@ class EnvironmentConfig:
     memory_mb: Annotated[Integer, Interval(ge=64, le=2**30)] | None = None
     """MiB that each process of an environment may allocate.
 
-    `null` means no limit. Beyond the limit an allocation raises MemoryError, which fails the
-    conversation unless the environment handles it.
+    `null` means no limit. Beyond the limit an allocation raises MemoryError.
     """
 
     retries: Annotated[Integer, Interval(ge=0, le=1000)] = 16
     """Failures of environments and of the engine that a rollout tolerates by repetition.
 
-    A failed call of the engine counts once for all its conversations. The next failure ends the
-    run.
+    The next failure ends the run.
     """
 
     rewritten_history: Literal["fork", "refuse", "keep"] = "fork"
-    """Treatment of a chat template that changes earlier turns.
+    """Treatment of a chat template that changes earlier turns (docs/environments.md#tokens).
 
-    `fork` continues with a new sequence, whose history is the template's. `refuse` ends the run.
-    `keep` continues from the sampled tokens, including thinking that the template drops.
+    `fork`: continue with a new sequence. `refuse`: end the run. `keep`: continue from the sampled
+    tokens.
     """
 
     chat_template: FilePath | None = None
-    """Jinja file with a chat template that replaces the tokenizer's, also in the trained model.
-
-    `null` means the tokenizer's chat template.
-    """
+    """Jinja file that replaces the tokenizer's chat template, also in the trained model."""
 
     @property
     def kind_class(self) -> Any:

@@ -31,9 +31,8 @@ class ExpManagerConfig:
     explicit_log_dir: FilePath = "results/aligner"
     """Directory of all files of the run.
 
-    The default is `results/` and the name of the script, without a critic of the algorithm
-    (`results/grpo`), in preference optimisation of the loss (`results/kto`). `{algorithm}` in the
-    path is replaced by the algorithm's name.
+    The default is `results/` and the algorithm, such as `results/grpo` or `results/kto`.
+    `{algorithm}` in the path is replaced by the algorithm's name.
     """
 
     resume_if_exists: StrictBool = True
@@ -42,33 +41,23 @@ class ExpManagerConfig:
     start_anew: StrictBool = False
     """Start a new run in the directory.
 
-    The earlier run is moved to `earlier_001/` and so on. Leave the key out to continue the new run.
+    The earlier run is moved to `earlier_001/`. Leave the key out to continue the new run.
     """
 
     accept_changed: tuple[Literal["algorithm", "model", "data"], ...] = ()
-    """Parts of a resumed run that may differ from the saved run.
+    """Parts of a resumed run that may change: any of `algorithm`, `model` and `data`.
 
-    Any of `algorithm`, `model` and `data`. Other differences are refused.
+    See docs/ppo.md#resuming.
     """
 
     resume_changed: tuple[StrictStr, ...] = ()
-    """Keys or sections of a resumed run that may differ from the saved run.
-
-    For example `[model.ppo.ratio_eps]`. Other differences in the run's identity are refused
-    (docs/ppo.md#resuming).
-    """
+    """Keys or sections of a resumed run that may change, such as `[model.ppo.ratio_eps]`."""
 
     save_last_k: Count = 2
-    """Number of newest run states to keep.
-
-    If the last run state is damaged, the run continues from the previous one.
-    """
+    """Number of newest run states to keep."""
 
     async_save: StrictBool = True
-    """Write run states in the background, from a copy in host memory.
-
-    Without memory for a copy, and with `false`, a step with a save waits for the disk.
-    """
+    """Write run states in the background, from a copy in host memory (docs/checkpoints.md)."""
 
     save_top_k: Natural = 1
     """Number of best run states to keep in addition to the newest."""

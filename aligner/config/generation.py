@@ -40,9 +40,8 @@ class GenerationConfig:
     ] = "megatron"
     """Engine that samples responses.
 
-    `megatron`: the policy's workers. `vllm`: vLLM engines, which receive the weights before every
-    rollout and need `cluster.engine=ray` (docs/vllm.md). Or a user-defined engine,
-    `package.module:Class` or `path/to/file.py:Class` (docs/howto.md#a-rollout-engine).
+    `megatron`: the policy's workers. `vllm`: vLLM engines on Ray (docs/vllm.md). Or a user-defined
+    engine, `package.module:Class` or `path/to/file.py:Class` (docs/howto.md#a-rollout-engine).
     """
 
     kwargs: Annotated[
@@ -54,20 +53,18 @@ class GenerationConfig:
     cuda_graphs: StrictBool = True
     """`megatron` on GPUs: launch each decoding step as one CUDA graph.
 
-    Applies to dense models without tensor and pipeline parallelism. Graphs and KV cache are kept
-    between rollouts if they use at most 1/32 of the device memory. The sampled tokens are the same
+    Applies to dense models without tensor and pipeline parallelism. The sampled tokens are the same
     without CUDA graphs.
     """
 
     async_rollouts: StrictBool = False
     """Sample the rollout of the next step while the current step trains, with the old weights.
 
-    Needs `vllm` and a correction: `truncated_importance_sampling` or the section `correction` of
-    `model.ppo` (docs/corrections.md).
+    Needs `vllm` and a correction (docs/corrections.md).
     """
 
     in_flight: Literal["finish", "abandon"] = "finish"
-    """Treatment of an asynchronous rollout at a validation or a save.
+    """An asynchronous rollout at a validation or a save.
 
     `finish`: wait for the rollout and save it. `abandon`: sample it again with the new weights.
     """

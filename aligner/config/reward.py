@@ -32,8 +32,7 @@ class RewardModelConfig:
     add_bos: StrictBool | None = None
     """Begin sequences with the BOS token.
 
-    `null` means as in the reward model's training (`false` if the file lacks the setting). A
-    different value is refused.
+    `null` means as in the reward model's training.
     """
 
     workers: Count | None = None
@@ -45,8 +44,7 @@ class RewardModelConfig:
     share_body_with_critic: StrictBool = False
     """Score on the critic's backbone, with weights swapped in from host memory.
 
-    The reward model then builds no backbone, and both models must have the same architecture
-    (docs/reward.md#one-backbone-with-the-critic).
+    See docs/reward.md#one-backbone-with-the-critic.
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
@@ -141,17 +139,13 @@ class RewardConfig:
     """Source of rewards: a Python function, a reward model, a server, or an environment."""
 
     kind: Literal["function", "model", "server", "environment"] = "function"
-    """Source of rewards: `function`, `model`, `server` or `environment` (docs/reward.md).
-
-    `environment` means the environment in the section `environment` (docs/environments.md).
-    """
+    """Source of rewards: `function`, `model`, `server` (docs/reward.md) or `environment`."""
 
     function: Annotated[Function | None, REQUIRED_BY_SCRIPTS] = None
     """Function that scores, `package.module:function` or `path/to/file.py:function`.
 
-    `null` means no function. It is called as `reward(prompts, responses, ground_truths, **columns)`
-    and returns one float per sample, or one dict per sample with at least `reward`. With another
-    kind the function is a verifier, whose result is only the metric `accuracy`.
+    See docs/ppo.md#the-reward-function. `null` means no function. With another kind the function
+    is a verifier, whose result is only the metric `accuracy`.
     """
 
     kwargs: Annotated[Mapping[str, Any], WITHOUT_ENVIRONMENT] = field(default_factory=dict)

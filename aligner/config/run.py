@@ -48,11 +48,7 @@ class BaseRunConfig:
     """Seed of sampling, shuffling, dropout and new weights."""
 
     dry_run: StrictBool = False
-    """Run two steps on the longest possible batch of random tokens, without saving.
-
-    Peak memory and time of every phase are printed. The run's directory is neither read nor written
-    (docs/plan.md#on-the-real-device).
-    """
+    """Measure memory and time of two steps, without saving (docs/plan.md#on-the-real-device)."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     policy: BackendConfig = field(default_factory=BackendConfig)

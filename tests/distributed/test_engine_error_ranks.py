@@ -72,6 +72,7 @@ def test_what_failed_leaves_no_trace(tmp_path, tiny_nemo, calm):
     assert all(failed.values()), failed
 
 
+@pytest.mark.extended
 def test_a_run_that_stopped_goes_on(tmp_path, tiny_nemo, calm):
     with pytest.raises(AssertionError) as caught:
         run(tmp_path, tiny_nemo, "12-")

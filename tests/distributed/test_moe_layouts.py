@@ -35,12 +35,12 @@ LAYOUTS = {
         "tensor 2, experts 2": "2,1,2,full",
     },
     4: {
-        "tensor 2, data 2, experts 2": "2,1,2,none",
         "pipe 2, data 2, experts 2": "1,2,2,selective",
     },
 }
 FURTHER = {  # by `make test-extended`: four processes on a small machine take long
     4: {
+        "tensor 2, data 2, experts 2": "2,1,2,none",
         "data 4, experts 2": "1,1,2,none",
         "tensor 2, data 2": "2,1,1,none",
         "tensor 2, data 2, experts 4": "2,1,4,none",

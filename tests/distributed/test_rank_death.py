@@ -82,6 +82,7 @@ def test_what_a_rank_raised_is_told_by_the_others(port):
     assert all("the watch is alive" not in error for _, error in outputs.values())
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(300)
 def test_a_slow_step_is_no_death_and_a_clean_end_is_clean(port):
     codes, outputs, _ = finish(start("slow", port), first=0)
@@ -117,6 +118,7 @@ def ranks_started_by(pid):
     return ranks
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(300)
 def test_a_process_whose_starter_is_ended_before_they_meet_ends_too(tmp_path):
     """SIGTERM to the first process alone, as soon as it has started the second."""

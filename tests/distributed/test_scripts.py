@@ -75,6 +75,7 @@ def test_two_processes_write_the_metrics_of_one(tmp_path, tiny_nemo, script, rec
     compare(one, two)
 
 
+@pytest.mark.extended
 def test_groups_drawn_again_need_not_divide_among_the_ranks(tmp_path, tiny_nemo):
     script = ("train_gpt_reinforce.py", "grpo_tiny_cpu")
     one = metrics(tmp_path / "one", tiny_nemo, *script, 1, DYNAMIC)

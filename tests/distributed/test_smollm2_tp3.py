@@ -62,6 +62,7 @@ def launch(processes: int, output: Path) -> dict[str, torch.Tensor]:
     return torch.load(output, weights_only=True)
 
 
+@pytest.mark.extended
 @pytest.mark.smollm2
 @pytest.mark.timeout(1200)
 def test_tensor_parallel_3_equals_one_process(tmp_path):

@@ -4,6 +4,7 @@ Counted on the tiny model, 4 layers, for one more token of 8 sequences in flight
 """
 
 import pytest
+from variants import extended_except
 
 CASES = {
     "bf16": {},
@@ -34,7 +35,10 @@ def test_the_host_waits_for_nothing_in_a_step(dry, case):
     assert found["left_bytes"] < 4096  # once what is kept between rollouts was given up
 
 
-@pytest.mark.parametrize("family", ["gemma3", "olmo2", "granite", "smollm3"])
+FAMILIES = ("gemma3", "olmo2", "granite", "smollm3")
+
+
+@pytest.mark.parametrize("family", extended_except(("gemma3",), FAMILIES))
 def test_families_with_layers_of_their_own_sample(dry, family):
     found = dry("dry_generation:per_token", family=family)
     assert found["logits"] == ["torch.float32"]
@@ -59,7 +63,7 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("case", KEPT)
+@pytest.mark.parametrize("case", extended_except(("plain", "top-p"), KEPT))
 def test_graphs_are_kept_between_rollouts(dry, case):
     """Across an update too; a rollout of other numbers of rows captures those."""
     found = dry("dry_generation:rollouts", **KEPT[case])
@@ -71,6 +75,7 @@ def test_graphs_are_kept_between_rollouts(dry, case):
     assert found["heard"] == ((3 * 8 + 6) * 14 if case == "streamed" else 0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", ["moved", "lora"])
 def test_graphs_of_weights_that_moved_are_captured_anew(dry, case):
     """Or of copies with adapters merged into them, which every rollout makes."""

@@ -59,6 +59,7 @@ def test_gloo_gathers_and_scatters_through_a_copy_of_the_whole(dry):
     assert dry("dry_plan:beside_collectives", kind="gpu") == dict.fromkeys(whole | none, 0)
 
 
+@pytest.mark.extended
 def test_a_loss_of_the_users_own_is_what_is_planned(dry):
     """It asks for no entropy, which takes kernels; else the policy's phases are the same."""
     own = str(Path(__file__).parents[2] / "examples" / "extend" / "my_loss.py") + ":ClippedLoss"
@@ -175,6 +176,7 @@ def test_what_waits_in_host_memory_stands_beside_nobody(dry):
     assert away["policy"]["phases"]["train"]["beside_bytes"] < 0.5 * critic["static_bytes"]
 
 
+@pytest.mark.extended
 def test_variants_share_what_does_not_change(dry):
     """Shared or not, in parts or in one piece: the numbers are the same."""
     found = dry("dry_plan:shared", names=["plain", "recompute"])
@@ -196,6 +198,7 @@ def test_variants_of_budgets_and_offload(dry):
     assert moved[1] > moved[0] + plain["critic"]["static"]["weights"]
 
 
+@pytest.mark.extended
 def test_other_processes_measure_the_same(dry):
     first, second = dry("dry_plan:in_processes")
     assert first == second

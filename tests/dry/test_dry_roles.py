@@ -8,6 +8,7 @@
 """
 
 import pytest
+from variants import extended_except
 
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 
@@ -96,7 +97,7 @@ def seen(dry):
     return lambda case: dry("dry_roles:phases", **CASES[case])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", extended_except(BUDGETS, CASES))
 def test_a_role_runs(seen, case):
     found = seen(case)
     assert found["scoring"]["launches"] > 50

@@ -65,7 +65,10 @@ def test_a_process_computes_on_its_own_device(dry, number):
 @pytest.mark.parametrize(
     "case",
     [
-        {"role": "actor", "world": 4, "tp": 2, "batching": "packed", "precision": "bf16"},
+        pytest.param(
+            {"role": "actor", "world": 4, "tp": 2, "batching": "packed", "precision": "bf16"},
+            marks=pytest.mark.extended,
+        ),
         {"role": "critic", "world": 2, "cp": 2, "batching": "shared"},
         {"role": "actor", "world": 2, "ep": 2, "precision": "bf16"},
     ],

@@ -148,6 +148,7 @@ def test_every_trainer_tells_its_callbacks(tmp_path, tiny_nemo, teacher, recipe)
     assert all(name.startswith("val_") for name in told[1]["metrics"])
 
 
+@pytest.mark.extended
 def test_a_run_that_a_callback_stops_goes_on_to_what_it_would_have_been(tmp_path, tiny_nemo):
     stop = f"{{callback: {EXTEND}/my_callback.py:StopWhenGood, kwargs: {{at: 0.0, patience: 2}}}}"
     options = ["trainer.ppo.val_check_interval=2", "exp_manager.async_save=false"]

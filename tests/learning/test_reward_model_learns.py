@@ -151,6 +151,7 @@ def ppo(folder, nemo, *overrides):
     return read_metrics(folder / "metrics.jsonl")
 
 
+@pytest.mark.extended
 def test_ppo_against_the_reward_model_raises_what_a_verifier_counts(
     tmp_path, tiny_nemo, trained, capsys
 ):

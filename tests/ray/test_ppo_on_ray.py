@@ -50,6 +50,7 @@ def test_a_run_goes_on_on_the_other_engine(way, local, on_ray, ray, tmp_path, ti
     assert ended == local[1]
 
 
+@pytest.mark.ray_heavy
 def test_own_code_reaches_the_workers(local, ray, tmp_path, tiny_nemo, monkeypatch):
     """From the directory in which the driver was started, by module or by file."""
     for name in ("my_loss", "my_advantage", "my_callback"):
@@ -68,6 +69,7 @@ def test_own_code_reaches_the_workers(local, ray, tmp_path, tiny_nemo, monkeypat
     assert [line["step"] for line in told if line["event"] == "step_end"] == [1, 2]
 
 
+@pytest.mark.ray_heavy
 def test_a_dry_run_counts_every_worker_and_leaves_nothing(on_ray, ray, tmp_path, tiny_nemo):
     folder = tmp_path / "run"
     done = start(folder, tiny_nemo, ON_RAY, "dry_run=true")

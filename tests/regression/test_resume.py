@@ -104,6 +104,7 @@ def test_killed_twice(tmp_path, start, left_alone):
     assert result(folder) == left_alone
 
 
+@pytest.mark.extended
 def test_sigterm_saves_and_exits_cleanly(tmp_path, start, left_alone):
     folder = tmp_path / "run"
     process = start(folder)

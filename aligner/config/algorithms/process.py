@@ -63,7 +63,7 @@ class ProcessConfig:
     devices: Count = 1
     """Processes per machine.
 
-    The script starts them, unless torchrun does. With `cluster.engine=ray`, Ray starts them.
+    The script starts the processes, unless torchrun or Ray does.
     """
 
     precision: Precision = "32"
@@ -74,16 +74,15 @@ class ProcessConfig:
     """
 
     deterministic: StrictBool = False
-    """Make runs on GPUs repeatable to the bit, whether resumed or not.
+    """Make runs on GPUs repeatable to the bit. Slower.
 
-    Slower. Uses PyTorch's deterministic algorithms, one cuBLAS workspace and NCCL's ring. vLLM's
-    samples may still differ. Runs on CPUs are always repeatable.
+    vLLM's samples may still differ. Runs on CPUs are always repeatable.
     """
 
     max_time: Duration | None = None
     """Time limit of the run as `DD:HH:MM:SS`. `null` means no limit.
 
-    The run finishes the current step, validates, saves and ends. The same command continues it.
+    The run finishes the current step, validates, saves and ends.
     """
 
     @property

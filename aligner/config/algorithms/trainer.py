@@ -27,10 +27,7 @@ class KLControllerConfig:
     """Controller of the weight of the KL penalty in the reward."""
 
     mode: Literal["fixed", "adaptive"] = "fixed"
-    """Schedule of the weight β of the KL penalty.
-
-    `fixed`, or `adaptive`: β changes so that the KL reaches the target (Ziegler et al. 2019).
-    """
+    """`fixed`, or `adaptive`: β changes so that the KL reaches the target (Ziegler et al. 2019)."""
 
     target: Positive = 6.0
     """`adaptive`: target KL per response, in nats."""
@@ -38,7 +35,7 @@ class KLControllerConfig:
     horizon: Count = 10_000
     """`adaptive`: samples over which β changes by at most a fifth.
 
-    A change by a factor of e takes five times as many. See docs/ppo.md#the-mathematics.
+    See docs/ppo.md#the-mathematics.
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
@@ -62,8 +59,8 @@ class AdvantageConfig:
 
     Without a critic: `reinforce`, `rloo`, `grpo`, `dr_grpo`, `reinforce_plus_plus` or
     `reinforce_plus_plus_baseline` (docs/reinforce.md). Or a user-defined function,
-    `package.module:function` or `path/to/file.py:function`, which receives values if the section
-    `critic` is set (docs/howto.md#an-estimator-of-advantages).
+    `package.module:function` or `path/to/file.py:function`
+    (docs/howto.md#an-estimator-of-advantages).
     """
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -73,10 +70,10 @@ class AdvantageConfig:
     """`reinforce`: subtract the mean reward of the batch."""
 
     credit: Literal["trajectory", "turn"] = "trajectory"
-    """Without a critic: rewards that are compared inside a group.
+    """Without a critic: rewards that a group compares.
 
-    `trajectory`: the sum of a conversation's rewards. `turn`: for each turn, the sum of its rewards
-    and of those of later turns (docs/environments.md#credit).
+    `trajectory`: the sum over a conversation. `turn`: the sum from each turn on
+    (docs/environments.md#credit).
     """
 
     @property
@@ -158,8 +155,7 @@ class DynamicSamplingConfig:
     max_rollouts: Count = 4
     """Most prompts that a step samples, as a multiple of its number of prompts.
 
-    Rollouts after the first only sample the missing prompts. If prompts are still missing at the
-    end, prompts with equal rewards are used.
+    If prompts are still missing at the end, prompts with equal rewards are used.
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
@@ -231,10 +227,7 @@ class ImproperEndConfig:
     """Treatment of responses that the length limit truncated."""
 
     mode: Literal["keep", "mask", "penalize"] = "keep"
-    """Treatment of responses that the length limit truncated.
-
-    `keep`, `mask` (exclude from training) or `penalize`.
-    """
+    """Truncated responses: `keep`, `mask` (exclude from training) or `penalize`."""
 
     penalty: Annotated[
         NonNegative,
@@ -266,16 +259,13 @@ class LoopConfig:
     """Largest gradient norm of an update, for each role separately. `0` turns clipping off."""
 
     non_finite: Literal["skip", "stop"] = "skip"
-    """Action at a NaN or infinite loss or gradient.
+    """At a NaN or infinite loss or gradient, `skip` the update, or `stop` the run.
 
-    `skip` the update, or `stop` the run. The samples are written to `nonfinite/` in both cases.
+    The samples are written to `nonfinite/` in both cases.
     """
 
     max_skipped_steps: Count = 5
-    """Consecutive steps without any update of a role after which the run ends with status 2.
-
-    A shorter run in which all steps were skipped ends so, too.
-    """
+    """Consecutive steps without any update of a role after which the run ends with status 2."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +273,7 @@ class SupervisedLoopConfig(LoopConfig):
     """Training loop on given examples. A step is one optimizer update."""
 
     limit_val_examples: Count | None = None
-    """Number of validation examples, from the beginning of the data. `null` means all."""
+    """Number of validation examples. `null` means all."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +281,7 @@ class SamplingLoopConfig(LoopConfig):
     """Training loop on the policy's samples."""
 
     limit_val_prompts: Count | None = None
-    """Number of validation prompts, from the beginning of the data. `null` means all."""
+    """Number of validation prompts. `null` means all."""
 
 
 @dataclass(frozen=True)
@@ -302,10 +292,7 @@ class TrainerPPOConfig(SamplingLoopConfig):
     """Weight β of the KL to the initial policy in the reward. `0` turns the penalty off."""
 
     kl_estimator: KLEstimator = "k1"
-    """Estimator of the KL in the reward, and of `train_rollouts/init_policy_kl`.
-
-    `k1`, `k2`, `k3` or `abs`, which is |k1|.
-    """
+    """Estimator of the KL in the reward: `k1`, `k2`, `k3` or `abs`."""
 
     kl_controller: KLControllerConfig = field(default_factory=KLControllerConfig)
     discount_factor: Fraction = 1.0
@@ -323,20 +310,16 @@ class TrainerPPOConfig(SamplingLoopConfig):
     timestep: Literal["token", "turn"] = "token"
     """Unit of γ and λ of `gae`: a `token`, or a `turn` of a conversation.
 
-    With `turn`, γ and λ are 1 within a turn, and whitening counts each turn once
-    (docs/environments.md#credit).
+    See docs/environments.md#credit.
     """
 
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     normalize_advantages: StrictBool = True
-    """Whiten advantages over all unmasked tokens of the rollout.
-
-    Only for `gae`. The script without a critic sets `false`.
-    """
+    """Whiten advantages over all unmasked tokens of the rollout. Only for `gae`."""
 
     critic_warmup_steps: Natural = 0
-    """Number of PPO steps at the beginning that train only the critic."""
+    """First steps that train only the critic."""
 
     reward: RewardShapingConfig = field(default_factory=RewardShapingConfig)
     improper_end: ImproperEndConfig = field(default_factory=ImproperEndConfig)

@@ -78,19 +78,17 @@ class SequencePackingConfig(TokenBudgets):
     """Micro-batches of several sequences in one row."""
 
     enabled: StrictBool | Literal["auto"] = "auto"  # type: ignore[assignment]
-    """Micro-batches of several sequences in one row, without padding between them.
+    """Micro-batches of several sequences in one row, without padding, in policy and critic.
 
-    Applies to policy and critic. With `true`, `micro_batch_size` has no effect. `auto`: the
-    `micro_batch_size` sequences of a micro-batch share a row if `policy.backend=dtensor` trains a
-    model of a type without a table of names (docs/checkpoints.md) that a test at the start finds
-    able to. Otherwise as `false`.
+    With `true`, `micro_batch_size` has no effect. `auto`: the sequences of a micro-batch share a
+    row if the model is of another family of transformers and can run packed rows
+    (docs/checkpoints.md#any-other-model-of-transformers). Otherwise as `false`.
     """
 
     algorithm: PackingAlgorithmName = "modified_first_fit_decreasing"
-    """Algorithm that assigns sequences to rows.
+    """Assignment of sequences to rows.
 
-    `modified_first_fit_decreasing`, `first_fit_decreasing`, `first_fit_shuffle` or `concatenative`
-    (in order).
+    `modified_first_fit_decreasing`, `first_fit_decreasing`, `first_fit_shuffle` or `concatenative`.
     """
 
 
@@ -99,10 +97,7 @@ class DynamicBatchingConfig(TokenBudgets):
     """Padded micro-batches of sequences of similar length."""
 
     enabled: StrictBool = False
-    """Padded micro-batches of a token budget, of sequences of similar length.
-
-    Applies to policy and critic, not together with packing. `micro_batch_size` then has no effect.
-    """
+    """Padded micro-batches of a token budget, of sequences of similar length. Excludes packing."""
 
     sequence_length_round: Count = 8
     """Multiple to which padded lengths are rounded up."""
@@ -125,23 +120,20 @@ class TrainedModelConfig:
     micro_batch_size: Annotated[Count, DERIVED] = 8
     """Sequences per forward and backward pass, per rank.
 
-    `null` means the largest divisor up to 8 of a rank's share. The size affects memory and speed,
-    not results.
+    `null` means the largest divisor up to 8 of a rank's share. Does not affect results.
     """
 
     global_batch_size: Annotated[BatchSize, DERIVED] = 64
     """Sequences per optimizer update, over all ranks.
 
     It must divide the samples of a step, and be a multiple of `micro_batch_size` × ranks. `null`
-    divides a rollout into the fewest equal parts of up to 64 samples, and the responses that
-    rejection sampling keeps into parts of up to 16.
+    divides a rollout into the fewest equal parts of up to 64 samples (rejection sampling: 16).
     """
 
     tensor_model_parallel_size: Count = 1
     """Processes that share every layer.
 
-    It must divide heads, query groups, feed-forward and hidden columns. `parallel@model=tensor2`
-    sets 2 with sequence parallelism.
+    `parallel@model=tensor2` sets 2 with sequence parallelism (docs/layouts.md).
     """
 
     pipeline_model_parallel_size: Annotated[
@@ -149,7 +141,7 @@ class TrainedModelConfig:
     ] = 1
     """Pipeline stages: processes with consecutive layers each.
 
-    It must divide the layers, unless sizes of stages are set. `parallel@model=pipeline2` sets 2.
+    `parallel@model=pipeline2` sets 2.
     """
 
     num_layers_in_first_pipeline_stage: Annotated[Count | None, MegatronOnly("has one stage")] = (
@@ -167,18 +159,12 @@ class TrainedModelConfig:
             "model.activations_checkpoint_granularity=full"
         ),
     ] = 1
-    """Processes that share every sequence, in chunks.
-
-    `parallel@model=context2` sets 2. See docs/layouts.md.
-    """
+    """Processes that share every sequence, in chunks. `parallel@model=context2` sets 2."""
 
     expert_model_parallel_size: Annotated[
         Count, MegatronOnly("keeps every expert on every rank")
     ] = 1
-    """Processes that share the experts of a mixture of experts.
-
-    It must divide the experts and the processes of a pipeline stage.
-    """
+    """Processes that share the experts of a mixture of experts."""
 
     freeze_moe_router: Annotated[StrictBool, MegatronOnly("has no experts")] = False
     """Freeze the routers of a mixture of experts, in policy and critic."""
@@ -192,24 +178,17 @@ class TrainedModelConfig:
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
     shared_prefixes: StrictBool = True
-    """Compute common prefixes of sequences of a micro-batch once (docs/shared_prefixes.md).
-
-    Saves memory and time. Results differ in rounding only.
-    """
+    """Compute common prefixes of sequences of a micro-batch once (docs/shared_prefixes.md)."""
 
     activations_checkpoint_granularity: Literal["full", "selective"] | None = None
-    """Parts that are recomputed in the backward pass, in policy and critic.
-
-    `full` (layers), `selective` (attention) or `null` (none, all activations are kept).
-    """
+    """Recomputed parts in the backward pass: `full` (layers), `selective` (attention) or `null`."""
 
     dropout: Annotated[StrictFloat, Interval(ge=0, le=0.9)] | None = 0.0
     """Probability of dropping hidden states and attention weights in training.
 
-    Applies to policy and critic. Old log-probs, reference and samples are computed without dropout,
-    so a positive probability distorts the ratio. `null` means the checkpoint's probability (0.1 if
-    a `.nemo` has none) and is the default of SFT. With `policy.backend=dtensor`, Llama-like models
-    need 0.
+    Old log-probs, reference and samples are computed without dropout, so a positive probability
+    distorts the ratio. `null` means the checkpoint's probability (0.1 if a `.nemo` has none) and
+    is the default of SFT. With `policy.backend=dtensor`, Llama-like models need 0.
     """
 
     fp8: Annotated[Literal["e4m3", "hybrid"] | None, MegatronOnly("has no 8-bit products")] = None
@@ -220,23 +199,21 @@ class TrainedModelConfig:
     """
 
     layer_spec: Annotated[LayerSpec, MegatronOnly("has transformers' layers")] = "auto"
-    """Implementation of the layers. The weights are the same.
+    """Implementation of the layers: `transformer_engine`, or `local` (megatron-core).
 
-    `transformer_engine`, or `local` (megatron-core and this library). `auto` selects
-    Transformer Engine on GPUs if it is installed and no adapters are trained.
+    `auto` selects Transformer Engine on GPUs if it is installed and no adapters are trained.
     """
 
     fusions: StrictBool = True
     """On GPUs: use fused kernels for SwiGLU, rotary embedding, biases and experts.
 
-    In bf16 the experts of a layer are one matrix product each way. Needs Triton and a C compiler
-    with Python's headers. Without them, and on CPUs, operations run separately.
+    Needs Triton and a C compiler with Python's headers. Without them operations run separately.
     """
 
     overlap_grad_reduce: Annotated[StrictBool, MegatronOnly("has FSDP2's overlap")] = False
     """Sum gradients over data-parallel ranks during the backward pass.
 
-    Useful for training on several nodes. Over NVLink the gain is small.
+    Useful on several nodes. Over NVLink the gain is small.
     """
 
     overlap_param_gather: Annotated[StrictBool, MegatronOnly("has FSDP2's overlap")] = False

@@ -62,11 +62,7 @@ class SamplingParams:
     """
 
     repetition_penalty: Positive = 1.0
-    """Penalty of tokens that already occurred. `1` turns the penalty off.
-
-    As in CTRL (Keskar et al. 2019), positive logits of these tokens are divided by the penalty and
-    negative logits multiplied by it.
-    """
+    """Penalty of tokens that already occurred (CTRL, Keskar et al. 2019). `1` turns it off."""
 
     use_greedy: StrictBool = False
     """Always select the most probable token."""
@@ -77,9 +73,8 @@ class SamplingParams:
     end_tokens: tuple[StrictStr, ...] = ()
     """Additional tokens, as text, that end a response, such as `["<end_of_turn>"]`.
 
-    EOS tokens of tokenizer and `generation_config.json` and the end-of-turn token of the chat
-    template always do. The reward does not receive the text of the token. The trained `.nemo`
-    stores these tokens.
+    EOS and the end-of-turn token of the chat template always do. The reward does not receive the
+    text of the token. The trained `.nemo` stores these tokens.
     """
 
 
@@ -104,8 +99,7 @@ class KLLossConfig:
     ] = "k3"
     """Estimator of the KL in the loss: `k2`, `k3` or `abs`, not `k1`.
 
-    The gradient of `k2` is the gradient of the KL, the gradient of `k3` is the gradient of
-    KL(reference ‖ policy). `k1` is refused because its mean gradient is 0.
+    See docs/ppo.md#the-mathematics.
     """
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
@@ -125,18 +119,15 @@ class CorrectionConfig:
     weights: Literal["none", "token", "sequence"] = "none"
     """Importance weights: the trainer's probability divided by the sampler's.
 
-    `token`: one weight per token. `sequence`: one weight per response, the product over its tokens.
-    `none`: no weights.
+    `none`, one weight per `token`, or one per `sequence`: the product over its tokens
+    (docs/corrections.md).
     """
 
     bounds: tuple[NonNegative, Positive] = (0.0, 2.0)
     """Bounds `[low, high]` of the weights."""
 
     outside: Literal["truncate", "mask"] = "truncate"
-    """Treatment of a weight outside the bounds.
-
-    `truncate` replaces it by the bound, `mask` by 0 (IcePop).
-    """
+    """A weight outside the bounds becomes the bound (`truncate`) or 0 (`mask`, IcePop)."""
 
     geometric_bounds: tuple[NonNegative, Positive] | None = None
     """Bounds of the geometric mean of a response's ratios. `null` turns the filter off.
@@ -147,15 +138,14 @@ class CorrectionConfig:
     second_moment: Positive | None = None
     """Largest mean of the squared log-ratio over the tokens of an update. `null` turns it off.
 
-    The fewest tokens with the largest ratios are excluded from training until the mean is reached
-    (M2PO, which uses 0.04).
+    The tokens with the largest ratios are excluded from training (M2PO, which uses 0.04).
     """
 
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Old log-probs in the ratio of the loss.
 
-    `trainer`: log-probs of the policy before training on the rollout (decoupled PPO). `sampler`:
-    log-probs that the engine recorded, which saves the forward pass of the trainer.
+    `trainer`: of the policy before training on the rollout. `sampler`: those that the engine
+    recorded, which saves a forward pass.
     """
 
     @property
@@ -218,16 +208,10 @@ class RolloutConfig:
     """Responses per step, over all ranks."""
 
     num_rollouts_per_prompt: Count = 1
-    """Responses to the same prompt.
-
-    It must divide `num_rollout_samples`. The quotient is the number of prompts of a step.
-    """
+    """Responses to the same prompt. It must divide `num_rollout_samples`."""
 
     rollout_micro_batch_size: Count = 64
-    """Sequences that are generated at the same time, per rank.
-
-    The next sequence begins when one ends. The size of the KV cache is proportional to it.
-    """
+    """Sequences that are generated at the same time, per rank. Sets the size of the KV cache."""
 
     forward_micro_batch_size: Count = 16
     """Sequences per forward pass of log-probs, per rank."""
@@ -241,16 +225,14 @@ class RolloutConfig:
     offload_gradients: StrictBool = False
     """Remove gradient buffers from the device while the policy does not train.
 
-    Also removes the float32 weights of a bf16 model. These weights are kept in host memory. Saves 8
-    bytes per parameter on one process. No effect on CPUs.
+    The float32 weights of a bf16 model are then kept in host memory. No effect on CPUs.
     """
 
     offload_weights: StrictBool = False
     """Keep the policy in host memory while it neither generates, scores nor trains.
 
-    GPUs only. Offloads weights (with `model.reference.mode=keep` also the reference's), gradient
-    buffers, float32 weights and moments. Each phase of the policy costs a copy of the weights in
-    each direction.
+    GPUs only. Offloads weights, also those of the reference, gradient buffers and optimizer states.
+    Each phase of the policy costs a copy of the weights in each direction.
     """
 
     length_params: LengthParams = field(default_factory=LengthParams)
@@ -302,11 +284,7 @@ class PolicyPPOConfig(RolloutConfig):
     """
 
     ratio_level: Literal["token", "sequence"] = "token"
-    """Level of the ratio.
-
-    `token`: one ratio per token. `sequence`: one ratio per response, the geometric mean of the
-    ratios of its tokens (GSPO).
-    """
+    """One ratio per `token`, or per `sequence`: the geometric mean over its tokens (GSPO)."""
 
     surrogate: Surrogate = "clip"
     """Objective as a function of the ratio.
@@ -320,9 +298,7 @@ class PolicyPPOConfig(RolloutConfig):
 
     `token_mean`: mean over all tokens of the global batch. `sequence_mean`: mean over responses of
     their token means (GRPO). `fixed_length`: mean over responses of their token sums, divided by
-    the most tokens of a response (Dr. GRPO). For a single response this is
-    `length_params.max_length`, for a conversation the smaller of `environment.max_tokens` and
-    `environment.max_turns` times `length_params.max_length`.
+    the most tokens of a response or conversation (Dr. GRPO).
     """
 
     dual_clip: AboveOne | None = None
@@ -333,28 +309,22 @@ class PolicyPPOConfig(RolloutConfig):
 
     kl_loss: KLLossConfig = field(default_factory=KLLossConfig)
     loss: UserClass | None = None
-    """A user-defined loss instead of the built-in loss. `null` means the built-in loss.
+    """A user-defined loss, `package.module:Class` or `path/to/file.py:Class`.
 
-    `package.module:Class` or `path/to/file.py:Class` (docs/howto.md#a-policy-loss).
+    `null` means the built-in loss (docs/howto.md#a-policy-loss).
     """
 
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the constructor of the user-defined loss."""
 
     truncated_importance_sampling: Positive | None = None
-    """Upper bound of importance weights.
-
-    Short for weights of `correction` within `[0, bound]`, of tokens, or with `ratio_level=sequence`
-    of responses. `null` turns them off.
-    """
+    """Upper bound of importance weights (docs/corrections.md). `null` turns them off."""
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     record_kept_tokens: Natural = 0
     """Most tokens per position that are recorded after top-k and top-p.
 
-    `0` records none (docs/corrections.md#recorded-top-k-and-top-p-sets). Policy and reference then
-    compute log-probs over the recorded tokens, so ratios and KL are exact. If more tokens remain at
-    a position, the trainer repeats the filtering.
+    `0` records none (docs/corrections.md#recorded-top-k-and-top-p-sets).
     """
 
     @property

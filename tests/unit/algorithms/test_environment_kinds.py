@@ -44,6 +44,7 @@ def test_a_step_of_training(tiny_nemo, tmp_path):
     assert 0 < metrics["sampler/logprob_gap_max"] < 1e-3
 
 
+@pytest.mark.extended
 def test_an_evaluation_with_a_kind_of_the_table(tiny_nemo, tmp_path, monkeypatch):
     monkeypatch.setitem(ENVIRONMENT_KINDS, "toy", TOY)
     (tmp_path / "rows.jsonl").write_text('{"name": "a"}\n{"name": "b"}\n')

@@ -364,6 +364,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.extended
 @pytest.mark.integration
 def test_conversion_scripts(tmp_path):
     """Both command lines, one after the other, and an error without a traceback."""

@@ -160,9 +160,10 @@ def test_reports_name_what_is_missing(without):
     ("script", "arguments"),
     [
         ("train_gpt_ppo", ["trainer.ppo.max_steps=1"]),
-        (
+        pytest.param(
             "train_gpt_sft",
             ["--config-name", "recipes/sft_tiny_cpu", "trainer.sft.max_steps=1"],
+            marks=pytest.mark.extended,
         ),
     ],
 )

@@ -39,7 +39,7 @@ def test_what_left_the_session_is_killed_too(load, tmp_path):
     assert left == []
 
 
-@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.extended), 3])
 def test_a_sample_that_hangs_takes_no_other_with_it(load, concurrency):
     function = load(
         "hangs_on_some", time_limit_s=8.0, timeout_reward=-1.0, max_concurrency=concurrency
