@@ -2,11 +2,14 @@
 
 Each class derives from ``AlignerError`` and from a standard exception, so that both
 ``except AlignerError`` and ``except ValueError`` work. A message names the key, its value and a
-remedy.
+remedy. Errors of the models name the step of the run (`current_step`).
 """
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
+
+_step: ContextVar[int] = ContextVar("training step", default=0)
 
 
 class AlignerError(Exception):
@@ -129,3 +132,21 @@ def raised_as(
             raise
         cause = f"no {error}" if isinstance(error, KeyError) else str(error) or repr(error)
         raise kind(f"{text}: {cause}{remedy and '; '}{remedy}") from error
+
+
+@contextlib.contextmanager
+def training_step(step: int) -> Iterator[None]:
+    """Attribute errors raised inside the block to step ``step`` of the run.
+
+    The models cannot name the step, because they count only their own updates.
+    """
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def current_step() -> int:
+    """Return the current step, 0 outside of a run."""
+    return _step.get()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.formulas                    # print the table
     python -m benchmarks.formulas --peer verl --peer TRL
-    python -m benchmarks.formulas --write docs/formulas.md
+    python -m benchmarks.formulas --write docs/formulas.md   # counts and largest differences
 
 In float64, values and gradients: both are to agree to 1e-6, or to differ by more where the table
 explains how they differ. Exits with 1 otherwise, so the page stays true. Each peer's own functions
@@ -78,24 +78,31 @@ def install(peer: Peer) -> None:
 
 
 def table(found: Sequence[Comparison]) -> Iterator[str]:
-    """Yield Markdown: a row of agreeing formulas per peer, then formulas that are known to differ.
-
-    The row of a peer contains its largest differences.
-    """
-    yield "| peer | formulas that agree | difference | of gradients |"
-    yield "|---|---|---:|---:|"
+    """Yield Markdown: a row of agreeing formulas per peer, then formulas that should differ."""
+    yield "| peer | formulas that agree |"
+    yield "|---|---|"
     for peer in dict.fromkeys(entry.peer for entry in found):
-        agreeing = [entry for entry in found if entry.peer == peer and not entry.why]
-        values = max((entry.difference for entry in agreeing), default=0.0)
-        gradients = max((entry.gradient or 0.0 for entry in agreeing), default=0.0)
-        largest = f"{_number(values)} | {_number(gradients)}"
-        yield f"| {peer} | {'; '.join(entry.formula for entry in agreeing)} | {largest} |"
+        agreeing = [entry.formula for entry in found if entry.peer == peer and not entry.why]
+        yield f"| {peer} | {'; '.join(agreeing)} |"
     yield ""
     yield "| formula | peer | difference | of gradients | how they differ |"
     yield "|---|---|---:|---:|---|"
     for entry in found:
         if entry.why:
             yield f"| {entry.formula} | {entry.peer} | {_numbers(entry)} | {entry.why} |"
+
+
+def summary(found: Sequence[Comparison]) -> Iterator[str]:
+    """Yield Markdown: counts of formulas per peer, and the largest differences where both agree."""
+    yield "| peer | formulas that agree | formulas that differ | difference | of gradients |"
+    yield "|---|---:|---:|---:|---:|"
+    for peer in dict.fromkeys(entry.peer for entry in found):
+        compared = [entry for entry in found if entry.peer == peer]
+        agreeing = [entry for entry in compared if not entry.why]
+        values = max((entry.difference for entry in agreeing), default=0.0)
+        gradients = max((entry.gradient or 0.0 for entry in agreeing), default=0.0)
+        counts = f"{len(agreeing)} | {len(compared) - len(agreeing)}"
+        yield f"| {peer} | {counts} | {_number(values)} | {_number(gradients)} |"
 
 
 def _numbers(entry: Comparison) -> str:
@@ -123,8 +130,8 @@ def main() -> None:
     arguments = parser.parse_args()
     wanted = [peer for peer in PEERS if peer.name in (arguments.peer or names)]
     found = [entry for peer in wanted for entry in compare(peer)]
-    lines = list(table(found))
-    print("\n".join(lines))
+    lines = list(summary(found))
+    print("\n".join([*lines, "", *table(found)]))
     if arguments.write:
         write(arguments.write, lines)
     agreeing = [entry for entry in found if not entry.why]

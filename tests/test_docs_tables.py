@@ -14,13 +14,11 @@ from functools import cache
 from inspect import signature
 
 import pytest
-import yaml
 from documented import CONF, ROOT, Command, commands, tables
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_conf import ROOTS
 from test_docs import options as every_option
 from test_docs_commands import composed_of, hint_of, kind_of
-from test_gsm8k_recipes import composed, leaves
 from test_layering import PACKAGES, modules
 
 import aligner
@@ -309,16 +307,6 @@ def denominators(table):
     return [f"{table.place}: {row}" for row in table.rows if known.get(row[0]) != row[1]]
 
 
-def settings_of_the_recipe(table):
-    """Keys and values are those of the recipe for GSM8K."""
-    config = leaves(composed("megatron").as_dict())
-    return [
-        f"{table.place}: {row[2]} is {config.get(code(row[2])[0])}"
-        for row in table.rows
-        if yaml.safe_load(code(row[3])[0]) != config.get(code(row[2])[0])
-    ]
-
-
 def versions(table):
     """Allowed versions are those of pyproject.toml, tested versions those that are installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -387,7 +375,6 @@ TABLES = {
     ("message",): messages,
     ("file", "what it holds"): names(0, 1),
     ("family", "`model_type`"): equal_to(1, lambda: FAMILIES),
-    ("NeMo-RL", "value"): settings_of_the_recipe,
     ("NeMo", "here"): names(1),
     ("comparison", "rounding"): names(0, 2),
     ("the gap closes with", "where to look"): names(0, 1),
@@ -409,10 +396,6 @@ RESULTS = {
     ("largest over layouts",): "python -m benchmarks.parity",
     ("largest over quantities",): "python -m benchmarks.parity",
     ("peer", "formulas that agree"): "python -m benchmarks.formulas",
-    ("formula", "peer"): "python -m benchmarks.formulas",
-    ("precision", "`logprob_gap_mean`"): (
-        "python examples/train_gpt_reinforce.py --config-name recipes/grpo_smollm2_arithmetic_cpu"
-    ),
     ("rollouts by",): "python examples/train_gpt_ppo.py --config-name recipes/ppo_tiny_cpu",
     ("", "accuracy at the end"): "python -m benchmarks.value_parity",
 }

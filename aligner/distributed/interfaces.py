@@ -37,12 +37,6 @@ class WorkerGroup(Protocol):
         """Call a method on every worker with the shard at the worker's coordinates."""
         ...
 
-    def run_single_worker_single_data(
-        self, method_name: str, worker_idx: int = 0, **kwargs: Any
-    ) -> WorkerFuture:
-        """Call a method on one worker."""
-        ...
-
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
         """Wait for a call and return its results, in order of the sharded axis."""
         ...

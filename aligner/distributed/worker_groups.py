@@ -30,9 +30,8 @@ from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.ray.bundles import Bundle, BundleCluster
 from aligner.distributed.ray.calls import WorkerHandle, wait_for
 from aligner.distributed.ray.worker import Seat, TorchWorld, WorkerProcess
-from aligner.distributed.step import current_step
 from aligner.distributed.workers import LocalCluster
-from aligner.errors import AlignerError, WorkerError
+from aligner.errors import AlignerError, WorkerError, current_step
 
 if TYPE_CHECKING:
     from ray import ObjectRef

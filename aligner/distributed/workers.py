@@ -271,44 +271,37 @@ class LocalWorkerGroup:
         Every axis is either sharded or replicated. Worker methods return the same result along
         ``output_is_replicated``, so the call returns one result per data-parallel rank.
         """
-        # Check the axes and the number of shards.
-        if list(in_sharded_axes) != ["data_parallel"]:
+        size, axes = self.parallel.dp_size, [*replicate_on_axes, *output_is_replicated]
+        if list(in_sharded_axes) != ["data_parallel"] or set(axes) - set(MODEL_AXES):
             raise WorkerError(
-                f"data can be sharded over data_parallel alone, not {list(in_sharded_axes)}"
+                f"{method_name}: data is sharded over data_parallel alone and replicated over "
+                f"{MODEL_AXES}, got {list(in_sharded_axes)} and {axes}"
             )
-        for name in (*replicate_on_axes, *output_is_replicated):
-            if name not in MODEL_AXES:
-                raise WorkerError(f"cannot replicate over {name!r}. The axes are {MODEL_AXES}")
-        if len(data) != self.parallel.dp_size:
-            raise WorkerError(
-                f"{method_name}: {len(data)} shards for {self.parallel.dp_size} data-parallel ranks"
-            )
-        # Call this process's worker, and exchange results over data parallel.
+        if len(data) != size:
+            raise WorkerError(f"{method_name}: {len(data)} shards for {size} data-parallel ranks")
+        # Call this process's worker, and exchange results or failures over data parallel.
         arguments = {"data": data[self.parallel.dp_rank], **(common_kwargs or {})}
-        if self.parallel.dp_size == 1:
+        if size == 1:
             return LocalFuture([getattr(self.worker, method_name)(**arguments)])
+        try:
+            result = to_host(getattr(self.worker, method_name)(**arguments))
+        except Exception as error:
+            sendable = error if isinstance(error, AlignerError) else None
+            text = f"{type(error).__name__}: {error}"
+            self._gather(_Failure(self.parallel.rank, text, sendable))
+            raise
+        results = self._gather(result)
+        for result in results:
+            if isinstance(result, _Failure):
+                raise result.error or WorkerError(
+                    f"{method_name} failed on rank {result.rank}: {result.message}"
+                )
+        return LocalFuture(results)
 
-        def gather(result: Any) -> list[Any]:
-            results: list[Any] = [None] * self.parallel.dp_size
-            dist.all_gather_object(results, result, group=self.parallel.dp_group)
-            return results
-
-        return self._call_and_exchange(method_name, arguments, gather)
-
-    def run_single_worker_single_data(
-        self, method_name: str, worker_idx: int = 0, **kwargs: Any
-    ) -> LocalFuture:
-        """Call a method in the process of rank ``worker_idx``. Every process gets the result."""
-        if self.parallel.world_size == 1:
-            return LocalFuture([getattr(self.worker, method_name)(**kwargs)])
-
-        def broadcast(result: Any) -> list[Any]:
-            results = [result]
-            dist.broadcast_object_list(results, src=worker_idx)
-            return results
-
-        arguments = kwargs if self.parallel.rank == worker_idx else None
-        return self._call_and_exchange(method_name, arguments, broadcast)
+    def _gather(self, result: Any) -> list[Any]:
+        results: list[Any] = [None] * self.parallel.dp_size
+        dist.all_gather_object(results, result, group=self.parallel.dp_group)
+        return results
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
         """Return the results of a call, in data-parallel order."""
@@ -323,29 +316,6 @@ class LocalWorkerGroup:
         if cleanup_method is not None:
             getattr(self.worker, cleanup_method)()
         return True
-
-    def _call_and_exchange(
-        self,
-        method_name: str,
-        arguments: Mapping[str, Any] | None,
-        exchange: Callable[[Any], list[Any]],
-    ) -> LocalFuture:
-        """Call the worker unless ``arguments`` is None, and ``exchange`` results or failures."""
-        result: Any = None
-        try:
-            if arguments is not None:
-                result = to_host(getattr(self.worker, method_name)(**arguments))
-        except Exception as error:
-            sendable = error if isinstance(error, AlignerError) else None
-            exchange(_Failure(self.parallel.rank, f"{type(error).__name__}: {error}", sendable))
-            raise
-        results = exchange(result)
-        for result in results:
-            if isinstance(result, _Failure):
-                raise result.error or WorkerError(
-                    f"{method_name} failed on rank {result.rank}: {result.message}"
-                )
-        return LocalFuture(results)
 
 
 class LocalCluster:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.kernels.linear_product import wide_mm
-from aligner.kernels.running_sum import running_sum
 from aligner.logprobs.output_layer import Tiles, VocabShard, soft_cap_
 from aligner.logprobs.vocab_sequence_exchange import all_to_all_vp2sq
 from aligner.parallel.collectives import gather_first
@@ -22,8 +21,8 @@ from aligner.parallel.collectives import gather_first
 # Limit of logits in memory. Sorting needs several times this memory.
 _CHUNK_BYTES = {"cpu": 64 * 2**20}
 _CHUNK_BYTES_ACCELERATOR = 256 * 2**20
-
-
+# Columns of one product in a running sum. Wider rows are cut into blocks.
+_WIDEST, _BLOCK = 2048, 512
 # Value of an excluded logit. Not -inf, because 0 · -inf would be NaN in the entropy.
 EXCLUDED = -1e30
 
@@ -223,3 +222,32 @@ def threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     # kept, all other columns are kept, too.
     limit = smallest - (smallest - next_lower).clamp(max=2.0) / 2
     return torch.where(smallest.isneginf(), smallest, limit).squeeze(1)
+
+
+def running_sum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum float [n, m] up to and including each column, in ``dtype``, by default the input's.
+
+    The result of `torch.cumsum`. PyTorch has no deterministic kernel for it on GPUs: if
+    deterministic operations were requested there, products with triangles of ones replace it.
+    """
+    if values.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return sum_by_products(values).to(dtype or values.dtype)
+    return values.cumsum(dim=1, dtype=dtype)
+
+
+def sum_by_products(values: Tensor) -> Tensor:
+    """Compute `running_sum` as matrix products, float64 [n, m].
+
+    The sums of a row of at most 2,048 columns never fall, and adding a zero does not change them,
+    because such a row is one product.
+    """
+    rows, columns = values.shape
+    width = columns if columns <= _WIDEST else _BLOCK
+    blocks = F.pad(values.double(), (0, -columns % width)).view(rows, -1, width)
+    ones = torch.ones(width, width, dtype=blocks.dtype, device=blocks.device)
+    sums = blocks @ ones.triu()
+    if blocks.shape[1] > 1:
+        # Add the total of all earlier blocks.
+        count = blocks.shape[1]
+        sums = sums + (sums[:, :, -1] @ ones.new_ones(count, count).triu(1))[:, :, None]
+    return sums.flatten(1)[:, :columns]

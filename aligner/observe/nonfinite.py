@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aligner.checkpoint.durable import storing, unused_path, write_json
 from aligner.checkpoint.run_state.tree import normalise, write_tree
-from aligner.distributed.step import current_step
+from aligner.errors import current_step
 
 
 def nonfinite_names(scalars: Mapping[str, float | Tensor]) -> list[str]:
@@ -47,7 +47,7 @@ def write_nonfinite(
     ``<folder>/nonfinite/step_000012_policy_update_000_rank_00000.json`` contains the scalars and,
     for each offending row, its index, its per-sample values and its text. The ``.pt`` file of the
     same name contains all tensors of those rows (``torch.load(..., weights_only=True)``). Every
-    rank writes its own files. The step is the step of the run (`aligner.distributed.step`).
+    rank writes its own files. The step is the step of the run (`aligner.errors`).
 
     Args:
         folder: directory of the run.

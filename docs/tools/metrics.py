@@ -4,10 +4,12 @@
     python -m docs.tools.metrics --write   write the page
 
 The page gives each denominator that several metrics share a short name, and lists the names once.
-tests/test_docs.py compares the page with this.
+One row contains the deviation, minimum and maximum of a metric. tests/test_docs.py compares the
+page with this.
 """
 
 import argparse
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -27,10 +29,16 @@ SHORT = {
 }
 
 
+# Three adjacent rows.
+SPREAD = re.compile(r"\| `(\w+)_std` \|.*\| (.*) \|\n\| `\1_min` .*\n\| `\1_max` .*")
+
+
 def tables() -> str:
     """Return the registry's sections with short denominators, after the list of short names."""
     _, _, sections = REGISTRY.read_text(encoding="utf-8").partition("\n## ")
-    text, used = f"## {sections}".strip(), []
+    meaning = "Unbiased standard deviation, smallest and largest value."
+    row = rf"| `\1_std`, `\1_min`, `\1_max` | {meaning} | \2 |"
+    text, used = SPREAD.sub(row, f"## {sections}".strip()), []
     for over, name in sorted(SHORT.items(), key=lambda entry: -len(entry[0])):
         if f"| {over} |" in text:
             text = text.replace(f"| {over} |", f"| {name} |")

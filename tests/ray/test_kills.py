@@ -8,9 +8,8 @@ import signal
 import pytest
 from runs import ON_RAY, train
 
-from aligner.distributed.step import current_step
 from aligner.distributed.worker_groups import RayWorkerGroup
-from aligner.errors import WorkerDiedError
+from aligner.errors import WorkerDiedError, current_step
 
 pytestmark = [pytest.mark.ray, pytest.mark.ray_heavy, pytest.mark.timeout(1800)]
 

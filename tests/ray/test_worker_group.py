@@ -11,9 +11,8 @@ import time
 import pytest
 from ray_workers import teller_on
 
-from aligner.distributed.step import training_step
 from aligner.distributed.virtual_cluster import RayVirtualCluster
-from aligner.errors import DataError, MissingPackageError, WorkerError
+from aligner.errors import DataError, MissingPackageError, WorkerError, training_step
 
 pytestmark = pytest.mark.ray
 

@@ -11,8 +11,8 @@ import torch
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import parse_config
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.step import current_step
 from aligner.distributed.worker_groups import RayWorkerGroup
+from aligner.errors import current_step
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 
 ROOT = Path(__file__).parents[2]

@@ -36,8 +36,7 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.device.accelerator import MemoryUse
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.step import training_step
-from aligner.errors import DeviceMemoryError, WorkerError
+from aligner.errors import DeviceMemoryError, WorkerError, training_step
 from aligner.models.handle import RoleHandle
 from aligner.observe.metrics import PhaseTimers
 from aligner.parallel.collectives import gather_objects, this_rank

@@ -34,8 +34,13 @@ from aligner.config.parse import without_new_defaults
 from aligner.data.dataset import PromptSampler
 from aligner.data.tokenizers.tokenizer import TEMPLATE_TIME
 from aligner.device import accelerator
-from aligner.distributed.step import training_step
-from aligner.errors import CheckpointError, DamagedStateError, NonFiniteError, raised_as
+from aligner.errors import (
+    CheckpointError,
+    DamagedStateError,
+    NonFiniteError,
+    raised_as,
+    training_step,
+)
 from aligner.models.handle import RoleHandle
 from aligner.observe.metrics import MetricsWriter, PhaseTimers
 from aligner.observe.progress import ConsoleProgress

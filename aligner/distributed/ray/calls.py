@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from aligner.distributed.ray.worker import Seat, WorkerFailure
-from aligner.distributed.step import current_step
-from aligner.errors import WorkerDiedError, WorkerError
+from aligner.errors import WorkerDiedError, WorkerError, current_step
 
 if TYPE_CHECKING:
     from ray import ObjectRef

@@ -156,7 +156,7 @@ class WorkerProcess:
         try:
             with contextlib.ExitStack() as stack:
                 if step:  # without a step, aligner.distributed need not be importable
-                    from aligner.distributed.step import training_step
+                    from aligner.errors import training_step
 
                     stack.enter_context(training_step(step))
                 result = getattr(self._worker, method_name)(*args, **kwargs)

@@ -19,8 +19,8 @@ class _Watch(MetaPathFinder):
 
 
 def _change():
-    from aligner.distributed.step import current_step
     from aligner.distributed.worker_groups import RayWorkerGroup
+    from aligner.errors import current_step
 
     step, method = os.environ["ALIGNER_TEST_DIE_IN"].split()
     real_call, seen = RayWorkerGroup._call, [0]

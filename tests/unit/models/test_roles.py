@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from aligner.config import LengthParams, OptimConfig, SamplingParams, SchedConfig
-from aligner.distributed.step import training_step
 from aligner.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     LayoutError,
     NonFiniteError,
+    training_step,
 )
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss

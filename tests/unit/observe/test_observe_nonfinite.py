@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from aligner.distributed.step import training_step
-from aligner.errors import StorageError
+from aligner.errors import StorageError, training_step
 from aligner.observe.nonfinite import nonfinite_names, offending_rows, write_nonfinite
 
 

@@ -27,8 +27,8 @@ from aligner.data.tokenizers.decoding import StopStrings
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device.accelerator import HostCopy
 from aligner.errors import ConfigError, DataError
-from aligner.models.gpt.decode.responses import Prompts, Responses, RolloutRules, with_headroom
-from aligner.models.gpt.decode.sampled_model import IncrementalDecoder, SampledGPT, SampledModel
+from aligner.models.gpt.decode.responses import PromptRows, Responses, RolloutRules, with_headroom
+from aligner.models.gpt.decode.sampled_model import SampledGPT, SampledModel, SlotDecoder
 from aligner.models.gpt.decode.scheduler import Rollout, TokenListener, WideNucleusError
 
 _MAX_CACHED_RULES = 2  # whose graphs are kept: the rules of training and of validation
@@ -106,7 +106,7 @@ class Generator:
         self._record_kept = record_kept
         self._may_wait = False  # synchronise within a step, once a nucleus has required it
         # State between rollouts, for their graphs. Responses by rules, in order of last use.
-        self._model: IncrementalDecoder | None = None
+        self._model: SlotDecoder | None = None
         self._weights: tuple[int, ...] = ()
         self._responses: dict[RolloutRules, Responses] = {}
 
@@ -139,7 +139,7 @@ class Generator:
         sampling_options = sampling_options or self._sampling_options
         length, sampling = sampling_options.length, sampling_options.sampling
         device = next(self._sampled.parameters()).device
-        batch = Prompts(prompts.to(device), prompt_lengths.to(device), sample_ids.to(device))
+        batch = PromptRows(prompts.to(device), prompt_lengths.to(device), sample_ids.to(device))
         # The only synchronisation before the first token.
         host, lengths = HostCopy(prompts, prompt_lengths).wait()
         self._check_prompts(host, lengths, length)
@@ -168,7 +168,7 @@ class Generator:
 
     def _roll_out(
         self,
-        prompts: Prompts,
+        prompts: PromptRows,
         rows: Sequence[tuple[int, ...]],
         rules: RolloutRules,
         stop: StopStrings | None,
@@ -223,7 +223,7 @@ class Generator:
         """Free the graphs kept between rollouts, and the memory that graphs read and write."""
         self._model, self._responses = None, {}
 
-    def _model_for(self, num_slots: int, capacity: int, captured: bool) -> IncrementalDecoder:
+    def _model_for(self, num_slots: int, capacity: int, captured: bool) -> SlotDecoder:
         """Return a model whose cache is large enough. Reuse the last model if possible.
 
         If weights have moved, graphs cannot be reused, because they contain addresses.
@@ -238,7 +238,7 @@ class Generator:
         self._model = self._sampled.decoder(num_slots, capacity)
         return self._model
 
-    def _responses_for(self, prompts: Prompts, rules: RolloutRules, captured: bool) -> Responses:
+    def _responses_for(self, prompts: PromptRows, rules: RolloutRules, captured: bool) -> Responses:
         """Return memory for responses. With graphs, reuse the memory of equal rules if it fits."""
         if not captured:
             return Responses(prompts, rules)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aligner.config import LengthParams, SamplingParams
 from aligner.device import accelerator
-from aligner.models.gpt.decode.sampled_model import IncrementalDecoder
+from aligner.models.gpt.decode.sampled_model import SlotDecoder
 from aligner.models.gpt.decode.sampling import SampledTokens, counter_uniforms, sample_tokens
 
 # The span of attention is rounded up to a multiple of _MIN_SPAN_STEP or, if that is larger, of its
@@ -42,7 +42,7 @@ class Batch:
     wide: Tensor  # bool [], a nucleus contains more tokens than the candidates (`sample_tokens`)
 
 
-class Prompts(NamedTuple):
+class PromptRows(NamedTuple):
     """Prompts of B samples."""
 
     tokens: Tensor  # int64 [B, P], right-padded
@@ -72,7 +72,7 @@ class Responses:
     """
 
     def __init__(
-        self, prompts: Prompts, rules: RolloutRules, shape: tuple[int, int] = (0, 0)
+        self, prompts: PromptRows, rules: RolloutRules, shape: tuple[int, int] = (0, 0)
     ) -> None:
         """Store the prompts and allocate responses. ``shape``: smallest allowed [B + 1, S]."""
         # The result tensors, with the prompts.
@@ -143,7 +143,7 @@ class Responses:
 
     def sample(
         self,
-        model: IncrementalDecoder,
+        model: SlotDecoder,
         batch: Batch,
         hidden: Tensor,
         *,
@@ -187,7 +187,7 @@ class Responses:
 
     def advance(
         self,
-        model: IncrementalDecoder,
+        model: SlotDecoder,
         batch: Batch,
         longest: int,
         *,

@@ -23,8 +23,7 @@ from torch import Tensor
 from aligner.config import SamplingParams
 from aligner.errors import NonFiniteError
 from aligner.kernels.counter_hash import UNIFORM_BITS, counter_hash, uniform_bits
-from aligner.kernels.running_sum import running_sum
-from aligner.logprobs.top_k_top_p import threshold
+from aligner.logprobs.top_k_top_p import running_sum, threshold
 
 _BLOCK = 128  # tokens of a block, in which probabilities are summed
 _ONE_LEVEL = 2048  # largest vocabulary that is summed without blocks

@@ -15,8 +15,7 @@ from aligner.checkpoint.canonical import Weights
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
-from aligner.distributed.step import current_step
-from aligner.errors import ConfigError, NonFiniteError
+from aligner.errors import ConfigError, NonFiniteError, current_step
 from aligner.models.gpt.forward.schedule import (
     Microbatch,
     MicroBatches,
