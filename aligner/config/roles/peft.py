@@ -41,10 +41,7 @@ class LoraConfig:
     """Scale of the adapters: the product of the matrices is multiplied by alpha / adapter_dim."""
 
     adapter_dropout: Annotated[StrictFloat, Interval(ge=0, le=0.9)] = 0.0
-    """Probability of dropping an input element of an adapter in training, at most 0.9.
-
-    The random numbers of a token depend on seed, update and the tokens up to it, not on the layout.
-    """
+    """Probability of dropping an input element of an adapter in training, at most 0.9."""
 
     @property
     def linears(self) -> frozenset[str]:
