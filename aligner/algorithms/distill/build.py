@@ -158,7 +158,7 @@ def distill_task(
 def check_teacher(config: DistillRunConfig, tokenizer: Tokenizer) -> GPTArchitecture:
     """Return the teacher's architecture, and raise if its tokens differ from the student's."""
     path = config.teacher.restore_from_path
-    source = open_model(path, config.policy.backend)
+    source = open_model(path, config.policy.backend, trusted=config.model.trust_remote_code)
     with named_by("teacher.restore_from_path"), source as checkpoint:
         architecture, teacher_tokenizer = checkpoint.architecture, checkpoint.tokenizer
     difference = differing_token(teacher_tokenizer, tokenizer)
