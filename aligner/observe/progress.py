@@ -54,7 +54,7 @@ class ConsoleProgress:
         self._latest: dict[str, tuple[int, float]] = {}  # metric → step and value, the newest
         self._bar: RichProgress | None = None
         if enabled and console.is_terminal:
-            # The widths of the phase, of the step and of the bar are constant, so that nothing moves.
+            # Phase, step and bar have constant widths, so that the bar does not move.
             self._bar = RichProgress(
                 TextColumn(f"[bold]{{task.description:<{_PHASE_WIDTH}.{_PHASE_WIDTH}}}"),
                 MofNCompleteColumn(),

@@ -26,7 +26,7 @@ class RunLock:
 
     def __init__(self, folder: Path, *, patience: float = 5.0) -> None:
         self._path = folder / LOCK_FILE
-        self._open()
+        self._file = self._open()
         deadline = time.monotonic() + patience
         while not self._acquired():
             if time.monotonic() >= deadline:
@@ -47,10 +47,10 @@ class RunLock:
             os.close(self._file)
             self._file = -1
 
-    def _open(self) -> None:
+    def _open(self) -> int:
         with storing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            return os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def _acquired(self) -> bool:
         try:
@@ -61,5 +61,5 @@ class RunLock:
         if os.fstat(self._file).st_nlink:
             return True
         self.release()
-        self._open()
+        self._file = self._open()
         return False

@@ -91,7 +91,7 @@ class RunDirectory:
             self._write({**record, "saved": True})
 
     def remove_if_unused(self) -> None:
-        """Remove ``run.json`` and the directory if the run ended before it wrote anything else."""
+        """Remove the directory if the run that created it wrote nothing else than ``run.json``."""
         files = {path.name for path in self.folder.iterdir()}
         if files <= {LOCK_FILE, RUN_FILE}:
             for name in files:
