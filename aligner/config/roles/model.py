@@ -109,6 +109,12 @@ class TrainedModelConfig:
     restore_from_path: ModelPath
     """The model to train: a `.nemo` file, an unpacked `.nemo`, or a Hugging Face directory."""
 
+    trust_remote_code: StrictBool = False
+    """Run the Python code in a Hugging Face directory whose `config.json` has `auto_map`.
+
+    Without it such code is never imported. Needs `policy.backend=dtensor`.
+    """
+
     tokenizer: FilePath | None = None
     """Path of another tokenizer. `null` means the tokenizer in the `.nemo`.
 
