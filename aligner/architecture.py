@@ -219,10 +219,12 @@ class TransformersArchitecture(GPTArchitecture):
     """Architecture of a model that only transformers builds, from a Hugging Face directory.
 
     The fields of `GPTArchitecture` are sizes for estimates, 1 where the model has no such size.
-    ``settings``: text of the directory's ``config.json``. A run writes a directory.
+    ``settings``: text of the directory's ``config.json``. ``code``: the directory, if its own code
+    builds the model. A run writes a directory.
     """
 
     settings: str = "{}"
+    code: str = ""
     suffix: ClassVar[str] = ""
 
 

@@ -1,6 +1,6 @@
 """Convert the adapters of a run to the format of Hugging Face's PEFT.
 
-python examples/convert_lora_to_peft.py --model BASE.nemo --adapters RUN.lora.safetensors \
+python examples/convert_lora_to_peft.py --model BASE --adapters RUN.lora.safetensors \
     --output DIR [--base-model HUGGING_FACE_NAME_OR_DIR]
 """
 
@@ -15,7 +15,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="the .nemo from which the run started")
+    parser.add_argument("--model", required=True, help="the model from which the run started")
     parser.add_argument("--adapters", required=True, help="its *.lora.safetensors")
     parser.add_argument("--output", required=True, help="a new directory to write")
     parser.add_argument("--base-model", help="base model that PEFT loads with the adapters")

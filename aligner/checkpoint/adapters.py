@@ -10,18 +10,19 @@ keys of its architecture.
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
-from aligner.architecture import GPTArchitecture
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.canonical import (
+    LORA,
     LORA_A,
     LORA_B,
     OUTPUT_LAYER,
@@ -34,7 +35,9 @@ from aligner.checkpoint.canonical import (
     misfits,
 )
 from aligner.checkpoint.durable import atomic_file
+from aligner.checkpoint.hf.any_model import body_path, empty_model
 from aligner.config import LoraConfig
+from aligner.config.roles.peft import LINEARS
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError, raised_as
 
 SUFFIX = ".lora.safetensors"
@@ -47,8 +50,8 @@ _LORA, _NEMO_KEYS = "lora", "nemo_keys"
 class Adapters:
     """Contents of a file of adapters.
 
-    ``tensors``: canonical name → ``a`` [rank, in] and ``b`` [out, rank] of every adapted linear,
-    unsplit, and a trained head. Any float dtype.
+    ``tensors``: name → ``a`` and ``b`` of every adapted linear, unsplit, with the shapes of
+    `adapter_shapes`, and a trained head. Any float dtype.
     """
 
     lora: LoraConfig
@@ -59,29 +62,131 @@ class Adapters:
 def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str, Shape]:
     """Return the name and unsplit shape of every adapter matrix of the model, in depth order.
 
+    Experts have ``a`` [experts, rank, in] and ``b`` [experts, out, rank].
+
     Raises `ConfigError` if the model has no such linears.
     """
+    # Adapters by the names of linears, with the shapes of the weights.
+    if isinstance(architecture, TransformersArchitecture):
+        adapted = adapted_weights(empty_model(architecture), lora)
+        weights = {weight.adapter: weight.shape for weight in adapted}
+    else:
+        weights = _canonical_weights(architecture, lora)
+    # Two matrices for each adapted linear.
+    shapes: dict[str, Shape] = {}
+    for adapter, (*experts, outputs, inputs) in weights.items():
+        if lora.adapter_dim > max(outputs, inputs):
+            raise ConfigError(
+                f"model.peft.lora_tuning.adapter_dim={lora.adapter_dim} exceeds both dimensions of "
+                f"{adapter.removesuffix(LORA)} ({outputs} x {inputs}). Lower it, for adapters "
+                f"smaller than the weights below {min(outputs, inputs)}"
+            )
+        shapes[f"{adapter}.a"] = (*experts, lora.adapter_dim, inputs)
+        shapes[f"{adapter}.b"] = (*experts, outputs, lora.adapter_dim)
+    return shapes
+
+
+def _canonical_weights(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str, Shape]:
+    if unknown := set(lora.target_modules) - LINEARS.keys():
+        raise _no_target(unknown.pop(), lora, LINEARS)
     if architecture.num_moe_experts is not None and any("mlp" in name for name in lora.linears):
         raise ConfigError(
             f"model.peft.lora_tuning.target_modules={list(lora.target_modules)}: this model is a "
             "mixture of experts, and those support adapters in attention only. Set "
             "target_modules=[attention]"
         )
-    # Two matrices for each adapted linear.
-    shapes: dict[str, Shape] = {}
-    for name, shape in expected_shapes(architecture).items():
-        linear, _, kind = name.rpartition(".")
-        if kind == "weight" and linear.endswith(tuple(lora.linears)):
-            outputs, inputs = shape
-            if lora.adapter_dim > max(shape):
-                raise ConfigError(
-                    f"model.peft.lora_tuning.adapter_dim={lora.adapter_dim} exceeds both "
-                    f"dimensions of {linear} ({outputs} x {inputs}). Lower it, for adapters "
-                    f"smaller than the weights below {min(shape)}"
-                )
-            shapes[f"{linear}{LORA_A}"] = (lora.adapter_dim, inputs)
-            shapes[f"{linear}{LORA_B}"] = (outputs, lora.adapter_dim)
-    return shapes
+    return {
+        f"{linear}{LORA}": shape
+        for name, shape in expected_shapes(architecture).items()
+        if (linear := name.removesuffix(".weight")) != name and linear.endswith(tuple(lora.linears))
+    }
+
+
+class AdaptedWeight(NamedTuple):
+    """Weight of a linear layer, or of all experts of a layer, in a model of transformers."""
+
+    name: str  # of the linear, or of the experts' parameter
+    shape: Shape  # [out, in], or [experts, out, in]
+    is_transposed: bool  # stored as [in, out]
+
+    @property
+    def parameter(self) -> str:
+        """Name of the parameter."""
+        return self.name if self.is_of_experts else f"{self.name}.weight"
+
+    @property
+    def adapter(self) -> str:
+        """Name of the module with the adapter's matrices."""
+        return f"{self.name}{'_lora' if self.is_of_experts else LORA}"
+
+    @property
+    def is_of_experts(self) -> bool:
+        """True if the weight is a parameter of several experts."""
+        return len(self.shape) > 2
+
+    def merged(self, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        """Return the stored ``weight`` plus the adapter's product, in the weight's dtype.
+
+        ``a`` [..., rank, in] and ``b`` [..., out, rank] are float.
+        """
+        return add_product(weight, *((b.mT, a.mT) if self.is_transposed else (a, b)), scale)
+
+
+def adapted_weights(model: nn.Module, lora: LoraConfig) -> list[AdaptedWeight]:
+    """Return the weights of a causal language model of transformers that get adapters.
+
+    Raises:
+        ConfigError: a target is the name of no linear layer and of no weight of experts.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    body = body_path(model)
+    weights: list[AdaptedWeight] = []
+    for path, module in model.get_submodule(body).named_modules(prefix=body):
+        transposed = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
+        for leaf, parameter in module.named_parameters(recurse=False):
+            is_linear = leaf == "weight" and isinstance(module, nn.Linear | Conv1D)
+            is_of_experts = parameter.dim() == 3 and min(parameter.shape) > 1
+            if is_linear or (is_of_experts and not isinstance(module, nn.Conv1d)):
+                name = path if is_linear else f"{path}.{leaf}"
+                shape = tuple(parameter.mT.shape if transposed else parameter.shape)
+                weights.append(AdaptedWeight(name, shape, transposed))
+    # A target is a part of a name.
+    adapted: set[str] = set()
+    for target in lora.target_modules:
+        matches = {weight.name for weight in weights if is_target(target, weight.name)}
+        if not matches:
+            raise _no_target(target, lora, ["all", *suffixes((w.name for w in weights), 1)])
+        adapted |= matches
+    return [weight for weight in weights if weight.name in adapted]
+
+
+def is_target(target: str, name: str) -> bool:
+    """Return whether a target of adapters is a part of the name of a module or parameter."""
+    return target == "all" or f".{target}." in f".{name}."
+
+
+def _no_target(target: str, lora: LoraConfig, names: Iterable[str]) -> ConfigError:
+    return ConfigError(
+        f"model.peft.lora_tuning.target_modules=[{','.join(lora.target_modules)}]: no linear layer "
+        f"of this model is named {target!r}. Use names among {', '.join(names)}"
+    )
+
+
+def suffixes(names: Iterable[str], length: int) -> list[str]:
+    """Return the last ``length`` parts of dotted names, sorted, each once."""
+    return sorted({".".join(name.split(".")[-length:]) for name in names})
+
+
+def distinct_suffixes(selected: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Return suffixes of the ``selected`` names that are suffixes of no other name.
+
+    A suffix of two parts that both have is returned.
+    """
+    chosen, rest = suffixes(selected, 2), suffixes(others, 2)
+    unselected = set(rest) - set(chosen)
+    short = suffixes(chosen, 1)
+    return chosen if set(short) & set(suffixes(unselected, 1)) else short
 
 
 def adapters_beside(weights_path: str) -> Path:
@@ -105,6 +210,20 @@ def read_adapters(path: str | os.PathLike[str], architecture: GPTArchitecture) -
         CheckpointNotFoundError: the file does not exist.
         CheckpointError: the file is damaged, not of this format, or belongs to another model.
     """
+    adapters = _read(path)
+    tensors, shapes = adapters.tensors, adapter_shapes(architecture, adapters.lora)
+    problems = misfits(set(tensors), set(shapes), set(REWARD_HEAD))
+    if problems:
+        raise CheckpointError(
+            f"adapters in {str(path)!r} belong to another model: {problems}. Give adapters that "
+            "were trained on this .nemo or on a model of the same shape"
+        )
+    for name, shape in shapes.items():
+        check_shape(f"{name} in {str(path)!r}", tensors[name].shape, shape)
+    return adapters
+
+
+def _read(path: str | os.PathLike[str]) -> Adapters:
     if not Path(path).is_file():
         raise CheckpointNotFoundError(
             f"{str(path)!r} does not exist. Give the *{SUFFIX} that a run with "
@@ -117,18 +236,30 @@ def read_adapters(path: str | os.PathLike[str], architecture: GPTArchitecture) -
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         described, nemo_keys = header[_LORA], header[_NEMO_KEYS]
         targets = tuple(described.pop("target_modules"))
-        lora = LoraConfig(target_modules=targets, **described)
-    # The file is intact. Check that it fits the model.
-    shapes = adapter_shapes(architecture, lora)
-    problems = misfits(set(tensors), set(shapes), set(REWARD_HEAD))
-    if problems:
+        return Adapters(LoraConfig(target_modules=targets, **described), tensors, nemo_keys)
+
+
+def backend_of(path: str | os.PathLike[str]) -> str:
+    """Return the ``policy.backend`` that trained a file of adapters, whose names it uses."""
+    is_canonical = any(name.startswith("decoder.layers.") for name in _read(path).tensors)
+    return "megatron" if is_canonical else "dtensor"
+
+
+def tensors_to_continue(
+    path: str | os.PathLike[str], architecture: GPTArchitecture, lora: LoraConfig, has_head: bool
+) -> Mapping[str, Tensor]:
+    """Read the tensors of a file of adapters with which a role continues.
+
+    Raises `ConfigError` or `CheckpointError` if they do not fit the role.
+    """
+    adapters = read_adapters(path, architecture)
+    check_same(lora, adapters.lora, path)
+    if REWARD_HEAD[0] in adapters.tensors and not has_head:
         raise CheckpointError(
-            f"adapters in {str(path)!r} belong to another model: {problems}. Give adapters that "
-            "were trained on this .nemo or on a model of the same shape"
+            f"{str(path)!r} was trained with a head (rm_head), but a policy has no head. Load "
+            "adapters of a policy"
         )
-    for name, shape in shapes.items():
-        check_shape(f"{name} in {str(path)!r}", tensors[name].shape, shape)
-    return Adapters(lora, tensors, nemo_keys)
+    return adapters.tensors
 
 
 def check_same(configured: LoraConfig, saved: LoraConfig, path: str | os.PathLike[str]) -> None:
@@ -150,10 +281,10 @@ def check_same(configured: LoraConfig, saved: LoraConfig, path: str | os.PathLik
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Compute ``W + scale · B A`` in float32. Return a new tensor of the weight's shape and dtype.
 
-    ``weight``: float [out, in]. ``a``: float [rank, in]. ``b``: float [out, rank].
+    ``weight``: float [..., out, in]. ``a``: float [..., rank, in]. ``b``: float [..., out, rank].
     """
-    merged = torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
-    return merged.to(weight.dtype)
+    add = torch.addmm if weight.dim() == 2 else torch.baddbmm
+    return add(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
 
 
 class MergedWeights(LazyTensors):

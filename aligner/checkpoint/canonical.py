@@ -26,7 +26,8 @@ Shape = tuple[int, ...]
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 REWARD_HEAD = ("rm_head.weight", "rm_head.bias")
-LORA_A, LORA_B = ".lora.a", ".lora.b"  # suffixes of adapter matrices after their linear's name
+LORA = ".lora"  # suffix of an adapter after its linear's name, with two matrices
+LORA_A, LORA_B = f"{LORA}.a", f"{LORA}.b"
 _VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 
 _LEGACY = (

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.adapters import Adapters, MergedWeights, read_adapters
+from aligner.checkpoint.adapters import Adapters, MergedWeights, backend_of, read_adapters
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.durable import readable_bytes
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
@@ -65,8 +65,8 @@ def lora_to_peft(
     ``model``: the ``.nemo``, Hugging Face directory or ``.gguf`` file that the run began with.
     ``base_model``: the model for PEFT to load.
     """
-    with open_model(model) as nemo:
-        architecture = nemo.architecture
+    with open_model(model, backend_of(adapters)) as source:
+        architecture = source.architecture
     lora = read_adapters(adapters, architecture)
     save_peft(target, lora, architecture, base_model)
     return written(target, _adapters(lora))

@@ -22,11 +22,14 @@ _DTENSOR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
 @contextlib.contextmanager
-def open_model(path: str | os.PathLike[str], backend: str | None = None) -> Iterator[ModelSource]:
+def open_model(
+    path: str | os.PathLike[str], backend: str | None = None, *, trusted: bool = False
+) -> Iterator[ModelSource]:
     """Open a `.nemo` (file or unpacked) or a Hugging Face directory or `.gguf` file.
 
     A directory of a family without a table of tensors is opened as `TransformersSource`.
-    ``backend``: ``policy.backend`` of the role that is loaded, if any.
+    ``backend``: ``policy.backend`` of the role that is loaded, if any. ``trusted``: whether Python
+    code in a directory is used (``trust_remote_code``).
 
     Raises:
         CheckpointNotFoundError: ``path`` does not exist.
@@ -37,8 +40,8 @@ def open_model(path: str | os.PathLike[str], backend: str | None = None) -> Iter
             f"{str(path)!r} describes a Hugging Face model. Give its directory, "
             f"{str(Path(path).parent)!r}"
         )
-    if is_built_by_transformers(path, backend):
-        yield read_any(Path(path))
+    if is_built_by_transformers(path, backend, trusted=trusted):
+        yield read_any(Path(path), trusted=trusted)
         return
     if Path(path).suffix == ".gguf" or (Path(path) / "config.json").is_file():
         yield read_hf(path)
@@ -47,8 +50,16 @@ def open_model(path: str | os.PathLike[str], backend: str | None = None) -> Iter
         yield checkpoint
 
 
-def is_built_by_transformers(path: str | os.PathLike[str], backend: str | None = None) -> bool:
-    """Return whether a directory's type has no table of tensors that ``backend`` uses."""
+def is_built_by_transformers(
+    path: str | os.PathLike[str], backend: str | None = None, *, trusted: bool = False
+) -> bool:
+    """Return whether a directory's type has no table of tensors that ``backend`` uses.
+
+    Code of the directory, if ``trusted``, precedes a table.
+    """
     described = Path(path) / "config.json"
+    if not described.is_file():
+        return False
+    settings = read_json(described)
     families = _DTENSOR_FAMILIES if backend == "dtensor" else FAMILIES
-    return described.is_file() and read_json(described).get("model_type") not in families
+    return settings.get("model_type") not in families or (trusted and "auto_map" in settings)

@@ -51,10 +51,7 @@ class ValidationConfig:
     """Most new tokens. `null` means as in rollouts."""
 
     final_answer: Function = FINAL_ANSWER
-    """Function that extracts the final answer from the text of a response.
-
-    It returns None if the response contains no answer. `maj_at_k` compares the answers.
-    """
+    """Function that extracts the answer of a response for `maj_at_k`, or returns None."""
 
     sets: Mapping[str, PromptSourceConfig] = field(default_factory=dict)
     """Additional sets of prompts, `NAME: {source, arguments, limit}`.

@@ -152,7 +152,8 @@ class RoleWorker(Generic[RoleT]):
     @classmethod
     def load_model(cls, settings: RoleSettings, path: str, tokenizer: Tokenizer) -> RoleT:
         """Load the backend's model from a `.nemo` file or a Hugging Face directory."""
-        with open_model(path, cls.model_class.backend) as source:
+        backend, trusted = cls.model_class.backend, settings.trust_remote_code
+        with open_model(path, backend, trusted=trusted) as source:
             return cls.model_class.from_checkpoint(source, settings=settings, tokenizer=tokenizer)
 
     def __repr__(self) -> str:
@@ -342,7 +343,8 @@ class RoleWorker(Generic[RoleT]):
         if self.model.settings.lora is not None:
             self.model.load_adapters(adapters_beside(weights_path))
         else:
-            with open_model(weights_path, self.model.backend) as source:
+            trusted = self.model.settings.trust_remote_code
+            with open_model(weights_path, self.model.backend, trusted=trusted) as source:
                 self.model.load_whole_weights(source.weights)
         if optimizer_path is not None:
             load_optimizer_state(self, optimizer_path)

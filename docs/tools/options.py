@@ -11,7 +11,8 @@ A table of options is what stands between two marks::
 The mark names the configuration whose defaults are shown, then keys. A key stands for all keys
 below it; ``-KEY`` leaves keys out. ``A=B`` writes one row for all keys below ``A`` whose docstring
 is that of the same key below ``B``: the row names them, refers to ``B`` and lists the defaults that
-differ. ``+shared`` adds a sentence with the defaults of shared options that this configuration
+differ. ``SECTION.KEY@PAGE`` adds the key to a row that refers to the table of another page.
+``+shared`` adds a sentence with the defaults of shared options that this configuration
 changes. tests/test_options.py compares the pages with this.
 """
 
@@ -116,7 +117,8 @@ def options(cls: type) -> list[Option]:
 
 def table(name: str, mark: str) -> str:
     """Return the table that a mark requests, for the configuration ``name``."""
-    words = [word for word in mark.split() if word != "+shared"]
+    elsewhere = re.findall(r"(\w+)\.(\S+)@(\S+)", mark)
+    words = [word for word in mark.split() if word != "+shared" and "@" not in word]
     omitted = [word[1:] for word in words if word.startswith("-")]
     origins = dict(word.split("=") for word in words if "=" in word)
     tree, known = composed(name), options(ROOTS[name])
@@ -136,6 +138,10 @@ def table(name: str, mark: str) -> str:
         ]
         if origin and shared:
             rows.append(reference(key, origin, [o for o in selected if o.key in shared], tree))
+    for section, page in dict.fromkeys((section, page) for section, _, page in elsewhere):
+        names = [f"`{key}`" for part, key, of in elsewhere if (part, of) == (section, page)]
+        meaning = f"As in [{page}]({page}#options)."
+        rows.append(f"| `{section}`: {', '.join(names)} | as there | {meaning} |")
     parts = ["\n".join(["| key | default | meaning |", "|---|---|---|", *rows])] if rows else []
     parts += [other_defaults(name)] if "+shared" in mark.split() else []
     return "\n\n".join(parts)

@@ -1,6 +1,6 @@
 """One rank of `test_any_model_layouts`: one update of models of transformers, sharded by FSDP2.
 
-    torchrun --nproc-per-node N any_model_rank.py FOLDER MODEL_TYPE ...
+    torchrun --nproc-per-node N any_model_rank.py FOLDER MODEL_TYPE[+lora] ...
 
 Each rank scores and learns from its share of the rows, with recomputed layers where the model can.
 Rank 0 writes the log-probs of its rows and the change of each weight to FOLDER/N.pt.
@@ -14,7 +14,7 @@ import torch
 torch.set_num_threads(1)
 
 from aligner.checkpoint.hf.any_model import empty_model, read_any
-from aligner.config import OptimConfig
+from aligner.config import LoraConfig, OptimConfig
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.role.settings import RoleSettings
@@ -41,7 +41,7 @@ def make_batch(rank: int, ranks: int) -> dict[str, torch.Tensor]:
     return {name: column[rank::ranks] for name, column in batch.items()}
 
 
-def updated(folder: Path) -> dict[str, object]:
+def updated(folder: Path, lora: LoraConfig | None) -> dict[str, object]:
     parallel = initialize_parallel()
     source = read_any(folder)
     recomputes = empty_model(source.architecture).supports_gradient_checkpointing
@@ -51,6 +51,7 @@ def updated(folder: Path) -> dict[str, object]:
         micro_batch_size=1,
         sequence_packing="auto",
         recompute="full" if recomputes else None,
+        lora=lora,
     )
     role = DTensorActorModel(source, settings, parallel, None)
     batch = make_batch(parallel.rank, parallel.world_size)
@@ -73,7 +74,9 @@ def main() -> None:
     folder, *types = sys.argv[1:]
     seen = {}
     for model_type in types:
-        seen[model_type] = updated(Path(folder) / model_type)
+        name, _, adapters = model_type.partition("+")
+        lora = LoraConfig(adapter_dim=3) if adapters else None  # no divisor of the rows
+        seen[model_type] = updated(Path(folder) / name, lora)
     if torch.distributed.get_rank() == 0:
         torch.save(seen, Path(folder) / f"{torch.distributed.get_world_size()}.pt")
     shutdown_parallel()

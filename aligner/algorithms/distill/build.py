@@ -93,7 +93,7 @@ def train_distill(config: DistillRunConfig) -> None:
         # Start the models and train.
         for attempt in run.attempts():
             with attempt:
-                sampler, steps = example_sampler(config, task)
+                sampler, steps = example_sampler(config, examples.train)
                 student = attempt.start_policy(steps)
                 teacher = start_teacher(config, attempt)
                 targets = TeacherTargets(teacher, loop.top_k, vocab_size, seed)
@@ -158,7 +158,7 @@ def distill_task(
 def check_teacher(config: DistillRunConfig, tokenizer: Tokenizer) -> GPTArchitecture:
     """Return the teacher's architecture, and raise if its tokens differ from the student's."""
     path = config.teacher.restore_from_path
-    source = open_model(path, config.policy.backend)
+    source = open_model(path, config.policy.backend, trusted=config.model.trust_remote_code)
     with named_by("teacher.restore_from_path"), source as checkpoint:
         architecture, teacher_tokenizer = checkpoint.architecture, checkpoint.tokenizer
     difference = differing_token(teacher_tokenizer, tokenizer)

@@ -44,7 +44,7 @@ def train_reward_model(config: RewardRunConfig) -> None:
         for attempt in run.attempts():
             with attempt:
                 # Model and trainer.
-                sampler, steps = example_sampler(config, task)
+                sampler, steps = example_sampler(config, examples.train)
                 model = attempt.own(
                     RewardModel(
                         attempt.clusters.policy,
@@ -125,7 +125,8 @@ def measure(
 
 def check_head(config: RewardRunConfig) -> None:
     """Raise if the model is a reward model with another number of attributes."""
-    with open_model(config.model.restore_from_path, config.policy.backend) as checkpoint:
+    path, trusted = config.model.restore_from_path, config.model.trust_remote_code
+    with open_model(path, config.policy.backend, trusted=trusted) as checkpoint:
         saved = saved_attributes(checkpoint)
     columns = config.data.attribute_columns
     if saved is not None and max(1, len(saved)) != max(1, len(columns)):

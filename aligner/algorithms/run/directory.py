@@ -20,6 +20,7 @@ from aligner.config import BaseRunConfig
 from aligner.config.parse import defaults_of
 from aligner.errors import CheckpointError, ConfigError, DamagedStateError
 from aligner.observe.jsonl import read_lines
+from aligner.observe.run_lock import LOCK_FILE
 
 RUN_FILE = "run.json"
 _HISTORY = ("metrics.jsonl", "samples.jsonl")
@@ -92,6 +93,14 @@ class RunDirectory:
         record = self._record()
         if not record.get("saved"):
             self._write({**record, "saved": True})
+
+    def remove_if_unused(self) -> None:
+        """Remove the directory if the run that created it wrote nothing else than ``run.json``."""
+        files = {path.name for path in self.folder.iterdir()}
+        if files <= {LOCK_FILE, RUN_FILE}:
+            for name in files:
+                (self.folder / name).unlink()
+            self.folder.rmdir()
 
     def _check_same(self, identity: RunIdentity, config: BaseRunConfig) -> str | None:
         """Raise if the newest readable run state belongs to another run.

@@ -57,7 +57,8 @@ def describe_model(
 
     ``backend``: ``policy.backend``. Raises for adapters that do not fit the model.
     """
-    with open_model(model.restore_from_path, backend) as checkpoint:
+    trusted = model.trust_remote_code
+    with open_model(model.restore_from_path, backend, trusted=trusted) as checkpoint:
         tokenizer = (
             checkpoint.tokenizer
             if model.tokenizer is None

@@ -102,6 +102,7 @@ class LoadedWeights(Mapping[str, Tensor]):
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=model_config(self._source.architecture),
+                trust_remote_code=bool(self._source.architecture.code),
                 dtype=torch.float32,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -145,15 +146,17 @@ class LoadedWeights(Mapping[str, Tensor]):
         return (self._source.head[0] if name in REWARD_HEAD else self._tensors)[name]
 
 
-def read_any(folder: Path) -> TransformersSource:
+def read_any(folder: Path, *, trusted: bool = False) -> TransformersSource:
     """Read configuration and tokenizer of a directory.
+
+    ``trusted``: whether the directory's own code builds the model, if it has code.
 
     Raises:
         CheckpointError: the installed transformers does not build such a model, or the model is no
             decoder-only language model, quantised, or smaller than its tokenizer.
     """
     settings = read_json(folder / "config.json")
-    architecture = architecture_of(settings, str(folder))
+    architecture = architecture_of(settings, str(folder), trusted=trusted)
     source = TransformersSource(folder, architecture, read_tokenizer_files(folder, settings))
     has_tokenizer = source.tokenizer_files.keys() - {GENERATION_CONFIG}
     size = source.tokenizer.vocab_size if has_tokenizer else 0
@@ -165,12 +168,18 @@ def read_any(folder: Path) -> TransformersSource:
     return source
 
 
-def architecture_of(settings: Mapping[str, Any], origin: str) -> TransformersArchitecture:
-    """Return the architecture of a ``config.json``. ``origin``: its directory, for messages."""
-    _check_type(settings, origin)
+def architecture_of(
+    settings: Mapping[str, Any], origin: str, *, trusted: bool = False
+) -> TransformersArchitecture:
+    """Return the architecture of a ``config.json`` in the directory ``origin``.
+
+    ``trusted``: see `read_any`.
+    """
+    code = origin if trusted and "auto_map" in settings else ""
+    _check_type(settings, origin, bool(code))
     text = json.dumps(dict(settings), sort_keys=True)
     with raised_as(CheckpointError, f"config.json in {origin!r} is incomplete or damaged"):
-        config = _config(text)
+        config = _config(text, code)
         values = config.to_dict()
         sizes = {name: _size(values, keys) for name, keys in _SIZES.items()}
         heads = sizes["num_attention_heads"] or 1
@@ -190,10 +199,11 @@ def architecture_of(settings: Mapping[str, Any], origin: str) -> TransformersArc
             make_vocab_size_divisible_by=1,
             family=settings["model_type"],
             settings=text,
+            code=code,
         )
 
 
-def _check_type(settings: Mapping[str, Any], origin: str) -> None:
+def _check_type(settings: Mapping[str, Any], origin: str, has_code: bool) -> None:
     """Refuse a model that transformers does not build or that is no plain language model."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -201,12 +211,12 @@ def _check_type(settings: Mapping[str, Any], origin: str) -> None:
 
     kind = settings.get("model_type")
     version = f"transformers {transformers.__version__}"
-    if kind not in CONFIG_MAPPING_NAMES:
+    if kind not in CONFIG_MAPPING_NAMES and not has_code:
         if settings.get("auto_map"):
             raise CheckpointError(
-                f"{origin!r} needs code of its own (auto_map in config.json), which is not run, "
-                f"and {version} has no model_type={kind!r}. Install a version of transformers that "
-                "has the model"
+                f"{origin!r} needs the Python code in it (auto_map in config.json), because "
+                f"{version} has no model_type={kind!r}. Read the code, then set "
+                "model.trust_remote_code=true and policy.backend=dtensor"
             )
         near = difflib.get_close_matches(str(kind), sorted(CONFIG_MAPPING_NAMES), n=3)
         similar = f" Similar types: {', '.join(near)}." if near else ""
@@ -225,7 +235,10 @@ def _check_type(settings: Mapping[str, Any], origin: str) -> None:
             f"input ({', '.join(parts)}). Save its language model alone, in a directory of the "
             "text type"
         )
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or settings.get("is_encoder_decoder"):
+    causal = settings["auto_map"] if has_code else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if ("AutoModelForCausalLM" if has_code else kind) not in causal or settings.get(
+        "is_encoder_decoder"
+    ):
         raise CheckpointError(
             f"model_type={kind!r} in config.json of {origin!r} is no decoder-only language model. "
             "Give a causal language model"
@@ -244,9 +257,12 @@ def _size(values: Mapping[str, Any], names: tuple[str, ...]) -> int:
     return max(value) if isinstance(value, list | tuple) else int(value)
 
 
-def _config(text: str) -> "PreTrainedConfig":
-    """Return the configuration of transformers that a ``config.json`` contains."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+def _config(text: str, code: str) -> "PreTrainedConfig":
+    """Return the configuration of transformers, or of the ``code``, in a ``config.json``."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+
+    if code:
+        return AutoConfig.from_pretrained(code, trust_remote_code=True, local_files_only=True)
 
     def special_float(content: dict[str, Any]) -> Any:
         """Return infinity or NaN, which transformers writes as an object."""
@@ -256,13 +272,19 @@ def _config(text: str) -> "PreTrainedConfig":
     return CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
 
 
-def random_settings(architecture: TransformersArchitecture) -> dict[str, float]:
-    """Return the settings of dropout and router noise above 0, which training does not apply."""
-    settings = _config(architecture.settings).to_dict()
+def unapplied_settings(architecture: TransformersArchitecture) -> dict[str, float]:
+    """Return what training does not apply: dropout, noise and auxiliary losses of routers above 0.
+
+    transformers adds the auxiliary loss if ``output_router_logits`` is set.
+    """
+    settings = _config(architecture.settings, architecture.code).to_dict()
     return {
         name: value
         for name, value in settings.items()
-        if any(part in name for part in _RANDOM)
+        if (
+            any(part in name for part in _RANDOM)
+            or ("aux_loss" in name and settings.get("output_router_logits"))
+        )
         and isinstance(value, float | int)
         and not isinstance(value, bool)
         and value > 0
@@ -270,10 +292,12 @@ def random_settings(architecture: TransformersArchitecture) -> dict[str, float]:
 
 
 def model_config(architecture: TransformersArchitecture) -> "PreTrainedConfig":
-    """Return transformers' configuration, without dropout and noise of routers."""
-    config = _config(architecture.settings)
-    for name in random_settings(architecture):
+    """Return transformers' configuration, without `unapplied_settings`."""
+    config = _config(architecture.settings, architecture.code)
+    for name in unapplied_settings(architecture):
         setattr(config, name, 0.0)
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = False
     return config
 
 
@@ -288,7 +312,9 @@ def empty_model(
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(model_config(architecture), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(
+            model_config(architecture), dtype=dtype, trust_remote_code=bool(architecture.code)
+        )
     model.tie_weights()
     wide = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
     for name, buffer in model.named_buffers():
@@ -344,7 +370,7 @@ def save_any(
 
     disable_progress_bar()
     model = empty_model(architecture)
-    model.config = _config(architecture.settings)
+    model.config = _config(architecture.settings, architecture.code)
     state = {name: tensor.contiguous() for name, tensor in weights.items() if name not in _HEAD}
     model.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
     with new_folder(folder) as partial:

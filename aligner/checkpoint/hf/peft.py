@@ -6,18 +6,20 @@ and up) share A, and each receives its rows of B.
 
 import json
 import os
-from collections.abc import Iterable
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.adapters import Adapters
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.checkpoint.adapters import Adapters, adapted_weights, distinct_suffixes
 from aligner.checkpoint.canonical import LORA_A, LORA_B, REWARD_HEAD
+from aligner.checkpoint.hf.any_model import empty_model
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.model_folder import new_folder
-from aligner.checkpoint.hf.tensors import LLAMA_TABLE, SCORE, Table, part_rows
+from aligner.checkpoint.hf.tensors import LLAMA_TABLE, SCORE, part_rows
 from aligner.errors import CheckpointError
 
 _PREFIX = "base_model.model."
@@ -37,13 +39,69 @@ def save_peft(
         architecture: shape of the base model.
         base_model: name or path of the base model in Hugging Face's format, for the configuration.
     """
-    family, _ = config_to_hf(architecture)
+    is_any = isinstance(architecture, TransformersArchitecture)
     has_head = REWARD_HEAD[0] in adapters.tensors
-    if has_head and family.table is not LLAMA_TABLE:
+    if has_head and (is_any or config_to_hf(architecture)[0].table is not LLAMA_TABLE):
         raise CheckpointError(
             f"the adapters include a reward head (rm_head), which a Hugging Face "
-            f"{family.model_type} cannot represent. Merge them into a .nemo"
+            f"{architecture.family} cannot represent. Merge them into the model"
         )
+    if isinstance(architecture, TransformersArchitecture):
+        state, layers = _any_state(adapters, architecture)
+    else:
+        state, layers = _table_state(adapters, architecture, has_head)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "TOKEN_CLS" if has_head else "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": adapters.lora.adapter_dim,
+        "lora_alpha": adapters.lora.alpha,
+        "lora_dropout": adapters.lora.adapter_dropout,
+        "modules_to_save": ["score"] if has_head else None,
+        "bias": "none",
+        "inference_mode": True,
+        **layers,
+    }
+    with new_folder(Path(folder)) as partial:
+        save_file(state, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _any_state(
+    adapters: Adapters, architecture: TransformersArchitecture
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return PEFT's tensors and settings for a model that only transformers builds.
+
+    PEFT wraps a module of experts once for each adapted parameter, the last one outermost. Its A is
+    [experts * rank, in], and its B [out, rank * experts].
+    """
+    weights = adapted_weights(empty_model(architecture), adapters.lora)
+    experts = [weight.name for weight in weights if weight.is_of_experts]
+    inner = Counter(name.rpartition(".")[0] for name in experts)
+    state: dict[str, Tensor] = {}
+    for weight in weights:
+        module = weight.name
+        a, b = (adapters.tensors[f"{weight.adapter}.{leaf}"] for leaf in "ab")
+        if weight.is_of_experts:
+            module = module.rpartition(".")[0]
+            inner[module] -= 1
+            module += ".base_layer" * inner[module]
+            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+        state[f"{_PREFIX}{module}.lora_A.weight"] = a.contiguous()
+        state[f"{_PREFIX}{module}.lora_B.weight"] = b.contiguous()
+    linears = [weight for weight in weights if not weight.is_of_experts]
+    return state, {
+        "target_modules": [weight.name for weight in linears],
+        "target_parameters": experts or None,
+        "fan_in_fan_out": any(weight.is_transposed for weight in linears),
+    }
+
+
+def _table_state(
+    adapters: Adapters, architecture: GPTArchitecture, has_head: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return PEFT's tensors and settings for a family with a table of tensors."""
+    family, _ = config_to_hf(architecture)
     # A and B of every linear of Hugging Face's model.
     linears = {
         module: (a, rows)
@@ -59,32 +117,8 @@ def save_peft(
         state[f"{_PREFIX}{module}.lora_B.weight"] = b.clone().contiguous()
     if has_head:
         state |= {f"{_PREFIX}{SCORE[name]}": adapters.tensors[name] for name in REWARD_HEAD}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "TOKEN_CLS" if has_head else "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": adapters.lora.adapter_dim,
-        "lora_alpha": adapters.lora.alpha,
-        "lora_dropout": adapters.lora.adapter_dropout,
-        "target_modules": _targets(set(linears), family.table),
-        "modules_to_save": ["score"] if has_head else None,
+    sources = (name for _, names in family.table.values() for name in names)
+    return state, {
+        "target_modules": distinct_suffixes(linears, sources),
         "fan_in_fan_out": family.model_type == "gpt2",  # its weights are stored transposed
-        "bias": "none",
-        "inference_mode": True,
     }
-    with new_folder(Path(folder)) as partial:
-        save_file(state, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-        (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _targets(modules: set[str], table: Table) -> list[str]:
-    """Return name suffixes that match these modules and no other modules of the family."""
-
-    def suffixes(names: Iterable[str], length: int) -> set[str]:
-        return {".".join(name.split(".")[-length:]) for name in names}
-
-    selected = suffixes(modules, 2)
-    unselected = suffixes((source for _, sources in table.values() for source in sources), 2)
-    unselected -= selected
-    is_ambiguous = suffixes(selected, 1) & suffixes(unselected, 1)
-    return sorted(selected if is_ambiguous else suffixes(selected, 1))

@@ -51,6 +51,12 @@ class AskedModelConfig:
     ]
     """A `.nemo`, a Hugging Face directory, or the directory of a run: its newest state."""
 
+    trust_remote_code: StrictBool = False
+    """Run the Python code in a Hugging Face directory whose `config.json` has `auto_map`.
+
+    Without it such code is never imported. Needs `policy.backend=dtensor`.
+    """
+
     tokenizer: FilePath | None = None
     """Path of another tokenizer. `null` means the model's tokenizer."""
 

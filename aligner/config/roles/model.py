@@ -39,9 +39,8 @@ class ReferenceConfig:
     mode: Literal["keep", "swap"] = "keep"
     """Storage of the reference's weights.
 
-    `keep`: the reference is a second model on the device. `swap`: its weights are in host memory
-    and swapped with the policy's weights when needed. With adapters the reference is the policy
-    without adapters, and this key has no effect.
+    `keep`: a second model on the device. `swap`: in host memory, swapped with the policy's weights
+    when needed. No effect with adapters.
     """
 
 
@@ -109,6 +108,12 @@ class TrainedModelConfig:
 
     restore_from_path: ModelPath
     """The model to train: a `.nemo` file, an unpacked `.nemo`, or a Hugging Face directory."""
+
+    trust_remote_code: StrictBool = False
+    """Run the Python code in a Hugging Face directory whose `config.json` has `auto_map`.
+
+    Without it such code is never imported. Needs `policy.backend=dtensor`.
+    """
 
     tokenizer: FilePath | None = None
     """Path of another tokenizer. `null` means the tokenizer in the `.nemo`.
@@ -186,9 +191,9 @@ class TrainedModelConfig:
     dropout: Annotated[StrictFloat, Interval(ge=0, le=0.9)] | None = 0.0
     """Probability of dropping hidden states and attention weights in training.
 
-    Old log-probs, reference and samples are computed without dropout, so a positive probability
-    distorts the ratio. `null` means the checkpoint's probability (0.1 if a `.nemo` has none) and
-    is the default of SFT. With `policy.backend=dtensor`, Llama-like models need 0.
+    Only training passes drop, so a positive probability distorts the ratio. `null` means the
+    checkpoint's probability (0.1 if a `.nemo` has none) and is the default of SFT. With
+    `policy.backend=dtensor`, Llama-like models need 0.
     """
 
     fp8: Annotated[Literal["e4m3", "hybrid"] | None, MegatronOnly("has no 8-bit products")] = None
@@ -369,19 +374,16 @@ class CriticConfig:
     """Clip range of the new value around the rollout's value. `null` turns clipping off."""
 
     tensor_model_parallel_size: Count | None = None
-    """Size in the critic's layout. `null` means `model.tensor_model_parallel_size`.
-
-    Needs `cluster.engine=ray`. Results do not depend on the layout.
-    """
+    """Size in the critic's layout. `null` means the policy's size. Needs `cluster.engine=ray`."""
 
     pipeline_model_parallel_size: Count | None = None
-    """Size in the critic's layout. `null` means `model.pipeline_model_parallel_size`."""
+    """See `tensor_model_parallel_size`."""
 
     context_parallel_size: Count | None = None
-    """Size in the critic's layout. `null` means `model.context_parallel_size`."""
+    """See `tensor_model_parallel_size`."""
 
     expert_model_parallel_size: Count | None = None
-    """Size in the critic's layout. `null` means `model.expert_model_parallel_size`."""
+    """See `tensor_model_parallel_size`."""
 
     sequence_parallel: StrictBool | None = None
     """As `model.sequence_parallel`, in the critic's layout. `null` means the policy's value."""
@@ -393,11 +395,7 @@ class CriticConfig:
     """As `model.ppo.offload_gradients`."""
 
     offload_weights: StrictBool = False
-    """Keep the critic in host memory while it neither scores nor trains. GPUs only.
-
-    Offloads weights, gradient buffers and optimizer state (with the float32 weights of a bf16
-    critic).
-    """
+    """Keep the critic in host memory while it neither scores nor trains. GPUs only."""
 
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
 

@@ -48,8 +48,7 @@ class OptimConfig:
     name: Annotated[Literal["adam", "sgd"], aliases(dict.fromkeys(_ADAM_OF_NEMO, "adam"))] = "adam"
     """`adam` (AdamW, decoupled weight decay) or `sgd`.
 
-    NeMo's names `distributed_fused_adam`, `mcore_distributed_optim`, `fused_adam`,
-    `megatron_fused_adam` and `adamw` mean `adam`. The options `optim@model.optim=sgd` and
+    NeMo's names for AdamW mean `adam`. The options `optim@model.optim=sgd` and
     `optim@critic.optim=sgd` set the defaults for `sgd`.
     """
 

@@ -9,29 +9,27 @@ from pydantic import StrictFloat
 from aligner.config.combinations import ReadIf
 from aligner.config.fields import Count, FilePath, Positive, aliases
 
-AdapterTarget = Literal[
-    "all", "attention", "mlp", "attention_qkv", "attention_dense", "mlp_fc1", "mlp_fc2"
-]
-_LINEARS: dict[str, tuple[str, ...]] = {
+LINEARS: dict[str, tuple[str, ...]] = {
     "attention_qkv": ("self_attention.linear_qkv",),
     "attention_dense": ("self_attention.linear_proj",),
     "mlp_fc1": ("mlp.linear_fc1",),
     "mlp_fc2": ("mlp.linear_fc2",),
 }
-_LINEARS["attention"] = _LINEARS["attention_qkv"] + _LINEARS["attention_dense"]
-_LINEARS["mlp"] = _LINEARS["mlp_fc1"] + _LINEARS["mlp_fc2"]
-_LINEARS["all"] = _LINEARS["attention"] + _LINEARS["mlp"]
+LINEARS["attention"] = LINEARS["attention_qkv"] + LINEARS["attention_dense"]
+LINEARS["mlp"] = LINEARS["mlp_fc1"] + LINEARS["mlp_fc2"]
+LINEARS["all"] = LINEARS["attention"] + LINEARS["mlp"]
 
 
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): a linear layer W becomes W + alpha / rank · B A."""
 
-    target_modules: tuple[AdapterTarget, ...] = ("all",)
+    target_modules: tuple[str, ...] = ("all",)
     """Linear layers with adapters, in every transformer layer.
 
     `all`, `attention` (`attention_qkv`, `attention_dense`), `mlp` (`mlp_fc1`, `mlp_fc2`), or any
-    single names.
+    single names. With `policy.backend=dtensor`: `all`, or parts of transformers' names of modules
+    and of the weights of experts (`q_proj`, `self_attn`, `experts.down_proj`).
     """
 
     adapter_dim: Count = 32
@@ -41,15 +39,13 @@ class LoraConfig:
     """Scale of the adapters: the product of the matrices is multiplied by alpha / adapter_dim."""
 
     adapter_dropout: Annotated[StrictFloat, Interval(ge=0, le=0.9)] = 0.0
-    """Probability of dropping an input element of an adapter in training, at most 0.9.
-
-    The random numbers of a token depend on seed, update and the tokens up to it, not on the layout.
-    """
+    """Probability of dropping an input element of an adapter in training, at most 0.9."""
 
     @property
     def linears(self) -> frozenset[str]:
         """megatron-core's names of the adapted linears in a transformer layer."""
-        return frozenset(name for target in self.target_modules for name in _LINEARS[target])
+        targets = self.target_modules
+        return frozenset(name for target in targets for name in LINEARS.get(target, (target,)))
 
     @property
     def scale(self) -> float:

@@ -86,10 +86,16 @@ def _adapter_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
     """Yield a message for each option that excludes adapters, or that adapters exclude."""
     # Backend and adapters.
     lora, full_training = model.peft.lora_tuning, "model.peft.peft_scheme=null"
-    if backend != "megatron":
+    if backend == "dtensor" and model.parallel.tensor > 1:
         yield (
-            f"policy.backend={backend} trains all weights, but model.peft.peft_scheme=lora. Set "
-            f"policy.backend=megatron, or {full_training}"
+            f"model.tensor_model_parallel_size={model.parallel.tensor}: policy.backend=dtensor "
+            "does not split adapters over tensor-parallel ranks. Set it to 1 (data-parallel ranks "
+            f"shard the weights anyway), or {full_training}"
+        )
+    if backend == "dtensor" and lora.adapter_dropout:
+        yield (
+            f"model.peft.lora_tuning.adapter_dropout={lora.adapter_dropout:g}: "
+            "policy.backend=dtensor trains adapters without dropout. Set it to 0"
         )
     if not lora.target_modules:
         yield (

@@ -41,14 +41,12 @@ from aligner.checkpoint.adapters import (
     Adapters,
     adapter_shapes,
     add_product,
-    check_same,
-    read_adapters,
     save_adapters,
+    tensors_to_continue,
 )
 from aligner.checkpoint.canonical import LORA_A, LORA_B, REWARD_HEAD, Shape, check_shape, split
 from aligner.checkpoint.gpt_weights import GatheredTensors, canonical_parameters
 from aligner.config import LoraConfig
-from aligner.errors import CheckpointError
 from aligner.kernels.counter_hash import UNIFORM_BITS, combine, counter_hash, uniform_bits
 from aligner.kernels.linear_product import ColumnLinear, RowLinear
 from aligner.parallel.collectives import on_rank_zero
@@ -118,12 +116,14 @@ class TokenDropout:
 
 
 class Adapter(nn.Module):
-    """The two matrices A and B of one linear, or this rank's shard of them, initially 0."""
+    """The two matrices A and B of a linear or of experts, or this rank's shard, initially 0."""
 
-    def __init__(self, inputs: int, outputs: int, lora: LoraConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, lora: LoraConfig, dtype: torch.dtype, *experts: int
+    ) -> None:
         super().__init__()
-        self.a = nn.Parameter(torch.zeros(lora.adapter_dim, inputs, dtype=dtype))
-        self.b = nn.Parameter(torch.zeros(outputs, lora.adapter_dim, dtype=dtype))
+        self.a = nn.Parameter(torch.zeros(*experts, lora.adapter_dim, inputs, dtype=dtype))
+        self.b = nn.Parameter(torch.zeros(*experts, outputs, lora.adapter_dim, dtype=dtype))
         self.scale = lora.scale
         self.enabled = True
         self.dropout: TokenDropout | None = None  # in training
@@ -243,7 +243,9 @@ class RoleAdapters:
         for name, adapter in _adapters(gpt, architecture).items():
             adapter.dropout, adapter.stream = self.dropout, _seed_of(seed, f"{name}.dropout")
         shapes = adapter_shapes(architecture, lora)
-        self._fill(lambda name: _initial(name, shapes[name], seed) if name in shapes else None)
+        self._fill(
+            lambda name: initial_matrix(name, shapes[name], seed) if name in shapes else None
+        )
         if gpt.pre_process and gpt.config.recompute_granularity == "full":
             gpt.embedding.register_forward_hook(_require_gradient)
 
@@ -254,14 +256,8 @@ class RoleAdapters:
 
     def load(self, path: str | Path) -> None:
         """Load the adapters, and the head if any, from a file."""
-        adapters = read_adapters(path, self._architecture)
-        check_same(self.lora, adapters.lora, path)
-        if REWARD_HEAD[0] in adapters.tensors and not self._has_head:
-            raise CheckpointError(
-                f"{str(path)!r} was trained with a head (rm_head), but a policy has no head. Load "
-                "adapters of a policy"
-            )
-        self._fill(adapters.tensors.get)
+        tensors = tensors_to_continue(path, self._architecture, self.lora, self._has_head)
+        self._fill(tensors.get)
         self.are_fresh = False
 
     def save(self, path: str | Path, nemo_keys: Mapping[str, Any]) -> None:
@@ -327,11 +323,11 @@ def _require_gradient(_: nn.Module, __: Any, embedded: Tensor) -> None:
         embedded.requires_grad_()
 
 
-def _initial(name: str, shape: Shape, seed: int) -> Tensor:
+def initial_matrix(name: str, shape: Shape, seed: int) -> Tensor:
     """Return the initial A (uniform in ±1/√in, seeded by its name on any layout) or B (zero)."""
     tensor = torch.zeros(shape)
-    if name.endswith(LORA_A):
-        bound = 1.0 / math.sqrt(shape[1])
+    if name.endswith(".a"):
+        bound = 1.0 / math.sqrt(shape[-1])
         generator = torch.Generator().manual_seed(_seed_of(seed, name))
         tensor.uniform_(-bound, bound, generator=generator)
     return tensor

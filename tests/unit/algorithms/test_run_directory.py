@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import shutil
+from contextlib import ExitStack
 from functools import cache, reduce
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from omegaconf import OmegaConf
 
 from aligner.algorithms.run.directory import RunDirectory
 from aligner.algorithms.run.identity import RunIdentity, file_fingerprint
+from aligner.algorithms.run.run import prepare_log_dir
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import DPORunConfig, RSRunConfig, RunConfig, SFTRunConfig
 from aligner.config.load import parse_config
@@ -193,6 +195,23 @@ def test_a_run_whose_states_are_lost_is_refused_until_a_new_one_is_asked_for(
         ["earlier_001", "run.json"],
         ["run.json", "earlier_001"],
     )
+
+
+@pytest.mark.parametrize("has_written", [False, True])
+def test_a_run_that_ends_before_its_first_line_leaves_no_directory(configured, has_written):
+    config = configured("ppo")
+    folder = Path(config.exp_manager.explicit_log_dir)
+    with ExitStack() as closing:
+        prepare_log_dir(config, closing)
+        assert (folder / "run.json").exists()
+        if has_written:
+            (folder / "metrics.jsonl").touch()
+    assert folder.exists() == has_written
+    # The directory of another command stays.
+    folder.mkdir(exist_ok=True)
+    with ExitStack() as closing:
+        prepare_log_dir(config, closing)
+    assert (folder / "run.json").exists()
 
 
 def test_history_of_a_version_without_a_record_is_not_truncated(configured):

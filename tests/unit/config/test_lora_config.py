@@ -33,7 +33,6 @@ def run(peft, critic=None, **model):
         ({"peft_scheme": "ptuning"}, {}, r"model\.peft\.peft_scheme: must be one of lora"),
         ({"restore_from_path": "a"}, {}, r"peft_scheme is null. Set it to lora"),
         (LORA | {"lora_tuning": {"target_modules": []}}, {}, "no weight would be trained"),
-        (LORA | {"lora_tuning": {"target_modules": ["mlp_fc3"]}}, {}, r"must be one of all, att"),
         (LORA | {"lora_tuning": {"adapter_dim": 0}}, {}, r"adapter_dim: must be at least 1"),
         (LORA | {"lora_tuning": {"alpha": 0}}, {}, r"alpha: must be greater than 0"),
         (LORA | {"lora_tuning": {"adapter_dropout": 1.0}}, {}, "between 0 and 0.9"),
@@ -57,12 +56,21 @@ def test_refused(peft, model, message):
         run(peft, **model)
 
 
-def test_the_dtensor_backend_says_who_has_adapters():
-    with pytest.raises(ConfigError, match=r"policy\.backend=dtensor .* Set policy\.backend=megat"):
-        parse_config(
-            {**run(LORA).as_dict(), "policy": {"backend": "dtensor"}},
-            RunConfig,
-        )
+@pytest.mark.parametrize(
+    ("tuning", "model", "message"),
+    [
+        (
+            {},
+            {"tensor_model_parallel_size": 2},
+            r"size=2: .* not split adapters .* Set it to 1",
+        ),
+        ({"adapter_dropout": 0.1}, {}, r"adapter_dropout=0\.1: .*dtensor .* Set it to 0"),
+    ],
+)
+def test_the_dtensor_backend_refuses(tuning, model, message):
+    values = run(LORA | {"lora_tuning": tuning}, **model).as_dict()
+    with pytest.raises(ConfigError, match=message):
+        parse_config({**values, "policy": {"backend": "dtensor"}}, RunConfig)
 
 
 def test_null_is_all_weights():

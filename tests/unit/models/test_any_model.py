@@ -22,6 +22,7 @@ from aligner.errors import CheckpointError, ConfigError, LayoutError
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
+from aligner.models.gpt.dtensor.build import build_whole
 from aligner.models.gpt.dtensor.critic import DTensorCriticModel
 from aligner.models.gpt.dtensor.plan import check_backend
 from aligner.models.gpt.dtensor.reward import DTensorRewardModel
@@ -283,7 +284,7 @@ def change_config(folder, **changes):
     ("changes", "message"),
     [
         ({"model_type": "olmo22"}, r"olmo22.*transformers 5.*olmo2"),
-        ({"model_type": "mine", "auto_map": {"AutoModel": "m.M"}}, r"auto_map.*not run.*mine"),
+        ({"model_type": "mine", "auto_map": {"AutoModel": "m.M"}}, r"auto_map.*mine.*trust_remote"),
         ({"model_type": "t5"}, r"t5.*decoder-only"),
         ({"is_encoder_decoder": True}, r"olmo2.*decoder-only"),
         (
@@ -367,6 +368,21 @@ def test_dropout_of_the_configuration_is_not_applied(folder_of):
     assert "attn_pdrop=0.5" in role.way_in_words()
     losses = [role.get_loss_and_metrics(make_batch(), forward_only=True)[0] for _ in range(2)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("is_added", [True, False])
+def test_auxiliary_losses_of_routers_are_left_out_and_reported(is_added, folder_of):
+    """Also in the pass of a whole model, in which transformers would add the loss."""
+    aux = {"output_router_logits": is_added, "router_aux_loss_coef": 0.25}
+    role = load(folder_of("mixtral", **aux))
+    assert ("router_aux_loss_coef=0.25" in role.way_in_words()) is is_added
+    ids = make_batch()["input_ids"][:1]
+    output = build_whole(role.architecture, role.whole_weights(), {}, torch.float32)(
+        input_ids=ids, labels=ids
+    )
+    expected = torch.nn.functional.cross_entropy(output.logits[0, :-1], ids[0, 1:])
+    assert output.aux_loss is None
+    assert torch.equal(output.loss, expected)
 
 
 def test_a_directory_without_a_row_is_opened_by_its_type(folder_of):

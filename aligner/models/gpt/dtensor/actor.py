@@ -78,8 +78,11 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
         return logits, ids
 
     def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
-        """See `SamplingPolicy.keep_reference`."""
-        weights = {shard.name: shard.local for shard in self.shards}
+        """See `SamplingPolicy.keep_reference`. With adapters ``mode`` is ignored."""
+        kind: Literal["keep", "swap", "bare"] = mode
+        if self.settings.lora is not None:  # the frozen weights need no copy
+            kind = "bare" if self.has_fresh_adapters else "swap"
+        weights = {shard.name: shard.local for shard in self.trained_shards}
 
         def copy() -> TransformersModel:
             model, shards = self.build(None)
@@ -91,7 +94,7 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
             return model
 
         self.__dict__["_reference"] = ReferencePolicy(
-            self.model, mode, self.infer_tokens, weights=weights, copy=copy
+            self.model, kind, self.infer_tokens, weights=weights, copy=copy
         )
 
     # Generating -------------------------------------------------------------------------------
@@ -105,7 +108,7 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
         builds the model, the copy is transformers' causal language model.
         """
         if isinstance(self.architecture, TransformersArchitecture):
-            weights, buffers = GatheredParameters(self.shards), self.persistent_buffers()
+            weights, buffers = self.gathered_weights(), self.persistent_buffers()
             whole = build_whole(self.architecture, weights, buffers, self.settings.dtype)
             assert self.form.decoder is not None
             return SampledTransformers(whole, self.form.decoder, self.vocab_group)
@@ -126,4 +129,4 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
 
     def hugging_face_weights(self) -> GatheredParameters:
         """See `SamplingPolicy.hugging_face_weights`."""
-        return GatheredParameters(self.shards)
+        return self.gathered_weights()

@@ -15,11 +15,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.checkpoint.adapters import adapted_weights
 from aligner.checkpoint.hf.any_model import body_path, empty_model, output_path
 from aligner.checkpoint.hf.families import config_to_hf
+from aligner.config import LoraConfig
 from aligner.device import accelerator
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.gpt.dtensor import attention as dtensor_attention
+from aligner.models.gpt.dtensor.adapters import add_adapters
 from aligner.models.gpt.dtensor.module import TransformersModel, Way
 from aligner.models.gpt.dtensor.plan import (
     APPLIED_TO_OWN_HEADS,
@@ -43,6 +46,8 @@ def build_sharded(
     recompute: Recompute | None = None,
     head_outputs: int = 0,
     way: Way = "aligner",
+    lora: LoraConfig | None = None,
+    seed: int = 0,
 ) -> tuple[TransformersModel, list[ParameterShard]]:
     """Build this process's share of a model.
 
@@ -55,13 +60,20 @@ def build_sharded(
         recompute: which activations to recompute in backward.
         head_outputs: outputs of a head in place of the output layer. 0: an output layer.
         way: how sequences are passed to the body.
+        lora: settings of new adapters, next to which all weights except a head are frozen.
+        seed: seed of the adapters.
     """
     dtensor_attention.register()
     if isinstance(architecture, TransformersArchitecture):
         check_backend(architecture.family or "", architecture, parallel.config)
-        model = _empty_any(architecture, dtype, recompute, head_outputs, way)
+        model = _empty_any(architecture, dtype, recompute, head_outputs, way, lora, seed)
     else:
         family, config = config_to_hf(architecture)
+        if lora is not None:
+            raise ConfigError(
+                f"model.peft.peft_scheme=lora: policy.backend=dtensor adds no adapters to "
+                f"{family.model_type} models. Set policy.backend=megatron"
+            )
         check_backend(family.model_type, architecture, parallel.config)
         model = _empty_model(architecture, config, recompute, head_outputs)
     _move_buffers(model)
@@ -157,6 +169,8 @@ def _empty_any(
     recompute: Recompute | None,
     head_outputs: int,
     way: Way,
+    lora: LoraConfig | None,
+    seed: int,
 ) -> TransformersModel:
     """Build a model from the class that transformers has for it, without its parameters' memory."""
     causal = empty_model(architecture, dtype)
@@ -180,17 +194,23 @@ def _empty_any(
         causal.gradient_checkpointing_enable({"use_reentrant": False})
     body, parts = body_path(causal), dict(causal.named_children())
     layer_classes = frozenset(causal._no_split_modules or ())
-    if not head_outputs:
-        output = output_path(causal)
-        return TransformersModel(parts, body, output=output, layer_classes=layer_classes, way=way)
-    from accelerate import init_empty_weights
+    output, score = None, None
+    if head_outputs:
+        from accelerate import init_empty_weights
 
-    with init_empty_weights():
-        score = _head(architecture, head_outputs)
-    first = body.partition(".")[0]
-    return TransformersModel(
-        {first: parts[first]}, body, score=score, layer_classes=layer_classes, way=way
+        with init_empty_weights():
+            score = _head(architecture, head_outputs)
+        first = body.partition(".")[0]
+        parts = {first: parts[first]}
+    else:
+        output = output_path(causal)
+    model = TransformersModel(
+        parts, body, output=output, score=score, layer_classes=layer_classes, way=way
     )
+    if lora is not None:
+        model.adapted = adapted_weights(causal, lora)
+        add_adapters(model, model.adapted, lora, seed)
+    return model
 
 
 def _fill_and_shard(

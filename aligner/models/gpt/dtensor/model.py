@@ -8,6 +8,7 @@ function of the hidden states.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
@@ -16,14 +17,21 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
-from aligner.checkpoint.canonical import Weights
-from aligner.checkpoint.hf.any_model import LoadedWeights, random_settings
+from aligner.checkpoint.adapters import (
+    Adapters,
+    adapter_shapes,
+    save_adapters,
+    tensors_to_continue,
+)
+from aligner.checkpoint.canonical import REWARD_HEAD, Weights, check_shape
+from aligner.checkpoint.hf.any_model import LoadedWeights, unapplied_settings
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView, HuggingFaceWeights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.config import check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import CheckpointError, ConfigError
+from aligner.models.gpt.dtensor.adapters import check_that_all_learn
 from aligner.models.gpt.dtensor.build import build_sharded
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.dtensor.optimizer import ShardOptimizer
@@ -43,6 +51,9 @@ from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import on_rank_zero
 from aligner.parallel.groups import ParallelState, initialize_parallel
 from aligner.types import LossFunction
+
+# Names of a head in files of adapters, by those in the module.
+_HEAD_NAMES = dict(zip(("score.weight", "score.bias"), REWARD_HEAD, strict=True))
 
 
 class DTensorModel(RoleModel, LightningModule):
@@ -64,10 +75,16 @@ class DTensorModel(RoleModel, LightningModule):
         self.tokenizer = tokenizer
         self.architecture = source.architecture
         check_layout(self.architecture, settings.parallel, parallel.world_size)
+        if settings.lora is not None:
+            adapter_shapes(self.architecture, settings.lora)  # raises if not supported
         self.form = self._form_of(source)
         self.settings = _runnable(settings, self.form, self.architecture)
         self.model, self.shards = self.build(self._module_names(source.weights))
         self.optimizer: ShardOptimizer | None = None
+        self.has_fresh_adapters = settings.lora is not None  # which have no effect
+        self._learning_is_checked = settings.lora is None
+        if settings.lora is not None and settings.adapters_path is not None:
+            self.load_adapters(settings.adapters_path)
 
     @classmethod
     def from_checkpoint(
@@ -105,13 +122,22 @@ class DTensorModel(RoleModel, LightningModule):
             recompute=self.settings.recompute,
             head_outputs=self.head_outputs,
             way=self.form.way,
+            lora=self.settings.lora,
+            seed=self.settings.seed,
         )
+
+    @property
+    def trained_shards(self) -> list[ParameterShard]:
+        """Shards of the weights that training updates. Frozen weights are read from their file."""
+        if self.settings.lora is None:
+            return self.shards
+        return [shard for shard in self.shards if shard.parameter.requires_grad]
 
     def setup_training(self) -> None:
         """Create the optimizer on the first call."""
         if self.optimizer is None and self.settings.optim is not None:
             self.optimizer = ShardOptimizer(
-                self.shards,
+                self.trained_shards,
                 self.parallel,
                 self.settings.optim,
                 gradient_clip_val=self.settings.gradient_clip_val,
@@ -123,11 +149,13 @@ class DTensorModel(RoleModel, LightningModule):
         if not isinstance(self.architecture, TransformersArchitecture):
             return ""
         way, *parts = self.form.in_words()
-        parts = [f"{self.architecture.family} of transformers: {way}", *parts]
-        random = random_settings(self.architecture)
-        if random:
-            shown = ", ".join(f"{name}={value:g}" for name, value in random.items())
-            parts.append(f"without the randomness of config.json ({shown})")
+        code = self.architecture.code
+        builder = f"the code in {code}" if code else "transformers"
+        parts = [f"{self.architecture.family} of {builder}: {way}", *parts]
+        unapplied = unapplied_settings(self.architecture)
+        if unapplied:
+            shown = ", ".join(f"{name}={value:g}" for name, value in unapplied.items())
+            parts.append(f"without these settings of config.json: {shown}")
         if not self.model.layers:
             parts.append("sharded as one unit, because layers share weights")
         return "; ".join(parts)
@@ -202,6 +230,10 @@ class DTensorModel(RoleModel, LightningModule):
                 if not forward_only:
                     share.backward()
                 parts.append({**metrics, "loss": share.detach()})
+        if not (self._learning_is_checked or forward_only):
+            assert self.settings.lora is not None
+            check_that_all_learn(self.shards, self.model.adapted, self.settings.lora, self.parallel)
+            self._learning_is_checked = True
         return result_of(reduce_result(parts, own_tokens, self.parallel.dp_group))
 
     @property
@@ -215,7 +247,7 @@ class DTensorModel(RoleModel, LightningModule):
         """See `RoleModel.whole_weights`."""
         # One tensor at a time: all ranks gather it, rank 0 copies it to the host.
         is_own = isinstance(self.architecture, TransformersArchitecture)
-        weights = GatheredParameters(self.shards) if is_own else self.canonical_weights()
+        weights = self.gathered_weights() if is_own else self.canonical_weights()
         gathered: dict[str, Tensor] = {}
         for name in weights:
             tensor = weights[name]
@@ -226,6 +258,15 @@ class DTensorModel(RoleModel, LightningModule):
             gathered |= {name: buffer.to("cpu", copy=True) for name, buffer in buffers.items()}
         return gathered
 
+    def gathered_weights(self) -> GatheredParameters:
+        """Return full weights by the module's names, with adapters merged.
+
+        A weight is gathered when all ranks index its name.
+        """
+        lora = self.settings.lora
+        scale = 1.0 if lora is None else lora.scale
+        return GatheredParameters(self.shards, self.model.adapted, scale)
+
     def persistent_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that files contain, by name. They are the same on every rank."""
         saved = self.model.state_dict().keys()
@@ -234,20 +275,44 @@ class DTensorModel(RoleModel, LightningModule):
     def canonical_weights(self) -> HuggingFaceWeights:
         """Return canonical weights. A weight is gathered when all ranks index its name."""
         family, _ = config_to_hf(self.architecture)
-        return HuggingFaceWeights(GatheredParameters(self.shards), family.table, self.architecture)
+        return HuggingFaceWeights(self.gathered_weights(), family.table, self.architecture)
 
     @torch.no_grad()
     def load_whole_weights(self, weights: Weights, strict: bool = True) -> None:
         """See `RoleModel.load_whole_weights`."""
         named = self._module_names(weights)
+        adapters = {f"{w.adapter}.{leaf}" for w in self.model.adapted for leaf in "ab"}
         for shard in self.shards:
             if shard.name in named:
                 shard.local.copy_(shard.share_of(named[shard.name]))
-            elif strict:
+            elif strict and shard.name not in adapters:
                 raise CheckpointError(
                     f"the checkpoint does not contain {shard.name} of the model. Load a checkpoint "
                     "of this role"
                 )
+
+    def save_adapters(self, path: str | Path) -> None:
+        """See `RoleModel.save_adapters`."""
+        lora, keys = self.settings.lora, self.nemo_keys()
+        assert lora is not None
+        gathered = GatheredParameters(self.trained_shards)
+        tensors = {
+            _HEAD_NAMES.get(name, name): gathered[name].to("cpu", copy=True) for name in gathered
+        }
+        on_rank_zero(lambda: save_adapters(path, Adapters(lora, tensors, keys)))
+
+    @torch.no_grad()
+    def load_adapters(self, path: str | Path) -> None:
+        """See `RoleModel.load_adapters`."""
+        lora = self.settings.lora
+        assert lora is not None
+        tensors = tensors_to_continue(path, self.architecture, lora, self.head_outputs > 0)
+        for shard in self.trained_shards:
+            name = _HEAD_NAMES.get(shard.name, shard.name)
+            if name in tensors:
+                check_shape(name, tensors[name].shape, shard.shape)
+                shard.local.copy_(shard.share_of(tensors[name]))
+        self.has_fresh_adapters = False
 
     def _module_names(self, weights: Weights) -> Mapping[str, Tensor]:
         """Return weights of a `ModelSource` by the names of the module's parameters."""
@@ -260,11 +325,11 @@ class DTensorModel(RoleModel, LightningModule):
 
     def run_state(self) -> dict[str, Any]:
         """See `RoleModel.run_state`."""
-        return shard_state(self.shards, self.optimizer)
+        return shard_state(self.trained_shards, self.optimizer)
 
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
         """See `RoleModel.load_run_state`."""
-        load_shard_state(self.shards, self.optimizer, states)
+        load_shard_state(self.trained_shards, self.optimizer, states)
 
 
 def _runnable(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from aligner.checkpoint.adapters import AdaptedWeight
 from aligner.models.gpt.dtensor.attention import running
 from aligner.models.gpt.forward.token_layout import TokenLayout
 from aligner.models.gpt.role.value import ValueHead
@@ -53,6 +54,7 @@ class TransformersModel(nn.Module):
         self._body, self._output, self._layer_classes = body, output, layer_classes
         self.score = score
         self.way: Way = way
+        self.adapted: list[AdaptedWeight] = []
 
     @property
     def body(self) -> nn.Module:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from aligner.checkpoint.adapters import AdaptedWeight
 from aligner.device import accelerator
 from aligner.parallel.collectives import on_rank_zero
 from aligner.parallel.groups import ParallelState
@@ -86,11 +87,28 @@ class GatheredParameters(Mapping[str, Tensor]):
     Indexing is collective: all processes must index the same names in the same order.
     """
 
-    def __init__(self, shards: Sequence[ParameterShard]) -> None:
+    def __init__(
+        self,
+        shards: Sequence[ParameterShard],
+        adapted: Sequence[AdaptedWeight] = (),
+        scale: float = 1.0,
+    ) -> None:
+        """Prepare to gather. Adapters of the weights ``adapted`` are merged, with ``scale``."""
         self._shards = {shard.name: shard for shard in shards}
+        self._adapted = {weight.parameter: weight for weight in adapted}
+        self._scale = scale
+        # Both matrices of each adapter, which have no names in the mapping.
+        self._matrices = {
+            weight.parameter: [self._shards.pop(f"{weight.adapter}.{leaf}") for leaf in "ab"]
+            for weight in adapted
+        }
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._shards[name].gather()
+        tensor = self._shards[name].gather()
+        if name not in self._adapted:
+            return tensor
+        a, b = (matrix.gather() for matrix in self._matrices[name])
+        return self._adapted[name].merged(tensor, a, b, self._scale)
 
     def __contains__(self, name: object) -> bool:
         return name in self._shards

@@ -98,7 +98,8 @@ def _read(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[st
         if piece is None:
             raise CheckpointError(
                 f"the run state does not contain {shard.name} of the model. If "
-                "model.restore_from_path was changed, use another exp_manager.explicit_log_dir"
+                "model.restore_from_path or model.peft was changed, use another "
+                "exp_manager.explicit_log_dir"
             )
         check_shape(f"{shard.name} of the run state", piece["shape"], shard.shape)
         # Range of the slice in the full tensor.

@@ -81,6 +81,7 @@ class RoleSettings(RunSettings):
     attributes: tuple[str, ...] | None = None  # rated by a reward model, None for the file's
     lora: LoraConfig | None = None  # train only adapters and heads, None to train all weights
     adapters_path: str | None = None  # initial adapters, None for new ones
+    trust_remote_code: bool = False  # of a Hugging Face directory
 
     @property
     def dtype(self) -> torch.dtype:
@@ -178,6 +179,7 @@ def _settings(
         offload_gradients=scoring.offload_gradients,
         lora=model.peft.lora,
         adapters_path=model.peft.restore_from_path,
+        trust_remote_code=model.trust_remote_code,
     )
 
 

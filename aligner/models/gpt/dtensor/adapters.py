@@ -1,0 +1,100 @@
+"""Adapters in a transformers model, and the check that all of them learn."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from aligner.checkpoint.adapters import AdaptedWeight, distinct_suffixes, is_target
+from aligner.config import LoraConfig
+from aligner.device import accelerator
+from aligner.errors import ConfigError
+from aligner.models.gpt.dtensor.shards import ParameterShard
+from aligner.models.gpt.lora import Adapter, initial_matrix
+from aligner.parallel.groups import ParallelState
+
+
+def add_adapters(
+    model: nn.Module, weights: Sequence[AdaptedWeight], lora: LoraConfig, seed: int
+) -> None:
+    """Add new adapters, and freeze all other parameters.
+
+    A linear adds the output of its adapter to its own output. The code of experts reads their 3-D
+    parameters, which therefore include the adapter's product during the experts' forward pass.
+    """
+    model.requires_grad_(False)
+    for weight in weights:
+        *experts, outputs, inputs = weight.shape
+        with accelerator.device():
+            adapter = Adapter(inputs, outputs, lora, torch.float32, *experts)
+        name, shape = f"{weight.adapter}.a", tuple(adapter.a.shape)
+        adapter.a.data = accelerator.to_device(initial_matrix(name, shape, seed))
+        path, _, leaf = weight.adapter.rpartition(".")
+        owner = model.get_submodule(path)
+        owner.add_module(leaf, adapter)
+        if weight.is_of_experts:
+            _merge_in_passes(owner, weight, adapter)
+        else:
+            owner.register_forward_hook(_add_output)
+
+
+def _add_output(linear: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+    adapter = linear.lora
+    assert isinstance(adapter, Adapter)
+    # A subclass that returns more than the product gets no adapter, and is therefore refused.
+    if adapter.enabled and isinstance(output, Tensor):
+        return output + adapter.up(adapter.down(inputs[0]))
+    return output
+
+
+def _merge_in_passes(owner: nn.Module, weight: AdaptedWeight, adapter: Adapter) -> None:
+    leaf = weight.name.rpartition(".")[2]
+
+    def merge(*_: Any) -> None:
+        # An attribute of the instance precedes the parameter, which keeps its name.
+        if adapter.enabled:
+            stored = owner.get_parameter(leaf)
+            merged = weight.merged(stored, adapter.a, adapter.b, adapter.scale)
+            owner.__dict__[leaf] = merged
+
+    def remove(*_: Any) -> None:
+        owner.__dict__.pop(leaf, None)
+
+    owner.register_forward_pre_hook(merge)
+    owner.register_forward_hook(remove, always_call=True)
+
+
+def check_that_all_learn(
+    shards: Sequence[ParameterShard],
+    weights: Sequence[AdaptedWeight],
+    lora: LoraConfig,
+    parallel: ParallelState,
+) -> None:
+    """Raise if an adapter has no gradient. Call it on all ranks, after a backward pass.
+
+    Raises:
+        ConfigError: the code of the model does not call an adapted layer, or no output depends on
+            the layer (the choice of experts or of keys has no gradient).
+    """
+    gradients = {shard.name: shard.gradient for shard in shards}
+    counts = [gradients[f"{weight.adapter}.b"] is not None for weight in weights]
+    learns = torch.tensor(counts, dtype=torch.int32, device=shards[0].local.device)
+    dist.all_reduce(learns, dist.ReduceOp.MAX, group=parallel.dp_group)
+    learning, idle = (
+        [weight.name for weight, found in zip(weights, learns.tolist(), strict=True) if found == n]
+        for n in (1, 0)
+    )
+    if idle:
+        more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
+        targets = ",".join(
+            target
+            for target in distinct_suffixes(learning, idle)
+            if not any(is_target(target, name) for name in idle)
+        )
+        raise ConfigError(
+            f"model.peft.lora_tuning.target_modules=[{','.join(lora.target_modules)}]: adapters of "
+            f"{', '.join(idle[:3])}{more} get no gradient, because the model's code does not call "
+            f"these layers or no output depends on them. Set target_modules=[{targets}]"
+        )

@@ -1,0 +1,240 @@
+"""Adapters of models that only transformers builds: every adapter learns, or is refused by name."""
+
+import copy
+import importlib.util
+import json
+import re
+
+import pytest
+import torch
+from hf_models import save_random_model
+from safetensors.torch import load_file
+from test_any_model import expected_logprobs, load, make_batch, update
+from tiny_transformers import tiny_model
+from transformers import AutoModelForCausalLM
+
+from aligner.checkpoint.adapters import adapter_shapes, read_adapters
+from aligner.checkpoint.convert import lora_to_peft
+from aligner.checkpoint.hf.any_model import read_any, save_any
+from aligner.checkpoint.model_source import open_model
+from aligner.config import LoraConfig, OptimConfig
+from aligner.errors import CheckpointError, ConfigError
+from aligner.losses.language import NegativeLogLikelihoodLoss
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
+from aligner.models.gpt.dtensor.actor import DTensorActorModel
+from aligner.models.gpt.dtensor.critic import DTensorCriticModel
+from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.groups import initialize_parallel
+
+pytestmark = pytest.mark.integration
+
+# Experts of both layouts and of a class of their own, a state space, Conv1D, indexers, shared
+# layers, a linear class of its own, and softly capped logits.
+_TYPES = """
+    mixtral mamba2 gemma2 gpt_oss openai-gpt granitemoe jamba deepseek_v32 zamba2 falcon llama4_text
+    longcat_flash phi3 bloom qwen3_next olmo2 gptj stablelm nemotron_h rwkv recurrent_gemma opt
+    deepseek_v3 dbrx lfm2 aria_text
+"""
+TYPES = _TYPES.split()
+DEFAULT = TYPES[:2]
+
+
+def adapted(folder, **changes):
+    tuning = LoraConfig(adapter_dim=4, alpha=8.0, **changes.pop("tuning", {}))
+    return load(folder, lora=tuning, **{"optim": OptimConfig(name="sgd", lr=0.3), **changes})
+
+
+def matrices(role):
+    return {s.name: s.local.clone() for s in role.trained_shards}
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    def write(model_type, **more):
+        folder = tmp_path / model_type
+        tiny_model(model_type, **more).save_pretrained(folder)
+        return folder
+
+    return write
+
+
+def refused(folder, targets):
+    try:
+        update(adapted(folder, tuning={"target_modules": targets}), PPOPolicyLoss())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [*DEFAULT, *(pytest.param(kind, marks=pytest.mark.extended) for kind in TYPES[len(DEFAULT) :])],
+)
+def test_every_adapter_learns_beside_frozen_weights(model_type, folder_of, tmp_path):
+    folder = folder_of(model_type)
+    targets: tuple[str, ...] = ("all",)
+    refusal = refused(folder, targets)
+    if refusal:  # adapters that cannot learn
+        idle, text = re.search(r"adapters of (\S+?),? .*target_modules=\[(.*)\]", refusal).groups()
+        targets = tuple(text.split(","))
+        assert not any(f".{target}." in f".{idle}." for target in targets)
+        assert not refused(folder, targets)
+    source = read_any(folder)
+    role = adapted(folder, tuning={"target_modules": targets})
+    original = expected_logprobs(AutoModelForCausalLM.from_pretrained(folder))
+    initial, before = matrices(role), role.get_logprobs(make_batch())
+    assert (before - original).abs().max() < 1e-4
+    assert initial.keys() == adapter_shapes(source.architecture, role.settings.lora).keys()
+    role.keep_reference()
+    # A step of GRPO moves each B, and a step of SFT then moves each A.
+    for leaf, loss in (("b", PPOPolicyLoss()), ("a", NegativeLogLikelihoodLoss())):
+        update(role, loss)
+        same = [n for n, m in matrices(role).items() if n.endswith(leaf) and m.equal(initial[n])]
+        assert not same
+    after = role.get_logprobs(make_batch())
+    assert (after - before).abs().max() > 1e-3
+    assert torch.equal(role.get_reference_logprobs(make_batch()), before)
+    # Merged weights are the model, which differs in the adapted weights only.
+    weights = role.whole_weights()
+    changed = {n for n, w in weights.items() if not torch.equal(w, source.weights[n])}
+    assert changed == {weight.parameter for weight in role.model.adapted}
+    save_any(tmp_path / "merged", weights, role.architecture, {}, {})
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert (expected_logprobs(merged) - after).abs().max() < 1e-4
+
+
+def test_a_run_state_and_a_file_of_adapters_continue_bit_for_bit(folder_of, tmp_path):
+    folder = folder_of("mixtral")
+    role, resumed = adapted(folder, optim=OptimConfig()), adapted(folder, optim=OptimConfig())
+    role.keep_reference()
+    reference = role.get_reference_logprobs(make_batch())
+    update(role, PPOPolicyLoss())
+    state = copy.deepcopy(role.run_state())
+    assert state["slices"].keys() == matrices(role).keys()
+    role.save_adapters(tmp_path / "a.lora.safetensors")
+    update(role, PPOPolicyLoss())
+    resumed.setup_training()
+    resumed.load_run_state([state])
+    update(resumed, PPOPolicyLoss())
+    expected, found = matrices(role), matrices(resumed)
+    assert all(torch.equal(found[name], matrix) for name, matrix in expected.items())
+    # A reference that starts from adapters has these adapters.
+    loaded = adapted(folder, adapters_path=str(tmp_path / "a.lora.safetensors"))
+    begin = {name: saved["tensors"]["weight"] for name, saved in state["slices"].items()}
+    assert all(torch.equal(matrix, begin[name]) for name, matrix in matrices(loaded).items())
+    before = loaded.get_logprobs(make_batch())
+    assert not torch.equal(before, reference)
+    loaded.keep_reference()
+    update(loaded, PPOPolicyLoss())
+    assert torch.equal(loaded.get_reference_logprobs(make_batch()), before)
+    assert not torch.equal(loaded.get_logprobs(make_batch()), before)
+    with pytest.raises(CheckpointError, match=r"does not contain .* model\.peft was changed"):
+        load(folder).load_run_state([state])
+
+
+def test_a_critic_learns_adapters_and_its_head_together(folder_of, tmp_path):
+    folder = folder_of("olmo2")
+    critic = adapted(folder, kind=DTensorCriticModel)
+    update(critic, PPOValueLoss(0.2))
+    assert {"score.weight", "score.bias"} < matrices(critic).keys()
+    critic.save_adapters(tmp_path / "c.lora.safetensors")
+    saved = read_adapters(tmp_path / "c.lora.safetensors", critic.architecture)
+    assert saved.tensors["rm_head.weight"].abs().max() > 0
+    again = adapted(folder, kind=DTensorCriticModel)
+    again.load_adapters(tmp_path / "c.lora.safetensors")
+    assert torch.equal(again.get_values(make_batch()), critic.get_values(make_batch()))
+    with pytest.raises(CheckpointError, match="a policy has no head"):
+        adapted(folder).load_adapters(tmp_path / "c.lora.safetensors")
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputed_activations_give_the_same_adapters(recompute, folder_of):
+    folder = folder_of("mixtral")
+    plain, recomputed = adapted(folder), adapted(folder, recompute=recompute)
+    for role in (plain, recomputed):
+        update(role, PPOPolicyLoss())
+    expected = matrices(plain)
+    for name, matrix in matrices(recomputed).items():
+        torch.testing.assert_close(matrix, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_targets_are_parts_of_names(folder_of):
+    architecture = read_any(folder_of("gpt_oss")).architecture
+    shapes = adapter_shapes(architecture, LoraConfig(("self_attn", "experts.down_proj"), 4))
+    assert {name.split("layers.0.")[1] for name in shapes if "layers.0." in name} == {
+        *(f"self_attn.{x}_proj.lora.{leaf}" for x in "qkvo" for leaf in "ab"),
+        *(f"mlp.experts.down_proj_lora.{leaf}" for leaf in "ab"),
+    }
+    first = "model.layers.0.mlp.experts.down_proj_lora"
+    assert (shapes[f"{first}.a"], shapes[f"{first}.b"]) == ((4, 4, 96), (4, 64, 4))
+    text = r"target_modules=\[mlp_fc1\]: no linear .* named 'mlp_fc1'\. Use .* all, down_pr"
+    with pytest.raises(ConfigError, match=text):
+        adapter_shapes(architecture, LoraConfig(("mlp_fc1",)))
+    with pytest.raises(ConfigError, match=r"adapter_dim=999 exceeds both .*q_proj \(64 x 64\)"):
+        adapter_shapes(architecture, LoraConfig(("q_proj",), 999))
+
+
+def test_adapters_without_a_gradient_are_refused_by_name(folder_of):
+    with pytest.raises(ConfigError, match=r"layers\.0\.mixer\.dt_proj, .* get no gradient.*x_proj"):
+        update(adapted(folder_of("mamba")), PPOPolicyLoss())
+
+
+def test_families_with_a_table_refuse_adapters(tmp_path):
+    folder = tmp_path / "llama"
+    save_random_model("llama", {}, folder)
+    settings = RoleSettings(lora=LoraConfig())
+    with open_model(folder, "dtensor") as source, pytest.raises(ConfigError, match="llama models"):
+        DTensorActorModel(source, settings, initialize_parallel(), None)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "mixtral",
+        *(pytest.param(k, marks=pytest.mark.extended) for k in ("gpt_oss", "openai-gpt", "phi3")),
+    ],
+)
+def test_the_export_is_in_the_form_of_peft(model_type, folder_of, tmp_path):
+    """The test adds products in PEFT's layout, or PEFT itself where it is installed."""
+    folder = folder_of(model_type)
+    role = adapted(folder)
+    for loss in (PPOPolicyLoss(), NegativeLogLikelihoodLoss()):
+        update(role, loss)
+    role.save_adapters(tmp_path / "a.lora.safetensors")
+    target = tmp_path / "peft"
+    assert "rank 4" in lora_to_peft(folder, tmp_path / "a.lora.safetensors", target, str(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    config = json.loads((target / "adapter_config.json").read_text())
+    if importlib.util.find_spec("peft"):
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, target)
+    else:
+        add_products(model, config, load_file(target / "adapter_model.safetensors"))
+    difference = expected_logprobs(model) - role.get_logprobs(make_batch())
+    assert difference.abs().max() < 1e-4
+
+
+@torch.no_grad()
+def add_products(model, config, state):
+    scale = config["lora_alpha"] / config["r"]
+    for name in config["target_modules"]:
+        a, b = (state.pop(f"base_model.model.{name}.lora_{leaf}.weight") for leaf in "AB")
+        delta = scale * b @ a
+        model.get_submodule(name).weight += delta.T if config["fan_in_fan_out"] else delta
+    # In a module of experts the first parameter is the innermost.
+    modules = {}
+    for name in config["target_parameters"] or ():
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    for module, names in modules.items():
+        for depth, name in enumerate(reversed(names)):
+            prefix = f"base_model.model.{module}{'.base_layer' * depth}"
+            a, b = (state.pop(f"{prefix}.lora_{leaf}.weight") for leaf in "AB")
+            weight = model.get_parameter(name)
+            experts = len(weight)
+            a, b = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts)
+            is_transposed = model.get_submodule(module).is_transposed
+            form = "e i o" if is_transposed else "e o i"
+            weight += scale * torch.einsum(f"o r e, e r i -> {form}", b, a)
+    assert not state
