@@ -384,8 +384,6 @@ def _columns(
     settings: dict[str, Any] = {}
     if columns and has_rewards and not any("ground_truth" in names for names in columns):
         settings["data.ground_truth_column"] = None
-    if columns and algorithm in ("sft", "distill") and "messages" in columns[0]:
-        settings["data.messages_column"] = "messages"
     return {key: value for key, value in settings.items() if key not in overrides}
 
 

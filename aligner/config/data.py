@@ -1,6 +1,6 @@
 """Sources of prompts, and the columns of their rows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -8,7 +8,7 @@ from pydantic import StrictBool, StrictStr
 
 from aligner.config.combinations import ReadIf
 from aligner.config.environment import WITHOUT_ENVIRONMENT
-from aligner.config.fields import Count, Source, SpecialTokensInText
+from aligner.config.fields import Count, Positive, Source, SpecialTokensInText
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,9 @@ class PromptSourceConfig:
     source: Source | tuple[Source, ...]
     """Files or generator functions: one, or a list.
 
-    A source is a `.jsonl` or `.parquet` file, a directory of such files, or a function,
-    `package.module:function` or `path/to/file.py:function`.
+    A source is a file (`.jsonl`, `.json`, `.csv`, `.parquet`, `.arrow`), a pattern such as
+    `data/*.jsonl`, a directory of `.jsonl` or `.parquet` files or of `datasets.save_to_disk`, or a
+    function, `package.module:function` or `path/to/file.py:function`.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -30,8 +31,12 @@ class PromptSourceConfig:
 
 
 SEPARATE_RESPONSE = ReadIf(
-    lambda run: getattr(run.data, "messages_column", None) is None,
-    "applies to rows of a prompt and a response, but data.messages_column names complete chats",
+    lambda run: (
+        getattr(run.data, "messages_column", None) is None
+        and getattr(run.data, "text_column", None) is None
+    ),
+    "applies to rows of a prompt and a response, but data.messages_column or data.text_column "
+    "names complete examples",
 )
 
 
@@ -80,8 +85,25 @@ class TrainingSets:
     validation: PromptSourceConfig | None = None
     """Validation data, with the same keys as `train`. `null` means no validation."""
 
+    weights: tuple[Positive, ...] | None = None
+    """Weights of the sources of `train` in the order of their list.
+
+    A source gets its share of the examples of an epoch. An epoch has as many examples as all
+    sources have. `null` means that each example occurs once.
+    """
+
     shuffle: StrictBool = True
     """Shuffle the training data in an order that depends on seed and epoch."""
+
+    def problems(self, key: str, run: Any) -> Iterator[str]:
+        """Report a number of weights that differs from the number of sources."""
+        source = self.train.source
+        count = 1 if isinstance(source, str) else len(source)
+        if self.weights is not None and len(self.weights) != count:
+            yield (
+                f"{key}.weights={list(self.weights)} has {len(self.weights)} numbers, and "
+                f"{key}.train.source has {count} sources. Give a number for each source"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

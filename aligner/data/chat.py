@@ -14,9 +14,13 @@ from aligner.errors import DataError, raised_as
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
 
+MESSAGES = "prompt_messages"  # column of the messages of prompts for reward functions
+
 # Optional keys of a message in addition to role and content. The last two identify the call that a
 # tool answers. Templates that render calls in order ignore them.
 _OPTIONAL = {"tool_calls": list, "reasoning_content": str, "tool_call_id": str, "name": str}
+_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user"}
+_ROLES |= {"assistant": "assistant", "observation": "tool", "tool": "tool"}  # of ShareGPT
 _KNOWN_ROLES = ("system", "user", "assistant")  # every template renders these
 _MAX_OTHER_ROLES = 8  # each requires one rendering of the chat
 
@@ -83,6 +87,14 @@ def _parse(value: Sequence[Any]) -> list[Message]:
 
 def _parse_message(message: Any, index: int) -> Message:
     location = f"chat message {index}"
+    if isinstance(message, Mapping) and message.keys() == {"from", "value"}:  # ShareGPT's form
+        role = _ROLES.get(message["from"])
+        if role is None:
+            raise DataError(
+                f"{location}: from={message['from']!r} is none of {', '.join(_ROLES)}. Write the "
+                "message with role and content"
+            )
+        message = {"role": role, "content": message["value"]}
     if not isinstance(message, Mapping):
         raise DataError(
             f"{location} must have exactly the keys role and content, got {type(message).__name__}"

@@ -5,10 +5,11 @@ batches. Handles shard a batch later.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
+from functools import partial
+from itertools import islice, pairwise
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from aligner.config import (
     PairDataConfig,
     PromptSourceConfig,
 )
+from aligner.data.columns import recognised
 from aligner.data.readers import DataRow, read_rows
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError, TokenizerError
@@ -40,15 +42,28 @@ T = TypeVar("T", bound=Measured)
 class Dataset(Generic[T]):
     """Immutable sequence of all items, in the order of their source.
 
-    Subclasses define `make`, and ``noun``, the name of the items in messages.
+    Subclasses define `make`, ``noun``, the name of the items in messages, and ``keys``, the keys of
+    the columns that a row needs.
     """
 
     noun: ClassVar[str] = "examples"
+    keys: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, items: list[T], *, dropped_too_long: int = 0) -> None:
-        """Create a data set of ``items``. ``dropped_too_long``: number of dropped items."""
+    def __init__(
+        self,
+        items: list[T],
+        *,
+        dropped_too_long: int = 0,
+        taken: Sequence[str] = (),
+        shares: "Shares | None" = None,
+    ) -> None:
+        """Create a data set of ``items``.
+
+        ``dropped_too_long``: number of dropped items. ``taken``: descriptions of recognised
+        columns. ``shares``: shares of several sources.
+        """
         self._items = items
-        self.dropped_too_long = dropped_too_long
+        self.dropped_too_long, self.taken, self.shares = dropped_too_long, taken, shares
 
     @classmethod
     def load(cls, source: PromptSourceConfig, tokenizer: Tokenizer, data: Any) -> Self:
@@ -60,11 +75,11 @@ class Dataset(Generic[T]):
         """
         check_section(data, tokenizer)
 
-        def make(row: DataRow, index: int) -> T:
-            return cls.make(row, index, tokenizer, data)
+        def make(row: DataRow, index: int, columns: Any) -> T:
+            return cls.make(row, index, tokenizer, columns)
 
-        items, dropped = read_items(source, make, longest=data.max_length, noun=cls.noun)
-        return cls(items, dropped_too_long=dropped)
+        items = read_items(source, make, data, cls.keys, longest=data.max_length, noun=cls.noun)
+        return cls(items.fitting, **items.facts())
 
     @classmethod
     def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: Any) -> T:
@@ -112,43 +127,82 @@ class Split(Generic[D]):
         sets = {"training": self.train, "validation": self.validation}
         return {name: items for name, items in sets.items() if items is not None}
 
+    def notes(self) -> list[str]:
+        """Return notes on recognised columns for the start-up report."""
+        return [
+            f"columns of the {name} data that were recognised: {text}"
+            for name, items in self.named.items()
+            for text in items.taken
+        ]
+
     @property
     def max_length(self) -> int:
         """Number of tokens of the longest sequence of both."""
         return max(items.max_length for items in self.named.values())
 
 
+class Items(NamedTuple, Generic[T]):
+    """Items of a source. ``sizes``: number of fitting items of each file or function.
+
+    ``taken``: descriptions of recognised columns. ``shares``: of the sources, if they have weights.
+    """
+
+    fitting: list[T]
+    dropped: int
+    taken: list[str]
+    shares: "Shares | None"
+
+    def facts(self) -> dict[str, Any]:
+        """Return keyword arguments of a `Dataset`."""
+        return {"dropped_too_long": self.dropped, "taken": self.taken, "shares": self.shares}
+
+
 def read_items(
     source: PromptSourceConfig,
-    make: Callable[[DataRow, int], T],
+    make: Callable[[DataRow, int, Any], T],
+    data: Any,
+    keys: Sequence[str],
     *,
     longest: int | None,
     noun: str,
     key: str = "max_length",
-) -> tuple[list[T], int]:
+) -> Items[T]:
     """Read every row and convert it to an item. Items that are too long are dropped, never cut.
 
     Args:
         source: files or a generator function, see :func:`aligner.data.readers.read_rows`. At most
             ``limit`` rows are read.
-        make: function from a row and its index in the source to an item.
+        make: function from a row, its index in the source and the section with the names of its
+            columns to an item.
+        data: section of the configuration.
+        keys: keys of the columns that a row needs (see `aligner.data.columns`).
         longest: maximum number of tokens of an item. A warning counts the dropped items. None
             means no limit.
         noun: name of the items in messages.
         key: name of the setting of ``longest``, for messages.
 
-    Returns:
-        The items, and the number of dropped items.
-
     Raises:
         DataError: there are no rows, a row is invalid, or all items are too long.
     """
     name = source.source
-    rows = islice(read_rows(name, source.arguments), source.limit)
-    items = [make(row, index) for index, row in enumerate(rows)]
+    parts = [name] if isinstance(name, str) else list(name)
+    # Read one source after the other. The first row of each determines the columns.
+    items: list[T] = []
+    taken: dict[str, None] = {}
+    ends, read = [], 0
+    for part in parts:
+        limit = None if source.limit is None else source.limit - read
+        form = None
+        for row in islice(read_rows(part, source.arguments), limit):
+            form = form or recognised(row, data, keys)
+            items += [make(new, len(items) + n, form.data) for n, new in enumerate(form.rows(row))]
+            read += 1
+        taken |= dict.fromkeys(f"{part}: {text}" for text in (form.taken if form else ()))
+        ends.append(len(items))
     if not items:
         raise DataError(f"data: {name} contains no rows")
-    fitting = [item for item in items if longest is None or item.length <= longest]
+    fits = [longest is None or item.length <= longest for item in items]
+    fitting = [item for item, does_fit in zip(items, fits, strict=True) if does_fit]
     dropped = len(items) - len(fitting)
     if dropped:
         summary = (
@@ -158,7 +212,10 @@ def read_items(
         if not fitting:
             raise DataError(f"data: {summary}. None is left: raise {key}")
         logger.warning("%s and were dropped", summary)
-    return fitting, dropped
+    sizes = [sum(fits[start:end]) for start, end in pairwise([0, *ends])]
+    weights = getattr(data, "weights", None) if source is getattr(data, "train", None) else None
+    shares = None if weights is None else Shares(parts, sizes, weights)
+    return Items(fitting, dropped, list(taken), shares)
 
 
 def check_bos(
@@ -189,6 +246,45 @@ def epoch_order(size: int, seed: int, epoch: int, *, shuffle: bool = True) -> np
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size)
 
 
+class Shares:
+    """Shares of several sources in an epoch, which has as many items as all sources together.
+
+    A source of ``n`` items in an epoch continues its own passes: its items of the epoch e are the
+    items ``e * n`` to ``(e + 1) * n - 1`` of the endless series of its shuffled passes.
+    """
+
+    def __init__(
+        self, names: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
+    ) -> None:
+        """Compute the number of items of each source in an epoch, in proportion to ``weights``."""
+        ends = np.rint(np.cumsum(weights) / np.sum(weights) * sum(sizes)).astype(np.int64)
+        self.sizes, self.counts = list(sizes), np.diff(ends, prepend=0).tolist()
+        for name, size, count in zip(names, self.sizes, self.counts, strict=True):
+            if not size or not count:
+                raise DataError(
+                    f"data.weights={list(weights)}: {name} has {size} items and {count} of the "
+                    f"{sum(sizes)} items of an epoch. Raise its weight, or remove the source"
+                )
+
+    def order(self, seed: int, epoch: int, *, shuffle: bool) -> np.ndarray:
+        """Return the indices of ``epoch``, int64 [size], into the items of all sources."""
+        parts, places, first = [], [], 0
+        for size, count in zip(self.sizes, self.counts, strict=True):
+            start, end = epoch * count, (epoch + 1) * count
+            passes = range(start // size, -(-end // size))
+            # `first` gives each source its own series of random numbers.
+            series = [epoch_order(size, seed + first, part, shuffle=shuffle) for part in passes]
+            skipped = start - passes.start * size
+            parts.append(first + np.concatenate(series)[skipped:][:count])
+            places.append((np.arange(count) + 0.5) / count)
+            first += size
+        # Without shuffling, the sources alternate evenly.
+        order = np.concatenate(parts)
+        if not shuffle:
+            return order[np.argsort(np.concatenate(places), kind="stable")]
+        return order[epoch_order(len(order), seed, epoch)]
+
+
 class PromptSampler:
     """An endless, resumable series of global batches of indices.
 
@@ -207,11 +303,12 @@ class PromptSampler:
         shuffle: bool = True,
         last_batch: LastBatch = "wrap",
         may_change: bool = False,
+        shares: Shares | None = None,
     ) -> None:
         """Start at the first epoch of ``size`` prompts.
 
         ``may_change``: whether `load_state_dict` accepts a state with other data, another seed or
-        other shuffling.
+        other shuffling. ``shares``: shares of several sources.
         """
         if size < 1:
             raise DataError("data: the data set is empty")
@@ -233,6 +330,7 @@ class PromptSampler:
         self.shuffle = shuffle
         self.last_batch = last_batch
         self.may_change = may_change
+        self.shares = shares
         self._begin_epoch(0)
 
     def next_batch(self, count: int | None = None) -> list[int]:
@@ -305,7 +403,8 @@ class PromptSampler:
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch  # of the next prompt
         self.position = 0  # of the next prompt within its epoch
-        self._order = epoch_order(self.size, self.seed, epoch, shuffle=self.shuffle)
+        order = partial(epoch_order, self.size) if self.shares is None else self.shares.order
+        self._order = order(self.seed, epoch, shuffle=self.shuffle)
 
 
 def sequential_batches(size: int, batch_size: int) -> Iterator[list[int]]:

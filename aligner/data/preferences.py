@@ -50,6 +50,7 @@ class PairDataset(Dataset[Pair]):
     """All pairs, in the order of their source."""
 
     noun = "pairs"
+    keys = ("prompt_column", "chosen_column", "rejected_column")
     rewards_in_order: ClassVar[bool] = False  # refuse rows whose chosen response has less reward
 
     @classmethod
@@ -116,7 +117,9 @@ class Labelled(Examples):
 
 
 class LabelledDataset(Dataset[Labelled]):
-    """All labelled responses, in the order of their source."""
+    """All labelled responses, in the order of their source. A pair gives two of them."""
+
+    keys = ("prompt_column", "response_column", "label_column", "chosen_column")
 
     @classmethod
     def load(
@@ -126,18 +129,20 @@ class LabelledDataset(Dataset[Labelled]):
         check_section(data, tokenizer)
         labels: dict[int, bool] = {}
 
-        def make(row: DataRow, index: int) -> Example:
+        def make(row: DataRow, index: int, data: PreferenceDataConfig) -> Example:
             expected = "true or false (or 1 or 0)"
             labels[index] = converted(row, data.label_column, _label, expected)
             return make_example(row, index, tokenizer, data)
 
         longest = data.max_length
-        examples, dropped = read_items(source, make, longest=longest, noun="examples")
+        items = read_items(source, make, data, cls.keys, longest=longest, noun="examples")
         rows = [
-            Labelled(example, labels[example.id], _mismatched(examples, index, longest, source))
-            for index, example in enumerate(examples)
+            Labelled(
+                example, labels[example.id], _mismatched(items.fitting, index, longest, source)
+            )
+            for index, example in enumerate(items.fitting)
         ]
-        return cls(rows, dropped_too_long=dropped)
+        return cls(rows, **items.facts())
 
 
 def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:
@@ -195,6 +200,7 @@ class RatedDataset(Dataset[Rated]):
     """
 
     noun = "rated responses"
+    keys = ("prompt_column", "response_column")
 
     @classmethod
     def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: RewardDataConfig) -> Rated:
@@ -202,7 +208,7 @@ class RatedDataset(Dataset[Rated]):
         example, columns = make_example(row, index, tokenizer, data), data.attribute_columns
         ratings = tuple(
             None
-            if row.columns.get(column) is None
+            if row.get(column) is None
             else converted(row, column, finite_number, "a finite number or null")
             for column in columns
         )

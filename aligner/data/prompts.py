@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aligner.config import AskedDataConfig, DataConfig, ExampleDataConfig, PromptSourceConfig
 from aligner.config.data import PromptColumns
-from aligner.data.chat import parse_messages, parse_tools, render_chat
+from aligner.data.chat import MESSAGES, Message, parse_messages, parse_tools, render_chat
 from aligner.data.dataset import Dataset, check_bos, read_items
 from aligner.data.readers import DataRow, take
 from aligner.data.special_tokens import treat_special_tokens
@@ -21,7 +21,7 @@ from aligner.errors import ConfigError, DataError
 
 # Names of the reward function's arguments and of the trainer's columns.
 RESERVED_COLUMNS = frozenset(
-    {"prompts", "responses", "ground_truths", "is_end", "response_lengths"}
+    {"prompts", "responses", "ground_truths", "is_end", "response_lengths", MESSAGES}
 )
 
 
@@ -34,6 +34,7 @@ class Prompt:
     ids: list[int]
     ground_truth: Any
     columns: dict[str, Any] = field(default_factory=dict)  # every other column of the row
+    messages: list[Message] | None = None  # None for plain text
 
     @property
     def length(self) -> int:
@@ -71,14 +72,16 @@ class PromptDataset(Dataset[Prompt]):
             raise ConfigError(f"data: prompt and ground truth are both column {truth_column!r}")
         # Rows become prompts. Prompts that are too long are dropped.
         check_bos(data, tokenizer)
-        prompts, dropped = read_items(
+        prompts = read_items(
             source,
-            lambda row, index: make_prompt(row, index, tokenizer, data, truth_column),
+            lambda row, index, data: make_prompt(row, index, tokenizer, data, truth_column),
+            data,
+            ("prompt_column", *([] if truth_column is None else ["ground_truth_column"])),
             longest=longest,
             noun="prompts",
             key=key,
         )
-        return cls(prompts, dropped_too_long=dropped)
+        return cls(prompts.fitting, **prompts.facts())
 
     @property
     def column_names(self) -> frozenset[str]:
@@ -89,29 +92,30 @@ class PromptDataset(Dataset[Prompt]):
 class EpisodeDataset(PromptDataset):
     """Rows for environments. The environments build the prompts, so items have no tokens."""
 
-    def __init__(
-        self, items: list[Prompt], *, dropped_too_long: int = 0, longest_prompt: int = 0
-    ) -> None:
+    def __init__(self, items: list[Prompt], *, longest_prompt: int = 0, **facts: Any) -> None:
         """Create a data set. ``longest_prompt``: maximum tokens of an environment's prompt."""
-        super().__init__(items, dropped_too_long=dropped_too_long)
+        super().__init__(items, **facts)
         self._longest_prompt = longest_prompt
 
     @classmethod
     def read(
-        cls, source: PromptSourceConfig, longest_prompt: int, ground_truth_column: str | None
+        cls,
+        source: PromptSourceConfig,
+        longest_prompt: int,
+        ground_truth_column: str | None,
+        data: DataConfig | AskedDataConfig | None = None,
     ) -> Self:
         """Read all rows of ``source``. The environment receives every column.
 
         ``ground_truth_column``: optional column that is shown with samples.
         """
 
-        def episode(row: DataRow, index: int) -> Prompt:
-            columns = dict(row.columns)
-            truth = None if ground_truth_column is None else columns.get(ground_truth_column)
-            return Prompt(index, "", [], truth, columns)
+        def episode(row: DataRow, index: int, data: Any) -> Prompt:
+            truth = None if ground_truth_column is None else row.get(ground_truth_column)
+            return Prompt(index, "", [], truth, dict(row.columns))
 
-        rows, _ = read_items(source, episode, longest=None, noun="rows")
-        return cls(rows, longest_prompt=longest_prompt)
+        rows = read_items(source, episode, data, (), longest=None, noun="rows")
+        return cls(rows.fitting, longest_prompt=longest_prompt, **rows.facts())
 
     @property
     def max_length(self) -> int:
@@ -148,8 +152,9 @@ def make_prompt(
     try:
         # Separate the prompt and the ground truth from the other columns.
         raw = take(row, data.prompt_column, (str, list), "data.prompt_column")
-        del columns[data.prompt_column]
-        ground_truth = columns.pop(ground_truth_column, None) if ground_truth_column else None
+        columns.pop(data.prompt_column, None)
+        ground_truth = row.get(ground_truth_column) if ground_truth_column else None
+        columns.pop(ground_truth_column or "", None)
         if ground_truth_column is not None and ground_truth is None:
             state = "null" if ground_truth_column in row.columns else "missing"
             raise DataError(
@@ -171,7 +176,8 @@ def make_prompt(
             raise DataError(f"column {data.prompt_column!r} is empty")
     except DataError as error:
         raise DataError(f"{row.location}: {error}. Columns found: {sorted(row.columns)}") from error
-    return Prompt(index, text, ids, ground_truth, columns)
+    messages = parse_messages(raw) if isinstance(raw, list) else None
+    return Prompt(index, text, ids, ground_truth, columns, messages)
 
 
 def _render(
@@ -236,11 +242,14 @@ def collate_prompts(prompts: Sequence[Prompt], pad_id: int) -> PromptBatch:
     """Collate ``prompts`` to one batch in their order."""
     input_ids, input_lengths = pad_right([prompt.ids for prompt in prompts], pad_id)
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+    if any(prompt.messages is not None for prompt in prompts):
+        columns[MESSAGES] = [prompt.messages for prompt in prompts]
     return PromptBatch(
         input_ids=input_ids,
         input_lengths=input_lengths,
         prompt_ids=torch.tensor([prompt.id for prompt in prompts], dtype=torch.int64),
         texts=[prompt.text for prompt in prompts],
         ground_truths=[prompt.ground_truth for prompt in prompts],
-        columns={name: [prompt.columns.get(name) for prompt in prompts] for name in names},
+        columns=columns,
     )

@@ -1,8 +1,11 @@
-"""Reading of rows (column → value) from JSONL, Parquet and text files and Python generators."""
+"""Reading of rows (column → value) from files of tables and text, and Python generators."""
 
 import codecs
+import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,20 +22,38 @@ _LARGEST = 3.4028234663852886e38  # float32's
 
 
 class DataRow(NamedTuple):
-    """One row and its location, for example ``data/train.jsonl, line 12``."""
+    """One row and its location, for example ``data/train.jsonl, line 12``.
+
+    ``is_text``: whether every cell is text, as in CSV.
+    """
 
     location: str
     columns: dict[str, Any]
+    is_text: bool = False
+
+    def get(self, name: str) -> Any:
+        """Return the value of a column, None without it. ``a.b`` is the key ``b`` of column ``a``.
+
+        A column whose name contains the dot has precedence.
+        """
+        if name in self.columns:
+            return self.columns[name]
+        value: Any = self.columns
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
 
 
 def read_rows(source: Source, arguments: Mapping[str, Any] | None = None) -> Iterator[DataRow]:
     """Yield the rows of ``source``, in order.
 
     Args:
-        source: a ``.jsonl`` or ``.parquet`` file, a directory of such files (read in the order of
-            their names), a ``.txt`` file (each line a row with the column ``prompt``), a generator
-            function (``package.module:function`` or ``path/to/file.py:function``), or a list of
-            these, read in order.
+        source: a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file, a ``.txt`` file
+            (each line a row with the column ``prompt``), a pattern of such files (``data/*.json``),
+            a directory of ``.jsonl`` or ``.parquet`` files, a directory that
+            ``datasets.save_to_disk`` wrote, a generator function (``package.module:function`` or
+            ``path/to/file.py:function``), or a list of these. Files of a pattern or directory are
+            read in the order of their names.
         arguments: keyword arguments for generator functions. Refused for files.
 
     Raises:
@@ -65,7 +86,20 @@ def source_files(source: str | Path) -> list[Path] | None:
     path, name = Path(source).expanduser(), str(source)
     if not path.exists() and ":" in name and not name.endswith(tuple(_READERS)):
         return None
-    # A directory, or one file.
+    # The files of a pattern, or of a directory.
+    if not path.exists() and any(character in name for character in "*?["):
+        matches = sorted(glob(str(path), recursive=True))
+        if not matches:
+            raise DataError(f"data: no file matches {name}. Correct the pattern")
+        return [file for match in matches for file in source_files(match) or ()]
+    if path.is_dir() and (path / "dataset_dict.json").is_file():
+        splits = sorted(str(file.parent) for file in path.glob("*/state.json"))
+        raise DataError(f"data: {path} contains several splits. Name one: {', '.join(splits)}")
+    if (path / "state.json").is_file():  # of datasets.save_to_disk
+        damage = (ValueError, KeyError, TypeError)
+        with raised_as(DataError, f"data: {path / 'state.json'} names no files", *damage):
+            parts = json.loads((path / "state.json").read_text())["_data_files"]
+            return [path / part["filename"] for part in parts]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet"))
         if not files:
@@ -75,8 +109,8 @@ def source_files(source: str | Path) -> list[Path] | None:
         raise DataError(f"data: file {path} does not exist")
     if path.suffix not in _READERS:
         raise DataError(
-            f"data: {path} is neither .jsonl nor .parquet nor .txt. Give a generator function as "
-            "package.module:function or path/to/file.py:function"
+            f"data: {path} has none of the suffixes {', '.join(_READERS)}. Give a generator "
+            "function as package.module:function or path/to/file.py:function"
         )
     return [path]
 
@@ -89,14 +123,53 @@ def _from_jsonl(path: Path) -> Iterator[DataRow]:
             if not line.strip():
                 continue
             location = f"{path}, line {line_number}"
-            try:
-                value = json.loads(line, object_pairs_hook=_object)
-                if not isinstance(value, dict):
-                    kind = type(value).__name__
-                    raise DataError(f"a row must be a JSON object with columns, got {kind}")
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{location}: {_reason(error)}") from error
-            yield DataRow(location, value)
+            yield _row(_parsed(line, location), location)
+
+
+def _from_json(path: Path) -> Iterator[DataRow]:
+    """Yield the objects of a list or, like many files of the Hugging Face hub, of lines."""
+    with path.open("rb") as file:
+        is_list = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    if not is_list:
+        yield from _from_jsonl(path)
+        return
+    values = _parsed(path.read_bytes().removeprefix(codecs.BOM_UTF8), str(path))
+    for number, value in enumerate(values, start=1):
+        yield _row(value, f"{path}, row {number}")
+
+
+def _parsed(text: bytes, location: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{location}: {_reason(error)}") from error
+
+
+def _row(value: Any, location: str) -> DataRow:
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise DataError(f"{location}: a row must be a JSON object with columns, got {kind}")
+    return DataRow(location, value)
+
+
+def _from_csv(path: Path) -> Iterator[DataRow]:
+    """Yield the lines below the header. Cells are text, and empty cells are null."""
+    csv.field_size_limit(2**31 - 1)  # the default refuses texts of 128 KiB
+    with (
+        raised_as(DataError, f"{path}: not readable CSV", csv.Error, UnicodeDecodeError),
+        path.open(encoding="utf-8-sig", newline="") as file,
+    ):
+        lines = csv.reader(file, strict=True)
+        header = next(lines, [])
+        for cells in filter(None, lines):
+            location = f"{path}, line {lines.line_num}"
+            columns = {name: cell or None for name, cell in zip(header, cells, strict=False)}
+            if not len(cells) == len(header) == len(columns):
+                raise DataError(
+                    f"{location}: {len(cells)} cells for the columns {header}. Give each column "
+                    "a name of its own and each line a cell per column"
+                )
+            yield DataRow(location, columns, is_text=True)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -143,7 +216,7 @@ def _check_text(row: DataRow) -> DataRow:
 
 def take(row: DataRow, name: str, kind: type | tuple[type, ...], key: str) -> Any:
     """Return a required column of type ``kind``. ``key``: setting with its name, for errors."""
-    value = row.columns.get(name)
+    value = row.get(name)
     if value is None:
         raise DataError(
             f"column {name!r} is {'null' if name in row.columns else 'missing'}. Name another "
@@ -159,7 +232,10 @@ def take(row: DataRow, name: str, kind: type | tuple[type, ...], key: str) -> An
 
 def converted(row: DataRow, name: str, convert: Callable[[Any], V | None], expected: str) -> V:
     """Convert a column. Raise `DataError` with ``expected`` if ``convert`` returns None."""
-    value = row.columns.get(name)
+    value = row.get(name)
+    if row.is_text and isinstance(value, str):
+        with suppress(ValueError):
+            value = json.loads(value.lower())
     result = convert(value)
     if result is None:
         actual = "missing" if value is None else f"{value!r:.60} ({type(value).__name__})"
@@ -178,19 +254,26 @@ def finite_number(value: Any) -> float | None:
 
 
 def _from_parquet(path: Path) -> Iterator[DataRow]:
+    """Yield the rows of a Parquet file, or of the Arrow stream of `datasets.save_to_disk`."""
     require_extra("parquet", str(path))
     import pyarrow
-    from pyarrow import parquet
+    from pyarrow import ipc, parquet
 
-    number = 0
+    number, is_stream = 0, path.suffix == ".arrow"
     try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
+        with (
+            ipc.open_stream(pyarrow.memory_map(str(path)))
+            if is_stream
+            else parquet.ParquetFile(path) as file
+        ):
+            for batch in file if is_stream else file.iter_batches():
                 for columns in batch.to_pylist(maps_as_pydicts="strict"):
                     number += 1
                     yield DataRow(f"{path}, row {number}", _without_arrow_nulls(columns))
     except (pyarrow.ArrowException, KeyError, OSError) as error:
-        raise DataError(f"{path}, after row {number}: not readable Parquet: {error}") from error
+        raise DataError(
+            f"{path}, after row {number}: not readable {path.suffix}: {error}"
+        ) from error
 
 
 def _without_arrow_nulls(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,7 +308,14 @@ def _from_text(path: Path) -> Iterator[DataRow]:
                 yield DataRow(f"{path}, line {line_number}", {"prompt": line.rstrip("\r\n")})
 
 
-_READERS = {".jsonl": _from_jsonl, ".parquet": _from_parquet, ".txt": _from_text}
+_READERS = {
+    ".jsonl": _from_jsonl,
+    ".json": _from_json,
+    ".csv": _from_csv,
+    ".parquet": _from_parquet,
+    ".arrow": _from_parquet,
+    ".txt": _from_text,
+}
 
 
 def _from_function(name: str, arguments: Mapping[str, Any]) -> Iterator[DataRow]:

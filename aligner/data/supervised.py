@@ -96,6 +96,8 @@ ResponseKey = Literal["response_column", "chosen_column", "rejected_column"]
 class ExampleDataset(Dataset[Example]):
     """All examples, in the order of their source."""
 
+    keys = ("prompt_column", "response_column")
+
     @classmethod
     def make(
         cls, row: DataRow, index: int, tokenizer: Tokenizer, data: ExampleDataConfig
@@ -117,8 +119,12 @@ def make_example(
     """
     treat = partial(treat_special_tokens, tokenizer, policy=data.special_tokens_in_text)
     try:
+        text_column = data.text_column if isinstance(data, ExampleDataConfig) else None
         chat, learn, context = _conversation(row, data, response_key)
-        if chat is None:
+        if text_column is not None:
+            text = treat(take(row, text_column, str, "data.text_column"), location=text_column)
+            ids, learned = encode_text(tokenizer, text)
+        elif chat is None:
             # Plain text.
             check_plain_text(data)
             if row.columns.get(data.tools_column or ""):
@@ -165,6 +171,15 @@ def encode_pair(
         response_ids = [*response_ids, tokenizer.eos_id]
     ids = [*prompt_ids, *response_ids]
     return ids, [(len(prompt_ids), len(ids))]
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Encode ``text + EOS``. All tokens but the first are learned, which nothing precedes."""
+    ids = tokenizer.encode(text)
+    if not ids:
+        raise DataError("the text is empty")
+    ids = ids if ids[-1] in tokenizer.end_ids else [*ids, tokenizer.eos_id]
+    return ids, [(1, len(ids))]
 
 
 def encode_chat(
@@ -325,20 +340,16 @@ def _conversation(
 
     The chat is None if the row is plain text.
     """
+    if isinstance(data, ExampleDataConfig) and data.text_column is not None:
+        return None, "last", 0
     learn = data.learn if isinstance(data, ExampleDataConfig) else "last"
     if isinstance(data, ExampleDataConfig) and data.messages_column is not None:
         chat = take(row, data.messages_column, list, "data.messages_column")
         return parse_conversation(chat), learn, 0
     column = getattr(data, response_key)
-    is_chat = isinstance(data, ExampleDataConfig) and isinstance(row.columns.get("messages"), list)
-    if is_chat and row.columns.get(column) is None:
-        raise DataError(
-            f"column {column!r} is missing, but column 'messages' contains a list. Set "
-            "data.messages_column=messages if it is the chat to learn"
-        )
     # The response is a list of messages, or text after a prompt.
     response = take(row, column, (str, list), f"data.{response_key}")
-    prompt = row.columns.get(data.prompt_column)
+    prompt = row.get(data.prompt_column)
     if isinstance(response, list):
         chat, context = _answered(prompt, response, data.prompt_column, column)
         return chat, learn, context

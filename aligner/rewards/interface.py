@@ -99,6 +99,16 @@ class Reward:
         columns = available | {"is_end", "response_lengths"}
         on_rank_zero(lambda: self._rank_zero_function().check_columns(columns))
 
+    def notes(self) -> list[str]:
+        """Return a note for the start-up report if the function has another library's form."""
+
+        def note() -> list[str]:
+            function = self._rank_zero_function()
+            name = f"reward.function={function.name}"
+            return [f"{name} is called in the form of {function.form}"] if function.form else []
+
+        return on_rank_zero(note)
+
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
         """Decode and score every row.
 

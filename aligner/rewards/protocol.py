@@ -15,6 +15,8 @@
 It returns a number per sample, finite in float32, or a dict per sample with ``"reward"`` and
 additional metrics. The keys are the same for all samples.
 
+Functions in the forms of other libraries are adapted to this contract (`aligner.rewards.forms`).
+
 Every reward process loads this module and :mod:`aligner.rewards.function.execution`, so they import
 neither torch nor numpy.
 """
@@ -39,6 +41,7 @@ class Signature:
     takes_all: bool  # whether it has **columns
     first: tuple[str, ...] = ()  # parameters of the lists, whose names columns cannot have
     lists: int = 3  # number of positional lists. 2 means that ground truths are passed by keyword.
+    form: str = ""  # name of a form of `aligner.rewards.forms`
 
     @classmethod
     def of(
@@ -94,6 +97,7 @@ class Signature:
         return cls(
             name=str(fields["name"]),
             takes_all=bool(fields["takes_all"]),
+            form=str(fields["form"]),
             lists=int(fields["lists"]),
             **lists,
         )

@@ -93,7 +93,7 @@ def train_distill(config: DistillRunConfig) -> None:
         # Start the models and train.
         for attempt in run.attempts():
             with attempt:
-                sampler, steps = example_sampler(config, task)
+                sampler, steps = example_sampler(config, examples.train)
                 student = attempt.start_policy(steps)
                 teacher = start_teacher(config, attempt)
                 targets = TeacherTargets(teacher, loop.top_k, vocab_size, seed)

@@ -48,7 +48,7 @@ def train_dpo(config: DPORunConfig) -> None:
         task = preference_task(config, sets, pad_id)
         for attempt in run.attempts():
             with attempt:
-                sampler, steps = example_sampler(config, task)
+                sampler, steps = example_sampler(config, examples.train)
                 policy = attempt.start_policy(steps)
                 if loop.has_reference:  # before the first update
                     path = log_dir(config) / "reference_logprobs.pt"

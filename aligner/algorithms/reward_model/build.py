@@ -44,7 +44,7 @@ def train_reward_model(config: RewardRunConfig) -> None:
         for attempt in run.attempts():
             with attempt:
                 # Model and trainer.
-                sampler, steps = example_sampler(config, task)
+                sampler, steps = example_sampler(config, examples.train)
                 model = attempt.own(
                     RewardModel(
                         attempt.clusters.policy,

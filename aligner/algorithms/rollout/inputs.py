@@ -52,12 +52,14 @@ class Prompts(Split[PromptDataset]):
             seed=config.seed,
             shuffle=config.data.shuffle,
             may_change=config.exp_manager.data_may_change,
+            shares=self.train.shares,
         )
 
     def notes(self) -> list[str]:
         """Return notes on dropped prompts and prompts in both sets for the start-up report."""
         dropped = self.train.dropped_too_long
         return [
+            *super().notes(),
             *dropped_note(dropped, "training prompts", "data.max_prompt_length"),
             *shared_note(self.train, self.validation),
         ]
@@ -100,7 +102,8 @@ def prompt_loader(
     if not config.environment.is_set:
         return lambda source: PromptDataset.load(source, tokenizer, data)
     max_length = longest_opening(config, architecture)
-    return lambda source: EpisodeDataset.read(source, max_length, data.ground_truth_column)
+    truth = data.ground_truth_column
+    return lambda source: EpisodeDataset.read(source, max_length, truth, data)
 
 
 def longest_opening(config: SamplingRunConfig, architecture: GPTArchitecture) -> int:

@@ -81,6 +81,16 @@ class RewardSource:
         assert scorer is not None, "a source must have a scorer or a model"
         return scorer if self.verifier is None else VerifiedReward(scorer, self.verifier)
 
+    def notes(self) -> list[str]:
+        """Return notes on the function for the start-up report."""
+        functions = (self.scorer, self.verifier)
+        return [
+            text
+            for function in functions
+            if isinstance(function, Reward)
+            for text in function.notes()
+        ]
+
     def memory(self) -> list[RoleMemory]:
         """Return the memory of a reward model per process, empty without a separate body."""
         model = self.config.reward.model

@@ -323,5 +323,10 @@ class SamplingInputs:
             [*memory, *self.reward.memory()],
             self.prompts.train.max_length + rollout.length_params.max_length,
             restores=["policy", *([] if critic is None else ["critic"]), *restores],
-            notes=[*notes, *self.prompts.notes(), *filter(None, [generation_note])],
+            notes=[
+                *notes,
+                *self.prompts.notes(),
+                *self.reward.notes(),
+                *filter(None, [generation_note]),
+            ],
         )

@@ -159,7 +159,7 @@ def longest_set(
         assert isinstance(config, SupervisedRunConfig), type(config)
         count = config.model.global_batch_size // config.rows_per_example
     items = [_lengthened(data[index % len(data)], random_ids) for index in range(count)]
-    return type(data)(items, dropped_too_long=data.dropped_too_long)
+    return type(data)(items, dropped_too_long=data.dropped_too_long, taken=data.taken)
 
 
 def _lengthened(item: Any, random_ids: Callable[[], list[int]]) -> Any:

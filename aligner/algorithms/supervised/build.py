@@ -13,7 +13,7 @@ from aligner.algorithms.supervised.trainer import SupervisedTrainer, Task
 from aligner.architecture import GPTArchitecture
 from aligner.config import SFTRunConfig, SupervisedRunConfig, check_layout
 from aligner.config.parse import refuse
-from aligner.data.dataset import D, PromptSampler, Split
+from aligner.data.dataset import D, Dataset, PromptSampler, Split
 from aligner.data.prompts import PromptDataset
 from aligner.data.supervised import ExampleDataset, collate_examples, response_note
 from aligner.errors import ConfigError
@@ -36,7 +36,7 @@ def train_sft(config: SFTRunConfig) -> None:
         )
         for attempt in run.attempts():
             with attempt:
-                sampler, steps = example_sampler(config, task)
+                sampler, steps = example_sampler(config, examples.train)
                 policy = attempt.start_policy(steps)
                 limit = config.loop.limit_val_examples
                 trainer = SupervisedTrainer(policy, task, sampler, limit_val_examples=limit)
@@ -80,14 +80,15 @@ def check_sequences(
             )
 
 
-def example_sampler(config: SupervisedRunConfig, task: Task[Any]) -> tuple[PromptSampler, int]:
+def example_sampler(config: SupervisedRunConfig, train: Dataset[Any]) -> tuple[PromptSampler, int]:
     """Return the sampler of each update's examples, and the number of updates of the run."""
     sampler = PromptSampler(
-        len(task.train),
+        len(train),
         config.model.global_batch_size // config.rows_per_example,
         seed=config.seed,
         shuffle=config.data.shuffle,
         may_change=config.exp_manager.data_may_change,
+        shares=train.shares,
     )
     return sampler, total_steps(config, sampler)
 
@@ -114,7 +115,7 @@ def supervised_summary(
     )
     restores = ["model", "optimizer", "schedule", "data position"]
     dropped = examples.train.dropped_too_long
-    notes = dropped_note(dropped, "training examples", "data.max_length")
+    notes = [*examples.notes(), *dropped_note(dropped, "training examples", "data.max_length")]
     # In on-policy distillation the student samples the responses, so there are no examples to show.
     if not isinstance(examples.train, PromptDataset):
         train = examples.train

@@ -50,6 +50,7 @@ class PairDataConfig(PromptColumns, TrainingSets):
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report a reward column of only one of the two responses."""
+        yield from super().problems(key, run)
         chosen, rejected = self.chosen_reward_column, self.rejected_reward_column
         if (chosen is None) != (rejected is None):
             yield (

@@ -8,10 +8,16 @@ from pydantic import StrictBool, StrictStr
 
 from aligner.config.algorithms.process import TrainingConfig
 from aligner.config.algorithms.trainer import SupervisedLoopConfig
+from aligner.config.combinations import ReadIf
 from aligner.config.data import SEPARATE_RESPONSE, PromptColumns, TrainingSets
 from aligner.config.fields import Count, Fraction, ModelPath
 from aligner.config.roles.model import TrainedModelConfig
 from aligner.config.roles.sampling import LengthParams, RolloutConfig, SamplingParams
+
+WITHOUT_TEXT = ReadIf(
+    lambda run: getattr(run.data, "text_column", None) is None,
+    "names chats, but data.text_column names plain text",
+)
 
 
 @dataclass(frozen=True)
@@ -21,10 +27,16 @@ class ExampleDataConfig(PromptColumns, TrainingSets):
     response_column: Annotated[StrictStr, SEPARATE_RESPONSE] = "response"
     """Column of the response: text, the assistant's message, or a complete chat."""
 
-    messages_column: StrictStr | None = None
+    messages_column: Annotated[StrictStr | None, WITHOUT_TEXT] = None
     """Column of complete chats, instead of the columns of prompt and response.
 
     The assistant's message is the last of a chat. `null` means no such column.
+    """
+
+    text_column: StrictStr | None = None
+    """Column of plain text that is learned from its second token on, instead of these columns.
+
+    `null` means no such column.
     """
 
     learn: Literal["last", "all"] = "all"

@@ -11,11 +11,13 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from aligner.child_process import Answers
 from aligner.errors import AlignerError
 from aligner.importing import describe_exception, load_function
+from aligner.rewards.forms import of_form
 from aligner.rewards.protocol import Samples, Signature, parse_scores
 
 Scored = tuple[list[float], dict[str, list[float]]]
@@ -39,8 +41,9 @@ class LoadedFunction:
 
     def __init__(self, function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> None:
         """Bind ``kwargs``, or refuse a signature that does not fit."""
-        self.signature = Signature.of(function, name, kwargs)
-        self._function = functools.partial(function, **kwargs)
+        form, self._function = of_form(function, functools.partial(function, **kwargs))
+        signature = Signature.of(function if form is None else self._function, name, kwargs)
+        self.signature = replace(signature, form="" if form is None else form.name)
         self._kwargs = frozenset(kwargs)
         self._runner = asyncio.Runner()
         self._loop: asyncio.AbstractEventLoop | None = None  # for calls from other threads

@@ -115,6 +115,11 @@ class RewardFunction(AbstractContextManager["RewardFunction"]):
         """Name of the function, for messages."""
         return self._runner.signature.name
 
+    @property
+    def form(self) -> str:
+        """Name of the form of another library, empty for a function of the protocol."""
+        return self._runner.signature.form
+
     def check_columns(self, available: Collection[str]) -> None:
         """Raise `DataError` for data without a column that the function requires.
 

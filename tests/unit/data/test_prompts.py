@@ -195,7 +195,7 @@ def test_bad_parquet(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"x.parquet, row 3: column 'prompt' is null"):
         load_set(PromptDataset, path, tokenizer)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match="not readable Parquet"):
+    with pytest.raises(DataError, match=r"not readable \.parquet"):
         load_set(PromptDataset, path, tokenizer)
 
 
@@ -220,9 +220,9 @@ def test_bad_sources(tmp_path, tokenizer):
         load_set(PromptDataset, tmp_path / "nope.jsonl", tokenizer)
     with pytest.raises(DataError, match=r"contains no .jsonl"):
         load_set(PromptDataset, tmp_path, tokenizer)
-    (tmp_path / "x.csv").write_text("prompt")
-    with pytest.raises(DataError, match=r"neither .jsonl nor .parquet"):
-        load_set(PromptDataset, tmp_path / "x.csv", tokenizer)
+    (tmp_path / "x.tsv").write_text("prompt")
+    with pytest.raises(DataError, match=r"none of the suffixes .jsonl"):
+        load_set(PromptDataset, tmp_path / "x.tsv", tokenizer)
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match="contains no rows"):
         load_set(PromptDataset, tmp_path / "empty.jsonl", tokenizer)

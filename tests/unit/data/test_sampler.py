@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 import torch
 
-from aligner.data.dataset import PromptSampler, epoch_order, sequential_batches
+from aligner.data.dataset import PromptSampler, Shares, epoch_order, sequential_batches
 from aligner.data.prompts import Prompt, collate_prompts, pad_right
 from aligner.errors import ConfigError, DataError
 
@@ -128,3 +128,49 @@ def test_batch_of_prompts():
     assert batch.texts == ["ab", "c"]
     assert batch.ground_truths == ["x", None]
     assert batch.columns == {"level": [3, None], "source": [None, "web"]}
+
+
+def shares(*weights):
+    return Shares("abc", [4, 10, 6], weights)
+
+
+def test_weights_are_the_shares_of_an_epoch():
+    sampler = PromptSampler(20, 20, seed=3, shares=shares(2, 1, 1))
+    epochs = draw(sampler, 6)
+    for epoch in epochs:
+        assert len([i for i in epoch if i < 4]) == 10
+        assert len([i for i in epoch if 4 <= i < 14]) == 5
+    # A source continues its passes: two epochs show all ten items of the second source.
+    assert {i for i in epochs[0] + epochs[1] if 4 <= i < 14} == set(range(4, 14))
+    # The first source is repeated as a whole: 60 of its items are 15 passes.
+    first = [i for epoch in epochs for i in epoch if i < 4]
+    assert [first.count(i) for i in range(4)] == [15] * 4
+    assert epochs[0] != epochs[1]
+
+
+def test_without_shuffling_the_sources_alternate():
+    sampler = PromptSampler(20, 20, seed=3, shuffle=False, shares=shares(2, 1, 1))
+    first, second = draw(sampler, 2)
+    assert first == [0, 4, 14, 1, 2, 5, 15, 3, 0, 6, 16, 1, 2, 7, 17, 3, 0, 8, 18, 1]
+    assert [i for i in second if i < 4] == [2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
+    assert [i for i in second if 4 <= i < 14] == [9, 10, 11, 12, 13]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_shares_resume_at_the_next_item(shuffle):
+    options = {"seed": 3, "shuffle": shuffle, "shares": shares(1, 7, 2.5)}
+    whole = PromptSampler(20, 3, **options)
+    batches = draw(whole, 30)
+    for done in (1, 6, 7, 19):
+        begun = PromptSampler(20, 3, **options)
+        draw(begun, done)
+        resumed = PromptSampler(20, 3, **options)
+        resumed.load_state_dict(begun.state_dict())
+        assert draw(resumed, 30 - done) == batches[done:]
+
+
+def test_a_source_without_items_is_named():
+    with pytest.raises(DataError, match=r"weights=\[1, 1, 0.01\]: c has 6 items and 0 of the 20"):
+        shares(1, 1, 0.01)
+    with pytest.raises(DataError, match=r"b has 0 items"):
+        Shares("ab", [3, 0], [1, 1])
