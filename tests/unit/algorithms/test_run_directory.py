@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from newest_state import newest
 from omegaconf import OmegaConf
 
 from aligner.algorithms.run.directory import RunDirectory
@@ -243,7 +244,7 @@ def test_a_new_run_beside_everything_else(configured):
     assert (folder / "earlier_001" / "policy.nemo").exists()
     prepared(configured("ppo", exp_manager__start_anew=True))
     assert {path.name for path in folder.glob("earlier_*")} == {"earlier_001", "earlier_002"}
-    assert RunStateStore(folder / "earlier_001" / "run_state").latest()
+    assert newest(RunStateStore(folder / "earlier_001" / "run_state"))
 
 
 @pytest.mark.parametrize("saved", [(2,), ()])
