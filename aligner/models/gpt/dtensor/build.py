@@ -25,10 +25,11 @@ from aligner.models.gpt.dtensor import attention as dtensor_attention
 from aligner.models.gpt.dtensor.adapters import add_adapters
 from aligner.models.gpt.dtensor.module import TransformersModel, Way
 from aligner.models.gpt.dtensor.plan import (
-    APPLIED_TO_OWN_HEADS,
-    check_backend,
+    SUMMED,
+    plan_name,
     split_layer,
     split_vocabulary,
+    tensor_plan,
 )
 from aligner.models.gpt.dtensor.shards import ParameterShard
 from aligner.models.gpt.role.value import ValueHead
@@ -65,7 +66,7 @@ def build_sharded(
     """
     dtensor_attention.register()
     if isinstance(architecture, TransformersArchitecture):
-        check_backend(architecture.family or "", architecture, parallel.config)
+        family_name = architecture.family or ""
         model = _empty_any(architecture, dtype, recompute, head_outputs, way, lora, seed)
     else:
         family, config = config_to_hf(architecture)
@@ -74,7 +75,7 @@ def build_sharded(
                 f"model.peft.peft_scheme=lora: policy.backend=dtensor adds no adapters to "
                 f"{family.model_type} models. Set policy.backend=megatron"
             )
-        check_backend(family.model_type, architecture, parallel.config)
+        family_name = family.model_type
         model = _empty_model(architecture, config, recompute, head_outputs)
     _move_buffers(model)
     mesh = init_device_mesh(
@@ -84,13 +85,14 @@ def build_sharded(
     )
     # Full shapes are read before the parameters become sharded.
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    split = _fill_and_shard(model, weights, mesh, dtype)
+    plan = tensor_plan(family_name, architecture) if parallel.config.tensor > 1 else {}
+    split = _fill_and_shard(model, weights, mesh, dtype, plan)
     shards = [
         ParameterShard(
             name,
             shapes[name],
             split.get(name),
-            summed=parallel.config.tensor > 1 and name.endswith(APPLIED_TO_OWN_HEADS),
+            summed=plan.get(plan_name(model.in_body(name).rpartition(".")[0])) == SUMMED,
             dtype=torch.float32 if name.startswith("score.") else dtype,
             parameter=parameter,
             parallel=parallel,
@@ -218,8 +220,12 @@ def _fill_and_shard(
     weights: Mapping[str, Tensor] | None,
     mesh: DeviceMesh,
     dtype: torch.dtype,
+    plan: Mapping[str, str],
 ) -> dict[str, int]:
-    """Load and shard the weights, and return the tensor-parallel dimension of split parameters."""
+    """Load and shard the weights, and return the tensor-parallel dimension of split parameters.
+
+    ``plan``: see `split_layer`.
+    """
     names = {module: name for name, module in model.named_modules()}
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
@@ -236,7 +242,7 @@ def _fill_and_shard(
     for layer in model.layers:
         _fill(layer, names[layer], weights, filled)
         if mesh["tensor"].size() > 1:
-            split_layer(layer, mesh["tensor"])
+            split_layer(layer, model.in_body(names[layer]), plan, mesh["tensor"])
         shard(layer, policy)
     if model.score is not None:
         _fill_head(model.score, weights)
