@@ -81,11 +81,11 @@ class ConversationRollouts(RolloutSource):
 
     def _started_pool(self, columns: Mapping[str, str | None]) -> EnvironmentPool:
         config = self._config
-        factory = config.words or config.factory
+        factory = config.words or config.environment_class
         assert factory is not None, "checked with the configuration"
         return EnvironmentPool(
             factory,
-            config.kwargs,
+            config.arguments,
             columns,
             form=form_of(self._tokenizer),
             memory_mb=config.memory_mb,
@@ -212,7 +212,9 @@ class EnvironmentRollouts(ConversationRollouts):
             is_alive = failure.reason == "engine_error"
         except Exception as error:  # any exception of a tokenizer or a template
             text = f"{self._pool.name}: {describe_exception(error)}"
-            failure = Failure("env_error", text, error)
+            has_begun = conversation is not None and conversation.turns
+            is_final = isinstance(error, DataError) and not has_begun
+            failure = Failure("env_error", text, error, is_final)
         # Close the environment, unless one of its calls failed.
         if is_alive:
             try:
