@@ -119,9 +119,7 @@ def algorithms(table):
 def with_commands(table):
     """A row is what its command comes to."""
     known = {(command.page, command.text) for command in commands()}
-    column = next(
-        index for index, name in enumerate(table.header) if name in ("command", "replicate")
-    )
+    column = table.header.index("command")
     return [
         f"{table.place}: no command that is checked in the row {row[0]}"
         for row in table.rows
@@ -362,15 +360,12 @@ TABLES = {
     ("estimator", "value"): values_of("trainer.ppo.kl_estimator"),
     ("algorithm", "set"): algorithms,
     ("command",): with_commands,
-    ("benchmark", "compares", "replicate"): with_commands,
     ("benchmark", "measured (aligner over the other)"): measured,
     ("what", "script", "page"): paths(1, 2),
-    ("you want to", "page"): paths(1),
     ("script", "what it does"): paths(0),
     ("folder", "what it shows"): paths(0),
     ("layer", "modules"): layers,
     ("stage", "computed by"): stages,
-    ("question", "test"): paths(1),
     ("algorithm", "functions"): paths(1),
     ("message",): messages,
     ("file", "what it holds"): names(0, 1),

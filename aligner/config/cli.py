@@ -25,7 +25,7 @@ from aligner.catalog import imported
 from aligner.config.base import BASES
 from aligner.config.load import Root, load_config, with_built_in_task
 from aligner.config.parse import field_types, keys_below, section_in, type_below, unknown_key
-from aligner.config.run import RunConfig
+from aligner.config.run import BaseRunConfig, RunConfig
 from aligner.errors import AlignerError, ConfigError, raised_as
 from aligner.foreign_keys import is_inert, remedy, table
 
@@ -70,6 +70,10 @@ def launch(
             if note := with_built_in_task(composed):
                 print(note, flush=True)
             config = load_config(composed, root)
+            # Errors of paths and signatures come before the import of torch, which takes seconds.
+            imported("aligner.algorithms.run.inputs:check_inputs")(config)
+            if isinstance(config, BaseRunConfig) and os.environ.get("RANK", "0") == "0":
+                print("starting: importing PyTorch and megatron-core", flush=True)
             run = imported(command) if isinstance(command, str) else command
             run(config)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from aligner.distributed import sharding
+from aligner.distributed.packing import at_least
 from aligner.distributed.sharding import (
     DynamicBatchingArgs,
     SequencePackingArgs,
@@ -221,12 +222,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         A shard's global batch yields as many micro-batches as the largest shard, if necessary
         without rows, so that all ranks run the same number of micro-batches.
         """
-        if microbatch_size < 1:
-            raise DataError(f"a micro-batch needs at least one row, got {microbatch_size}")
         rows = largest = self.size
         if self.largest_counts_per_gb is not None and len(self.largest_counts_per_gb) == 1:
             largest = self.largest_counts_per_gb[0]
-        for start in range(0, largest, microbatch_size):
+        for start in range(0, largest, at_least("microbatch_size", microbatch_size, 1)):
             yield self.slice(min(start, rows), min(start + microbatch_size, rows))
 
     def make_microbatch_iterator_with_dynamic_shapes(

@@ -21,16 +21,15 @@ class NamedSharding:
 
     def __init__(self, layout: Sequence[Any] | NDArray[Any], names: Sequence[str]) -> None:
         array = np.asarray(layout)
-        if array.dtype == object or not np.issubdtype(array.dtype, np.integer):
-            raise LayoutError(f"layout must be a full array of integer ranks, got {layout!r}")
-        if array.ndim != len(names):
+        is_integer = array.dtype != object and np.issubdtype(array.dtype, np.integer)
+        if not is_integer or len(np.unique(array)) != array.size:
             raise LayoutError(
-                f"layout has {array.ndim} axes but {len(names)} names were given: {list(names)}"
+                f"layout must be a full array of integer ranks, each once: {layout!r}"
             )
-        if len(set(names)) != len(names):
-            raise LayoutError(f"axis names must differ, got {list(names)}")
-        if len(np.unique(array)) != array.size:
-            raise LayoutError(f"every rank must occur only once in a layout, got {array.tolist()}")
+        if not array.ndim == len(names) == len(set(names)):
+            raise LayoutError(
+                f"layout has {array.ndim} axes, whose names must differ, got {list(names)}"
+            )
         self._layout: NDArray[np.int64] = array.astype(np.int64)
         self._names = list(names)
 

@@ -7,14 +7,11 @@ every process that packs the same lengths gets the same bins.
 """
 
 import heapq
-import operator
-import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from enum import Enum
 from math import ceil
-from typing import NamedTuple
 
 import numpy as np
 
@@ -88,7 +85,6 @@ class SequencePacker(ABC):
 
     Args:
         bin_capacity: largest number of tokens in a bin, at least 1.
-        collect_metrics: whether to record `PackingMetrics` over all calls in ``metrics``.
         min_bin_count: minimum number of bins.
         bin_count_multiple: the number of bins is a multiple of this value.
     """
@@ -96,7 +92,6 @@ class SequencePacker(ABC):
     def __init__(
         self,
         bin_capacity: int,
-        collect_metrics: bool = False,
         min_bin_count: int | None = None,
         bin_count_multiple: int | None = None,
     ) -> None:
@@ -105,7 +100,6 @@ class SequencePacker(ABC):
         self.bin_count_multiple = at_least(
             "bin_count_multiple", 1 if bin_count_multiple is None else bin_count_multiple, 1
         )
-        self.metrics = PackingMetrics() if collect_metrics else None
 
     @abstractmethod
     def _pack(self, lengths: Sequence[int]) -> Bins:
@@ -127,13 +121,9 @@ class SequencePacker(ABC):
                     "sequence"
                 )
         # Pack, then split bins until the count is valid.
-        started = time.perf_counter()
         bins = self._pack(lengths)
         count = bin_count(len(bins), self.min_bin_count, self.bin_count_multiple)
-        bins = split_fullest(bins, lengths, count)
-        if self.metrics is not None:
-            self.metrics.update(lengths, bins, self.bin_capacity, time.perf_counter() - started)
-        return bins
+        return split_fullest(bins, lengths, count)
 
 
 class ConcatenativePacker(SequencePacker):
@@ -158,80 +148,6 @@ def at_least(key: str, value: int, least: int) -> int:
     return value
 
 
-class _Packing(NamedTuple):
-    """Counts of one packing, or sums over several packings."""
-
-    sequences: int = 0
-    tokens: int = 0
-    capacity: int = 0  # of all bins together
-    fewest_bins: int = 0  # lower bound, as if sequences were divisible
-    utilisations: tuple[float, ...] = ()  # per bin
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], bins: Sequence[Sequence[int]], capacity: int) -> "_Packing":
-        tokens = sum(lengths)
-        shares = tuple(sum(lengths[index] for index in items) / capacity for items in bins)
-        return cls(len(lengths), tokens, len(bins) * capacity, ceil(tokens / capacity), shares)
-
-    def stats(self) -> dict[str, float]:
-        """Compute the published statistics.
-
-        ``waste_ratio`` is the unused share of the capacity, ``imbalance`` the difference between
-        the highest and the lowest utilisation, ``bin_efficiency`` the lower bound of the number of
-        bins divided by the number of bins.
-        """
-        used = self.tokens / self.capacity if self.capacity else 0.0
-        lowest = min(self.utilisations, default=0.0)
-        highest = max(self.utilisations, default=0.0)
-        bins = len(self.utilisations)
-        return {
-            "num_sequences": self.sequences,
-            "num_bins": bins,
-            "total_tokens": self.tokens,
-            "waste_tokens": self.capacity - self.tokens,
-            "waste_ratio": 1 - used if self.capacity else 0.0,
-            "mean_utilization": used,
-            "min_utilization": lowest,
-            "max_utilization": highest,
-            "imbalance": highest - lowest,
-            "bin_efficiency": self.fewest_bins / bins if bins else 1.0,
-        }
-
-
-class PackingMetrics:
-    """Statistics of one packing, and of all packings since `reset`."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget every packing so far."""
-        self._total, self._seconds = _Packing(), 0.0
-
-    def update(
-        self,
-        sequence_lengths: Sequence[int],
-        bins: Sequence[Sequence[int]],
-        bin_capacity: int,
-        packing_time: float = 0.0,
-    ) -> dict[str, float]:
-        """Add one packing of ``packing_time`` seconds and return its statistics."""
-        packing = _Packing.of(sequence_lengths, bins, bin_capacity)
-        self._total = _Packing(*map(operator.add, self._total, packing))
-        self._seconds += packing_time
-        return packing.stats()
-
-    def calculate_stats_only(
-        self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]], bin_capacity: int
-    ) -> dict[str, float]:
-        """Return the statistics of one packing without adding it, see `_Packing.stats`."""
-        return _Packing.of(sequence_lengths, bins, bin_capacity).stats()
-
-    def get_aggregated_stats(self) -> dict[str, float]:
-        """Return statistics over all packings and their total seconds, ``packing_time``."""
-        return {**self._total.stats(), "packing_time": self._seconds}
-
-
 class FirstFitDecreasingPacker(SequencePacker):
     """Packer that puts each sequence, longest first, into the first bin with room."""
 
@@ -245,12 +161,11 @@ class FirstFitShufflePacker(SequencePacker):
     def __init__(
         self,
         bin_capacity: int,
-        collect_metrics: bool = False,
         min_bin_count: int | None = None,
         bin_count_multiple: int | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
+        super().__init__(bin_capacity, min_bin_count, bin_count_multiple)
         self.seed = seed
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
@@ -395,7 +310,6 @@ _PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
 def get_packer(
     algorithm: PackingAlgorithm | str,
     bin_capacity: int,
-    collect_metrics: bool = False,
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
@@ -407,4 +321,4 @@ def get_packer(
                 f"packing algorithm={algorithm!r} is unknown. Choose one of {', '.join(names)}"
             )
         algorithm = names[algorithm.lower()]
-    return _PACKERS[algorithm](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
+    return _PACKERS[algorithm](bin_capacity, min_bin_count, bin_count_multiple)

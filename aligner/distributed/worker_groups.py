@@ -168,9 +168,12 @@ class RayWorkerGroup:
         # Start the processes, then the workers in them.
         used = bundles[: sharding_annotations.size]
         try:
-            self._start_processes(
-                used, {**_driver_environment(), **(env_vars or {})}, python_executable
-            )
+            environment = {
+                name: value
+                for name, value in os.environ.items()
+                if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
+            }
+            self._start_processes(used, environment | dict(env_vars or {}), python_executable)
             self._start_workers(used, worker_builder, parallel or worker_builder.layout, seed)
         except BaseException:
             self.is_healthy = False
@@ -402,14 +405,6 @@ class RayWorkerGroup:
             }
             start = actor.start.remote(builder.worker_class, arguments, rank_variables, world)
             self._starting.append((start, seat))
-
-
-def _driver_environment() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
-    }
 
 
 def _check_shards(method_name: str, data: Any, sizes: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ A handle declares methods that only forward a call to all workers or score the r
 Name, signature and docstring come from the worker method::
 
     prepare_for_training = phase(RoleWorker.prepare_for_training)
-    num_parameters = on_all_workers(RoleWorker.num_parameters)
+    has_finite_weights = on_all_workers(RoleWorker.has_finite_weights)
     get_values = scored_rows(ValueWorker.get_values, ("input_ids", "input_lengths"))
 """
 

@@ -112,7 +112,6 @@ class RoleHandle:
     prepare_for_inference = phase(RoleWorker.prepare_for_inference)
     finish_inference = phase(RoleWorker.finish_inference)
 
-    num_parameters = on_all_workers(RoleWorker.num_parameters)
     has_finite_weights = on_all_workers(RoleWorker.has_finite_weights)
     reset_peak_memory = on_all_workers(RoleWorker.reset_peak_memory)
     start_gpu_profiling = on_all_workers(RoleWorker.start_gpu_profiling)
@@ -132,10 +131,6 @@ class RoleHandle:
         return run_on_all(self.worker_group, RoleWorker.memory_use)
 
     # State ------------------------------------------------------------------------------------
-
-    def save_state(self, folder: Path) -> None:
-        """Write every worker's share of weights, optimizer and schedule to ``folder``."""
-        run_on_all(self.worker_group, RoleWorker.save_state, str(folder.absolute()))
 
     prepare_saving = on_all_workers(RoleWorker.prepare_saving)
 
@@ -166,7 +161,7 @@ class RoleHandle:
                 raise StorageError(failure)
 
     def load_state(self, folder: Path) -> None:
-        """Load a folder of `save_state`, written on any layout."""
+        """Load a folder of `begin_saving`, written on any layout."""
         run_on_all(self.worker_group, RoleWorker.load_state, str(folder.absolute()))
 
     def save_checkpoint(

@@ -25,7 +25,6 @@ from aligner.checkpoint.run_state.worker_state import (
     load_worker_state,
     save_optimizer_state,
     save_tokenizer,
-    save_worker_state,
 )
 from aligner.compat.nemo_rl import PublishedRole, published_role
 from aligner.config import ParallelConfig
@@ -281,10 +280,6 @@ class RoleWorker(Generic[RoleT]):
         self._restore_weights()
         self.model.load_run_state(states)
 
-    def save_state(self, folder: str) -> None:
-        """Write this process's share of the run state to ``folder``."""
-        save_worker_state(self, folder)
-
     def prepare_saving(self) -> None:
         """Allocate memory for a copy of the run state (see `ShareWriter.prepare`)."""
         self._share_writer.prepare()
@@ -298,7 +293,7 @@ class RoleWorker(Generic[RoleT]):
         return self._share_writer.failure(wait)
 
     def load_state(self, folder: str) -> None:
-        """Load a folder of `save_state`, written on any layout."""
+        """Load a folder of `begin_saving`, written on any layout."""
         load_worker_state(self, folder)
 
     def save_checkpoint(
@@ -421,12 +416,6 @@ class RoleWorker(Generic[RoleT]):
     def reset_peak_memory(self) -> None:
         """Reset the peaks of memory use."""
         accelerator.reset_peak_memory()
-
-    def num_parameters(self) -> int:
-        """Count the parameters of the role over all processes."""
-        count = torch.tensor(float(self.model.num_parameters()), device=accelerator.device())
-        torch.distributed.all_reduce(count, group=self.parallel.model_parallel_group)
-        return int(count.item())
 
     def start_gpu_profiling(self) -> None:
         """Start a CUDA profiler capture range."""

@@ -1,5 +1,6 @@
 """Progress of a run on the console: a live bar, or plain lines without a terminal."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
+_PHASE_WIDTH, _BAR_WIDTH = 12, 10  # characters
 _RECENT = 8  # steps from which the remaining time is estimated
 _SHOWN = (  # metric, label, format (z: a value that rounds to 0 has no sign)
     ("train_rollouts/rewards", "reward", "{:z.3f}"),
@@ -52,12 +54,13 @@ class ConsoleProgress:
         self._latest: dict[str, tuple[int, float]] = {}  # metric → step and value, the newest
         self._bar: RichProgress | None = None
         if enabled and console.is_terminal:
+            # Phase, step and bar have constant widths, so that the bar does not move.
             self._bar = RichProgress(
-                TextColumn("[bold]{task.description:<12}"),
-                BarColumn(bar_width=24),
+                TextColumn(f"[bold]{{task.description:<{_PHASE_WIDTH}.{_PHASE_WIDTH}}}"),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
+                BarColumn(bar_width=_BAR_WIDTH),
                 TextColumn("[dim]{task.fields[eta]}"),
+                TextColumn("{task.fields[numbers]}"),
                 console=console,
             )
             self._task = self._bar.add_task(
@@ -91,15 +94,16 @@ class ConsoleProgress:
             if name in metrics:
                 self._latest[name] = (step, metrics[name])
         if self._bar is not None:
-            self._bar.update(
-                self._task, completed=step, numbers=self.numbers(), eta=self.remaining()
-            )
+            eta = self.remaining()
+            fixed = _PHASE_WIDTH + 2 * len(str(self.total)) + 1 + _BAR_WIDTH + len(eta) + 4
+            numbers = self.numbers(self.console.width - fixed)
+            self._bar.update(self._task, completed=step, numbers=numbers, eta=eta)
         elif self._enabled:
             parts = [f"step {step}/{self.total}", self.numbers(), self.remaining()]
             self.console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
 
-    def numbers(self) -> str:
-        """Return ``reward 0.412  KL 0.0031 …``.
+    def numbers(self, width: float = math.inf) -> str:
+        """Return ``reward 0.412  KL 0.0031 …``, without the last numbers that exceed ``width``.
 
         A line shows the metrics of its step. The bar shows the newest value of each metric, with
         the step of the value if it belongs to an earlier step (such as a validation).
@@ -113,6 +117,8 @@ class ConsoleProgress:
             is_old = step != self.done
             if not is_old or self._bar is not None:
                 shown.append(f"{label} {form.format(value)}" + f" (step {step})" * is_old)
+        while shown and len("  ".join(shown)) > width:
+            shown.pop()
         return "  ".join(shown)
 
     def remaining(self) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from aligner.checkpoint.durable import storing
 from aligner.errors import StorageError
 
+LOCK_FILE = ".lock"
 _BUSY = (errno.EACCES, errno.EAGAIN)
 
 
@@ -24,10 +25,8 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, *, patience: float = 5.0) -> None:
-        path = folder / ".lock"
-        with storing(path):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._path = folder / LOCK_FILE
+        self._file = self._open()
         deadline = time.monotonic() + patience
         while not self._acquired():
             if time.monotonic() >= deadline:
@@ -48,9 +47,19 @@ class RunLock:
             os.close(self._file)
             self._file = -1
 
+    def _open(self) -> int:
+        with storing(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+
     def _acquired(self) -> bool:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             return error.errno not in _BUSY
-        return True
+        # A run that was refused may have removed the file since it was opened here.
+        if os.fstat(self._file).st_nlink:
+            return True
+        self.release()
+        self._file = self._open()
+        return False

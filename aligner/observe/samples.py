@@ -62,8 +62,12 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def sample_table(samples: Sequence[Sample], *, tail: int = 160) -> Table:
-    """Build a console table of the last ``tail`` characters of each prompt and of each response."""
-    title = f"samples of step {samples[0].step}" if samples else "samples"
+    """Build a console table of one split's samples, of which there is at least one.
+
+    The table shows the last ``tail`` characters of each prompt, and each response.
+    """
+    kind = "training" if samples[0].split == "train" else "validation"
+    title = f"{kind} samples of step {samples[0].step}"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", show_lines=True)
     for column, style in (("prompt", "dim"), ("response", ""), ("truth", "dim"), ("reward", "")):
         table.add_column(column, style=style, overflow="fold")

@@ -19,6 +19,7 @@ from benchmarks.gpu import machine
 if __name__ == "__main__":
     machine.choose_device()
 
+from aligner.checkpoint.run_state.worker_state import save_worker_state
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel
 from aligner.models.worker import RoleWorker
@@ -55,7 +56,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 assert failure is None, failure
                 written = time.perf_counter() - start
                 result[name] = {"wait_s": wait, "written_s": written, "bytes_per_s": size / written}
-            result["in_place"] = bench.measure(lambda: worker.save_state(target))
+            result["in_place"] = bench.measure(lambda: save_worker_state(worker, target))
             result["load"] = bench.measure(lambda: worker.load_state(target))
         finally:
             shutil.rmtree(folder)

@@ -20,6 +20,7 @@ torch.set_num_threads(1)
 from layout_worker import OPTIM, ROWS, RUN, make_batch, model_config, reported
 
 from aligner.checkpoint.model_source import open_model
+from aligner.checkpoint.run_state.worker_state import save_worker_state
 from aligner.config import CriticConfig, LengthParams, ModelConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
@@ -83,7 +84,7 @@ def actor(policy: Policy, batch: BatchedDataDict, states: Path, resumed: bool) -
     policy.prepare_for_training()
     if not resumed:
         seen["first"] = reported(policy.train(batch, loss))
-        policy.save_state(states / "actor")
+        save_worker_state(policy.worker_group.worker, str(states / "actor"))
     else:
         policy.load_state(states / "actor")
     seen["second"] = reported(policy.train(batch, loss))
@@ -104,7 +105,7 @@ def critic(value: Value, batch: BatchedDataDict, states: Path, resumed: bool) ->
     value.prepare_for_training()
     if not resumed:
         seen["first"] = reported(value.train(batch, loss))
-        value.save_state(states / "critic")
+        save_worker_state(value.worker_group.worker, str(states / "critic"))
     else:
         value.load_state(states / "critic")
     seen["second"] = reported(value.train(batch, loss))

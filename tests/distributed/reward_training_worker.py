@@ -13,6 +13,7 @@ import torch
 
 torch.set_num_threads(1)
 
+from aligner.checkpoint.run_state.worker_state import save_worker_state
 from aligner.config import (
     OptimConfig,
     PairDataConfig,
@@ -89,7 +90,7 @@ def trained(model: str, layout: str, state: Path, saves: bool) -> dict[str, torc
     handle.finish_training()
     seen = {"loss": torch.tensor(losses), "rewards": handle.get_rewards(batch)["rewards"]}
     if saves:
-        handle.save_state(state)
+        save_worker_state(handle.worker_group.worker, str(state))
         torch.distributed.barrier()
     handle.load_state(state)
     return {**seen, "restored": handle.get_rewards(batch)["rewards"]}

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from newest_state import newest
 from rich.console import Console
 
 torch.set_num_threads(1)
@@ -164,7 +165,7 @@ def save(folder: Path, role: MegatronGPTModel, meanwhile: Callable[[], None] | N
 
 
 def restore(folder: Path, role: MegatronGPTModel) -> None:
-    load_worker_state(worker_of(role), str(store(folder, role).latest() / "role"))
+    load_worker_state(worker_of(role), str(newest(store(folder, role)) / "role"))
 
 
 def tensors(role: MegatronGPTModel) -> dict[str, torch.Tensor]:
@@ -218,7 +219,7 @@ def mapped_bytes(folder: Path) -> dict[str, int]:
 def a_rank_reads_its_own(folder: Path, case: str, layout: str, before: str) -> None:
     """Restored on its layout a rank maps its own file alone; on another, it reads what it needs."""
     role = build(folder, case, PAIRS[layout])
-    path = store(folder / case / before, role).latest() / "role"
+    path = newest(store(folder / case / before, role)) / "role"
     rank, asked = role.parallel.rank, []
     real = sharded_state._SavedRole._saved
 
@@ -247,7 +248,7 @@ def a_rank_reads_its_own(folder: Path, case: str, layout: str, before: str) -> N
 def damage_of_one_share_is_known_to_every_rank(folder: Path, role: MegatronGPTModel) -> None:
     """Each rank reads its own file; none restores anything where one of them is not whole."""
     save(folder, role)
-    path = store(folder, role).latest() / "role"
+    path = newest(store(folder, role)) / "role"
     torch.distributed.barrier()  # until both have found it whole
     if torch.distributed.get_rank() == 1:
         share = path / "rank_00001.pt"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from dry_roles import ROLES, build, share_of_batch
+from newest_state import newest
 from torch.distributed.tensor import DTensor
 
 from aligner.checkpoint.run_state.store import RunStateStore
@@ -145,7 +146,7 @@ def stored(folder):
     with DryDevice():
         store = RunStateStore(folder)
         worker, update = _trained(case)
-        latest = store.latest()
+        latest = newest(store)
         loaded = store.load(latest)
         worker.load_state(str(latest / "policy"))
         steps = worker.model.optimizer.steps

@@ -8,6 +8,7 @@ import pytest
 import torch
 from facts import ACTOR, batch, build
 
+from aligner.checkpoint.run_state.worker_state import save_worker_state
 from aligner.models.gpt import MegatronGPTActorModel
 from aligner.models.worker import RoleWorker
 
@@ -97,7 +98,7 @@ def test_a_swapped_reference_leaves_the_policy(device, models, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_saved_state_is_loaded_and_goes_on(device, models, precision, tmp_path):
     first = trained(models, precision)
-    RoleWorker(first, first.parallel).save_state(str(tmp_path / "policy"))
+    save_worker_state(RoleWorker(first, first.parallel), str(tmp_path / "policy"))
     kept = state(first)
     expected = [first.training_update(batch()) for _ in range(2)]
 

@@ -18,10 +18,10 @@ def own_ray():
     """A Ray of four CPUs, started as a run starts it; gone with all its processes afterwards."""
     import ray
 
-    from aligner.distributed.ray.session import RayNeeds, ray_session
+    from aligner.distributed.ray.session import ray_session
 
     memory = shared_memory()
-    with ray_session(None, RayNeeds(cpus=4, object_store_mb=128)):
+    with ray_session(None, cpus=4, object_store_mb=128):
         folder = session_folder(os.getpid())
         assert processes_of(folder)
         yield ray

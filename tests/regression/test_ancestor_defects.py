@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from newest_state import newest
 
 from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.algorithms.rollout.rollout import prompts_batch, rollout_of
@@ -261,13 +262,13 @@ def test_no_state_of_the_trainer_is_in_a_file_name(run):
     names = [path.name for path in (run / "run_state").iterdir()]
     assert all(re.fullmatch(r"step_\d{6}", name) for name in names)
     store = RunStateStore(run / "run_state")
-    newest = store.latest()
-    before = store.load(newest)
-    renamed = newest.rename(newest.with_name("step_000777"))
+    path = newest(store)
+    before = store.load(path)
+    renamed = path.rename(path.with_name("step_000777"))
     with pytest.raises(DamagedStateError, match="has the step 3"):  # a name cannot tell another one
         store.load(renamed)
-    after = store.load(renamed.rename(newest.with_name("copy")))
-    after.path.rename(newest)
+    after = store.load(renamed.rename(path.with_name("copy")))
+    after.path.rename(path)
     assert after.step == before.step == 3
     assert after.state["learner"] == before.state["learner"]
 

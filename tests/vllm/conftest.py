@@ -43,10 +43,10 @@ def write_wide(tmp_path_factory, scale):
 def own_ray():
     """Ray's processes, started once; at the end they and all memory they shared are gone."""
 
-    from aligner.distributed.ray.session import RayNeeds, ray_session
+    from aligner.distributed.ray.session import ray_session
 
     memory = shared_memory()
-    with ray_session(None, RayNeeds(cpus=4, object_store_mb=128)):
+    with ray_session(None, cpus=4, object_store_mb=128):
         folder = session_folder(os.getpid())
         yield
     assert processes_of(folder) == []

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from rich.console import Console
@@ -22,25 +22,12 @@ from torch import Tensor
 from aligner.algorithms.supervised.trainer import ExampleSet
 from aligner.checkpoint.durable import atomic_file
 from aligner.config import DPORunConfig
+from aligner.data.preferences import Labelled, Pair
 from aligner.data.supervised import Example, collate_examples
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.collectives import on_rank_zero
 
-
-class Referenced(Protocol):
-    """Item of one or more examples, for instance a pair of responses or a labelled response."""
-
-    @property
-    def examples(self) -> Sequence[Example]:
-        """The examples, in a fixed order."""
-        ...
-
-    def with_examples(self, examples: Sequence[Example]) -> Self:
-        """Return a copy with other examples."""
-        ...
-
-
-Item = TypeVar("Item", bound=Referenced)
+Item = TypeVar("Item", Pair, Labelled)
 
 
 class WithReference(Generic[Item]):
@@ -50,7 +37,8 @@ class WithReference(Generic[Item]):
         """Store ``logprobs``, float32 [N], of the N learned tokens of all examples in order."""
         counts = [example.learned_tokens for example in _examples(items)]
         bounds = pairwise(accumulate(counts, initial=0))
-        self._items, self._logprobs, self._bounds = items, logprobs, list(bounds)
+        self._items: ExampleSet[Item] = items
+        self._logprobs, self._bounds = logprobs, list(bounds)
         assert logprobs.shape == (sum(counts),), (logprobs.shape, sum(counts))
 
     def __len__(self) -> int:

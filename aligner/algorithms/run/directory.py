@@ -20,6 +20,7 @@ from aligner.config import BaseRunConfig
 from aligner.config.parse import defaults_of
 from aligner.errors import CheckpointError, ConfigError, DamagedStateError
 from aligner.observe.jsonl import read_lines
+from aligner.observe.run_lock import LOCK_FILE
 
 RUN_FILE = "run.json"
 _HISTORY = ("metrics.jsonl", "samples.jsonl")
@@ -60,7 +61,11 @@ class RunDirectory:
         self.store.recover()
         states, damaged = self.store.survey()
         record = self._record()
-        last = self._last_step()
+        steps: list[int] = []
+        for path in (self.folder / name for name in _HISTORY):
+            with storing(path):
+                steps += [line["step"] for line in read_lines(path)]
+        last = max(steps, default=None)
         if not exp.resume_if_exists and (states or damaged or last is not None):
             newest = states[-1].path.name if states else f"lines of up to step {last}"
             raise ConfigError(
@@ -88,6 +93,14 @@ class RunDirectory:
         record = self._record()
         if not record.get("saved"):
             self._write({**record, "saved": True})
+
+    def remove_if_unused(self) -> None:
+        """Remove the directory if the run that created it wrote nothing else than ``run.json``."""
+        files = {path.name for path in self.folder.iterdir()}
+        if files <= {LOCK_FILE, RUN_FILE}:
+            for name in files:
+                (self.folder / name).unlink()
+            self.folder.rmdir()
 
     def _check_same(self, identity: RunIdentity, config: BaseRunConfig) -> str | None:
         """Raise if the newest readable run state belongs to another run.
@@ -132,14 +145,6 @@ class RunDirectory:
             "set exp_manager.explicit_log_dir to another directory, or begin anew there with "
             f"exp_manager.start_anew=true (files there move into {_next_earlier(self.folder)})"
         )
-
-    def _last_step(self) -> int | None:
-        """Return the last step of the history, or None without a history."""
-        steps: list[int] = []
-        for path in (self.folder / name for name in _HISTORY):
-            with storing(path):
-                steps += [line["step"] for line in read_lines(path)]
-        return max(steps, default=None)
 
     def _set_aside(self, reason: str) -> list[str]:
         target = set_aside(self.folder)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from aligner.algorithms.run.directory import log_dir
 from aligner.architecture import GPTArchitecture
@@ -20,6 +20,7 @@ from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.handle import RoleHandle
+from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.packages import check_versions, require_extra
 from aligner.parallel.groups import describe_layout, initialize_parallel
@@ -51,52 +52,6 @@ class Clusters:
             return policy
         value = describe_layout(config.value_parallel, self.value.world_size())
         return policy if policy == value else f"{policy}, critic {value}"
-
-
-class Engine(Protocol):
-    """Provider of the clusters on which a run's workers are started.
-
-    ``worlds`` are the numbers of workers of the policy and of the critic (0: no critic). A launcher
-    may have started more processes than ``trainer.devices``.
-    """
-
-    max_restarts: int
-    worlds: tuple[int, int]
-
-    def clusters(self, closing: ExitStack) -> Clusters:
-        """Reserve resources for the workers of every role until ``closing`` closes."""
-        ...
-
-
-def open_engine(config: BaseRunConfig, closing: ExitStack) -> Engine:
-    """Return the configured engine, which ends when ``closing`` closes.
-
-    Raises:
-        VersionError: a library has an incompatible version.
-        MissingPackageError: a setting needs a package that is not installed.
-    """
-    check_versions()
-    for extra, setting in _extras_of(config):
-        require_extra(extra, setting)
-    if config.trainer.deterministic:
-        accelerator.make_deterministic()
-    if config.cluster.engine == "ray":
-        return RayEngine(config, log_dir(config), closing)
-    return LocalEngine(config, closing)
-
-
-def _extras_of(config: BaseRunConfig) -> Iterator[tuple[str, str]]:
-    """Yield each extra of this package that the run needs, with the setting that needs it."""
-    if config.cluster.engine == "ray":
-        yield "ray", "cluster.engine=ray"
-    if config.exp_manager.create_wandb_logger:
-        yield "wandb", "exp_manager.create_wandb_logger=true"
-    if isinstance(config, SamplingRunConfig):
-        if config.reward.kind == "server":
-            yield "serve", "reward.kind=server"
-        extra = config.environment.kind_class.extra
-        if extra is not None:
-            yield extra, f"environment.kind={config.environment.kind}"
 
 
 class LocalEngine:
@@ -186,16 +141,52 @@ class RayEngine:
     def _connect(self) -> None:
         if self._is_connected:
             return
-        from aligner.distributed.ray.session import RayNeeds, ray_session
+        from aligner.distributed.ray.session import ray_session
 
         config = self._config
         workers = config.trainer.world_size
         if not config.cluster.colocated:
             workers += config.value_world_size
         workers += config.generation_world_size + config.reward_world_size
-        needs = RayNeeds(workers * config.cluster.cpus_per_worker, config.cluster.object_store_mb)
-        self._closing.enter_context(ray_session(config.cluster.address, needs))
+        cpus, store_mb = workers * config.cluster.cpus_per_worker, config.cluster.object_store_mb
+        self._closing.enter_context(ray_session(config.cluster.address, cpus, store_mb))
         self._is_connected = True
+
+
+# ``worlds``: numbers of workers of the policy and of the critic (0: no critic). A launcher may have
+# started more processes than ``trainer.devices``.
+Engine = LocalEngine | RayEngine
+
+
+def open_engine(config: BaseRunConfig, closing: ExitStack) -> Engine:
+    """Return the configured engine, which ends when ``closing`` closes.
+
+    Raises:
+        VersionError: a library has an incompatible version.
+        MissingPackageError: a setting needs a package that is not installed.
+    """
+    check_versions()
+    for extra, setting in _extras_of(config):
+        require_extra(extra, setting)
+    if config.trainer.deterministic:
+        accelerator.make_deterministic()
+    if config.cluster.engine == "ray":
+        return RayEngine(config, log_dir(config), closing)
+    return LocalEngine(config, closing)
+
+
+def _extras_of(config: BaseRunConfig) -> Iterator[tuple[str, str]]:
+    """Yield each extra of this package that the run needs, with the setting that needs it."""
+    if config.cluster.engine == "ray":
+        yield "ray", "cluster.engine=ray"
+    if config.exp_manager.create_wandb_logger:
+        yield "wandb", "exp_manager.create_wandb_logger=true"
+    if isinstance(config, SamplingRunConfig):
+        if config.reward.kind == "server":
+            yield "serve", "reward.kind=server"
+        extra = config.environment.kind_class.extra
+        if extra is not None:
+            yield extra, f"environment.kind={config.environment.kind}"
 
 
 def _filled(workers: int, per_node: int) -> list[int]:
@@ -204,15 +195,7 @@ def _filled(workers: int, per_node: int) -> list[int]:
     return [per_node] * full + ([remainder] if remainder else [])
 
 
-class Closable(Protocol):
-    """Object with a shutdown method."""
-
-    def shutdown(self) -> Any:
-        """Release all resources."""
-        ...
-
-
-Resource = TypeVar("Resource", bound=Closable)
+Resource = TypeVar("Resource", bound=RoleHandle | GenerationInterface)
 
 
 @dataclass(eq=False)

@@ -93,7 +93,12 @@ class RunIdentity:
         with raised_as(CheckpointError, text, *damage, remedy=remedy):
             config = state["config"]
             settings = identity_settings(config)
-            return cls(algorithm_of(config), models, _without_arguments(data), sources, settings)
+            data = {key: _content(part["source"], part["content"]) for key, part in data.items()}
+            # Earlier versions included a generator's arguments.
+            for part in data.values():
+                if str(part["content"]).startswith("[["):
+                    part["content"] = json.dumps(json.loads(part["content"])[0])
+            return cls(algorithm_of(config), models, data, sources, settings)
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dictionary that JSON can represent."""
@@ -261,15 +266,6 @@ def _data_content(source: Source) -> str | None:
         except (DataError, OSError):  # the reader reports the error
             return None
     return None if None in contents else json.dumps(contents)
-
-
-def _without_arguments(data: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return contents of data without a generator's arguments, which earlier versions included."""
-    contents = {key: _content(entry["source"], entry["content"]) for key, entry in data.items()}
-    for entry in contents.values():
-        if str(entry["content"]).startswith("[["):
-            entry["content"] = json.dumps(json.loads(entry["content"])[0])
-    return contents
 
 
 def file_fingerprint(path: Path) -> str:

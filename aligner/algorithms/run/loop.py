@@ -341,8 +341,9 @@ class RunLoop:
         for warning in result.warnings:
             self._say(f"step {step}: {warning}", "yellow")
         is_shown = step <= 1 or self.schedule.validates(step)
-        if is_rank_zero() and is_shown and result.samples:
-            self.console.print(sample_table(result.samples))  # samples.jsonl contains every step
+        for split in ("train", "val") if is_rank_zero() and is_shown else ():
+            if samples := [sample for sample in result.samples if sample.split == split]:
+                self.console.print(sample_table(samples))  # samples.jsonl contains every step
         return metrics
 
     def _check_learning(self, step: int, idle: tuple[str, ...], finished: int | None) -> None:

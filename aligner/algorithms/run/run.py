@@ -321,7 +321,10 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
     directory = RunDirectory(folder, RunStateStore(folder / "run_state"))
 
     def prepare() -> list[str]:
+        is_new = not folder.exists()
         closing.callback(RunLock(folder).release)
+        if is_new:
+            closing.callback(directory.remove_if_unused)  # a refused run leaves no files
         return directory.prepare(RunIdentity.of(config), config)
 
     notes = on_rank_zero(prepare)

@@ -233,13 +233,14 @@ def _mapping(stream: IO[bytes]) -> memoryview:
 def _safe_name(archive: Path, info: tarfile.TarInfo) -> str:
     """Return the member's normalised name. Raise on names and kinds that no checkpoint has."""
     path = PurePosixPath(info.name)
+    kind = ""
     if path.is_absolute() or ".." in path.parts or "\\" in info.name or "\0" in info.name:
+        kind = "an unsafe path"
+    elif not (info.isreg() or info.isdir()) or info.issparse():  # sparse: not contiguous
+        kind = "a link or a device"
+    if kind:
         raise CheckpointError(
-            f"{str(archive)!r} contains the unsafe path {info.name!r}: refused as malicious"
-        )
-    if not (info.isreg() or info.isdir()) or info.issparse():  # sparse: not contiguous
-        raise CheckpointError(
-            f"{str(archive)!r} contains {info.name!r}, a link or a device: refused as malicious"
+            f"{str(archive)!r} contains {info.name!r}, {kind}: refused as malicious"
         )
     return path.as_posix()
 

@@ -10,7 +10,7 @@
 
 A state is written into ``.tmp-step_000012``. After every file and directory is flushed to the disk,
 the directory is renamed. A process that dies at any moment does not change earlier states.
-`RunStateStore.latest` removes the incomplete directory. A state with damaged files is not used.
+`RunStateStore.recover` removes the incomplete directory. A state with damaged files is not used.
 Of a file name only the step is read, and nothing is unpickled.
 
 Threads write a state while training continues::
@@ -23,7 +23,6 @@ Threads write a state while training continues::
 
 import contextlib
 import json
-import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -68,13 +67,10 @@ from aligner.checkpoint.run_state.worker_state import seal
 from aligner.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    ConfigError,
     DamagedStateError,
     StorageError,
     raised_as,
 )
-
-logger = logging.getLogger(__name__)
 
 _ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _RESERVED = ("state", "manifest")
@@ -118,7 +114,7 @@ class _Pending:
 class RunStateStore:
     """Storage of the run states below ``root``: saving, search, loading and removal.
 
-    All ranks must call `save`, `check`, `finish`, `load` and `latest`. An error on one rank is
+    All ranks must call `save`, `check`, `finish`, `load` and `recover`. An error on one rank is
     raised on all.
 
     Args:
@@ -175,8 +171,6 @@ class RunStateStore:
             in_background: whether threads write the state.
             on_saved: function that is called on rank 0 when the state is complete.
         """
-        if metric is not None and self.monitor is None:
-            raise ConfigError(f"metric {metric} was given to a store without a monitor")
         self.finish()
         roles = roles or {}
         # Copy the entries of rank 0, because training changes them.
@@ -348,14 +342,6 @@ class RunStateStore:
         with self._raised_on_all():
             if self.rank == 0 and self.root.is_dir():
                 recover(self.root)
-
-    def latest(self) -> Path | None:
-        """Remove the remains of an interrupted save, and return the newest complete state."""
-        self.recover()
-        states, damaged = self.survey()
-        for reason in damaged:
-            logger.warning("skipped a damaged run state: %s", reason)
-        return states[-1].path if states else None
 
     def load(self, path: Path) -> LoadedState:
         """Read the entries that rank 0 wrote, equal on every rank.

@@ -33,13 +33,12 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], where: str = "sta
     that is not a tree raises `CheckpointError` with its path.
     """
     if isinstance(tree, Tensor):
-        kind = type(tree)
-        if kind not in _TENSOR_TYPES:
+        kind, is_strided = type(tree), tree.layout is torch.strided
+        if kind not in _TENSOR_TYPES or tree.is_meta or not is_strided:
             raise CheckpointError(
-                f"{where} is a {kind.__qualname__}. Save each rank's local tensor"
+                f"{where} is a {tree.layout} {kind.__qualname__} on {tree.device}. Save each "
+                "rank's local tensor, with data"
             )
-        if tree.is_meta or tree.layout is not torch.strided:
-            raise CheckpointError(f"{where} is a {tree.layout} tensor on {tree.device}: no data")
         return change(tree.detach())
     if isinstance(tree, Mapping):
         for key in tree:

@@ -55,7 +55,6 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.device.host_memory import available_bytes
 from aligner.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     DamagedStateError,
     StorageError,
@@ -310,11 +309,6 @@ class SavedShares(Sequence[Mapping[str, Any]]):
         self._folder = folder
         self._shares: dict[int, Mapping[str, Any]] = {}
         first = rank if (folder / _name(rank)).exists() else 0
-        if not (folder / _name(first)).exists():
-            raise CheckpointError(
-                f"the run state lacks {folder / _name(0)}. Resume from an earlier state or set "
-                "another exp_manager.explicit_log_dir"
-            )
         self._size = int(self.share(first)["world_size"])
         self.layout = str(self.share(first)["layout"])  # text
 

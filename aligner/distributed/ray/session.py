@@ -9,7 +9,6 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from aligner.errors import ConfigError, WorkerError, raised_as
@@ -29,20 +28,13 @@ _ATTEMPTS = 3  # Ray's processes must start within 30 s, too short on a loaded m
 _REAPER_S = 20.0  # limit of the wait for the cleanup
 
 
-@dataclass(frozen=True)
-class RayNeeds:
-    """Resources of a run on Ray: ``cpus`` of one machine, ``object_store_mb`` for batches (MiB)."""
-
-    cpus: float
-    object_store_mb: int
-
-
 @contextlib.contextmanager
-def ray_session(address: str | None, needs: RayNeeds) -> Iterator[None]:
+def ray_session(address: str | None, cpus: float, object_store_mb: int) -> Iterator[None]:
     """Connect to the cluster at ``address`` or ``RAY_ADDRESS``. Without both, start a cluster.
 
     An existing cluster keeps running. A started cluster ends with the block, and also if this
-    process is killed. An already connected program keeps its connection.
+    process is killed. The cluster has ``cpus`` of this machine and ``object_store_mb`` MiB for
+    batches. An already connected program keeps its connection.
 
     Raises:
         ConfigError: no cluster answers at the address.
@@ -59,7 +51,7 @@ def ray_session(address: str | None, needs: RayNeeds) -> Iterator[None]:
         return
     logging.getLogger("ray").setLevel(logging.ERROR)
     address = address or os.environ.get("RAY_ADDRESS")
-    with _joined(address) if address else _started(needs):
+    with _joined(address) if address else _started(cpus, object_store_mb):
         try:
             yield
         finally:
@@ -83,16 +75,16 @@ def _joined(address: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _started(needs: RayNeeds) -> Iterator[None]:
+def _started(cpus: float, object_store_mb: int) -> Iterator[None]:
     import ray
 
     # A separate folder, which the cleanup process removes.
     folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir="/tmp")
     options: dict[str, Any] = {
         # Ray only counts CPUs. Roles compute in turn, so more CPUs than exist are allowed.
-        "num_cpus": max(os.cpu_count() or 1, -int(-needs.cpus // 1)),
+        "num_cpus": max(os.cpu_count() or 1, -int(-cpus // 1)),
         "num_gpus": 0 if os.environ.get("ALIGNER_FORCE_CPU") == "1" else None,
-        "object_store_memory": needs.object_store_mb * 2**20,
+        "object_store_memory": object_store_mb * 2**20,
         "include_dashboard": False,
         "log_to_driver": False,
         "logging_level": logging.ERROR,

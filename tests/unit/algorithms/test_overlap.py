@@ -17,6 +17,7 @@ import torch
 from aligner.algorithms.rollout.rollout import prompts_batch
 from aligner.algorithms.rollout.trainer import Rollouts
 from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.checkpoint.run_state.worker_state import save_worker_state
 from aligner.config import parse_config
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import Prompt, PromptDataset, collate_prompts
@@ -145,7 +146,7 @@ class Run:
 
     def save(self, folder):
         state = {"rollouts": self.rollouts.state_dict(), "sampler": self.sampler.state_dict()}
-        self.policy.save_state(folder)
+        save_worker_state(self.policy.worker_group.worker, folder)
         return {**state, "consumed": self.consumed}
 
     def load(self, state, folder):

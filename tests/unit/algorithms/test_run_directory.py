@@ -4,15 +4,18 @@ import copy
 import json
 import os
 import shutil
+from contextlib import ExitStack
 from functools import cache, reduce
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from newest_state import newest
 from omegaconf import OmegaConf
 
 from aligner.algorithms.run.directory import RunDirectory
 from aligner.algorithms.run.identity import RunIdentity, file_fingerprint
+from aligner.algorithms.run.run import prepare_log_dir
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import DPORunConfig, RSRunConfig, RunConfig, SFTRunConfig
 from aligner.config.load import parse_config
@@ -194,6 +197,23 @@ def test_a_run_whose_states_are_lost_is_refused_until_a_new_one_is_asked_for(
     )
 
 
+@pytest.mark.parametrize("has_written", [False, True])
+def test_a_run_that_ends_before_its_first_line_leaves_no_directory(configured, has_written):
+    config = configured("ppo")
+    folder = Path(config.exp_manager.explicit_log_dir)
+    with ExitStack() as closing:
+        prepare_log_dir(config, closing)
+        assert (folder / "run.json").exists()
+        if has_written:
+            (folder / "metrics.jsonl").touch()
+    assert folder.exists() == has_written
+    # The directory of another command stays.
+    folder.mkdir(exist_ok=True)
+    with ExitStack() as closing:
+        prepare_log_dir(config, closing)
+    assert (folder / "run.json").exists()
+
+
 def test_history_of_a_version_without_a_record_is_not_truncated(configured):
     folder = begun(configured("ppo"), saved=())
     (folder / "run.json").unlink()
@@ -224,7 +244,7 @@ def test_a_new_run_beside_everything_else(configured):
     assert (folder / "earlier_001" / "policy.nemo").exists()
     prepared(configured("ppo", exp_manager__start_anew=True))
     assert {path.name for path in folder.glob("earlier_*")} == {"earlier_001", "earlier_002"}
-    assert RunStateStore(folder / "earlier_001" / "run_state").latest()
+    assert newest(RunStateStore(folder / "earlier_001" / "run_state"))
 
 
 @pytest.mark.parametrize("saved", [(2,), ()])

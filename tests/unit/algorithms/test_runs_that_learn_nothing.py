@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from newest_state import newest
 
 from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.algorithms.supervised.build import train_sft
@@ -73,7 +74,7 @@ def test_a_model_with_a_nan_that_nobody_reads_is_not_written(run, tmp_path, tiny
         run("sft", sick, "trainer.sft.max_steps=2")
     assert not (tmp_path / "policy.nemo").exists()
     assert (tmp_path / "report.html").exists()
-    assert RunStateStore(tmp_path / "run_state").latest()
+    assert newest(RunStateStore(tmp_path / "run_state"))
 
 
 def test_ppo_whose_rewards_overflow_ends(run, tmp_path):

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from newest_state import newest
 from test_run_loop import Counter, lines, run
 from test_run_state_failures import run_ranks
 
@@ -148,7 +149,7 @@ def test_a_check_notices_that_the_state_is_complete(tmp_path):
     while store.is_saving and time.monotonic() < deadline:
         store.check()
     assert not store.is_saving
-    assert step_in(store.latest()) == 0
+    assert step_in(newest(store)) == 0
 
 
 def test_the_bytes_are_those_written_in_place_and_memory_is_one_copy(tmp_path):
@@ -187,7 +188,7 @@ def test_memory_taken_beforehand_is_what_the_first_copy_goes_into(tmp_path):
     assert resident().rss - taken < 0.1 * share
     assert role.writer._memory._memory is memory
     store.finish()
-    assert step_in(store.latest(), numbers=10_000_000) == 1
+    assert step_in(newest(store), numbers=10_000_000) == 1
 
 
 def test_a_share_that_has_grown_takes_its_memory_again(tmp_path):
@@ -198,7 +199,7 @@ def test_a_share_that_has_grown_takes_its_memory_again(tmp_path):
     store = RunStateStore(tmp_path)
     save(store, role, 1)
     store.finish()
-    assert step_in(store.latest()) == 1
+    assert step_in(newest(store)) == 1
 
 
 def test_without_memory_for_a_copy_the_step_waits_and_it_is_said(tmp_path, monkeypatch, caplog):
@@ -210,7 +211,7 @@ def test_without_memory_for_a_copy_the_step_waits_and_it_is_said(tmp_path, monke
         assert role.writer._task is None  # the share is on the disk
         role.train(9)
     store.finish()
-    assert step_in(store.latest()) == 2
+    assert step_in(newest(store)) == 2
     assert role.writer._memory.size == 0
     (told,) = [record.getMessage() for record in caplog.records]
     assert "97.66 KiB are free: it is written in place" in told
@@ -259,7 +260,7 @@ def test_killed_while_the_writer_works_nothing_older_is_lost(tmp_path, seed):
         child.kill()
         child.join()
     seen = sorted(int(path.name[-6:]) for path in tmp_path.glob("step_*"))
-    assert step_in(store.latest(), numbers=numbers) == seen[-1]
+    assert step_in(newest(store), numbers=numbers) == seen[-1]
     assert [step_in(state.path, numbers=numbers) for state in store.states()] == seen
     assert len(seen) >= 2
     assert not list(tmp_path.glob(".*"))
@@ -293,7 +294,7 @@ def test_a_disk_that_takes_no_more_is_told_with_its_cause(tmp_path):
     for part in ("rank_00000.pt", "File too large", "bytes) free", "Earlier states", "intact"):
         assert part in message
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
-    assert step_in(store.latest()) == 1
+    assert step_in(newest(store)) == 1
 
 
 def writing() -> list[str]:

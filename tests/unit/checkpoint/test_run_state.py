@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from newest_state import newest
 
 from aligner.checkpoint.run_state.files import checksum_text, file_checksum
 from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
@@ -18,7 +19,6 @@ from aligner.device import accelerator
 from aligner.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    ConfigError,
     DamagedStateError,
 )
 from aligner.parallel.groups import initialize_parallel
@@ -102,7 +102,7 @@ def test_keeps_the_best_k_and_the_newest(tmp_path):
     for step, metric in [(1, 0.3), (2, 0.9), (3, None), (4, 0.5), (5, math.nan), (6, 0.1)]:
         store.save(step, {"counters": {"step": step}}, metric)
     assert saved_steps(store) == [2, 4, 6]
-    assert store.latest() == tmp_path / "step_000006"
+    assert newest(store) == tmp_path / "step_000006"
 
 
 def test_mode_min_and_ties_prefer_the_later(tmp_path):
@@ -112,13 +112,11 @@ def test_mode_min_and_ties_prefer_the_later(tmp_path):
     assert saved_steps(store) == [3, 4]
 
 
-def test_without_monitor_the_newest_are_kept_and_a_metric_is_refused(tmp_path):
+def test_without_monitor_the_newest_are_kept(tmp_path):
     store = RunStateStore(tmp_path, save_top_k=2)
     for step in range(4):
         store.save(step, {})
     assert saved_steps(store) == [2, 3]
-    with pytest.raises(ConfigError, match="without a monitor"):
-        store.save(4, {}, 0.5)
 
 
 def test_a_metric_of_another_name_is_not_compared(tmp_path):
@@ -145,7 +143,7 @@ def test_damaged_states_are_passed_over_and_leftovers_removed(tmp_path):
         file.truncate(50)
     (tmp_path / ".tmp-step_000009").mkdir()
     (tmp_path / "step_000002").rename(tmp_path / ".old-step_000002")  # between the two renames
-    assert store.latest() == tmp_path / "step_000002"
+    assert newest(store) == tmp_path / "step_000002"
     assert not list(tmp_path.glob(".*"))
     with pytest.raises(CheckpointError, match="damaged or incomplete"):
         store.load(tmp_path / "step_000003")
@@ -169,7 +167,7 @@ def test_a_manifest_that_cannot_be_is_passed_over(tmp_path, key, value):
     store.save(1, {})
     path = store.save(2, {}) / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
-    assert store.latest() == tmp_path / "step_000001"
+    assert newest(store) == tmp_path / "step_000001"
     assert str(path.parent) in store.survey()[1][0]
 
 
@@ -209,11 +207,11 @@ def test_a_state_of_another_format_is_refused_and_not_passed_over(tmp_path):
     manifest = store.save(1, {"counters": {}}) / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 1'))
     with pytest.raises(CheckpointError, match=r"format 1, but this version reads 3.*log_dir"):
-        store.latest()
+        newest(store)
 
 
 def test_no_state_yet(tmp_path):
-    assert RunStateStore(tmp_path / "not" / "there").latest() is None
+    assert newest(RunStateStore(tmp_path / "not" / "there")) is None
 
 
 def test_rng_states_come_back(tmp_path):

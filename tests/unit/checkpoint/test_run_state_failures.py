@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from newest_state import newest
 
 from aligner.checkpoint import durable
 from aligner.checkpoint.run_state import files as state_files
@@ -65,7 +66,7 @@ def test_a_write_that_fails_half_way_leaves_the_previous_state(tmp_path):
     assert "bytes) free" in message
     assert "intact" in message
     assert [child.name for child in tmp_path.iterdir()] == ["step_000001"]
-    assert assert_complete(RunStateStore(tmp_path).latest()) == 1
+    assert assert_complete(newest(RunStateStore(tmp_path))) == 1
 
 
 def test_a_state_that_cannot_fit_is_refused_before_anything_is_written(tmp_path, monkeypatch):
@@ -157,7 +158,7 @@ def test_each_rank_writes_its_share_and_rank_0_the_rest(tmp_path):
             (folder / f"rank{rank}").write_bytes(b"share")
 
         path = store.save(1, state_of(1), roles={"role": Role(write)})
-        assert store.latest() == path
+        assert newest(store) == path
         return store.load(path).state["counters"]
 
     assert run_ranks(3, work) == [{"step": 1}] * 3
@@ -166,7 +167,7 @@ def test_each_rank_writes_its_share_and_rank_0_the_rest(tmp_path):
     names = {str(path.relative_to(state)) for path in state.rglob("*") if path.is_file()}
     assert names == shares | {"manifest.json", "state.json", "policy.pt"}
     (state / "role" / "rank1").write_bytes(b"sh")
-    assert RunStateStore(tmp_path).latest() is None  # a share that is not whole
+    assert newest(RunStateStore(tmp_path)) is None  # a share that is not whole
 
 
 def test_an_error_on_one_rank_is_raised_on_all_and_nothing_is_committed(tmp_path):
@@ -248,7 +249,7 @@ def test_killed_at_every_critical_call_a_complete_state_remains(tmp_path):
         child = CONTEXT.Process(target=_save_and_die_at_call, args=(str(root), fatal_call))
         child.start()
         child.join()
-        survived.add(assert_complete(RunStateStore(root).latest(), 10))
+        survived.add(assert_complete(newest(RunStateStore(root)), 10))
         assert not list(root.glob(".*"))
         if child.exitcode == 0:
             break
@@ -280,5 +281,5 @@ def test_killed_at_a_random_moment_a_complete_state_remains(tmp_path, seed):
         child.kill()
         child.join()
     seen = max(int(path.name[-6:]) for path in tmp_path.glob("step_*"))
-    assert assert_complete(store.latest(), 1_000_000) == seen
+    assert assert_complete(newest(store), 1_000_000) == seen
     assert not list(tmp_path.glob(".*"))

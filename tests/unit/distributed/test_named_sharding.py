@@ -41,7 +41,7 @@ def test_layout_is_a_copy():
 @pytest.mark.parametrize(
     ("layout", "names", "words"),
     [
-        ([[0, 1]], ["a"], "2 axes but 1 names"),
+        ([[0, 1]], ["a"], r"2 axes.*got \['a'\]"),
         ([[0, 1]], ["a", "a"], "must differ"),
         ([0, 0], ["a"], "once"),
         ([0.5, 1.0], ["a"], "integer"),

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from aligner.distributed.packing import (
     FirstFitShufflePacker,
     PackingAlgorithm,
-    PackingMetrics,
     get_packer,
 )
 from aligner.errors import ConfigError, DataError
@@ -160,36 +159,3 @@ def test_names_are_the_enums_in_any_case():
     )
     with pytest.raises(ConfigError, match=r"packing algorithm='best_fit' .*concatenative"):
         get_packer("best_fit", 8)
-
-
-def test_metrics_of_a_packing():
-    # Bins of 10 hold 10 and 4 tokens.
-    stats = PackingMetrics().calculate_stats_only([6, 4, 4], [[0, 1], [2]], 10)
-    assert stats == pytest.approx(
-        {
-            "num_sequences": 3,
-            "num_bins": 2,
-            "total_tokens": 14,
-            "waste_tokens": 6,
-            "waste_ratio": 0.3,
-            "mean_utilization": 0.7,
-            "min_utilization": 0.4,
-            "max_utilization": 1.0,
-            "imbalance": 0.6,
-            "bin_efficiency": 1.0,
-        }
-    )
-
-
-def test_metrics_add_up_over_calls_and_only_when_asked_for():
-    packer = get_packer("concatenative", 10, collect_metrics=True)
-    packer.pack([6, 4, 4])
-    packer.pack([7])
-    stats = packer.metrics.get_aggregated_stats()
-    assert stats["num_bins"] == 3
-    assert stats["waste_tokens"] == 9
-    assert stats["min_utilization"] == pytest.approx(0.4)
-    assert stats["packing_time"] > 0
-    packer.metrics.reset()
-    assert packer.metrics.get_aggregated_stats()["num_bins"] == 0
-    assert get_packer("concatenative", 10).metrics is None

@@ -252,6 +252,6 @@ def test_sample_table_shows_markup_and_control_codes_as_text():
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(sample_table([a_sample(3, response="[red]5\x1b[0m\n", is_end=False)]))
     text = console.export_text()
-    assert "samples of step 3" in text
+    assert "training samples of step 3" in text
     assert "[red]5\ufffd[0m⏎" in text
     assert "2 (cut)" in text

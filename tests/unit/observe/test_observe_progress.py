@@ -1,6 +1,7 @@
 """Timers and the progress display, on a clock that the test moves."""
 
 import io
+import re
 import subprocess
 import sys
 
@@ -82,6 +83,43 @@ def test_a_terminal_gets_a_bar_with_phase_and_numbers():
     for part in ("generate", "4/12", "reward 0.500", "KL 0.0100", "ETA 0:02:00"):
         assert part in text
     assert "val accuracy 0.250 (step 2)" in text  # stays on the bar
+
+
+SNAPSHOTS = {
+    80: "train           2/1000            12.3 s/step  ETA 3:24:35 reward 0.400",
+    100: (
+        "train           2/1000            12.3 s/step  ETA 3:24:35 reward 0.400  "
+        "val accuracy 0.250 (step 0)"
+    ),
+    160: (
+        "train           2/1000            12.3 s/step  ETA 3:24:35 reward 0.400  "
+        "val accuracy 0.250 (step 0)  KL 0.0100  length 128.5"
+    ),
+}
+
+
+@pytest.mark.parametrize("width", [30, *SNAPSHOTS])
+def test_step_and_remaining_time_stay_at_any_width_and_the_bar_does_not_move(width):
+    clock, out = Clock(), io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    metrics = {
+        "train_rollouts/rewards": 0.4,
+        "train_rollouts/init_policy_kl": 0.01,
+        "train_rollouts/generation_length": 128.5,
+    }
+    with ConsoleProgress(1000, console=console, clock=clock) as progress:
+        progress.step(0, {"val_rollouts/accuracy": 0.25})
+        for step in (1, 2):
+            progress.phase("reference_logprobs")
+            clock.now += 12.3
+            progress.step(step, metrics)
+            progress.phase("train")
+    text = re.sub(r"\x1b\[[?0-9]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n")
+    frames = [line for line in text.splitlines() if "/1000" in line]
+    assert all(len(frame) <= width for frame in frames)
+    if width >= 80:
+        assert frames[-1].rstrip() == SNAPSHOTS[width]
+        assert len({frame.index("/1000") for frame in frames}) == 1
 
 
 def lines_of(*steps) -> list[str]:

@@ -45,6 +45,15 @@ def test_a_second_process_is_refused_with_the_first_ones_pid(tmp_path):
     writer.close()
 
 
+def test_a_lock_whose_file_a_refused_run_removed_is_taken_anew(tmp_path):
+    lock = RunLock(tmp_path)
+    (tmp_path / ".lock").unlink()
+    assert not lock._acquired()
+    assert (tmp_path / ".lock").exists()
+    assert lock._acquired()
+    lock.release()
+
+
 def test_a_forked_child_that_outlives_the_run_does_not_hold_the_lock(tmp_path):
     holder, orphan = start_holder(tmp_path, fork=True)
     holder.kill()

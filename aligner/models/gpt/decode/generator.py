@@ -28,7 +28,7 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device.accelerator import HostCopy
 from aligner.errors import ConfigError, DataError
 from aligner.models.gpt.decode.responses import PromptRows, Responses, RolloutRules, with_headroom
-from aligner.models.gpt.decode.sampled_model import SampledGPT, SampledModel, SlotDecoder
+from aligner.models.gpt.decode.sampled_model import DecodingModel, SampledGPT, SampledModel
 from aligner.models.gpt.decode.scheduler import Rollout, TokenListener, WideNucleusError
 
 _MAX_CACHED_RULES = 2  # whose graphs are kept: the rules of training and of validation
@@ -106,7 +106,7 @@ class Generator:
         self._record_kept = record_kept
         self._may_wait = False  # synchronise within a step, once a nucleus has required it
         # State between rollouts, for their graphs. Responses by rules, in order of last use.
-        self._model: SlotDecoder | None = None
+        self._model: DecodingModel | None = None
         self._weights: tuple[int, ...] = ()
         self._responses: dict[RolloutRules, Responses] = {}
 
@@ -223,7 +223,7 @@ class Generator:
         """Free the graphs kept between rollouts, and the memory that graphs read and write."""
         self._model, self._responses = None, {}
 
-    def _model_for(self, num_slots: int, capacity: int, captured: bool) -> SlotDecoder:
+    def _model_for(self, num_slots: int, capacity: int, captured: bool) -> DecodingModel:
         """Return a model whose cache is large enough. Reuse the last model if possible.
 
         If weights have moved, graphs cannot be reused, because they contain addresses.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aligner.config import LengthParams, SamplingParams
 from aligner.device import accelerator
-from aligner.models.gpt.decode.sampled_model import SlotDecoder
+from aligner.models.gpt.decode.sampled_model import DecodingModel
 from aligner.models.gpt.decode.sampling import SampledTokens, counter_uniforms, sample_tokens
 
 # The span of attention is rounded up to a multiple of _MIN_SPAN_STEP or, if that is larger, of its
@@ -143,7 +143,7 @@ class Responses:
 
     def sample(
         self,
-        model: SlotDecoder,
+        model: DecodingModel,
         batch: Batch,
         hidden: Tensor,
         *,
@@ -187,7 +187,7 @@ class Responses:
 
     def advance(
         self,
-        model: SlotDecoder,
+        model: DecodingModel,
         batch: Batch,
         longest: int,
         *,

@@ -15,7 +15,7 @@ from aligner.device import accelerator
 from aligner.models.gpt.decode.model import IncrementalModel
 
 
-class SlotDecoder(Protocol):
+class DecodingModel(Protocol):
     """Interface of `IncrementalModel`, whose methods describe these."""
 
     @property
@@ -59,7 +59,7 @@ class SampledModel(Protocol):
     def parameters(self) -> Iterator[Tensor]:
         """Iterate over this process's parameters, all on the device of the rollout."""
 
-    def decoder(self, num_slots: int, capacity: int) -> SlotDecoder:
+    def decoder(self, num_slots: int, capacity: int) -> DecodingModel:
         """Return a decoder of at most ``num_slots`` sequences of at most ``capacity`` tokens."""
 
     def rollout(self) -> contextlib.AbstractContextManager[None]:

@@ -29,7 +29,7 @@ from aligner.models.gpt.decode.responses import (
     rows_of_graph,
     span_of_graph,
 )
-from aligner.models.gpt.decode.sampled_model import SlotDecoder
+from aligner.models.gpt.decode.sampled_model import DecodingModel
 from aligner.models.gpt.decode.sampling import check_finite
 
 _PREFILL_TOKENS = 8192  # limit of tokens (with padding) of a prefill pass of two or more prompts
@@ -112,7 +112,7 @@ class Rollout:
         self._last_hidden: dict[tuple[int, ...], Tensor] = {}
         self._batch: Batch | None = None  # of the samples in the slots, until these change
 
-    def run(self, model: SlotDecoder, num_slots: int) -> None:
+    def run(self, model: DecodingModel, num_slots: int) -> None:
         """Generate until every sample has ended.
 
         Raises:
@@ -129,7 +129,7 @@ class Rollout:
 
     # Steps ------------------------------------------------------------------------------------
 
-    def _advance(self, model: SlotDecoder, num_slots: int) -> None:
+    def _advance(self, model: DecodingModel, num_slots: int) -> None:
         """Sample one more token for every sequence in flight."""
         samples = [s for s in self._slots if s is not None]
         longest = max(map(self._length_of, samples))
@@ -151,7 +151,7 @@ class Rollout:
         )
         self._finish_step(samples, batch)
 
-    def _fill_slots(self, model: SlotDecoder, num_slots: int) -> bool:
+    def _fill_slots(self, model: DecodingModel, num_slots: int) -> bool:
         """Put pending samples into free slots and sample their first tokens.
 
         Return False if no slot is free.
@@ -181,7 +181,7 @@ class Rollout:
         self._finish_step(samples, batch)
         return True
 
-    def _copy_prompts_in_flight(self, model: SlotDecoder, assigned: dict[int, int]) -> None:
+    def _copy_prompts_in_flight(self, model: DecodingModel, assigned: dict[int, int]) -> None:
         """Copy the keys and values of assigned samples whose prompt is already in a slot."""
         slot_of_prompt = {
             self._prompts[sample]: slot
@@ -198,7 +198,7 @@ class Rollout:
         longest = max((self._prompt_lengths[s] for s in assigned.values()), default=0)
         self._move(model, pairs, longest)
 
-    def _prefill_new_prompts(self, model: SlotDecoder, assigned: dict[int, int]) -> None:
+    def _prefill_new_prompts(self, model: DecodingModel, assigned: dict[int, int]) -> None:
         """Compute each distinct prompt once and store its keys and values in all its slots."""
         slots_of_prompt: dict[tuple[int, ...], list[int]] = {}
         for slot, sample in assigned.items():
@@ -220,7 +220,7 @@ class Rollout:
             )
             self._last_hidden.update(zip(chunk, hidden.unbind(), strict=True))
 
-    def _close_gaps(self, model: SlotDecoder) -> None:
+    def _close_gaps(self, model: DecodingModel) -> None:
         """Move the last sequences into free slots, because decoding uses the first n slots."""
         count = sum(sample is not None for sample in self._slots)
         gaps = [slot for slot in range(count) if self._slots[slot] is None]
@@ -296,7 +296,7 @@ class Rollout:
             return False
         return self._stop.completed(self._prompts[sample], response)
 
-    def _move(self, model: SlotDecoder, pairs: list[tuple[int, int]], length: int) -> None:
+    def _move(self, model: DecodingModel, pairs: list[tuple[int, int]], length: int) -> None:
         """Copy keys and values of the first ``length`` tokens between pairs of slots."""
         if pairs:
             sources, targets = map(self._responses.index, zip(*pairs, strict=True))

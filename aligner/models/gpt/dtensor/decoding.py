@@ -31,7 +31,7 @@ from aligner.models.gpt.decode.sampling import SampledTokens
 
 
 class TransformersDecoder:
-    """Decoder of a plain transformers model (`SlotDecoder`), one slot per sequence.
+    """Decoder of a plain transformers model (`DecodingModel`), one slot per sequence.
 
     ``hidden`` of the interface are logits [n, V], because the model itself scales or caps them.
     """

@@ -8,7 +8,3 @@ class DTensorPolicyWorkerV2(PolicyWorker[DTensorActorModel]):
     """Worker of `Policy` on this backend."""
 
     model_class = DTensorActorModel
-
-    def num_parameters(self) -> int:
-        """Count the parameters of the role over all processes."""
-        return self.model.num_parameters()

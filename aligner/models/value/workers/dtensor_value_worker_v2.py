@@ -12,7 +12,3 @@ class DTensorValueWorkerV2(ValueWorker[DTensorCriticModel]):
     """Worker of `Value` on this backend."""
 
     model_class = DTensorCriticModel
-
-    def num_parameters(self) -> int:
-        """Count the parameters of the role over all processes."""
-        return self.model.num_parameters()

@@ -1,0 +1,70 @@
+"""Checks of the files of a command that need no torch, so that errors of a run are immediate."""
+
+import ast
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from aligner.algorithms.run.identity import flat
+from aligner.checkpoint.nemo.archive import ArchiveReader, named_by
+from aligner.data.readers import source_files
+from aligner.importing import load_function
+from aligner.rewards.function.execution import LoadedFunction
+
+
+def check_inputs(config: Any) -> None:
+    """Refuse models and data that do not exist, and a reward function with a wrong signature.
+
+    Args:
+        config: configuration of a run or of another command, with ``as_dict``.
+
+    Raises:
+        CheckpointNotFoundError: a model does not exist.
+        DataError: a file of data does not exist or has an unsupported format.
+        ConfigError: the file of the reward function does not exist, or its signature does not fit.
+    """
+    values = flat(config.as_dict())
+    for key, value in values.items():
+        if key.endswith(".restore_from_path") and value and not Path(value).exists():
+            with named_by(key):
+                ArchiveReader(value)  # raises
+        elif key in ("data.train.source", "data.validation.source") and value:
+            for source in [value] if isinstance(value, str) else value:
+                source_files(source)
+    reward: Any = getattr(config, "reward", None)
+    if reward is not None and isinstance(reward.function, str) and ".py:" in reward.function:
+        _check_signature(reward.function, reward.kwargs)
+
+
+def _check_signature(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Check the signature of ``path/to/file.py:function`` without running the file.
+
+    The reward process checks decorated, nested and imported functions after it loaded the file.
+    """
+    path, _, function = name.rpartition(":")
+    file = Path(path).expanduser()
+    if not file.is_file():
+        load_function(name, key="reward.function")  # raises
+    try:
+        statements = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return  # the reward process reports the error with its traceback
+    for node in statements:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if node.name == function and not node.decorator_list:
+            LoadedFunction(_without_body(node), name, kwargs)
+
+
+def _without_body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:
+    """Return a function with the parameters of ``node``, whose defaults are None."""
+    parameters = node.args
+    for parameter in ast.walk(parameters):
+        if isinstance(parameter, ast.arg):
+            parameter.annotation = None
+    parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
+    parameters.kw_defaults = [default and ast.Constant(None) for default in parameters.kw_defaults]
+    expression = ast.Expression(ast.Lambda(parameters, ast.Constant(None)))
+    code = compile(ast.fix_missing_locations(expression), "<signature>", "eval")
+    result: Callable[..., Any] = eval(code)
+    return result
