@@ -125,7 +125,9 @@ def test_calls_of_plain_methods_are_made_in_order_and_coroutines_at_the_same_tim
     start = log.init()
     assert start.messages[0] == chat[0]
     assert start.messages[1]["content"] == (
-        'call fail {}: Fail.\ncall write {"line": "<string>"}: Write a line.\n' + HOW_TO_CALL + "\nq"
+        'call fail {}: Fail.\ncall write {"line": "<string>"}: Write a line.\n'
+        + HOW_TO_CALL
+        + "\nq"
     )
     turn = log.step(say('call write {"line": "a"}\ncall write {"line": "b"}\ncall fail'))
     assert turn.messages[0]["content"].splitlines() == [
