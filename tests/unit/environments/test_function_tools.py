@@ -120,6 +120,6 @@ def test_a_refused_start_is_final_and_an_exception_is_not(file):
         pool.close()
     assert isinstance(refused, Failure)
     assert refused.is_final
-    assert "list" in refused.text
+    assert "init returned ['text']; it must return a Start" in refused.text
     assert not raised.is_final
     assert "OSError: busy" in raised.text
