@@ -3,9 +3,9 @@
 A sequence is cut into 2·CP equal chunks. Rank r stores chunks r and 2·CP - 1 - r, so that with
 causal attention all ranks compute the same amount.
 
-Shape legend: ``n`` packed sequences, ``T`` packed tokens, ``T_cp = T / CP`` of them on this rank. The
-padded length of each packed sequence is a multiple of 2·CP. Its tokens on a rank are contiguous, in
-the order of the chunks. Indices are computed on the device of the tokens.
+Shape legend: ``n`` packed sequences, ``T`` packed tokens, ``T_cp = T / CP`` packed tokens on this
+rank. The padded length of each packed sequence is a multiple of 2·CP. Its tokens on a rank are
+contiguous, in the order of the chunks. Indices are computed on the device of the tokens.
 """
 
 from typing import Any
