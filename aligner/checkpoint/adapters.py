@@ -133,7 +133,7 @@ class AdaptedWeight(NamedTuple):
 
 
 def adapted_weights(model: nn.Module, lora: LoraConfig) -> list[AdaptedWeight]:
-    """Return the weights of a causal language model of transformers that get adapters.
+    """Return the weights of a causal language model of transformers that get adapters, each once.
 
     Raises:
         ConfigError: a target is the name of no linear layer and of no weight of experts.
@@ -142,12 +142,15 @@ def adapted_weights(model: nn.Module, lora: LoraConfig) -> list[AdaptedWeight]:
 
     body = body_path(model)
     weights: list[AdaptedWeight] = []
+    seen: set[nn.Parameter] = set()
     for path, module in model.get_submodule(body).named_modules(prefix=body):
         transposed = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
         for leaf, parameter in module.named_parameters(recurse=False):
             is_linear = leaf == "weight" and isinstance(module, nn.Linear | Conv1D)
             is_of_experts = parameter.dim() == 3 and min(parameter.shape) > 1
-            if is_linear or (is_of_experts and not isinstance(module, nn.Conv1d)):
+            is_matrix = is_linear or (is_of_experts and not isinstance(module, nn.Conv1d))
+            if is_matrix and parameter not in seen:
+                seen.add(parameter)
                 name = path if is_linear else f"{path}.{leaf}"
                 shape = tuple(parameter.mT.shape if transposed else parameter.shape)
                 weights.append(AdaptedWeight(name, shape, transposed))

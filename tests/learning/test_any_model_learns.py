@@ -16,6 +16,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from tiny_transformers import tiny_model
 
 TYPES = ("gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "olmo2", "mamba2", "phi")
+LORA = (
+    "model.peft.peft_scheme=lora",
+    "model.peft.lora_tuning.adapter_dim=8",
+    "model.peft.lora_tuning.alpha=16",
+    "model.optim.lr=1.0e-2",
+)
 RUNS = [
     ("gemma3_text", "grpo_tiny_cpu"),
     *(
@@ -29,10 +35,10 @@ RUNS = [
 
 @pytest.fixture
 def folder_of(tmp_path):
-    def write(model_type):
+    def write(model_type, scale=0.02):
         tokenizer, folder = byte_level_tokenizer(), tmp_path / model_type
         sizes = {"vocab_size": tokenizer.vocab_size, "max_position_embeddings": 512}
-        tiny_model(model_type, **sizes, initializer_range=0.02).save_pretrained(folder)
+        tiny_model(model_type, **sizes, initializer_range=scale).save_pretrained(folder)
         for name, content in tokenizer.files().items():
             (folder / name).write_bytes(content)
         return folder
@@ -47,25 +53,36 @@ def trained(folder, model, recipe, steps, *overrides):
 
 @pytest.mark.parametrize(("model_type", "recipe"), RUNS)
 def test_the_reward_rises(model_type, recipe, folder_of, tmp_path):
-    lines = trained(tmp_path / "run", folder_of(model_type), recipe, 20)
+    check_that_it_rises(trained(tmp_path / "run", folder_of(model_type), recipe, 20))
+
+
+def check_that_it_rises(lines):
     rewards = [line["train_rollouts/rewards"] for line in lines[1:]]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
 
 
+@pytest.mark.extended
+def test_the_reward_rises_with_adapters(folder_of, tmp_path):
+    """Larger weights than in other tests, because the output layer is frozen."""
+    model = folder_of("gpt_oss", scale=0.125)
+    check_that_it_rises(trained(tmp_path / "run", model, "grpo_tiny_cpu", 20, *LORA))
+
+
 @pytest.mark.parametrize(
-    "model_type",
+    ("model_type", "options"),
     [
-        "gemma3_text",
-        pytest.param("gpt_oss", marks=pytest.mark.extended),
-        pytest.param("qwen3_next", marks=pytest.mark.extended),
+        ("gemma3_text", ()),
+        pytest.param("gpt_oss", (), marks=pytest.mark.extended),
+        pytest.param("qwen3_next", (), marks=pytest.mark.extended),
+        pytest.param("mixtral", LORA, marks=pytest.mark.extended),
     ],
 )
-def test_a_stopped_run_continues_to_the_bit(model_type, folder_of, tmp_path):
+def test_a_stopped_run_continues_to_the_bit(model_type, options, folder_of, tmp_path):
     model = folder_of(model_type)
-    saves = "trainer.ppo.save_interval=1"
-    trained(tmp_path / "through", model, "ppo_tiny_cpu", 3, saves)
+    options = ("trainer.ppo.save_interval=1", *options)
+    trained(tmp_path / "through", model, "ppo_tiny_cpu", 3, *options)
     for steps in (1, 3):
-        trained(tmp_path / "stopped", model, "ppo_tiny_cpu", steps, saves)
+        trained(tmp_path / "stopped", model, "ppo_tiny_cpu", steps, *options)
 
     def numbers(name):
         records = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())

@@ -23,21 +23,25 @@ def add_adapters(
 
     A linear adds the output of its adapter to its own output. The code of experts reads their 3-D
     parameters, which therefore include the adapter's product during the experts' forward pass.
+    Modules that share a weight share its adapter.
     """
     model.requires_grad_(False)
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(module)
     for weight in weights:
         *experts, outputs, inputs = weight.shape
         with accelerator.device():
             adapter = Adapter(inputs, outputs, lora, torch.float32, *experts)
         name, shape = f"{weight.adapter}.a", tuple(adapter.a.shape)
         adapter.a.data = accelerator.to_device(initial_matrix(name, shape, seed))
-        path, _, leaf = weight.adapter.rpartition(".")
-        owner = model.get_submodule(path)
-        owner.add_module(leaf, adapter)
-        if weight.is_of_experts:
-            _merge_in_passes(owner, weight, adapter)
-        else:
-            owner.register_forward_hook(_add_output)
+        for owner in owners[model.get_parameter(weight.parameter)]:
+            owner.add_module(weight.adapter.rpartition(".")[2], adapter)
+            if weight.is_of_experts:
+                _merge_in_passes(owner, weight, adapter)
+            else:
+                owner.register_forward_hook(_add_output)
 
 
 def _add_output(linear: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
