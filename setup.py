@@ -9,6 +9,7 @@ from setuptools import find_packages, setup
 SHIPPED = {
     "aligner.conf": "conf",
     "aligner.examples": "examples",
+    "aligner.examples.extend": "examples/extend",
     "aligner.examples.python": "examples/python",
     "aligner.examples.tasks": "examples/tasks",
 }
@@ -19,7 +20,7 @@ setup(
     package_data={
         "aligner.conf": ["**/*.yaml"],
         "aligner.device": ["pages.cpp"],
-        "aligner.examples": ["templates/*"],
+        "aligner.examples": ["templates/*", "slurm/*"],
         "aligner_plan.dry": ["guard.cpp"],
         "aligner.observe": ["metric_names.md"],
         "aligner.observe.report": ["templates/*"],

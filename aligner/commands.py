@@ -39,6 +39,9 @@ COMMANDS: dict[str, Command] = {
     "check-metrics": Command("check_metrics", "a run's metrics against thresholds, at a step"),
     "translate": Command("translate", "a configuration of NeMo-RL or NeMo-Aligner as a command"),
     "convert-lora": Command("convert_lora_to_peft", "adapters to Hugging Face's PEFT"),
+    "make-tiny-model": Command(
+        "tasks/tiny_model", "a tiny random model to try things with", ("--output",)
+    ),
     "serve": Command("serve", "a model behind OpenAI's HTTP interface"),
     "serve-reward": Command("serve_reward_model", "a reward model behind HTTP"),
 }

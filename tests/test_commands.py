@@ -28,7 +28,7 @@ def test_every_script_has_a_command():
     scripts = {path.stem for path in files if 'if __name__ == "__main__"' in path.read_text()}
     known = {command.script for command in COMMANDS.values()}
     assert scripts - known == {"convert_hf_to_nemo", "convert_nemo_to_hf"}
-    assert known - scripts == set()
+    assert known - scripts == {"tasks/tiny_model"}
 
 
 def test_help_lists_every_command_and_imports_nothing_heavy():

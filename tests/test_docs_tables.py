@@ -366,7 +366,6 @@ TABLES = {
     ("folder", "what it shows"): paths(0),
     ("layer", "modules"): layers,
     ("stage", "computed by"): stages,
-    ("question", "test"): paths(1),
     ("algorithm", "functions"): paths(1),
     ("message",): messages,
     ("file", "what it holds"): names(0, 1),

@@ -24,7 +24,7 @@ class RewardModelConfig:
     """A frozen reward model on workers of the run, in the policy's layout."""
 
     restore_from_path: ModelPath
-    """A `.nemo` file with a reward head, from `examples/train_gpt_reward.py` or NeMo-Aligner."""
+    """A `.nemo` file with a reward head, or a directory of a sequence or token classifier."""
 
     micro_batch_size: Count = 16
     """Sequences per forward pass, per data-parallel rank."""

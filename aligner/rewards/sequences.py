@@ -10,7 +10,7 @@ sampling cannot.
 
 from collections.abc import Iterator, Sequence
 
-from aligner.checkpoint.nemo.model_file import NemoCheckpoint
+from aligner.checkpoint.model_source import ModelSource
 from aligner.data.prompts import pad_right
 from aligner.data.supervised import encode_pair
 from aligner.data.tokenizers.decoding import common_prefix, decode_response
@@ -48,7 +48,7 @@ class SequenceEncoder:
         self.end_id = tokenizer.eos_id if end_id is None else end_id
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: NemoCheckpoint, add_bos: bool | None) -> "SequenceEncoder":
+    def of_checkpoint(cls, checkpoint: ModelSource, add_bos: bool | None) -> "SequenceEncoder":
         """Return the encoder for a reward model's file, which contains the form of its sequences.
 
         ``add_bos``: value in the configuration, or None. It applies to older files without a form,

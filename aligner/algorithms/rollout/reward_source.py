@@ -11,8 +11,8 @@ from aligner.algorithms.run.dry_run import MadeUpRewards
 from aligner.algorithms.run.engine import Engine, Workers, run_settings
 from aligner.algorithms.run.startup import role_memory
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.archive import named_by
-from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import (
     DynamicBatchingConfig,
     RewardModelConfig,
@@ -173,7 +173,7 @@ def _rating_model(
 ) -> RatingModel:
     """Read a reward model's file. The model must have a head and fit the layout."""
     path = model.restore_from_path
-    with named_by("reward.model.restore_from_path"), open_nemo(path) as checkpoint:
+    with named_by("reward.model.restore_from_path"), open_model(path) as checkpoint:
         attributes = rated_attributes(checkpoint, path)
         architecture = checkpoint.architecture
         encoder = SequenceEncoder.of_checkpoint(checkpoint, model.add_bos)
@@ -191,7 +191,7 @@ def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> 
     key, path = "critic.restore_from_path", config.critic.restore_from_path
     if path is None:
         key, path = "model.restore_from_path", config.model.restore_from_path
-    with open_nemo(path) as checkpoint:
+    with open_model(path) as checkpoint:
         body = checkpoint.architecture
     # Compare all fields that affect the body.
     differing = [

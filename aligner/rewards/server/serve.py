@@ -16,7 +16,7 @@ from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.checkpoint.model_source import open_model
 from aligner.config import ParallelConfig, TrainedModelConfig
 from aligner.distributed.workers import LocalCluster
 from aligner.http import JSON_TYPE
@@ -100,7 +100,7 @@ _HEARTBEAT_S = 1.0
 class ServeOptions:
     """Options of a server."""
 
-    model: str  # a .nemo file
+    model: str  # a .nemo file or a Hugging Face directory
     host: str = "127.0.0.1"
     port: int = 5555  # 0: any that is free
     token: str | None = None  # that requests need, None for no token
@@ -157,7 +157,7 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
 
 def _load(options: ServeOptions, parallel: ParallelState) -> tuple[RewardModel, SequenceEncoder]:
     """Load the model and the encoder of its sequences."""
-    with open_nemo(options.model) as checkpoint:
+    with open_model(options.model) as checkpoint:
         rated_attributes(checkpoint, options.model)  # a language model is refused
         encoder = SequenceEncoder.of_checkpoint(checkpoint, options.add_bos)
     model = RewardModel(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_models import LLAMA_SIZES
 from servers import bound_port, started
 
 from aligner.config import RewardServerConfig
@@ -23,6 +24,7 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, RewardError, RewardServerError
 from aligner.http.tokens import read_token
+from aligner.rewards.sequences import SequenceEncoder
 from aligner.rewards.server.client import RemoteReward, RewardClient
 from aligner.rewards.server.wire import WireSample
 
@@ -82,8 +84,6 @@ def with_token(monkeypatch):
 
 
 def test_a_served_model_scores_as_it_does_in_process(rewarding, served, with_token):
-    from aligner.rewards.sequences import SequenceEncoder
-
     model = rewarding[0]
     encoder = SequenceEncoder(model.tokenizer, 256)
     batch = encoder.collate([encoder.ids(sample.prompt, sample.response) for sample in SAMPLES])
@@ -93,6 +93,28 @@ def test_a_served_model_scores_as_it_does_in_process(rewarding, served, with_tok
     assert asked.check() == ()
     assert asked.score([]) == []
     assert [reward for (reward,) in asked.score(SAMPLES)] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.extended
+def test_a_served_classifier_of_transformers_scores_as_transformers_does(tmp_path):
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    tokenizer = byte_level_tokenizer()
+    torch.manual_seed(2)
+    sizes = {**LLAMA_SIZES, "pad_token_id": tokenizer.pad_id, "num_labels": 1}
+    expected = LlamaForSequenceClassification(LlamaConfig(**sizes)).eval()
+    expected.save_pretrained(tmp_path)
+    for name, content in tokenizer.files().items():
+        (tmp_path / name).write_bytes(content)
+    command = [sys.executable, "examples/serve_reward_model.py", "--model", str(tmp_path)]
+    with started([*command, "--port", "0"], r"ready at (http://\S+)", cwd=ROOT, env={}) as server:
+        scores = [score for (score,) in client(server[0], timeout_s=60.0).score(SAMPLES)]
+    encoder = SequenceEncoder(tokenizer, 64)
+    rows = [encoder.ids(sample.prompt, sample.response) for sample in SAMPLES]
+    with torch.no_grad():
+        expected.config.pad_token_id = None  # the head reads the last token, which is an end token
+        logits = [expected(torch.tensor([row])).logits.item() for row in rows]
+    assert scores == pytest.approx(logits, abs=1e-5)
 
 
 def test_a_hundred_clients_at_once(served, with_token):
