@@ -147,9 +147,8 @@ def adapted_weights(model: nn.Module, lora: LoraConfig) -> list[AdaptedWeight]:
         transposed = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
         for leaf, parameter in module.named_parameters(recurse=False):
             is_linear = leaf == "weight" and isinstance(module, nn.Linear | Conv1D)
-            is_of_experts = parameter.dim() == 3 and min(parameter.shape) > 1
-            is_matrix = is_linear or (is_of_experts and not isinstance(module, nn.Conv1d))
-            if is_matrix and parameter not in seen:
+            is_of_experts = parameter.dim() == 3 and "Expert" in type(module).__name__
+            if (is_linear or is_of_experts) and parameter not in seen:
                 seen.add(parameter)
                 name = path if is_linear else f"{path}.{leaf}"
                 shape = tuple(parameter.mT.shape if transposed else parameter.shape)

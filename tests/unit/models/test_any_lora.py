@@ -34,7 +34,7 @@ pytestmark = pytest.mark.integration
 _TYPES = """
     mixtral mamba2 gemma2 gpt_oss openai-gpt granitemoe jamba deepseek_v32 zamba2 falcon llama4_text
     longcat_flash phi3 bloom qwen3_next olmo2 gptj stablelm nemotron_h rwkv recurrent_gemma opt
-    deepseek_v3 dbrx lfm2 aria_text
+    deepseek_v3 dbrx lfm2 aria_text deepseek_v4 zamba
 """
 TYPES = _TYPES.split()
 DEFAULT = TYPES[:2]
