@@ -78,8 +78,8 @@ def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str,
         if lora.adapter_dim > max(outputs, inputs):
             raise ConfigError(
                 f"model.peft.lora_tuning.adapter_dim={lora.adapter_dim} exceeds both dimensions of "
-                f"{adapter.removesuffix(LORA)} ({outputs} x {inputs}). Lower it, for adapters "
-                f"smaller than the weights below {min(outputs, inputs)}"
+                f"{adapter.removesuffix(LORA)} ({outputs} x {inputs}). Lower it. Adapters "
+                f"are smaller than the weights only below {min(outputs, inputs)}"
             )
         shapes[f"{adapter}.a"] = (*experts, lora.adapter_dim, inputs)
         shapes[f"{adapter}.b"] = (*experts, outputs, lora.adapter_dim)
