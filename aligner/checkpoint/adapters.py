@@ -50,8 +50,8 @@ _LORA, _NEMO_KEYS = "lora", "nemo_keys"
 class Adapters:
     """Contents of a file of adapters.
 
-    ``tensors``: name → ``a`` and ``b`` of every adapted linear, unsplit, with the shapes of
-    `adapter_shapes`, and a trained head. Any float dtype.
+    ``tensors``: name → ``a`` and ``b`` of every adapted linear, unsplit, float with the shapes of
+    `adapter_shapes`, and a trained head, float ``[K, H]`` and ``[K]``.
     """
 
     lora: LoraConfig

@@ -26,7 +26,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 class Recognised(NamedTuple):
-    """How the rows of a source are read.
+    """Names of the columns of a source, and the conversion of its rows.
 
     ``data``: the section with the names of the columns. ``rows``: function from a row of the source
     to rows with these columns. ``taken``: descriptions of what was recognised.

@@ -79,7 +79,7 @@ class Dataset(Generic[T]):
             return cls.make(row, index, tokenizer, columns)
 
         items = read_items(source, make, data, cls.keys, longest=data.max_length, noun=cls.noun)
-        return cls(items.fitting, **items.facts())
+        return cls(items.fitting, **items.arguments())
 
     @classmethod
     def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: Any) -> T:
@@ -152,7 +152,7 @@ class Items(NamedTuple, Generic[T]):
     taken: list[str]
     shares: "Shares | None"
 
-    def facts(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Return keyword arguments of a `Dataset`."""
         return {"dropped_too_long": self.dropped, "taken": self.taken, "shares": self.shares}
 

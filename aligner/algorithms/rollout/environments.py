@@ -223,9 +223,7 @@ class EnvironmentRollouts(ConversationRollouts):
             is_alive = failure.reason == "engine_error"
         except Exception as error:  # any exception of a tokenizer or a template
             text = f"{self._pool.name}: {describe_exception(error)}"
-            has_begun = conversation is not None and conversation.turns
-            is_final = isinstance(error, DataError) and not has_begun
-            failure = Failure("env_error", text, error, is_final)
+            failure = Failure("env_error", text, error)
         # Close the environment, unless one of its calls failed.
         if is_alive:
             try:
