@@ -11,6 +11,7 @@ import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -101,11 +102,12 @@ class RunDirectory:
 
     def remove_if_unused(self) -> None:
         """Remove the directory if the run that created it wrote nothing else than ``run.json``."""
-        files = {path.name for path in self.folder.iterdir()}
-        if files <= {LOCK_FILE, RUN_FILE}:
-            for name in files:
-                (self.folder / name).unlink()
-            self.folder.rmdir()
+        with suppress(OSError):  # such as a directory that is gone, which must not hide an error
+            files = {path.name for path in self.folder.iterdir()}
+            if files <= {LOCK_FILE, RUN_FILE}:
+                for name in files:
+                    (self.folder / name).unlink()
+                self.folder.rmdir()
 
     def _check_same(self, identity: RunIdentity, config: BaseRunConfig) -> str | None:
         """Raise if the newest readable run state belongs to another run.
