@@ -126,7 +126,7 @@ def construct(
     Args:
         factory: the class.
         kwargs: the arguments.
-        name: begin of messages: the configuration key and its value.
+        name: configuration key and its value, with which error messages begin.
         remedy: end of the message if the signature does not match.
 
     Raises:

@@ -88,6 +88,7 @@ def architectures_of(config: BaseRunConfig, plan: PlanConfig) -> dict[str, GPTAr
     reward = getattr(getattr(config, "reward", None), "model", None)
     if reward is not None:
         paths["reward.model.restore_from_path"] = reward.restore_from_path
+    backend = config.policy.backend
     architectures: dict[str, GPTArchitecture] = {}
     for key, path in paths.items():
         if path in architectures:
@@ -96,7 +97,7 @@ def architectures_of(config: BaseRunConfig, plan: PlanConfig) -> dict[str, GPTAr
             architectures[path] = read_architecture(path)
             continue
         try:
-            with open_model(path) as source:
+            with open_model(path, backend) as source:
                 architectures[path] = source.architecture
         except CheckpointNotFoundError as error:
             if key != "model.restore_from_path" and plan.architecture is not None:

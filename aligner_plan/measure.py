@@ -17,15 +17,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.canonical import expected_shapes
+from aligner.algorithms.run.startup import shapes_of
+from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.checkpoint.hf.any_model import model_config
 from aligner.config import LengthParams, SamplingOptions
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
 from aligner.models.gpt.decode.responses import Responses
+from aligner.models.gpt.dtensor.decoding_slots import SlotDecoder
 from aligner.models.gpt.dtensor.model import DTensorModel
+from aligner.models.gpt.dtensor.ways import ModelForm, keyed_form
 from aligner.models.worker import RoleWorker
 from aligner.parallel.groups import initialize_parallel
 from aligner_plan.amounts import Amounts, Kinds, Measured, extrapolated, higher_peaks, peaks_of
@@ -66,6 +69,8 @@ def stage_layers(role: PlannedRole) -> int:
 def depths_of(role: PlannedRole) -> list[int]:
     """Return the numbers of layers per pipeline stage that are measured."""
     layers = stage_layers(role)
+    if isinstance(role.architecture, TransformersArchitecture):
+        return [layers]  # its layers can differ from each other
     depths = _DEPTHS["dtensor" if role.is_dtensor else "megatron"]
     return [layers] if layers <= depths[-1] else list(depths)
 
@@ -155,7 +160,19 @@ def without_weights(
             initialize=initialize,
         )
 
-    with mock.patch.object(RoleWorker, "load_model", classmethod(load_model)):
+    form_of = DTensorModel._form_of
+
+    def assumed_form(model: Any, opened: Any) -> ModelForm:
+        """Return the form that most types have, because its tests need weights."""
+        if not isinstance(architecture, TransformersArchitecture):
+            return form_of(model, opened)
+        decoder = SlotDecoder if model.samples else None
+        return ModelForm(logits=keyed_form(model_config(architecture)), decoder=decoder)
+
+    with (
+        mock.patch.object(RoleWorker, "load_model", classmethod(load_model)),
+        mock.patch.object(DTensorModel, "_form_of", assumed_form),
+    ):
         yield
 
 
@@ -163,7 +180,7 @@ class _UnsetWeights(Mapping[str, Tensor]):
     """Canonical weights of an architecture with undefined values."""
 
     def __init__(self, architecture: GPTArchitecture) -> None:
-        self._shapes = expected_shapes(architecture)
+        self._shapes = shapes_of(architecture)
 
     def __getitem__(self, name: str) -> Tensor:
         return torch.empty(self._shapes[name])

@@ -320,7 +320,7 @@ class _Rehearsal:
         """Replace functions that read files in all modules that have imported them."""
         tokenizer = byte_level_tokenizer()
 
-        def open_source(path: str, *_: Any) -> contextlib.AbstractContextManager[Any]:
+        def open_source(path: str, *_: Any, **__: Any) -> contextlib.AbstractContextManager[Any]:
             outputs, shape = max(1, len(self.attributes)), self.architecture(path)
             is_reward_model = path == self._reward_model
             head = {REWARD_HEAD[0]: torch.empty(outputs, 1)} if is_reward_model else {}

@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
+from aligner.algorithms.run.startup import shapes_of
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.canonical import expected_shapes
 from aligner.config import CriticConfig
 from aligner.config.roles.sampling import RolloutConfig
 from aligner.observe.startup import RoleMemory
@@ -38,7 +38,7 @@ def matrix_parameters(architecture: GPTArchitecture) -> int:
 
 def _parameters(architecture: GPTArchitecture) -> tuple[int, int]:
     """Count the parameters of a model, and the parameters of its experts."""
-    sizes = {name: math.prod(shape) for name, shape in expected_shapes(architecture).items()}
+    sizes = {name: math.prod(shape) for name, shape in shapes_of(architecture).items()}
     return sum(sizes.values()), sum(n for name, n in sizes.items() if ".experts." in name)
 
 

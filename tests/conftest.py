@@ -4,6 +4,7 @@ import _posixsubprocess
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -109,3 +110,22 @@ def dry_possible() -> None:
         pytest.skip("the dry device compiles a small library: needs g++ or clang++")
     if torch.version.cuda is not None:
         pytest.skip("the dry device needs a CPU build of torch")
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the library as its wheel installs it, outside of the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    # A copy of the sources, because setuptools writes into the folder that it builds.
+    names = ["aligner", "aligner_plan", "conf", "examples"]
+    for name in names:
+        shutil.copytree(UNIT_FOLDER.parents[1] / name, folder / "sources" / name)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(UNIT_FOLDER.parents[1] / name, folder / "sources")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    subprocess.run([*build, str(folder / "sources")], check=True)
+    (wheel,) = folder.glob("aligner-*.whl")
+    install = [*pip, "install", "--no-deps", "--no-index", "--target", str(folder / "site")]
+    subprocess.run([*install, str(wheel)], check=True)
+    return folder / "site"

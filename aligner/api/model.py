@@ -283,7 +283,7 @@ def _open(path: str | os.PathLike[str], closing: ExitStack) -> InferenceModel:
 
 @contextmanager
 def _unchanged() -> Iterator[None]:
-    """Keep the random generators of this process, and the hook that prints tracebacks."""
+    """Restore the random generators and the hook that prints tracebacks after the block."""
     hook = sys.excepthook
     with torch.random.fork_rng():
         yield

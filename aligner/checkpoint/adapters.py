@@ -50,8 +50,8 @@ _LORA, _NEMO_KEYS = "lora", "nemo_keys"
 class Adapters:
     """Contents of a file of adapters.
 
-    ``tensors``: name → ``a`` and ``b`` of every adapted linear, unsplit, with the shapes of
-    `adapter_shapes`, and a trained head. Any float dtype.
+    ``tensors``: name → ``a`` and ``b`` of every adapted linear, unsplit, float with the shapes of
+    `adapter_shapes`, and a trained head, float ``[K, H]`` and ``[K]``.
     """
 
     lora: LoraConfig
@@ -78,8 +78,8 @@ def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str,
         if lora.adapter_dim > max(outputs, inputs):
             raise ConfigError(
                 f"model.peft.lora_tuning.adapter_dim={lora.adapter_dim} exceeds both dimensions of "
-                f"{adapter.removesuffix(LORA)} ({outputs} x {inputs}). Lower it, for adapters "
-                f"smaller than the weights below {min(outputs, inputs)}"
+                f"{adapter.removesuffix(LORA)} ({outputs} x {inputs}). Lower it. Adapters "
+                f"are smaller than the weights only below {min(outputs, inputs)}"
             )
         shapes[f"{adapter}.a"] = (*experts, lora.adapter_dim, inputs)
         shapes[f"{adapter}.b"] = (*experts, outputs, lora.adapter_dim)
@@ -147,9 +147,8 @@ def adapted_weights(model: nn.Module, lora: LoraConfig) -> list[AdaptedWeight]:
         transposed = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
         for leaf, parameter in module.named_parameters(recurse=False):
             is_linear = leaf == "weight" and isinstance(module, nn.Linear | Conv1D)
-            is_of_experts = parameter.dim() == 3 and min(parameter.shape) > 1
-            is_matrix = is_linear or (is_of_experts and not isinstance(module, nn.Conv1d))
-            if is_matrix and parameter not in seen:
+            is_of_experts = parameter.dim() == 3 and "Expert" in type(module).__name__
+            if (is_linear or is_of_experts) and parameter not in seen:
                 seen.add(parameter)
                 name = path if is_linear else f"{path}.{leaf}"
                 shape = tuple(parameter.mT.shape if transposed else parameter.shape)

@@ -70,12 +70,14 @@ def launch(
             if note := with_built_in_task(composed):
                 print(note, flush=True)
             config = load_config(composed, root)
+            if not isinstance(command, str):
+                command(config)
+                return
             # Errors of paths and signatures come before the import of torch, which takes seconds.
             imported("aligner.algorithms.run.inputs:check_inputs")(config)
             if isinstance(config, BaseRunConfig) and os.environ.get("RANK", "0") == "0":
                 print("starting: importing PyTorch and megatron-core", flush=True)
-            run = imported(command) if isinstance(command, str) else command
-            run(config)
+            imported(command)(config)
 
     command_line = list(sys.argv)
     with reported_errors():

@@ -11,9 +11,10 @@ from pydantic_core import PydanticCustomError
 
 from aligner.catalog import ENVIRONMENT_KINDS
 from aligner.config.combinations import ReadIf
-from aligner.config.fields import Count, FilePath, Integer, Seconds, UserClass, one_of
+from aligner.config.fields import Count, FilePath, Function, Integer, Seconds, UserClass, one_of
 from aligner.importing import load_function
 
+_TOOLS_CLASS = "aligner.environments.adapters.functions:FunctionTools"
 WITHOUT_ENVIRONMENT = ReadIf(
     lambda run: not run.has_environment,
     "applies to runs without an environment (arguments of an environment: environment.kwargs)",
@@ -50,6 +51,13 @@ class EnvironmentConfig:
     """Class of the environment, `package.module:Class` or `path/to/file.py:Class`.
 
     With `kind=endpoint`, a function. `null` means no environment (docs/environments.md).
+    """
+
+    tools: tuple[Function, ...] = ()
+    """Instead of `factory`: functions that the policy may call, `package.module:function`.
+
+    The environment asks the column `prompt`. Type hints and docstrings describe the functions. The
+    function `environment.kwargs.reward` scores the answer, with arguments as of `reward.function`.
     """
 
     command: (
@@ -125,7 +133,17 @@ class EnvironmentConfig:
     @property
     def is_set(self) -> bool:
         """True if an environment is configured."""
-        return self.factory is not None or self.command is not None
+        return self.factory is not None or self.command is not None or bool(self.tools)
+
+    @property
+    def environment_class(self) -> str | None:
+        """Path of the class, ``factory`` or the class of ``tools``."""
+        return _TOOLS_CLASS if self.tools else self.factory
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the class besides the columns: ``kwargs`` and ``tools``."""
+        return {**self.kwargs, **({"tools": list(self.tools)} if self.tools else {})}
 
     @property
     def words(self) -> list[str]:
@@ -139,6 +157,8 @@ class EnvironmentConfig:
         """Key and value that define the environment, for messages."""
         if self.command is not None:
             return f"environment.command={shlex.join(self.words)!r}"
+        if self.tools:
+            return f"environment.tools={list(self.tools)}"
         return f"environment.factory={self.factory}"
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
@@ -146,6 +166,12 @@ class EnvironmentConfig:
         yield from self.kind_class.problems(key, run)
         if not self.is_set:
             return
+
+        if self.tools and (self.factory or self.command or self.kind != "messages"):
+            yield (
+                f"{key}.tools={list(self.tools)} are an environment of {key}.kind=messages. Set "
+                f"{key}.factory and {key}.command to null, and leave {key}.kind out"
+            )
 
         # Limits of a conversation.
         response = run.model.rollout.length_params.max_length

@@ -26,6 +26,7 @@ Section = TypeVar("Section")
 # Largest derived batches: global batches of all responses, of kept responses, and micro-batches.
 LARGEST_BATCH, LARGEST_KEPT_BATCH, LARGEST_MICRO_BATCH = 64, 16, 8
 DATA, REWARD = "data.train.source", "reward.function"
+_OWN_TASKS = "aligner.data.readers:own_tasks"
 _TASK = {
     DATA: "aligner.examples.tasks.arithmetic:arithmetic_prompts",
     "data.validation.arguments": {"split": "validation", "size": 128},
@@ -47,6 +48,8 @@ def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # ty
 def with_built_in_task(config: DictConfig) -> str:
     """Set the arithmetic task if a run names no reward, and either no data or the task's data.
 
+    A run with an environment and without data gets rows without columns.
+
     Return a note about it for the console, or an empty text if nothing was set.
     """
     plain = OmegaConf.to_container(config)  # interpolations are not resolved yet
@@ -55,6 +58,14 @@ def with_built_in_task(config: DictConfig) -> str:
         return node.get(name) if isinstance(node, dict) else None
 
     settings = {key: reduce(below, key.split("."), plain) for key in _TASK}
+    environment = below(plain, "environment") or {}
+    brings_tasks = environment.get("factory") or environment.get("command")
+    if brings_tasks and settings[DATA] == "???":
+        OmegaConf.update(config, DATA, _OWN_TASKS)
+        return (
+            f"{DATA} is not set: the environment brings its tasks, and an epoch has 1024 of them "
+            "(data.train.arguments.count)"
+        )
     if settings[REWARD] != "???" or current_path(str(settings[DATA])) not in ("???", _TASK[DATA]):
         return ""
 

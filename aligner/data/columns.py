@@ -26,7 +26,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 class Recognised(NamedTuple):
-    """How the rows of a source are read.
+    """Names of the columns of a source, and the conversion of its rows.
 
     ``data``: the section with the names of the columns. ``rows``: function from a row of the source
     to rows with these columns. ``taken``: descriptions of what was recognised.
@@ -45,16 +45,18 @@ def recognised(row: DataRow, data: Any, keys: Collection[str]) -> Recognised:
         data: section with the names of the columns.
         keys: keys of the columns that the rows need. Empty if the rows are used unchanged.
     """
-    found = {key: _found(row, data, key) for key in keys}
+    names_by_key = {key: _column_name(row, data, key) for key in keys}
     # Complete chats or text, instead of a prompt and a response.
-    if getattr(data, "messages_column", "") is None and _lacks(found, "response_column"):
+    if getattr(data, "messages_column", "") is None and _lacks(names_by_key, "response_column"):
         chats = [name for name in _CHATS if isinstance(row.columns.get(name), list)]
         is_text = isinstance(row.columns.get("text"), str)
         if data.text_column is None and len(chats) == 1:
-            found = {"messages_column": chats[0]}
-        elif data.text_column is None and is_text and _lacks(found, "prompt_column"):
-            found = {"text_column": "text"}
-    names = {key: name for key, name in found.items() if name not in (None, getattr(data, key))}
+            names_by_key = {"messages_column": chats[0]}
+        elif data.text_column is None and is_text and _lacks(names_by_key, "prompt_column"):
+            names_by_key = {"text_column": "text"}
+    names = {
+        key: name for key, name in names_by_key.items() if name not in (None, getattr(data, key))
+    }
     taken = [f"data.{key}={name}" for key, name in names.items()]
     # Reward functions may read the column of a recognised ground truth, too.
     steps: list[Callable[[DataRow], list[DataRow]]] = []
@@ -63,10 +65,10 @@ def recognised(row: DataRow, data: Any, keys: Collection[str]) -> Recognised:
     # Pairs without a prompt, and pairs as labelled responses.
     pair = [row.get(getattr(data, f"{name}_column", "")) for name in ("chosen", "rejected")]
     is_text = "chosen_column" in keys and all(isinstance(answer, str) for answer in pair)
-    if is_text and _lacks(found, "prompt_column"):
+    if is_text and _lacks(names_by_key, "prompt_column"):
         taken.append("the prompt is the common beginning of both responses")
         steps.append(lambda row: [_without_common_prompt(row, data)])
-    is_labelled = any(not _lacks(found, f"{name}_column") for name in ("response", "label"))
+    is_labelled = any(not _lacks(names_by_key, f"{name}_column") for name in ("response", "label"))
     if "label_column" in keys and None not in pair and not is_labelled:
         taken.append("a labelled response from each response of a pair")
         steps.append(lambda row: _labelled(row, data))
@@ -80,8 +82,8 @@ def recognised(row: DataRow, data: Any, keys: Collection[str]) -> Recognised:
     return Recognised(replace(data, **names) if names else data, rows, taken)
 
 
-def _lacks(found: Mapping[str, str | None], key: str) -> bool:
-    return key in found and found[key] is None
+def _lacks(names_by_key: Mapping[str, str | None], key: str) -> bool:
+    return key in names_by_key and names_by_key[key] is None
 
 
 def _is_named(data: Any, key: str) -> bool:
@@ -89,7 +91,7 @@ def _is_named(data: Any, key: str) -> bool:
     return bool(getattr(data, key) != default)
 
 
-def _found(row: DataRow, data: Any, key: str) -> str | None:
+def _column_name(row: DataRow, data: Any, key: str) -> str | None:
     """Return the name of the column for ``key``, None if the row has none or several."""
     name: str | None = getattr(data, key)
     if name is None or name in row.columns or row.get(name) is not None or _is_named(data, key):
@@ -116,7 +118,7 @@ def _without_common_prompt(row: DataRow, data: Any) -> DataRow:
         raise DataError(
             f"{row.location}: column {data.prompt_column!r} is missing, and the responses "
             f"{' and '.join(map(repr, pair))} do not begin with the same prompt. Name the column "
-            f"of the prompt with data.prompt_column. Columns found: {sorted(row.columns)}"
+            f"of the prompt with data.prompt_column. Columns names_by_key: {sorted(row.columns)}"
         )
     answers = {name: answer[len(prompt) :] for name, answer in pair.items()}
     return _with(row, {data.prompt_column: prompt, **answers})

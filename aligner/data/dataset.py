@@ -79,7 +79,7 @@ class Dataset(Generic[T]):
             return cls.make(row, index, tokenizer, columns)
 
         items = read_items(source, make, data, cls.keys, longest=data.max_length, noun=cls.noun)
-        return cls(items.fitting, **items.facts())
+        return cls(items.fitting, **items.arguments())
 
     @classmethod
     def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: Any) -> T:
@@ -152,7 +152,7 @@ class Items(NamedTuple, Generic[T]):
     taken: list[str]
     shares: "Shares | None"
 
-    def facts(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Return keyword arguments of a `Dataset`."""
         return {"dropped_too_long": self.dropped, "taken": self.taken, "shares": self.shares}
 
@@ -188,7 +188,7 @@ def read_items(
     parts = [name] if isinstance(name, str) else list(name)
     # Read one source after the other. The first row of each determines the columns.
     items: list[T] = []
-    taken: dict[str, None] = {}
+    taken: list[str] = []
     ends, read = [], 0
     for part in parts:
         limit = None if source.limit is None else source.limit - read
@@ -197,7 +197,8 @@ def read_items(
             form = form or recognised(row, data, keys)
             items += [make(new, len(items) + n, form.data) for n, new in enumerate(form.rows(row))]
             read += 1
-        taken |= dict.fromkeys(f"{part}: {text}" for text in (form.taken if form else ()))
+        if form is not None and form.taken:
+            taken.append(f"{part}: {', '.join(form.taken)}")
         ends.append(len(items))
     if not items:
         raise DataError(f"data: {name} contains no rows")
@@ -215,7 +216,7 @@ def read_items(
     sizes = [sum(fits[start:end]) for start, end in pairwise([0, *ends])]
     weights = getattr(data, "weights", None) if source is getattr(data, "train", None) else None
     shares = None if weights is None else Shares(parts, sizes, weights)
-    return Items(fitting, dropped, list(taken), shares)
+    return Items(fitting, dropped, taken, shares)
 
 
 def check_bos(

@@ -142,7 +142,7 @@ class LabelledDataset(Dataset[Labelled]):
             )
             for index, example in enumerate(items.fitting)
         ]
-        return cls(rows, **items.facts())
+        return cls(rows, **items.arguments())
 
 
 def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:

@@ -81,7 +81,7 @@ class PromptDataset(Dataset[Prompt]):
             noun="prompts",
             key=key,
         )
-        return cls(prompts.fitting, **prompts.facts())
+        return cls(prompts.fitting, **prompts.arguments())
 
     @property
     def column_names(self) -> frozenset[str]:
@@ -92,9 +92,9 @@ class PromptDataset(Dataset[Prompt]):
 class EpisodeDataset(PromptDataset):
     """Rows for environments. The environments build the prompts, so items have no tokens."""
 
-    def __init__(self, items: list[Prompt], *, longest_prompt: int = 0, **facts: Any) -> None:
+    def __init__(self, items: list[Prompt], *, longest_prompt: int = 0, **arguments: Any) -> None:
         """Create a data set. ``longest_prompt``: maximum tokens of an environment's prompt."""
-        super().__init__(items, **facts)
+        super().__init__(items, **arguments)
         self._longest_prompt = longest_prompt
 
     @classmethod
@@ -115,7 +115,7 @@ class EpisodeDataset(PromptDataset):
             return Prompt(index, "", [], truth, dict(row.columns))
 
         rows = read_items(source, episode, data, (), longest=None, noun="rows")
-        return cls(rows.fitting, longest_prompt=longest_prompt, **rows.facts())
+        return cls(rows.fitting, longest_prompt=longest_prompt, **rows.arguments())
 
     @property
     def max_length(self) -> int:

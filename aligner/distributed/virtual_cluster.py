@@ -19,8 +19,7 @@ from typing import Any
 
 from aligner.config.layout import ParallelConfig
 from aligner.distributed.named_sharding import NamedSharding, layout_of
-from aligner.distributed.ray.bundles import Bundle
-from aligner.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from aligner.distributed.worker_groups import Bundle, RayWorkerBuilder, RayWorkerGroup
 from aligner.errors import ConfigError, LayoutError, WorkerError
 
 _PLACING_S = 60.0  # limit of the wait for free resources

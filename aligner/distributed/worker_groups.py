@@ -16,8 +16,9 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import psutil
@@ -27,7 +28,6 @@ from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import SlicedDataDict
 from aligner.distributed.interfaces import WorkerFuture
 from aligner.distributed.named_sharding import NamedSharding
-from aligner.distributed.ray.bundles import Bundle, BundleCluster
 from aligner.distributed.ray.calls import WorkerHandle, wait_for
 from aligner.distributed.ray.worker import Seat, TorchWorld, WorkerProcess
 from aligner.distributed.workers import LocalCluster
@@ -46,6 +46,38 @@ _FORWARDED = (
 )
 # Ray selects the GPUs of a worker, and the selection differs between nodes.
 _NOT_FORWARDED = {"CUDA_VISIBLE_DEVICES"}
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Bundle ``index`` of a placement group on ``node``. It has room for a worker per group."""
+
+    group: Any
+    index: int
+    node: str
+
+
+class BundleCluster(Protocol):
+    """Interface of `RayVirtualCluster` for worker groups, which avoids a circular import."""
+
+    name: str
+    timeout_s: float
+    log_dir: Path
+
+    @property
+    def use_gpus(self) -> bool:
+        """True if each bundle includes a GPU."""
+
+    @property
+    def shares_bundles(self) -> bool:
+        """True if workers of several groups may share a bundle and its GPU."""
+
+    @property
+    def worker_resources(self) -> Mapping[str, float]:
+        """Ray's resource options of an actor."""
+
+    def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
+        """Return the bundles of a group. ``workers_per_node``: one value, or one per node."""
 
 
 class RayWorkerBuilder:

@@ -37,12 +37,14 @@ class CallAnswer(NamedTuple):
 class Failure(NamedTuple):
     """Failure of a conversation: a reason code and a message.
 
-    ``cause``: exception of the engine, None if the environment failed.
+    ``cause``: exception of the engine, None if the environment failed. ``is_final``: whether a
+    repetition of the conversation would fail in the same way.
     """
 
     reason: FailureReason
     text: str
     cause: Exception | None = None
+    is_final: bool = False
 
 
 def engine_failure(error: Exception) -> Failure:
@@ -145,13 +147,13 @@ class EnvironmentPool(ProcessPool):
         except EnvironmentCallError as error:
             return _failure(error)
         # The exception may have left the process in any state.
-        if answer[0] == "raised":
+        if answer[0] in ("raised", "final"):
             process.close()
             text = f"{self._key} raised {value} in {call.name}"
             memory_mb = self._program.memory_mb
             if value.startswith("MemoryError") and memory_mb is not None:
                 text += f". It may allocate environment.memory_mb={memory_mb} MiB"
-            return Failure("env_error", text)
+            return Failure("env_error", text, is_final=answer[0] == "final")
         return CallAnswer(value, seconds)
 
 
@@ -161,7 +163,7 @@ def _value_of(call: Call, answer: tuple[str, Any]) -> tuple[Any, float]:
     The value is checked again, as a child process may send any message.
     """
     kind, (value, seconds) = answer
-    if kind == "raised":
+    if kind in ("raised", "final"):
         return str(value), float(seconds)
     if call.name == "begin":
         return check_start(Start(**value)), float(seconds)

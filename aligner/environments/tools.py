@@ -74,6 +74,7 @@ class ToolEnv:
 
     reads_calls: ClassVar[bool] = True
     calls_at_once = 8
+    explains_calls = False  # whether the plain form also describes how a call is written
 
     def __init__(self, tools: Sequence[Callable[..., Any]], form: Form = "hermes") -> None:
         """Offer these functions."""
@@ -100,9 +101,8 @@ class ToolEnv:
         """Ask the question and show the tools."""
         if FORMS[self._form].is_shown:
             return Start([{"role": "user", "content": self.question()}], self._schemas)
-        lines = [described(schema) for schema in self._schemas]
-        text = "\n".join([*lines, self.question()])
-        return Start([{"role": "user", "content": text}])
+        messages = [{"role": "user", "content": self.question()}]
+        return Start(tools_in_text(messages, self._schemas, explained=self.explains_calls))
 
     def step(self, message: Mapping[str, Any]) -> Turn:
         """Execute the calls of a message. A message without calls is the answer."""
@@ -145,10 +145,12 @@ def described(schema: Mapping[str, Any]) -> str:
     return f"{call}: {function.get('description') or ''}"
 
 
-def tools_in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return the messages with a description of tools and calls at the start of the first."""
-    lines = [described(tool) for tool in tools]
-    text = "\n".join([*lines, HOW_TO_CALL, messages[0]["content"]])
+def tools_in_text(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, explained: bool = True
+) -> list[Message]:
+    """Return the messages with a description of tools, and of calls, at the start of the first."""
+    lines = [*map(described, tools), *([HOW_TO_CALL] if explained else [])]
+    text = "\n".join([*lines, messages[0]["content"]])
     return [{**messages[0], "content": text}, *messages[1:]]
 
 

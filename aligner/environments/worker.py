@@ -2,7 +2,8 @@
 
 Messages of `aligner.child_process` are ``call, argument``. The calls are ``begin`` with ``(seed,
 columns of the row)``, ``step`` with the policy's message, and ``close``. Answers are ``answer,
-(value, seconds)`` or ``raised, (text, seconds)``.
+(value, seconds)``, ``raised, (text, seconds)`` or, for an error that a repetition would also give,
+``final, (text, seconds)``.
 """
 
 import asyncio
@@ -42,7 +43,9 @@ def answers_of(
     except SystemExit:
         raise
     except BaseException as error:
-        kind, value = "raised", describe_exception(error)
+        # The library refused the start of a conversation, and would refuse a repetition.
+        kind = "final" if name == "begin" and isinstance(error, AlignerError) else "raised"
+        value = describe_exception(error)
     yield kind, (value, time.monotonic() - began)
 
 

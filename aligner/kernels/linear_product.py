@@ -13,7 +13,7 @@ update (one pass over the weights), and the product runs 1.3 to 2 times as fast 
 packed weight needs as much memory as the weight. A weight that fits in the processor's cache is not
 packed, because there the call around oneDNN's product costs more than the rearranging. It is only
 transposed once, into the order in which MKL is fastest. The result of a row is the same, bit for
-bit, for any number of rows.
+bit, for any number of rows (with torch 2.10, whose oneDNN is 3.7, only if the sums are short).
 
 `wide_linear`: sums and results are float32, also for bfloat16 matrices. A GPU multiplies bfloat16
 numbers exactly, sums in float32 and can return the float32 sums (`torch.mm` with ``out_dtype``).

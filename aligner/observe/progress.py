@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
-_PHASE_WIDTH, _BAR_WIDTH = 12, 10  # characters
+_PHASE_WIDTH, _BAR_WIDTH = 18, 10  # characters; no name of a phase is longer
 _RECENT = 8  # steps from which the remaining time is estimated
 _SHOWN = (  # metric, label, format (z: a value that rounds to 0 has no sign)
     ("train_rollouts/rewards", "reward", "{:z.3f}"),

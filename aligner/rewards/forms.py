@@ -23,11 +23,11 @@ Function = Callable[..., Any]
 
 
 class Form(NamedTuple):
-    """A form. ``given``: parameters that are no columns. ``adapted``: see `of_form`."""
+    """A form. ``arguments``: parameters that are no columns. ``adapted``: see `of_form`."""
 
     name: str
     required: frozenset[str]
-    given: frozenset[str]
+    arguments: frozenset[str]
     adapted: Callable[[Function, Collection[str]], Function]
 
 
@@ -46,12 +46,14 @@ def of_form(function: Function, bound: Function) -> tuple[Form | None, Function]
     if form is None or is_ours:
         return None, bound
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    adapted = form.adapted(bound, form.given if takes_all else form.given & parameters.keys())
+    adapted = form.adapted(
+        bound, form.arguments if takes_all else form.arguments & parameters.keys()
+    )
     lists = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in "prt"]
     columns = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in parameters.items()
-        if name not in form.given and parameter.kind is not parameter.VAR_KEYWORD
+        if name not in form.arguments and parameter.kind is not parameter.VAR_KEYWORD
     ]
     columns.append(inspect.Parameter(MESSAGES, inspect.Parameter.KEYWORD_ONLY, default=None))
     rest = [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)] if takes_all else []
@@ -59,7 +61,7 @@ def of_form(function: Function, bound: Function) -> tuple[Form | None, Function]
     return form, adapted
 
 
-def _trl(function: Function, given: Collection[str]) -> Function:
+def _trl(function: Function, arguments: Collection[str]) -> Function:
     def reward(
         prompts: list[str], responses: list[str], ground_truths: list[Any], **columns: Any
     ) -> Any:
@@ -75,12 +77,12 @@ def _trl(function: Function, given: Collection[str]) -> Function:
             ],
             "ground_truth": ground_truths,
         }
-        return function(**{**columns, **{name: values[name] for name in given}})
+        return function(**{**columns, **{name: values[name] for name in arguments}})
 
     return reward
 
 
-def _verl(function: Function, given: Collection[str]) -> Function:
+def _verl(function: Function, _: Collection[str]) -> Function:
     def calls(responses: list[str], ground_truths: list[Any], columns: Mapping[str, Any]) -> Any:
         for index, (response, truth) in enumerate(zip(responses, ground_truths, strict=True)):
             sample = {name: values[index] for name, values in columns.items()}
@@ -108,18 +110,17 @@ def _verl(function: Function, given: Collection[str]) -> Function:
 
         return gathered()
 
-    del given
     return reward
 
 
-def _openrlhf(function: Function, given: Collection[str]) -> Function:
+def _openrlhf(function: Function, arguments: Collection[str]) -> Function:
     def reward(
         prompts: list[str], responses: list[str], ground_truths: list[Any], **columns: Any
     ) -> Any:
         columns.pop(MESSAGES, None)
         queries = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
         values = {"queries": queries, "prompts": prompts, "labels": ground_truths}
-        result = function(**{**columns, **{name: values[name] for name in given}})
+        result = function(**{**columns, **{name: values[name] for name in arguments}})
         if not isinstance(result, Mapping) or "rewards" not in result:
             return result
         table = {"reward": result["rewards"], **(result.get("extra_logs") or {})}

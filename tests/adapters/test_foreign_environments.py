@@ -8,6 +8,7 @@ import pytest
 from played import Game, kwargs_of, write_files
 
 from aligner.environments.pool import Failure
+from aligner.environments.tools import HOW_TO_CALL
 from aligner.errors import ConfigError
 
 pytestmark = pytest.mark.extended
@@ -107,10 +108,11 @@ def test_what_cannot_be_made_is_refused_at_once(packages, name, kwargs, said):
 def test_the_page_s_server(folder):
     with Game(MCP, kwargs_of("mcp"), {"prompt": "6*7=", "ground_truth": "42"}) as game:
         (first,) = game.begin().messages
-        assert (
-            first["content"]
-            == 'call multiply {"a": "<integer>", "b": "<integer>"}: Multiply two numbers.\n6*7='
-        )
+        assert first["content"].split("\n") == [
+            'call multiply {"a": "<integer>", "b": "<integer>"}: Multiply two numbers.',
+            *HOW_TO_CALL.split("\n"),
+            "6*7=",
+        ]
         (said,) = game.say(
             'call multiply {"a": 6, "b": 7}\ncall multiply {"a": "x"}\n'
             'call multiply {"a": 2, "b": 2}'

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -207,25 +206,6 @@ def test_calls_with_different_layouts_follow_each_other(tiny_nemo, tmp_path):
 ROOT = Path(__file__).parents[2]
 # The last line of each script, as values, and the smallest that they may be.
 PROMISES = {"grpo": 0.9, "ppo": 0.9, "environment": 0.4, "dpo": 1.0}
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """A folder with the library as its wheel installs it, outside of the checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
-    # A copy of the sources, because setuptools writes into the folder that it builds.
-    names = ["aligner", "aligner_plan", "conf", "examples"]
-    for name in names:
-        shutil.copytree(ROOT / name, folder / "sources" / name)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder / "sources")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
-    subprocess.run([*build, str(folder / "sources")], check=True)
-    (wheel,) = folder.glob("aligner-*.whl")
-    install = [*pip, "install", "--no-deps", "--no-index", "--target", str(folder / "site")]
-    subprocess.run([*install, str(wheel)], check=True)
-    return folder / "site"
 
 
 @pytest.mark.extended

@@ -10,7 +10,7 @@ torch.set_num_threads(1)
 
 from run_state_worker import make_batch, worker_of
 
-from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
+from aligner.checkpoint.run_state.tree import capture_rng, restore_rng
 from aligner.checkpoint.run_state.worker_state import load_worker_state, save_worker_state
 from aligner.config import OptimConfig, ParallelConfig
 from aligner.device import accelerator

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.catalog import BY_SCRIPT
+from aligner.checkpoint.hf.any_model import architecture_of
 from aligner.config.load import parse_config
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner_plan import measure
@@ -101,9 +102,10 @@ def beside_collectives(kind, world=2, numbers=1024):
     return found
 
 
-def estimated(script, length=64, **changes):
+def estimated(script, length=64, settings=None, **changes):
     plan = PlanConfig(length=None if "data__max_prompt_length" in changes else length)
-    shapes = {"m.nemo": replace(SIX, num_layers=2), "t.nemo": replace(SIX, num_layers=2)}
+    shape = architecture_of(settings, "m") if settings else replace(SIX, num_layers=2)
+    shapes = {"m.nemo": shape, "t.nemo": shape}
     config = configuration(script, **changes)
     return Estimator(plan, DEVICES["h100-80g"], shapes).estimate(config).as_dict()
 

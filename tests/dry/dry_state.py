@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from dry_roles import ROLES, build, share_of_batch
-from newest_state import newest
 from torch.distributed.tensor import DTensor
 
 from aligner.checkpoint.run_state.store import RunStateStore
@@ -146,7 +145,7 @@ def stored(folder):
     with DryDevice():
         store = RunStateStore(folder)
         worker, update = _trained(case)
-        latest = newest(store)
+        latest = store.states()[-1].path
         loaded = store.load(latest)
         worker.load_state(str(latest / "policy"))
         steps = worker.model.optimizer.steps

@@ -113,6 +113,17 @@ def test_few_layers_give_many(dry, changes):
             assert few[name] == pytest.approx(value, rel=1e-3, abs=1e-6), f"{role}: {name}"
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("script", ["train_gpt_sft", "train_gpt_reinforce"])
+def test_a_model_that_only_transformers_builds_is_planned(dry, script):
+    settings = {"model_type": "cohere", "num_hidden_layers": 2, "hidden_size": 64}
+    settings |= {"intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 259}
+    found = dry("dry_plan:estimated", script=script, settings=settings, policy__backend="dtensor")
+    # An embedding, which is also the output layer, two layers, and norms without biases.
+    parameters = 259 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 96 + 64) + 64
+    assert found["roles"]["policy"]["parameters"] == parameters
+
+
 EVERY_TIME = ("train_gpt_ppo", "train_gpt_sft", "train_gpt_distill")
 
 

@@ -98,3 +98,4 @@ def test_a_stopped_run_continues_to_the_bit(model_type, options, folder_of, tmp_
     )
     assert one.keys() == other.keys()
     assert all(one[name].equal(other[name]) for name in one)
+    assert not list((tmp_path / "stopped").glob(".*.earlier"))

@@ -176,7 +176,7 @@ def takes_checks(prompts, responses, ground_truths, check):
     return [float(one(text)) for one, text in zip(check, responses, strict=True)]
 
 
-def clashes(data_source, solution_str, ground_truth, **columns):
+def clashes(data_source, answer, truth, **columns):
     return [1.0] * len(data_source)
 
 

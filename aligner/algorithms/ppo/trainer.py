@@ -36,7 +36,7 @@ from aligner.algorithms.rollout.rollout import (
     score,
 )
 from aligner.algorithms.rollout.trainer import SamplingInputs, SamplingTrainer
-from aligner.algorithms.run.length import total_steps
+from aligner.algorithms.run.directory import total_steps
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
 from aligner.config import RunConfig

@@ -327,10 +327,14 @@ class Driver:
         failed call would exceed any ``environment.retries`` below ``environment.concurrency``.
 
         Raises:
-            EnvironmentCallError: ``environment.retries`` is exceeded. The cause is the engine's
+            EnvironmentCallError: a repetition would fail in the same way, or
+                ``environment.retries`` is exceeded. The cause is the engine's
                 exception if the engine failed last.
         """
         retries = self._config.retries
+        if failure.is_final:
+            text = f"{failure.text}. The conversation is not repeated: it would fail again"
+            raise EnvironmentCallError(text) from failure.cause
         if self._config.failed == "zero" and turns and failure.reason != "engine_error":
             log.warning("a conversation failed and earns 0 (%s): %s", failure.reason, failure.text)
             return True

@@ -10,36 +10,47 @@ seeds.
 """
 
 import logging
+import traceback
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
 
 from aligner.algorithms.rollout.driver import ConversationFailedError, Driver, Episode, Steps
 from aligner.algorithms.rollout.rollout import ConversationsAhead, RolloutSource
-from aligner.algorithms.rollout.trajectories import END_REASONS, engine_survives, rollout_batch
 from aligner.architecture import GPTArchitecture
 from aligner.config import SamplingOptions, SamplingRunConfig
+from aligner.data.prompts import pad_right
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.calls import form_of
 from aligner.environments.conversation import ChatRenderer, Conversation, RewrittenHistoryError
 from aligner.environments.pool import Call, CallName, EnvironmentPool, Failure
-from aligner.environments.trajectory import EndReason, KeptTokens, Limits
-from aligner.errors import DataError
+from aligner.environments.trajectory import EndReason, KeptTokens, Limits, Trajectory
+from aligner.errors import AlignerError, DataError, WorkerError
 from aligner.generation.batching import EngineSettings, ServingEngine
 from aligner.generation.rows import Row
 from aligner.http.queue import JobQueue
 from aligner.importing import describe_exception
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
-from aligner.parallel.collectives import is_rank_zero, on_rank_zero
+from aligner.parallel.collectives import gather_objects, is_rank_zero, on_rank_zero
 from aligner.rewards.interface import ScoredResponses
+from aligner.types import PAD_VALUES
 
 log = logging.getLogger(__name__)
 
+END_REASONS: tuple[EndReason, ...] = get_args(EndReason)
+# Errors of the request or the code, not of the engine: the next call would fail again.
+_CALLER_ERRORS = (
+    *(AttributeError, LookupError, NameError, TypeError, ValueError),
+    *(AssertionError, NotImplementedError),
+)
 FAILURE_REASONS = ("env_timeout", "env_error", "engine_error")
 
 # Engines derive random numbers from seed and sample id: each turn and attempt gets a separate id.
@@ -81,11 +92,11 @@ class ConversationRollouts(RolloutSource):
 
     def _started_pool(self, columns: Mapping[str, str | None]) -> EnvironmentPool:
         config = self._config
-        factory = config.words or config.factory
+        factory = config.words or config.environment_class
         assert factory is not None, "checked with the configuration"
         return EnvironmentPool(
             factory,
-            config.kwargs,
+            config.arguments,
             columns,
             form=form_of(self._tokenizer),
             memory_mb=config.memory_mb,
@@ -283,3 +294,102 @@ class EnvironmentReward:
                 "unscored_samples": int((data["is_scored"] == 0).sum()),
             },
         )
+
+
+def engine_survives(generation: GenerationInterface, error: Exception) -> bool:
+    """Return whether conversations may restart after ``generate`` raised on all ranks.
+
+    False if the error on any rank comes from the request instead of the engine, or if ``generate``
+    cannot be called again. Call this function on all ranks after ``generate`` has raised on all
+    ranks: a worker group raises one worker's error everywhere, but ranks that generate together may
+    still wait for each other. If True, memory of the failed call, such as a cache on the device, is
+    released.
+    """
+    if isinstance(error, AlignerError):
+        of_engine = isinstance(error, WorkerError)
+    else:
+        of_engine = not isinstance(error, _CALLER_ERRORS)
+    if not (generation.recover() and all(gather_objects(of_engine))):
+        return False
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+    return True
+
+
+def rollout_batch(
+    data: BatchedDataDict,
+    rows: Sequence[Trajectory],
+    pad_id: int,
+    *,
+    with_positions: bool,
+    unscored: Literal["zero", "mask"] = "zero",
+) -> BatchedDataDict:
+    """Return a rollout batch (`aligner.types`) of conversations, up to ``generation_logprobs``.
+
+    Args:
+        data: a `aligner.algorithms.rollout.rollout.prompts_batch` with the rows of ``rows``.
+        rows: the conversations.
+        pad_id: id of the padding on the right.
+        with_positions: whether rows may contain several sequences. If so, the batch contains
+            ``position_ids`` int64 [B, S], which restart at each sequence.
+        unscored: see `EnvironmentConfig`. A conversation that its environment ended without a
+            reward does not count in any case.
+    """
+    # Unscored conversations that ended for these reasons count with reward 0.
+    counted = {"failed"} if unscored == "mask" else {"failed", "max_turns", "max_tokens"}
+    counts = [float(row.is_scored or row.end_reason in counted) for row in rows]
+    # Columns per token, padded to the longest row.
+    ids, lengths = pad_right([row.ids[: row.length] for row in rows], pad_id)
+    width = ids.shape[1]
+    turn_ids = _padded([row.turn_ids[: row.length] for row in rows], width, torch.int64)
+    logprobs = _padded([row.logprobs[: row.length] for row in rows], width, torch.float32)
+    optional: dict[str, Tensor] = {}
+    if with_positions:
+        optional["position_ids"] = _padded([row.positions for row in rows], width, torch.int64)
+    if any(row.kept_tokens for row in rows):
+        optional["kept_ids"] = _kept_ids([row.kept_tokens for row in rows], width)
+    return BatchedDataDict(
+        {
+            "input_ids": ids,
+            "input_lengths": lengths,
+            **optional,
+            "prompt_lengths": torch.tensor([row.prompt_length for row in rows]),
+            "sample_ids": data["sample_ids"],
+            "is_end": torch.tensor([row.end_reason == "done" for row in rows]),
+            "token_mask": (turn_ids > 0).float(),
+            "sample_mask": torch.tensor(counts),
+            "generation_logprobs": logprobs,
+            "turn_ids": turn_ids,
+            "turn_rewards": _padded([row.rewards for row in rows], width, torch.float32),
+            "is_scored": torch.tensor([float(row.is_scored) for row in rows]),
+            "prompts": [row.prompt for row in rows],
+            "responses": [row.text for row in rows],
+            "turns": [[vars(turn).copy() for turn in row.turns] for row in rows],
+            "reward_parts": [row.parts for row in rows],
+            "end_reasons": [row.end_reason for row in rows],
+            "forks": [row.forks for row in rows],
+            "failures": [row.failures for row in rows],
+            "ground_truths": data["ground_truths"],
+            "columns": data["columns"],
+        }
+    )
+
+
+def _kept_ids(rows: Sequence[Sequence[KeptTokens]], width: int) -> Tensor:
+    """Return int32 [B, width, K], the kept ids at sampled tokens and -1 elsewhere."""
+    size = next(kept.ids.shape[1] for row in rows for kept in row)
+    result = torch.full((len(rows), width, size), PAD_VALUES["kept_ids"], dtype=torch.int32)
+    for index, row in enumerate(rows):
+        for start, ids in row:
+            result[index, start : start + len(ids)] = ids
+    return result
+
+
+def _padded(rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> Tensor:
+    """Return the rows as [B, width] of ``dtype``, right-padded with 0."""
+    result = torch.zeros(len(rows), width, dtype=dtype)
+    for index, row in enumerate(rows):
+        result[index, : len(row)] = torch.tensor(row, dtype=dtype)
+    return result

@@ -288,8 +288,8 @@ class SamplingInputs:
         """Return the start-up report of a run of ``steps`` steps.
 
         Policy and ``critic`` train ``passes`` times on every rollout. ``with_reference`` means that
-        the initial policy is kept. ``restores`` names parts of a run state other than the roles.
-        ``notes`` are additional lines.
+        the initial policy is kept. ``restores``: names of the parts of a run state besides the
+        roles. ``notes`` are additional lines.
         """
         config, architecture, rollout = self.config, workers.architecture, self.config.model.rollout
         data_size = config.model.parallel.data_size(workers.clusters.policy.world_size())

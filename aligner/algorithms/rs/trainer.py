@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aligner.algorithms.rollout.rollout import prefixed, samples_of, score
 from aligner.algorithms.rollout.trainer import SamplingInputs, SamplingTrainer
-from aligner.algorithms.run.length import total_steps
+from aligner.algorithms.run.directory import total_steps
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
 from aligner.config import RSRunConfig

@@ -3,11 +3,15 @@
 A command continues only the run that it started. ``run.json`` and every run state identify the run
 of a directory (`RunIdentity`). Nothing is deleted here: if a run starts anew in a directory, files
 of the earlier run move to ``earlier_001/``, ``earlier_002/`` and so on.
+
+`total_steps` counts the steps of a run in samples, independently of batch sizes.
 """
 
+import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,9 +22,11 @@ from aligner.checkpoint.durable import atomic_file, storing, sync_path
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import BaseRunConfig
 from aligner.config.parse import defaults_of
+from aligner.data.dataset import PromptSampler
 from aligner.errors import CheckpointError, ConfigError, DamagedStateError
 from aligner.observe.jsonl import read_lines
 from aligner.observe.run_lock import LOCK_FILE
+from aligner.parallel.collectives import on_rank_zero
 
 RUN_FILE = "run.json"
 _HISTORY = ("metrics.jsonl", "samples.jsonl")
@@ -96,11 +102,12 @@ class RunDirectory:
 
     def remove_if_unused(self) -> None:
         """Remove the directory if the run that created it wrote nothing else than ``run.json``."""
-        files = {path.name for path in self.folder.iterdir()}
-        if files <= {LOCK_FILE, RUN_FILE}:
-            for name in files:
-                (self.folder / name).unlink()
-            self.folder.rmdir()
+        with suppress(OSError):  # such as a directory that is gone, which must not hide an error
+            files = {path.name for path in self.folder.iterdir()}
+            if files <= {LOCK_FILE, RUN_FILE}:
+                for name in files:
+                    (self.folder / name).unlink()
+                self.folder.rmdir()
 
     def _check_same(self, identity: RunIdentity, config: BaseRunConfig) -> str | None:
         """Raise if the newest readable run state belongs to another run.
@@ -204,3 +211,45 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
+
+
+def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
+    """Return the number of steps: ``max_epochs`` epochs of data, at most ``max_steps``.
+
+    A run that continues with another batch size takes, after the steps of its newest run state, as
+    many steps as its remaining data fills.
+    """
+    loop = config.loop
+    steps, state = sampler.batches_in(loop.max_epochs), on_rank_zero(lambda: _newest(config))
+    if state is not None:
+        if state["limits"] == [loop.max_epochs, loop.max_steps, sampler.batch_size, sampler.size]:
+            return int(state["total_steps"])
+        saved_sampler = copy.copy(sampler)
+        saved_sampler.load_state_dict(state["sampler"])
+        steps = state["steps"] + saved_sampler.batches_left(loop.max_epochs)
+    return steps if loop.max_steps < 0 else min(loop.max_steps, steps)
+
+
+def _newest(config: BaseRunConfig) -> dict[str, Any] | None:
+    """Return length and position of the newest readable run state, or None without a state.
+
+    ``steps`` counts finished steps and a step whose rollout has begun.
+    """
+    store = RunStateStore(log_dir(config) / "run_state")
+    for saved in reversed(store.states()):
+        try:
+            state = store.load(saved.path).state
+            learner, loop = state["learner"], flat(state["config"])
+            has_rollout = learner.get("rollouts", {}).get("indices") is not None
+            limits = [loop[f"{config.section}.{name}"] for name in ("max_epochs", "max_steps")]
+            # States of earlier versions lack the batch size.
+            limits += [learner["sampler"].get(name) for name in ("batch_size", "size")]
+            return {
+                "steps": saved.step + has_rollout,
+                "sampler": learner["sampler"],
+                "total_steps": state.get("total_steps"),
+                "limits": limits,
+            }
+        except (DamagedStateError, KeyError):  # the restore reports the error
+            continue
+    return None

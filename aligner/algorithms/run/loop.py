@@ -28,8 +28,8 @@ from aligner.algorithms.callbacks import Callbacks
 from aligner.algorithms.run.directory import config_changes
 from aligner.algorithms.run.stopping import stop_signal
 from aligner.checkpoint.background import stop_all_tasks
-from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state.store import RunStateStore
+from aligner.checkpoint.run_state.tree import capture_rng, restore_rng
 from aligner.config.parse import without_new_defaults
 from aligner.data.dataset import PromptSampler
 from aligner.data.tokenizers.tokenizer import TEMPLATE_TIME

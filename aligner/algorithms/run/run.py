@@ -278,9 +278,11 @@ class Attempt(Workers):
         saves = is_complete and config.exp_manager.save_nemo
         is_finite = not saves or trainer.trained_role.has_finite_weights()
         if saves and is_finite:
-            if trained.is_dir():  # of the same run, before it was continued
-                on_rank_zero(lambda: shutil.rmtree(trained, ignore_errors=True))
+            # An earlier directory of this run is kept until the new one is written.
+            earlier = trained.with_name(f".{trained.name}.earlier")
+            on_rank_zero(lambda: _rename_directory(trained, earlier))
             trainer.save_model(str(trained.absolute()))
+            on_rank_zero(lambda: shutil.rmtree(earlier, ignore_errors=True))
             paths[f"trained {suffix or 'model'}"] = trained
             if config.model.peft.lora is not None:
                 paths["its adapters"] = adapters_beside(str(trained.absolute()))
@@ -332,6 +334,13 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
     if start_time is not None:
         closing.enter_context(fixed_time(start_time))
     return notes
+
+
+def _rename_directory(source: Path, target: Path) -> None:
+    """Rename ``source`` to ``target``, which is replaced, if ``source`` is a directory."""
+    if source.is_dir():
+        shutil.rmtree(target, ignore_errors=True)
+        source.rename(target)
 
 
 def _notes(

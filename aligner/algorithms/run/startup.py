@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from aligner.algorithms.run.engine import Workers
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.adapters import adapter_shapes, check_same, read_adapters
-from aligner.checkpoint.canonical import expected_shapes
+from aligner.checkpoint.canonical import Shape, expected_shapes
 from aligner.checkpoint.hf.any_model import parameter_shapes, require_megatron
 from aligner.checkpoint.model_source import open_model
 from aligner.config import (
@@ -74,13 +74,16 @@ def describe_model(
     return tokenizer.with_end_tokens(model.rollout.sampling_params.end_tokens), architecture
 
 
+def shapes_of(architecture: GPTArchitecture) -> dict[str, Shape]:
+    """Return name and shape of every parameter of the model, without a role's head."""
+    if isinstance(architecture, TransformersArchitecture):
+        return parameter_shapes(architecture)
+    return expected_shapes(architecture)
+
+
 def count_parameters(architecture: GPTArchitecture) -> int:
     """Return the number of parameters of the model, without a role's head."""
-    if isinstance(architecture, TransformersArchitecture):
-        shapes = parameter_shapes(architecture)
-    else:
-        shapes = expected_shapes(architecture)
-    return sum(math.prod(shape) for shape in shapes.values())
+    return sum(math.prod(shape) for shape in shapes_of(architecture).values())
 
 
 def check_lengths(

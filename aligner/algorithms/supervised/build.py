@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from aligner.algorithms.run.directory import total_steps
 from aligner.algorithms.run.dry_run import longest_set
 from aligner.algorithms.run.engine import Workers
-from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import dropped_note, role_memory, startup_summary
 from aligner.algorithms.supervised.trainer import SupervisedTrainer, Task

@@ -360,8 +360,8 @@ def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
     """
     if isinstance(architecture, TransformersArchitecture):
         raise CheckpointError(
-            f"policy.backend=dtensor builds {architecture.family} models by transformers, which "
-            "vLLM does not sample from here. Set generation.backend=megatron (the policy samples)"
+            f"{architecture.family} models are built by transformers, and generation.backend=vllm "
+            "does not serve such models here. Set generation.backend=megatron: the policy samples"
         )
     family = family_of(architecture.family or _guess(architecture))
     config = family.write(architecture)

@@ -41,14 +41,15 @@ from aligner.checkpoint.run_state.files import (
     replace_folder,
     write_checksums,
 )
-from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state.tree import (
     bytes_to_copy,
+    capture_rng,
     copied,
     estimate_bytes,
     map_tensors,
     normalise,
     read_tree,
+    restore_rng,
     write_tree,
 )
 from aligner.data.tokenizers.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ def byte_level_tokenizer() -> HuggingFaceTokenizer:
     """Build a tokenizer whose token ids are byte values, with ChatML as chat template.
 
     The special tokens are ``<|endoftext|>`` 256, ``<|im_start|>`` 257 and ``<|im_end|>`` 258.
-    ``<|im_end|>`` is both end and padding token, because masks are derived from lengths.
+    ``<|im_end|>`` is both end and padding token. Masks are derived from lengths, not from ids.
     """
     vocab = {character: byte for byte, character in enumerate(_byte_characters())}
     backend = RustTokenizer(BPE(vocab=vocab, merges=[]))

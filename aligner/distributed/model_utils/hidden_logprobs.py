@@ -11,8 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.distributed.model_utils.context_shard import gather_context, scatter_context
-from aligner.distributed.model_utils.packed_frame import packed_targets, unpack
+from aligner.distributed.model_utils.context_shard import (
+    gather_context,
+    packed_targets,
+    scatter_context,
+    unpack,
+)
 from aligner.errors import LayoutError
 from aligner.logprobs.fused import (
     RowStatistics,

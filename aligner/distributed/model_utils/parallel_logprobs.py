@@ -9,10 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from aligner.distributed.model_utils.context_shard import gather_context, scatter_context
+from aligner.distributed.model_utils.context_shard import (
+    gather_context,
+    packed_targets,
+    scatter_context,
+    unpack,
+)
 from aligner.distributed.model_utils.dtensor_logprobs import get_logprobs_from_vocab_parallel_logits
 from aligner.distributed.model_utils.logits_logprob import LogprobPlan, PlannedLogprob
-from aligner.distributed.model_utils.packed_frame import packed_targets, unpack
 from aligner.errors import LayoutError
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams
 

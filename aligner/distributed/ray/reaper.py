@@ -41,18 +41,16 @@ def main(driver_pid: int, folder: str) -> None:
 def processes_of(driver_pid: int, folder: str) -> list[psutil.Process]:
     """Return the driver's children whose command line contains the folder, with descendants."""
     children = defaultdict(list)
-    for process in psutil.process_iter(["ppid"]):
+    for process in psutil.process_iter(["ppid", "cmdline"]):
         children[process.info["ppid"]].append(process)
-    processes = [child for child in children[driver_pid] if _mentions(child, folder)]
+    processes = [
+        child
+        for child in children[driver_pid]
+        if any(folder in word for word in child.info["cmdline"] or ())
+    ]
     for process in processes:  # the list grows during the loop
         processes += children[process.pid]
     return processes
-
-
-def _mentions(process: psutil.Process, folder: str) -> bool:
-    with suppress(psutil.Error):
-        return any(folder in word for word in process.cmdline())
-    return False
 
 
 if __name__ == "__main__":

@@ -9,12 +9,14 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from aligner.data.chat import Message
+from aligner.data.chat import MESSAGES, Message
 from aligner.environments.calls import Form
-from aligner.environments.protocol import Start
+from aligner.environments.protocol import Start, Turn
 from aligner.environments.tools import ToolEnv
 from aligner.errors import ConfigError, DataError, raised_as
 from aligner.importing import load_function
+from aligner.rewards.function.execution import LoadedFunction
+from aligner.rewards.protocol import Samples
 
 _MAX_CLOSE_S = 10.0
 
@@ -71,6 +73,8 @@ class PromptedTools(ToolEnv):
     The prompt's last message must be a user message.
     """
 
+    explains_calls = True
+
     def __init__(
         self, messages: Sequence[Message], tools: Sequence[Callable[..., Any]], form: Form
     ) -> None:
@@ -91,6 +95,61 @@ class PromptedTools(ToolEnv):
         """Return the prompt with the tools."""
         start = super().init()
         return Start([*self.messages[:-1], *start.messages], start.tools)
+
+
+class ScoredTools(PromptedTools):
+    """Base of environments with tools whose answers, messages without a call, a function scores.
+
+    Messages with calls are not scored.
+    """
+
+    def __init__(
+        self,
+        prompt: str | Sequence[Message],
+        tools: Sequence[Callable[..., Any]],
+        form: Form,
+        scorer: LoadedFunction | None,
+        ground_truth: Any,
+        columns: Mapping[str, Any],
+    ) -> None:
+        """Offer ``tools`` after ``prompt``. ``columns``: other columns, for the reward function."""
+        self._scorer, self._truth, self._columns = scorer, ground_truth, columns
+        super().__init__(prompt_messages(prompt), tools, form)
+
+    @classmethod
+    def check_reward(cls, kwargs: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` if ``environment.kwargs`` has no usable reward function."""
+        if scorer_of(kwargs.get("reward"), kwargs.get("reward_kwargs")) is not None:
+            return
+        if cls.answered is ScoredTools.answered:
+            raise ConfigError(
+                "environment.kwargs.reward is not set, and tools score nothing. Set a reward "
+                "function, such as aligner.examples.tasks.exact_number:reward"
+            )
+
+    def answered(self, text: str) -> Turn:
+        """Score the answer."""
+        if self._scorer is None:
+            return Turn(done=True)
+        # An environment does not know whether its message was cut.
+        columns = {"is_end": True, MESSAGES: self.messages, **self._columns}
+        rewards, parts = self._scorer.score(
+            Samples(
+                [self.question()],
+                [text],
+                [self._truth],
+                {name: [value] for name, value in columns.items()},
+            )
+        )
+        metrics = {name: values[0] for name, values in parts.items()}
+        return Turn(reward={"reward": rewards[0], **metrics}, done=True)
+
+
+def scorer_of(reward: str | None, kwargs: Mapping[str, Any] | None) -> LoadedFunction | None:
+    """Load a reward function. Its arguments and forms are those of ``reward.function``."""
+    if reward is None:
+        return None
+    return LoadedFunction(loaded(reward, "reward"), reward, kwargs or {})
 
 
 class LoopThread:

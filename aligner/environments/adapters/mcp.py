@@ -8,23 +8,18 @@ from typing import Any
 from aligner.data.chat import Message
 from aligner.environments.adapters.foreign import (
     LoopThread,
-    PromptedTools,
+    ScoredTools,
     imported,
-    loaded,
-    prompt_messages,
+    scorer_of,
 )
 from aligner.environments.calls import Form
-from aligner.environments.protocol import Turn
 from aligner.errors import ConfigError
-from aligner.rewards.function.execution import LoadedFunction
-from aligner.rewards.protocol import Samples
 
 
-class MCPEnv(PromptedTools):
+class MCPEnv(ScoredTools):
     """Environment that asks the row's prompt and offers the tools of an MCP server.
 
-    A message without a call is the answer, and a reward function scores it. Messages with calls are
-    not scored. The server is killed with the environment's process.
+    The server is killed with the environment's process.
     """
 
     def __init__(
@@ -57,8 +52,7 @@ class MCPEnv(PromptedTools):
             columns: the other columns of the row, for the reward function.
         """
         del seed
-        self._scorer = None if reward is None else _scorer(reward, reward_kwargs)
-        self._truth, self._columns = ground_truth, columns
+        scorer = scorer_of(reward, reward_kwargs)
         # Start the server.
         mcp = imported("mcp", "mcp")
         self._loop = LoopThread()
@@ -75,7 +69,7 @@ class MCPEnv(PromptedTools):
                 f"{', '.join(available)}"
             )
         functions = [self._tool(name, available[name]) for name in (tools or available)]
-        super().__init__(prompt_messages(prompt), functions, form)
+        super().__init__(prompt, functions, form, scorer, ground_truth, columns)
 
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
@@ -87,25 +81,7 @@ class MCPEnv(PromptedTools):
                 f"environment.kwargs.command={command!r} must be a list of words, such as "
                 "[python, my_server.py]"
             )
-        if kwargs.get("reward") is not None:
-            _scorer(kwargs["reward"], kwargs.get("reward_kwargs"))
-        elif cls.answered is MCPEnv.answered:
-            raise ConfigError(
-                "environment.kwargs.reward is not set, and MCP servers score nothing. Set a reward "
-                "function, such as aligner.examples.tasks.exact_number:reward"
-            )
-
-    def answered(self, text: str) -> Turn:
-        """Score the answer."""
-        if self._scorer is None:
-            return Turn(done=True)
-        # An environment does not know whether its message was cut.
-        columns = {"is_end": [True], **{name: [value] for name, value in self._columns.items()}}
-        rewards, parts = self._scorer.score(
-            Samples([self.question()], [text], [self._truth], columns)
-        )
-        metrics = {name: values[0] for name, values in parts.items()}
-        return Turn(reward={"reward": rewards[0], **metrics}, done=True)
+        cls.check_reward(kwargs)
 
     def close(self) -> None:
         """End the server."""
@@ -162,7 +138,3 @@ def result_text(result: Mapping[str, Any]) -> str:
     ]
     text = "\n".join(blocks) or str(result.get("structuredContent") or "")
     return f"error: {text}" if result.get("isError") else text
-
-
-def _scorer(reward: str, kwargs: Mapping[str, Any] | None) -> LoadedFunction:
-    return LoadedFunction(loaded(reward, "reward"), reward, kwargs or {})

@@ -107,7 +107,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def thin_out(points: list[tuple[int, float]], most: int = _MOST_POINTS) -> list[tuple[int, float]]:
-    """Keep about ``most`` points: the first, the last, and the extremes of each bucket."""
+    """Reduce a line to roughly ``most`` points: the ends, and the extremes of each bucket."""
     if len(points) <= most:
         return points
     size = math.ceil(2 * len(points) / most)

@@ -10,9 +10,8 @@ import torch
 
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.endpoint import trajectory_of
-from aligner.algorithms.rollout.environments import EnvironmentReward
+from aligner.algorithms.rollout.environments import EnvironmentReward, rollout_batch
 from aligner.algorithms.rollout.rollout import score
-from aligner.algorithms.rollout.trajectories import rollout_batch
 from aligner.config import TrainerPPOConfig
 from aligner.config.algorithms.trainer import AdvantageConfig, ImproperEndConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer

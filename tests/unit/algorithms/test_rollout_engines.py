@@ -110,6 +110,7 @@ def test_each_engine_of_the_library_is_named_in_its_own_folder_only():
         }
 
 
+@pytest.mark.usefixtures("dry_possible")
 def test_an_engine_without_resources_is_not_planned(tiny_nemo):
     """Its file, which the configuration imports, imports torch before the dry device is there."""
     done = subprocess.run(

@@ -237,13 +237,14 @@ def test_templates_are_told_the_time_of_the_first_start(configured, tmp_path):  
             prepare_log_dir(config, closing)
             child = subprocess.run([sys.executable, "-c", TOLD], capture_output=True, text=True)
             assert shown().endswith(child.stdout.strip())
+            (folder / "metrics.jsonl").touch()  # a run that wrote nothing leaves no directory
             return shown()
 
     config = configured("ppo")
+    folder = Path(config.exp_manager.explicit_log_dir)
     first = started()
     assert started() == first
     assert shown() != first  # outside of the run it is the present
-    folder = Path(config.exp_manager.explicit_log_dir)
     began = RunDirectory(folder, RunStateStore(folder / "run_state")).start_time
     state = {"config": config.as_dict(), "learner": {}, "began": began}
     RunStateStore(folder / "run_state").save(2, state)

@@ -14,9 +14,8 @@ from test_environment_rollout import TOKENIZER, HerePool, collected
 
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.endpoint import trajectory_of
-from aligner.algorithms.rollout.environments import EnvironmentReward
+from aligner.algorithms.rollout.environments import EnvironmentReward, rollout_batch
 from aligner.algorithms.rollout.rollout import score
-from aligner.algorithms.rollout.trajectories import rollout_batch
 from aligner.algorithms.rollout.validation import Judge
 from aligner.algorithms.rs.trainer import best_of_each
 from aligner.config import ImproperEndConfig, TrainerPPOConfig

@@ -12,9 +12,14 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from newest_state import newest
 
 from aligner.checkpoint.run_state.files import checksum_text, file_checksum
-from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state.store import RunStateStore
-from aligner.checkpoint.run_state.tree import estimate_bytes, normalise, write_tree
+from aligner.checkpoint.run_state.tree import (
+    capture_rng,
+    estimate_bytes,
+    normalise,
+    restore_rng,
+    write_tree,
+)
 from aligner.device import accelerator
 from aligner.errors import (
     CheckpointError,

@@ -141,6 +141,7 @@ def test_functions_are_refused(without, monkeypatch, package, function, extra):
     ],
 )
 def test_servers_are_refused(tmp_path, script, arguments):
+    (tmp_path / "m.nemo").touch()
     done = run_without(["fastapi"], script, arguments, tmp_path)
     assert done.returncode != 0
     assert 'needs fastapi, which is not installed. Run: pip install "aligner[serve]"' in done.stderr

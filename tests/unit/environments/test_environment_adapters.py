@@ -22,7 +22,7 @@ from aligner.environments.adapters.nemo_rl import NeMoRLEnv, actor_class, reward
 from aligner.environments.adapters.skyrl_gym import SkyRLGymEnv
 from aligner.environments.adapters.trl import TRLEnv
 from aligner.environments.agent import Agent
-from aligner.environments.tools import json_schema
+from aligner.environments.tools import HOW_TO_CALL, json_schema
 from aligner.environments.worker import load_factory
 from aligner.errors import ConfigError, DataError
 
@@ -106,7 +106,8 @@ def test_the_page_s_counter(tmp_path, monkeypatch):
     with Game("trl:TRLEnv", kwargs_of("trl"), {"prompt": "abcd", "label": 1}) as game:
         (first,) = game.begin().messages
         assert first["content"] == (
-            'call add {"number": "<integer>"}: Add a number to the total.\nabcd\nCount to 4.'
+            'call add {"number": "<integer>"}: Add a number to the total.\n'
+            f"{HOW_TO_CALL}\nabcd\nCount to 4."
         )
         turn = game.say('call add {"number": 3}\ncall add {"number": "x"}\ncall sub {}')
         added, refused, unknown = turn.messages[0]["content"].splitlines()
@@ -124,7 +125,9 @@ def test_calls_of_plain_methods_are_made_in_order_and_coroutines_at_the_same_tim
     start = log.init()
     assert start.messages[0] == chat[0]
     assert start.messages[1]["content"] == (
-        'call fail {}: Fail.\ncall write {"line": "<string>"}: Write a line.\nq'
+        'call fail {}: Fail.\ncall write {"line": "<string>"}: Write a line.\n'
+        + HOW_TO_CALL
+        + "\nq"
     )
     turn = log.step(say('call write {"line": "a"}\ncall write {"line": "b"}\ncall fail'))
     assert turn.messages[0]["content"].splitlines() == [

@@ -8,6 +8,9 @@ from aligner.kernels import linear_product as products
 from aligner.kernels.linear_product import GatedProduct, Origin, Product, linear_product
 
 INPUTS, OUTPUTS = 48, 80
+LONG_SUMS = pytest.mark.xfail(
+    torch.__version__ < "2.11", reason="oneDNN 3.7 splits long sums by the number of rows"
+)
 
 
 @pytest.fixture(params=[0, 2**40], ids=["onednn", "mkl"])
@@ -92,7 +95,7 @@ def test_large_products_are_onednn_s(monkeypatch):
 
 # Where many terms are added up, oneDNN has another way for a single row.
 @pytest.mark.usefixtures("cached_bytes")
-@pytest.mark.parametrize("inputs", [INPUTS, 1536])
+@pytest.mark.parametrize("inputs", [INPUTS, pytest.param(1536, marks=LONG_SUMS)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_has_the_same_bits_in_any_company(gated, inputs):
     torch.manual_seed(1)

@@ -10,7 +10,6 @@ import torch
 from hf_models import save_random_model
 from safetensors.torch import load_file
 from test_any_model import expected_logprobs, load, make_batch, update
-from tiny_transformers import tiny_model
 from transformers import AutoModelForCausalLM
 
 from aligner.checkpoint.adapters import adapter_shapes, read_adapters
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.integration
 _TYPES = """
     mixtral mamba2 gemma2 gpt_oss openai-gpt granitemoe jamba deepseek_v32 zamba2 falcon llama4_text
     longcat_flash phi3 bloom qwen3_next olmo2 gptj stablelm nemotron_h rwkv recurrent_gemma opt
-    deepseek_v3 dbrx lfm2 aria_text
+    deepseek_v3 dbrx lfm2 aria_text deepseek_v4 zamba
 """
 TYPES = _TYPES.split()
 DEFAULT = TYPES[:2]
@@ -47,16 +46,6 @@ def adapted(folder, **changes):
 
 def matrices(role):
     return {s.name: s.local.clone() for s in role.trained_shards}
-
-
-@pytest.fixture
-def folder_of(tmp_path):
-    def write(model_type, **more):
-        folder = tmp_path / model_type
-        tiny_model(model_type, **more).save_pretrained(folder)
-        return folder
-
-    return write
 
 
 def refused(folder, targets):

@@ -9,7 +9,7 @@ import json
 
 import pytest
 import torch
-from tiny_transformers import model_types, tiny_config, tiny_model
+from tiny_transformers import model_types, tiny_config
 
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.canonical import expected_shapes
@@ -113,16 +113,6 @@ def expected_logprobs(model):
         logprobs = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
         expected[row, 1:length] = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
     return expected
-
-
-@pytest.fixture
-def folder_of(tmp_path):
-    def write(model_type, **more):
-        folder = tmp_path / model_type
-        tiny_model(model_type, **more).save_pretrained(folder)
-        return folder
-
-    return write
 
 
 # Every type --------------------------------------------------------------------------------------

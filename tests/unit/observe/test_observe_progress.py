@@ -86,13 +86,10 @@ def test_a_terminal_gets_a_bar_with_phase_and_numbers():
 
 
 SNAPSHOTS = {
-    80: "train           2/1000            12.3 s/step  ETA 3:24:35 reward 0.400",
-    100: (
-        "train           2/1000            12.3 s/step  ETA 3:24:35 reward 0.400  "
-        "val accuracy 0.250 (step 0)"
-    ),
+    80: "train                 2/1000            12.3 s/step  ETA 3:24:35 reward 0.400",
+    100: "train                 2/1000            12.3 s/step  ETA 3:24:35 reward 0.400",
     160: (
-        "train           2/1000            12.3 s/step  ETA 3:24:35 reward 0.400  "
+        "train                 2/1000            12.3 s/step  ETA 3:24:35 reward 0.400  "
         "val accuracy 0.250 (step 0)  KL 0.0100  length 128.5"
     ),
 }

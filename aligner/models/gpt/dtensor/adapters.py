@@ -47,8 +47,9 @@ def add_adapters(
 def _add_output(linear: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
     adapter = linear.lora
     assert isinstance(adapter, Adapter)
-    # A subclass that returns more than the product gets no adapter, and is therefore refused.
-    if adapter.enabled and isinstance(output, Tensor):
+    # A subclass that returns more or less than the product has no adapter, and is thus refused.
+    is_product = isinstance(output, Tensor) and output.shape[-1] == len(adapter.b)
+    if adapter.enabled and is_product:
         return output + adapter.up(adapter.down(inputs[0]))
     return output
 

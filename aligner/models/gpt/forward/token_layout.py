@@ -112,7 +112,7 @@ class TokenLayout:
         return self._to_device(rows), self._to_device(frame_indices)
 
     def take(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Return ``hidden``, float ``[n * L, ...]``, at the row indices ``rows``, int64 ``[N]``."""
+        """Select rows of ``hidden``, float ``[n * L, ...]``, by their indices, int64 ``[N]``."""
         return hidden[rows] if self.shared_tokens is None else take_rows(hidden, rows)
 
     def to_frame(self, values: Tensor, frame_indices: Tensor) -> Tensor:

@@ -54,12 +54,18 @@ class HeadRotation(NamedTuple):
         return cls(cos, sin)
 
     def apply(self, heads: Tensor, rotated: Tensor) -> None:
-        """Rotate and scale float ``[S, B, G, R + 2, D]`` into ``rotated``."""
+        """Rotate queries and keys of ``heads``, scale the queries, and write all to ``rotated``.
+
+        Both are float ``[S, B, G, R + 2, D]``: the queries of a group, its key and its value.
+        """
         torch.mul(heads, self.cos, out=rotated)
         _add_quarter_turn(heads[..., :-1, :], rotated[..., :-1, :], self.sin)
 
     def undo(self, rotated: Tensor, heads: Tensor, first: int) -> None:
-        """Rotate a float gradient ``[S, B, G, n, D]`` of heads ``first``, … back to ``heads``."""
+        """Rotate a gradient back and write the result to ``heads``.
+
+        ``rotated``: float ``[S, B, G, n, D]``, gradient of the ``n`` heads from index ``first``.
+        """
         selected = slice(first, first + rotated.shape[3])
         target = heads[..., selected, :]
         torch.mul(rotated, self.cos[..., selected, :], out=target)

@@ -395,8 +395,6 @@ class RoleWeights(RoleModel):
         for name in REWARD_HEAD:
             target = head.get_parameter(name.removeprefix("rm_head."))
             if name not in weights:
-                if REWARD_HEAD[0] in weights:  # a sequence classifier, whose head has no bias
-                    target.data.zero_()
                 continue
             if weights[name].shape == target.shape:
                 target.data.copy_(weights[name])

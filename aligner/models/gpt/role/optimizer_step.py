@@ -102,7 +102,7 @@ class StepOptimizer(ABC):
             self._offloaded = False
 
     def resume_at(self, steps: int) -> None:
-        """Continue the schedule after ``steps`` updates, with moments on the device."""
+        """Record that ``steps`` updates were made and that the moments are on the device."""
         self.steps = steps
         self._offloaded = False
 

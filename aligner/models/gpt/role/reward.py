@@ -144,7 +144,7 @@ class RewardRole(ValueModel):
         self.standardization = Standardization(mean, std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
-        """Set the form of training sequences, which is saved with the model."""
+        """Set the BOS and end token of training sequences, which are saved with the model."""
         self.sequence_form = SequenceForm(add_bos, end_id)
 
     def infer_rm_critic(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
