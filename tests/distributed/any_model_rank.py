@@ -1,12 +1,14 @@
 """One rank of `test_any_model_layouts`: one update of models of transformers, sharded by FSDP2.
 
-    torchrun --nproc-per-node N any_model_rank.py FOLDER TENSOR MODEL_TYPE[+lora] ...
+    torchrun --nproc-per-node N any_model_rank.py FOLDER MODEL_TYPE[+lora] ...
 
-TENSOR ranks split the weights of a model. Each data-parallel rank scores and learns from its share
-of the rows, with recomputed layers where the model can. Rank 0 writes the log-probs of its rows and
-the change of each weight to FOLDER/N.pt, or why a type is refused.
+All ranks are data parallel, then all are tensor parallel. Each data-parallel rank scores and learns
+from its share of the rows, with recomputed layers where the model can. Rank 0 writes the log-probs
+of its rows and the change of each weight, or why a layout is refused, to FOLDER/N.pt, by type and
+tensor-parallel size.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -74,18 +76,20 @@ def main() -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    folder, tensor, *types = sys.argv[1:]
-    layout = ParallelConfig(tensor=int(tensor))
+    folder, *types = sys.argv[1:]
+    ranks = int(os.environ["WORLD_SIZE"])
     seen = {}
     for model_type in types:
         name, _, adapters = model_type.partition("+")
         lora = LoraConfig(adapter_dim=3) if adapters else None  # no divisor of the rows
-        try:
-            seen[model_type] = updated(Path(folder) / name, layout, lora)
-        except LayoutError as refusal:
-            seen[model_type] = str(refusal)
+        for tensor in {1, ranks}:
+            layout = ParallelConfig(tensor=tensor)
+            try:
+                seen[model_type, tensor] = updated(Path(folder) / name, layout, lora)
+            except LayoutError as refusal:
+                seen[model_type, tensor] = str(refusal)
     if torch.distributed.get_rank() == 0:
-        torch.save(seen, Path(folder) / f"{torch.distributed.get_world_size()}.pt")
+        torch.save(seen, Path(folder) / f"{ranks}.pt")
     shutdown_parallel()
 
 

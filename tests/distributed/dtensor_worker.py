@@ -3,7 +3,7 @@
     torchrun --nproc-per-node N dtensor_worker.py FOLDER SPEC [SPEC ...]
 
 A spec is ``family,backend,tensor,mode[,state]``. The models are FAMILY.nemo and FAMILY_critic.nemo
-in FOLDER; what is left of the world is data parallel; the mode says how micro-batches are formed.
+in FOLDER, or the directory FAMILY for both; what is left of the world is data parallel; the mode says how micro-batches are formed.
 With ``state`` the roles resume from the run state of that name. Rank 0 writes what it saw to
 FOLDER/N.pt; run states go beside it, a folder ``N,spec`` each.
 """
@@ -36,6 +36,8 @@ Seen = dict[str, object]
 def start(folder: Path, spec: str) -> tuple[Policy, Value]:
     family, backend, tensor, mode = spec.split(",")[:4]
     model, critic = str(folder / f"{family}.nemo"), str(folder / f"{family}_critic.nemo")
+    if (folder / family).is_dir():
+        model = critic = str(folder / family)
     config: ModelConfig = model_config(model, f"{tensor},1,1,0,{mode}")
     short = dataclasses.replace(config.ppo, length_params=LengthParams(max_length=12))
     config = dataclasses.replace(config, ppo=short)

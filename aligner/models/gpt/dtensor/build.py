@@ -66,7 +66,6 @@ def build_sharded(
     """
     dtensor_attention.register()
     if isinstance(architecture, TransformersArchitecture):
-        family_name = architecture.family or ""
         model = _empty_any(architecture, dtype, recompute, head_outputs, way, lora, seed)
     else:
         family, config = config_to_hf(architecture)
@@ -75,7 +74,6 @@ def build_sharded(
                 f"model.peft.peft_scheme=lora: policy.backend=dtensor adds no adapters to "
                 f"{family.model_type} models. Set policy.backend=megatron"
             )
-        family_name = family.model_type
         model = _empty_model(architecture, config, recompute, head_outputs)
     _move_buffers(model)
     mesh = init_device_mesh(
@@ -85,7 +83,7 @@ def build_sharded(
     )
     # Full shapes are read before the parameters become sharded.
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    plan = tensor_plan(family_name, architecture) if parallel.config.tensor > 1 else {}
+    plan = tensor_plan(architecture) if parallel.config.tensor > 1 else {}
     split = _fill_and_shard(model, weights, mesh, dtype, plan)
     shards = [
         ParameterShard(

@@ -78,7 +78,7 @@ class DTensorModel(RoleModel, LightningModule):
         check_layout(self.architecture, settings.parallel, parallel.world_size)
         if settings.lora is not None:
             adapter_shapes(self.architecture, settings.lora)  # raises if not supported
-        check_backend(self._family, self.architecture, settings.parallel, settings.lora)
+        check_backend(self.architecture, settings.parallel, settings.lora)
         self.form = self._form_of(source)
         self.settings = _runnable(settings, self.form, self.architecture)
         self.model, self.shards = self.build(self._module_names(source.weights))
@@ -95,12 +95,6 @@ class DTensorModel(RoleModel, LightningModule):
         """Build this process's shard of the model from an opened checkpoint."""
         parallel = initialize_parallel(settings.parallel, seed=settings.seed)
         return cls(checkpoint, settings, parallel, tokenizer)
-
-    @property
-    def _family(self) -> str:
-        if isinstance(self.architecture, TransformersArchitecture):
-            return self.architecture.family or ""
-        return config_to_hf(self.architecture)[0].model_type
 
     def _form_of(self, source: ModelSource) -> ModelForm:
         """Test how the opened model runs, on rank 0 for all ranks."""
@@ -248,7 +242,7 @@ class DTensorModel(RoleModel, LightningModule):
             if lora is not None:
                 check_that_all_learn(self.shards, self.model.adapted, lora, self.parallel)
             if self.parallel.config.tensor > 1:
-                check_gradients(self.shards, self._family, self.parallel)
+                check_gradients(self.shards, self.parallel)
             self._gradients_are_checked = True
         return result_of(reduce_result(parts, own_tokens, self.parallel.dp_group))
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
-from aligner.checkpoint.hf.any_model import model_config
+from aligner.checkpoint.hf.any_model import body_path, empty_model, model_config
 from aligner.checkpoint.hf.families import FAMILIES, config_to_hf
 from aligner.config import LoraConfig, ParallelConfig
 from aligner.device import accelerator
@@ -25,55 +25,73 @@ if TYPE_CHECKING:
 ONLY_BY_TRANSFORMERS = ("granite", "nemotron", "stablelm")
 # Style of whole weights that each rank applies to its own heads: gradients must be summed.
 SUMMED = "replicated_with_grad_allreduce"
+COLUMNS = "colwise"  # style of linears of which each rank computes a part of the outputs
 # Styles of transformers' plans that are supported.
 STYLES = (
-    *("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"),
+    *(COLUMNS, "colwise_gather_output", "rowwise", "rowwise_split_input"),
     *("embedding_rowwise", SUMMED),
 )
 
 
 def check_backend(
-    family: str,
-    architecture: GPTArchitecture,
-    parallel: ParallelConfig,
-    lora: LoraConfig | None = None,
+    architecture: GPTArchitecture, parallel: ParallelConfig, lora: LoraConfig | None = None
 ) -> None:
-    """Raise if this backend does not support the model or the layout.
+    """Raise if this backend does not support the model or the layout. Reads no weights.
 
     ``lora``: settings of new adapters.
     """
-    if architecture.num_moe_experts is not None:
-        raise LayoutError(
-            f"policy.backend=dtensor does not support mixtures of experts in .nemo files, but the "
-            f"model is a {family} with {architecture.num_moe_experts} experts. Use "
-            "policy.backend=megatron, or give the model's Hugging Face directory"
-        )
+    family = family_name(architecture)
     is_own = isinstance(architecture, TransformersArchitecture)
-    if family in ONLY_BY_TRANSFORMERS and not is_own:
+    if not is_own and (architecture.num_moe_experts or family in ONLY_BY_TRANSFORMERS):
+        experts = architecture.num_moe_experts
         raise LayoutError(
-            f"policy.backend=dtensor does not support {family} models in .nemo files. Use "
+            f"policy.backend=dtensor does not support {family} models"
+            f"{f' with {experts} experts' if experts else ''} in .nemo files. Use "
             "policy.backend=megatron, or give the model's Hugging Face directory"
         )
     if parallel.tensor == 1:
         return
-    plan = tensor_plan(family, architecture)
+    key = f"model.tensor_model_parallel_size={parallel.tensor}"
+    plan = tensor_plan(architecture)
     unknown = sorted(set(plan.values()) - {*STYLES})
-    if unknown or not plan:
-        reason = (
-            f"the plan that transformers has for {family} models uses {', '.join(unknown)}"
-            if unknown
-            else f"transformers has no tensor-parallel plan for {family} models"
-        )
-        raise LayoutError(
-            f"model.tensor_model_parallel_size={parallel.tensor}: policy.backend=dtensor does not "
-            f"support it, because {reason}. Use 1 (data-parallel ranks shard the weights anyway)"
-            + ("" if is_own else ", or policy.backend=megatron")
-        )
-    if lora is not None:
-        raise LayoutError(
-            f"model.tensor_model_parallel_size={parallel.tensor} and model.peft.peft_scheme=lora: "
-            "policy.backend=dtensor does not split adapters. Use 1"
-        )
+    reason = f"transformers has no tensor-parallel plan for {family} models"
+    if unknown:
+        reason = f"transformers' plan for {family} models uses {', '.join(unknown)}"
+    elif plan and (left_out := _left_out(architecture, plan)):
+        reason = f"transformers' plan for {family} models leaves out {', '.join(left_out)}"
+    elif plan and lora is None:
+        return
+    elif plan:
+        reason = "adapters (model.peft.peft_scheme=lora) are not split"
+    raise LayoutError(
+        f"{key}: policy.backend=dtensor does not support it, because {reason}. Set it to 1 "
+        "(data-parallel ranks shard the weights anyway)"
+        + ("" if is_own else ", or use policy.backend=megatron")
+    )
+
+
+def family_name(architecture: GPTArchitecture) -> str:
+    """Return transformers' ``model_type`` of the architecture."""
+    if isinstance(architecture, TransformersArchitecture):
+        return architecture.family or ""
+    return config_to_hf(architecture)[0].model_type
+
+
+def _left_out(architecture: GPTArchitecture, plan: Mapping[str, str]) -> list[str]:
+    """Return parameters without a style inside of modules whose columns are split.
+
+    The code of such a module would apply the full parameter to a part of the columns.
+    """
+    if not isinstance(architecture, TransformersArchitecture):
+        return []
+    model = empty_model(architecture)
+    split = tuple(name.rpartition(".")[0] + "." for name, style in plan.items() if style == COLUMNS)
+    names = {plan_name(n) for n, _ in model.get_submodule(body_path(model)).named_parameters()}
+    return sorted(
+        name
+        for name in names
+        if name.startswith(split) and not {name, name.rpartition(".")[0]} & plan.keys()
+    )
 
 
 def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, trained: bool) -> None:
@@ -89,7 +107,7 @@ def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, train
             )
         return
     hidden = architecture.with_dropout(dropout).hidden_dropout
-    family = config_to_hf(architecture)[0].model_type
+    family = family_name(architecture)
     has_key = "hidden_dropout" in FAMILIES[family].keys
     if hidden and not has_key and (trained or dropout is not None):
         shown = f"null, {hidden:g} in the checkpoint" if dropout is None else f"{dropout:g}"
@@ -99,16 +117,18 @@ def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, train
         )
 
 
-def tensor_plan(family: str, architecture: GPTArchitecture) -> dict[str, str]:
+def tensor_plan(architecture: GPTArchitecture) -> dict[str, str]:
     """Return transformers' tensor-parallel style of each module of the body, by `plan_name`.
 
-    Empty if transformers has no plan for the ``family``.
+    Empty if transformers has no plan for the type.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config: object = CONFIG_MAPPING[family]
+    config: object
     if isinstance(architecture, TransformersArchitecture):
         config = model_config(architecture)
+    else:
+        config = CONFIG_MAPPING[family_name(architecture)]
     return dict(getattr(config, "base_model_tp_plan", None) or {})
 
 
@@ -130,7 +150,7 @@ def split_layer(layer: nn.Module, name: str, plan: Mapping[str, str], mesh: "Dev
     )
 
     styles = {
-        "colwise": ColwiseParallel(),
+        COLUMNS: ColwiseParallel(),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
         "rowwise": RowwiseParallel(),
         "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
@@ -143,7 +163,7 @@ def split_layer(layer: nn.Module, name: str, plan: Mapping[str, str], mesh: "Dev
 
 
 @torch.no_grad()
-def check_gradients(shards: Sequence[ParameterShard], family: str, parallel: ParallelState) -> None:
+def check_gradients(shards: Sequence[ParameterShard], parallel: ParallelState) -> None:
     """Raise if tensor-parallel ranks differ in a gradient of a weight that each of them has whole.
 
     Call it on all ranks, after a backward pass.
@@ -165,9 +185,9 @@ def check_gradients(shards: Sequence[ParameterShard], family: str, parallel: Par
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise LayoutError(
-            f"model.tensor_model_parallel_size={parallel.config.tensor}: with the plan that "
-            f"transformers has for {family} models, ranks compute different gradients of "
-            f"{', '.join(names[:3])}{more}. Use 1 (data-parallel ranks shard the weights anyway)"
+            f"model.tensor_model_parallel_size={parallel.config.tensor}: with "
+            "transformers' plan, ranks compute different gradients of "
+            f"{', '.join(names[:3])}{more}. Set it to 1 (data-parallel ranks shard the weights anyway)"
         )
 
 
