@@ -16,7 +16,7 @@ pytestmark = pytest.mark.integration
 # zamba shares layers. With adapters, weights are trained beside frozen ones.
 SOME = ["gemma3_text", "deepseek_v3", "mamba2", "zamba", "mixtral+lora"]
 OTHERS = [kind for kind in model_types() if kind not in (*SOME, "modernbert-decoder")]
-GROUPS = [OTHERS[start : start + 25] for start in range(0, len(OTHERS), 25)]
+GROUPS = [OTHERS[start : start + 10] for start in range(0, len(OTHERS), 10)]
 # Types that transformers' plan splits exactly.
 _SPLIT = """
     arcee cohere cohere2 cohere_compass_text cwm ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4

@@ -185,9 +185,9 @@ def check_gradients(shards: Sequence[ParameterShard], parallel: ParallelState) -
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise LayoutError(
-            f"model.tensor_model_parallel_size={parallel.config.tensor}: with "
-            "transformers' plan, ranks compute different gradients of "
-            f"{', '.join(names[:3])}{more}. Set it to 1 (data-parallel ranks shard the weights anyway)"
+            f"model.tensor_model_parallel_size={parallel.config.tensor}: with transformers' plan, "
+            f"ranks compute different gradients of {', '.join(names[:3])}{more}. Set it to 1 "
+            "(data-parallel ranks shard the weights anyway)"
         )
 
 
