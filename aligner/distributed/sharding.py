@@ -6,14 +6,8 @@ the same plan from the same lengths.
     lengths ─► rows of each shard (balanced tokens) ─► micro-batches of each shard (same number)
 
 Shards may contain different numbers of rows, because balanced tokens matter more. A shard with
-fewer rows than micro-batches gets micro-batches without rows at the end.
-
-Padded micro-batches contain the least possible padding (`LengthGroups`). For a given number of
-groups, an optimal solution consists of neighbours in length order, each group as wide as its
-longest row. Dynamic programming over the suffixes of that order finds the optimum.
-
-Micro-batches by tokens are either padded under a budget or packed. The unit of assignment is an
-item: a row, or adjacent rows that stay together because they are compared or share prefixes.
+fewer rows than micro-batches gets micro-batches without rows at the end. The unit of assignment is
+an item: a row, or adjacent rows that stay together because they are compared or share prefixes.
 """
 
 import heapq
@@ -26,25 +20,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aligner.distributed.packing import (
-    at_least,
-    bin_count,
-    get_packer,
-    split_fullest,
-)
+from aligner.distributed.packing import at_least, bin_count, get_packer, split_fullest
 from aligner.distributed.sequences import RowGroup, prefix_groups
 from aligner.errors import DataError
 
 
 class MicrobatchPlan(NamedTuple):
-    """Rows of one forward pass.
-
-    ``rows``: row indices. ``length``: the width of a padded micro-batch, or the number of tokens of
-    a packed row, rounded up to the configured multiple. It is 0 without rows.
-    """
+    """Row indices of one forward pass."""
 
     rows: list[int]
-    length: int
+    length: int  # padded width of a micro-batch, or padded tokens of a packed row. 0 without rows
 
 
 ShardPlan = list[list[MicrobatchPlan]]
@@ -67,8 +52,7 @@ def balance_rows(rows: Sequence[int], weights: Sequence[int], shards: int) -> li
     """Assign ``rows`` to shards with about equal sums of ``weights[row]``.
 
     Longest processing time first (Graham 1969): each row, heaviest first, goes to the lightest
-    shard. The sums then differ by at most the weight of the last row of the heaviest shard. Rows of
-    a shard keep their order.
+    shard. Rows of a shard keep their order.
     """
     parts: list[list[int]] = [[] for _ in range(shards)]
     # Weight, number of rows, shard. The number of rows breaks ties, so that empty rows spread too.
@@ -125,7 +109,10 @@ IntArray = NDArray[np.int64]
 
 
 class LengthGroups:
-    """Partition of rows into groups of at most ``max_tokens`` tokens, padding included.
+    """Partition of rows into groups of at most ``max_tokens`` tokens with the least padding.
+
+    For a given number of groups, an optimal solution consists of neighbours in length order.
+    Dynamic programming over the suffixes of that order finds the optimum.
 
     Args:
         rows: row indices, in any order.
@@ -151,10 +138,7 @@ class LengthGroups:
         return int(self._min_groups[0])
 
     def cut(self, count: int) -> list[list[int]]:
-        """Return ``count`` groups with the fewest padded tokens in total, longest rows first.
-
-        If there are fewer rows than ``count``, every row is a group.
-        """
+        """Return ``count`` groups (or one per row) with the fewest tokens, longest rows first."""
         count = min(count, len(self._rows))
         best_end = self._solve(count - self.fewest)
         groups = []
@@ -168,8 +152,7 @@ class LengthGroups:
     def _solve(self, spare: int) -> IntArray:
         """Return at ``[j, t]`` the end of the first group of the rows from ``j`` on.
 
-        These rows are cut into ``min_groups[j] + t`` groups, with ``t`` from 0 to ``spare``, the
-        number of groups above the minimum.
+        These rows are cut into ``min_groups[j] + t`` groups, with ``t`` from 0 to ``spare``.
         """
         rows = len(self._rows)
         # tokens[j, t + 1]: minimum for rows j.. in min_groups[j] + t groups (t = -1 is impossible).
@@ -230,10 +213,8 @@ def dynamic_plan(
     """Plan padded micro-batches of at most ``max_tokens_per_microbatch`` tokens with padding.
 
     Items with shared prefixes form one row without padding and are packed into separate
-    micro-batches. ``batches``: rows of each global batch.
-
-    Raises:
-        DataError: a single item exceeds the token budget.
+    micro-batches. ``batches``: rows of each global batch. Raises `DataError` if an item exceeds the
+    token budget.
     """
     multiple = at_least("sequence_length_round", args["sequence_length_round"], 1)
     tokens = args["max_tokens_per_microbatch"]
@@ -252,8 +233,6 @@ def dynamic_plan(
     # Items with shared prefixes are packed. Others are cut into groups of similar length.
     def pack_shared(indices: list[int]) -> list[list[int]]:
         packable = [index for index in indices if index in shared]
-        if not packable:
-            return []
         bins = packer.pack([shared[index] for index in packable])
         return [[packable[i] for i in positions] for positions in bins]
 
@@ -277,11 +256,7 @@ def dynamic_plan(
 def packed_plan(
     columns: Mapping[str, Any], args: SequencePackingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
-    """Plan micro-batches of one packed row each. ``batches``: rows of each global batch.
-
-    Raises:
-        DataError: a single item exceeds the token budget.
-    """
+    """Plan micro-batches of one packed row each. Arguments and errors as in `dynamic_plan`."""
     capacity = at_least("max_tokens_per_microbatch", args["max_tokens_per_microbatch"], 1)
     multiple = at_least("sequence_length_pad_multiple", args["sequence_length_pad_multiple"], 1)
     at_least("rows_per_group", args.get("rows_per_group", 1), 1)
@@ -321,8 +296,15 @@ def _items(
     shards: int,
 ) -> tuple[list[RowGroup], list[range]]:
     """Return all items, and the range of item indices of each global batch."""
-    size = args.get("rows_per_group", 1)
-    _check_divisible(len(lengths), batches, size)
+    size, rows = args.get("rows_per_group", 1), len(lengths)
+    if rows % size:
+        raise DataError(f"{rows} rows are not a multiple of rows_per_group={size}")
+    for batch in batches:
+        if batch.start % size or batch.stop % size:
+            raise DataError(
+                f"a global batch of rows {batch.start} to {batch.stop} splits a group of {size} "
+                f"adjacent rows. Make the batch size a multiple of {size}"
+            )
     # Group rows, then number the groups over all global batches.
     ids = torch.as_tensor(columns[args["input_key"]])
     groups = prefix_groups(
@@ -337,18 +319,6 @@ def _items(
     bounds = accumulate((len(batch) for batch in groups), initial=0)
     items = [item for batch in groups for item in batch]
     return items, [range(start, stop) for start, stop in pairwise(bounds)]
-
-
-def _check_divisible(rows: int, batches: Sequence[range], size: int) -> None:
-    """Refuse batches that split groups of ``size`` adjacent rows."""
-    if rows % size:
-        raise DataError(f"{rows} rows are not a multiple of rows_per_group={size}")
-    for batch in batches:
-        if batch.start % size or batch.stop % size:
-            raise DataError(
-                f"a global batch of rows {batch.start} to {batch.stop} splits a group of {size} "
-                f"adjacent rows. Make the batch size a multiple of {size}"
-            )
 
 
 def _row_lengths(columns: Mapping[str, Any], input_key: str, lengths_key: str) -> list[int]:
