@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from aligner.errors import AlignerError
 from aligner.http import MAX_BYTES
-from aligner.http.listening import Refusal, listening
+from aligner.http.listening import MAX_CONNECTIONS, Refusal, listening
 from aligner.http.queue import JobQueue
 from aligner.http.results import ENDING
 
@@ -42,11 +42,7 @@ class Bodies:
     async def read(
         self, request: Request, parse: Callable[[bytearray], Parsed]
     ) -> AsyncIterator[Parsed]:
-        """Parse a request's body with ``parse``. Its size counts until the block ends.
-
-        Raises:
-            HTTPException: 400, 411, 413 or 503.
-        """
+        """Parse a request's body with ``parse``. Its size counts until the block ends."""
 
         def parsed() -> Parsed:
             with self._parsing:
@@ -119,7 +115,7 @@ def http_server(
     *,
     setting: str,
     refusal: Refusal = lambda status, cause: {"error": cause},
-    connections: int | None = None,
+    connections: int = MAX_CONNECTIONS,
 ) -> Iterator[tuple[str, int]]:
     """Answer requests in a thread until the block ends. The context is the actual host and port.
 
@@ -128,9 +124,8 @@ def http_server(
         routes: the endpoints.
         queue: its jobs fail when the block ends.
         setting: keys of the address with their values, for the error.
-        refusal: returns the body of a refusal, by default ``{"error": cause}``.
-        connections: maximum number of connections, as far as the limit of open files allows. None:
-            `aligner.http.listening.MAX_CONNECTIONS`.
+        refusal: returns the body of a refusal.
+        connections: maximum number of connections, as far as the limit of open files allows.
 
     Raises:
         ConfigError: the server cannot listen at ``address``.

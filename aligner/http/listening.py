@@ -114,10 +114,10 @@ def listening(
     address: tuple[str, int],
     refusal: Refusal,
     setting: str,
-    connections: int | None = None,
+    connections: int,
 ) -> Iterator[tuple[str, int]]:
     """Answer requests with ``app``. See `aligner.http.application.http_server`."""
-    max_connections = _within_open_files(connections or MAX_CONNECTIONS)
+    max_connections = _within_open_files(connections)
     attributes = {"refusal": staticmethod(refusal), "max_connections": max_connections}
     config = uvicorn.Config(
         app,

@@ -1,16 +1,13 @@
 """Watch over the ranks of a run: if one dies, the others stop with an error that names it.
 
-In a run of several processes, a thread of each sends heartbeats to a store that all processes can
-reach and checks its neighbour, the next rank that has not left. It records two failures in the
-store: a neighbour whose process is gone (seen at once on the same machine), and a neighbour whose
-heartbeat has stopped (another machine, a lost network). A rank also records an error that it
-raises. A rank that reads a record prints it and ends. Its main thread gets a moment to unwind. Then
-the process is killed, because a collective that waits for a dead rank may not return before
+A thread of each process sends heartbeats to a store that all processes can reach and checks its
+neighbour, the next rank that has not left. It records a neighbour whose process is gone (seen at
+once on the same machine) or whose heartbeat has stopped. A rank also records an error that it
+raises. A rank that reads a record prints it. Its main thread gets a moment to unwind. Then the
+process is killed, because a collective that waits for a dead rank may not return before
 ``cluster.timeout_s``.
 
     rank 1: beat, check rank 2 ──► store: "rank 2 (host b, pid 7) died: …" ──► all others stop
-
-A thread sends the heartbeats, so a long step does not delay them. One process needs no thread.
 """
 
 import contextlib
@@ -43,10 +40,7 @@ _BROKEN_LINK = ("gloo", "nccl", "connection", "socket", "timed out")
 
 
 def silence_limit(timeout_s: float) -> float:
-    """Return the seconds without a heartbeat after which a rank counts as dead.
-
-    It is a thirtieth of the longest wait in a collective, and at least 10.
-    """
+    """Return the seconds without a heartbeat after which a rank counts as dead, at least 10."""
     return max(_LEAST_SILENCE_S, timeout_s / 30)
 
 
@@ -287,10 +281,7 @@ def _delayed_sigterm(watch: RankWatch) -> Iterator[None]:
 
 
 def _new_connection(timeout_s: float) -> dist.Store:
-    """Open a separate connection to the store of the process groups, with a prefix of this run.
-
-    The connection of the default group is busy while a collective is set up.
-    """
+    """Open a connection to the store: the default group's is busy while a collective is set up."""
     run = from_rank_zero(f"{os.getpid()}-{time.time_ns()}")
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
