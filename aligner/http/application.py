@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from aligner.errors import AlignerError
 from aligner.http import MAX_BYTES
-from aligner.http.listening import MAX_CONNECTIONS, Refusal, listening
+from aligner.http.listening import Refusal, listening
 from aligner.http.queue import JobQueue
 from aligner.http.results import ENDING
 
@@ -115,7 +115,7 @@ def http_server(
     *,
     setting: str,
     refusal: Refusal = lambda status, cause: {"error": cause},
-    connections: int = MAX_CONNECTIONS,
+    connections: int | None = None,
 ) -> Iterator[tuple[str, int]]:
     """Answer requests in a thread until the block ends. The context is the actual host and port.
 

@@ -114,10 +114,10 @@ def listening(
     address: tuple[str, int],
     refusal: Refusal,
     setting: str,
-    connections: int,
+    connections: int | None,
 ) -> Iterator[tuple[str, int]]:
     """Answer requests with ``app``. See `aligner.http.application.http_server`."""
-    max_connections = _within_open_files(connections)
+    max_connections = _within_open_files(connections or MAX_CONNECTIONS)
     attributes = {"refusal": staticmethod(refusal), "max_connections": max_connections}
     config = uvicorn.Config(
         app,
