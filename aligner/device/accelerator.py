@@ -256,6 +256,7 @@ class HostCopy:
     """Asynchronous copies of tensors to the host. Later changes of the tensors have no effect."""
 
     def __init__(self, *tensors: Tensor) -> None:
+        """Start to copy ``tensors``, of any shape and dtype."""
         self._copied: torch.cuda.Event | None = None
         if any(tensor.is_cuda for tensor in tensors):
             self._copies = [
@@ -311,7 +312,7 @@ def sharing_key() -> str:
 
 
 def export_tensor(tensor: Tensor) -> Any:
-    """Return a picklable handle with which another process opens a GPU tensor (CUDA IPC)."""
+    """Return a picklable handle (CUDA IPC) of a GPU tensor of any shape and dtype."""
     from torch.multiprocessing.reductions import reduce_tensor  # changes how tensors pickle
 
     return reduce_tensor(tensor)

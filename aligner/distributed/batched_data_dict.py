@@ -24,11 +24,6 @@ from aligner.types import PAD_VALUES
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
 
 ColumnsT = TypeVar("ColumnsT")
-# Attributes of a shard with one entry per global batch.
-_SHARD_ATTRIBUTES = (
-    *("elem_counts_per_gb", "largest_counts_per_gb"),
-    *("micro_batch_indices", "micro_batch_lengths"),
-)
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
@@ -91,11 +86,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         """Split each global batch, ``batch_size`` adjacent rows, over the shards.
 
         Shard i contains its part of global batch 0, then its part of global batch 1, and so on. A
-        ``batch_size`` of None means one batch of all rows.
-
-        By default a part is a contiguous run of rows, and all parts have the same size. With
-        ``allow_uneven_shards`` the first shards get one more row if the rows do not divide, and
-        the last shards get no row if there are fewer rows than shards.
+        ``batch_size`` of None means one batch of all rows. By default a part is a contiguous run of
+        rows, and all parts have the same size. With ``allow_uneven_shards`` the first shards get
+        one more row if the rows do not divide.
 
         With ``dynamic_batching_args`` or ``sequence_packing_args`` all shards get about the same
         number of tokens in any number of rows, and the same number of micro-batches. The method
@@ -124,13 +117,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         batches = sharding.global_batches(total, size)
         # Micro-batches by tokens: rows are selected for balanced shards.
         if dynamic_batching_args is not None:
-            return self._planned_shards(
-                dynamic_plan(self.data, dynamic_batching_args, batches, shards)
-            )
+            plans = dynamic_plan(self.data, dynamic_batching_args, batches, shards)
+            return self._planned_shards(plans)
         if sequence_packing_args is not None:
-            return self._planned_shards(
-                packed_plan(self.data, sequence_packing_args, batches, shards)
-            )
+            plans = packed_plan(self.data, sequence_packing_args, batches, shards)
+            return self._planned_shards(plans)
         # Plain shards: contiguous runs of rows.
         if not allow_uneven_shards:
             _check_even(size, shards)
@@ -155,9 +146,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> "SlicedDataDict":
         """Return batch ``batch_idx`` of ``batch_size`` rows. The last batch may be shorter.
 
-        Without ``batch_size`` the result is the shard's part of global batch ``batch_idx``,
-        including its micro-batches. A shard with micro-batches ignores ``batch_size``, because its
-        parts differ in size.
+        Without ``batch_size``, or for a shard with micro-batches, the result is the shard's part of
+        global batch ``batch_idx``, including its micro-batches.
         """
         counts = self.elem_counts_per_gb
         if counts is not None and (batch_size is None or self.micro_batch_indices is not None):
@@ -179,7 +169,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             raise DataError(f"global batch {index} is outside 0..{len(counts) - 1}")
         start = sum(counts[:index])
         batch = self.slice(start, start + counts[index])
-        for name in _SHARD_ATTRIBUTES:
+        for name in BatchedDataDict.__annotations__:  # attributes of a shard
             per_global_batch = getattr(self, name)
             if per_global_batch is not None:
                 setattr(batch, name, per_global_batch[index : index + 1])
@@ -336,10 +326,8 @@ def columns_of(data: BatchedDataDict, names: Sequence[str]) -> BatchedDataDict:
     """Select the columns ``names``, so that workers receive only the columns they read.
 
     A missing ``token_mask`` is 1 except at the first token of a row. Missing ``sample_ids`` are 0,
-    1, 2, ... With ``input_ids``, ``position_ids`` are selected too, if ``data`` has them.
-
-    Raises:
-        DataError: another column is missing, or ``data`` is not a `BatchedDataDict`.
+    1, 2, ... With ``input_ids``, ``position_ids`` are selected too, if ``data`` has them. Raises
+    `DataError` as `check_columns` does.
     """
     check_columns(data, [name for name in names if name not in _DERIVED])
     if "input_ids" in names and "position_ids" in data:

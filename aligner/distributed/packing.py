@@ -2,8 +2,7 @@
 
     lengths [5, 3, 4, 2], capacity 8 ──► bins [[0, 1], [2, 3]]
 
-A packer reads only lengths and never cuts a sequence. Packing is a pure function of the arguments:
-every process that packs the same lengths gets the same bins.
+A packer reads only lengths, so every process that packs the same lengths gets the same bins.
 """
 
 import heapq
@@ -163,28 +162,16 @@ class FirstFitShufflePacker(SequencePacker):
 
 
 def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bins:
-    """Pack by first fit in O(n log n) with a tournament tree over the room of bins."""
-    # One leaf per possible bin, inner nodes store the largest room below. Unopened bins have the
-    # full capacity, so the first leaf with room is at most the next bin.
-    leaves = 1 << max(0, len(order) - 1).bit_length()
-    room = [capacity] * (2 * leaves)
+    """Put each sequence, in order, into the first bin with room."""
+    room = np.full(len(order), capacity)  # of every possible bin
     bins: Bins = []
     for index in order:
-        node = 1
-        # Descend to the first leaf with enough room.
-        while node < leaves:
-            node *= 2
-            if room[node] < lengths[index]:  # the left half has no room, so the right half has
-                node += 1
-        # Add the sequence, which may open the next bin.
-        if node - leaves == len(bins):
+        # Unopened bins have the full capacity, so the first bin with room is at most the next bin.
+        first = int(np.argmax(room[: len(bins) + 1] >= lengths[index]))
+        if first == len(bins):
             bins.append([])
-        bins[node - leaves].append(index)
-        room[node] -= lengths[index]
-        # Update the largest room of all parent nodes.
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+        bins[first].append(index)
+        room[first] -= lengths[index]
     return bins
 
 
@@ -276,14 +263,6 @@ class PackingAlgorithm(Enum):
     MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
 
 
-_PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
-    PackingAlgorithm.CONCATENATIVE: ConcatenativePacker,
-    PackingAlgorithm.FIRST_FIT_DECREASING: FirstFitDecreasingPacker,
-    PackingAlgorithm.FIRST_FIT_SHUFFLE: FirstFitShufflePacker,
-    PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: ModifiedFirstFitDecreasingPacker,
-}
-
-
 def get_packer(
     algorithm: PackingAlgorithm | str,
     bin_capacity: int,
@@ -298,4 +277,10 @@ def get_packer(
                 f"packing algorithm={algorithm!r} is unknown. Choose one of {', '.join(names)}"
             )
         algorithm = names[algorithm.lower()]
-    return _PACKERS[algorithm](bin_capacity, min_bin_count, bin_count_multiple)
+    packers: dict[PackingAlgorithm, type[SequencePacker]] = {
+        PackingAlgorithm.CONCATENATIVE: ConcatenativePacker,
+        PackingAlgorithm.FIRST_FIT_DECREASING: FirstFitDecreasingPacker,
+        PackingAlgorithm.FIRST_FIT_SHUFFLE: FirstFitShufflePacker,
+        PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: ModifiedFirstFitDecreasingPacker,
+    }
+    return packers[algorithm](bin_capacity, min_bin_count, bin_count_multiple)

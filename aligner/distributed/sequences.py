@@ -71,10 +71,9 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """Tree of the sequences of a batch, whose nodes are runs of tokens.
+    """Tree of the sequences of a batch, whose nodes are non-empty runs of tokens, parents first.
 
-    A sequence consists of the runs on the path from a root to the sequence's last run. A parent
-    precedes its children. Every run contains at least one token.
+    A sequence consists of the runs on the path from a root to the sequence's last run.
     """
 
     starts: IntArray  # [n] position of a run's first token in its sequences

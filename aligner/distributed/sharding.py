@@ -1,7 +1,6 @@
 """Assignment of the rows of a global batch to shards and micro-batches.
 
-The module computes only indices. Every function is pure, so that all processes of a group compute
-the same plan from the same lengths.
+All processes of a group compute the same plan from the same lengths.
 
     lengths ─► rows of each shard (balanced tokens) ─► micro-batches of each shard (same number)
 
@@ -18,10 +17,9 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from aligner.distributed.packing import at_least, bin_count, get_packer, split_fullest
-from aligner.distributed.sequences import RowGroup, prefix_groups
+from aligner.distributed.sequences import IntArray, RowGroup, prefix_groups
 from aligner.errors import DataError
 
 
@@ -74,10 +72,9 @@ def _plan(
 ) -> list[ShardPlan]:
     """Balance the weights of items over shards, and split each shard into micro-batches.
 
-    ``batches``: item indices of each global batch. ``form`` makes the micro-batches of a shard.
-    Empty micro-batches make their number equal on all shards. Micro-batches are sorted by
-    decreasing length. A rank that runs out of memory then fails at the first micro-batch, and ranks
-    with collectives inside the model (expert parallelism) process similar sizes at the same time.
+    Empty micro-batches make their number equal on all shards. In order of decreasing length, a rank
+    without enough memory fails at the first micro-batch, and ranks with collectives inside the
+    model process similar sizes at the same time.
     """
     plans: list[ShardPlan] = [[] for _ in range(shards)]
     for batch in batches:
@@ -103,9 +100,6 @@ def _padded(lengths: Sequence[int], multiple: int, max_tokens: int) -> list[int]
                 f"budget to at least {max(padded)} or drop the row"
             )
     return padded
-
-
-IntArray = NDArray[np.int64]
 
 
 class LengthGroups:
@@ -173,29 +167,27 @@ class LengthGroups:
         return best_end
 
 
-class DynamicBatchingArgs(TypedDict):
-    """Arguments of ``shard_by_batch_size`` for padded micro-batches under a token budget."""
-
-    max_tokens_per_microbatch: int  # rows times padded length, per rank
-    sequence_length_round: int  # padded lengths are rounded up to a multiple of this value
+class _TokenBudget(TypedDict):
+    max_tokens_per_microbatch: int  # tokens of a packed row, or rows times padded length
     input_key: str  # column of token ids [B, S]
     input_lengths_key: str  # column of lengths [B]
     rows_per_group: NotRequired[int]  # adjacent rows that stay in one micro-batch, default 1
     shared_prefixes: NotRequired[bool]  # group rows with a common prefix, counted once
 
 
-class SequencePackingArgs(TypedDict):
+class DynamicBatchingArgs(_TokenBudget):
+    """Arguments of ``shard_by_batch_size`` for padded micro-batches under a token budget."""
+
+    sequence_length_round: int  # padded lengths are rounded up to a multiple of this value
+
+
+class SequencePackingArgs(_TokenBudget):
     """Arguments of ``shard_by_batch_size`` for packed rows of several sequences."""
 
-    max_tokens_per_microbatch: int  # tokens of a packed row
-    input_key: str  # column of token ids [B, S]
-    input_lengths_key: str  # column of lengths [B]
     algorithm: str  # name of a packing algorithm
     sequence_length_pad_multiple: int  # each sequence is padded to a multiple of this value
     min_bin_count: NotRequired[int]  # minimum number of packed rows per rank and global batch
     bin_count_multiple: NotRequired[int]  # the number of packed rows is a multiple of this value
-    rows_per_group: NotRequired[int]  # adjacent rows that stay in one packed row, default 1
-    shared_prefixes: NotRequired[bool]  # group rows with a common prefix, counted once
     train_mb_tokens: NotRequired[int]  # unused: callers set max_tokens_per_microbatch by phase
     logprob_mb_tokens: NotRequired[int | None]  # unused
 
@@ -289,7 +281,7 @@ def packed_plan(
 
 def _items(
     columns: Mapping[str, Any],
-    args: DynamicBatchingArgs | SequencePackingArgs,
+    args: _TokenBudget,
     lengths: Sequence[int],
     batches: Sequence[range],
     multiple: int,

@@ -1,10 +1,6 @@
 """Bundles on the nodes of a Ray cluster, each with CPUs and optionally a GPU, for workers.
 
-    node A: [bundle 0] [bundle 1]     node B: [bundle 2] [bundle 3]
-               │ policy rank 0           …
-               └ value rank 0    up to max_colocated_worker_groups groups share a bundle
-
-One placement group per node keeps a node's bundles together.
+Up to ``max_colocated_worker_groups`` groups share a bundle. Each node has one placement group.
 """
 
 import contextlib
@@ -70,21 +66,22 @@ class RayVirtualCluster:
         if use_gpus is None:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             use_gpus = has_gpus and os.environ.get("ALIGNER_FORCE_CPU") != "1"
-        self._use_gpus = use_gpus
+        self.use_gpus = use_gpus
         self._parallel, self._seed = parallel or ParallelConfig(), seed
         self._counts = list(bundle_ct_per_node_list)
         self._bundle = {"CPU": cpus_per_bundle, **({"GPU": 1.0} if use_gpus else {})}
         self._env_vars = dict(env_vars or {})
+        # Workers of several groups may share a bundle and its GPU, in equal parts.
         self._max_groups = max_colocated_worker_groups
+        self.shares_bundles = self._max_groups > 1
+        share = {
+            kind: floor(1e4 * size / self._max_groups) / 1e4 for kind, size in self._bundle.items()
+        }
+        self.worker_resources = {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0.0)}
         self._groups: list[RayWorkerGroup] = []
         self._owns_logs = log_dir is None
         self.log_dir = (log_dir or Path(tempfile.mkdtemp(prefix="aligner-logs-"))).absolute()
         self.bundles: list[Bundle] = self._reserve()
-
-    @property
-    def use_gpus(self) -> bool:
-        """True if each bundle includes a GPU."""
-        return self._use_gpus
 
     @property
     def sharding_annotations(self) -> NamedSharding:
@@ -192,19 +189,6 @@ class RayVirtualCluster:
     def get_placement_groups(self) -> list[Any]:
         """Return Ray's placement groups, one per node."""
         return list(dict.fromkeys(bundle.group for bundle in self.bundles))
-
-    @property
-    def shares_bundles(self) -> bool:
-        """True if workers of several groups may share a bundle and its GPU."""
-        return self._max_groups > 1
-
-    @property
-    def worker_resources(self) -> dict[str, float]:
-        """Resources of an actor, Ray's options ``num_cpus`` and ``num_gpus``."""
-        share = {
-            kind: floor(1e4 * size / self._max_groups) / 1e4 for kind, size in self._bundle.items()
-        }
-        return {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0.0)}
 
     def shutdown(self) -> bool:
         """End all workers and release the bundles."""

@@ -2,10 +2,6 @@
 
 The driver sends one shard of data per coordinate of the sharded axes to a group and receives one
 result per coordinate. Each shard goes through Ray's object store once, for any number of workers.
-
-    driver   shard 0 ──► worker 0, worker 1 (its tensor-parallel peer)  ──► result of worker 0
-             shard 1 ──► worker 2, worker 3                             ──► result of worker 2
-
 The workers of a training group form a separate torch.distributed world.
 """
 
@@ -18,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import psutil
@@ -35,8 +31,6 @@ from aligner.errors import AlignerError, WorkerError, current_step
 
 if TYPE_CHECKING:
     from ray import ObjectRef
-
-    from aligner.distributed.virtual_cluster import RayVirtualCluster
 
 __all__ = ["LocalCluster", "MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
 
@@ -57,6 +51,20 @@ class Bundle:
     group: Any
     index: int
     node: str
+
+
+class BundleCluster(Protocol):
+    """Interface of `RayVirtualCluster` for worker groups, which avoids a circular import."""
+
+    name: str
+    timeout_s: float
+    log_dir: Path
+    use_gpus: bool
+    shares_bundles: bool
+    worker_resources: dict[str, float]
+
+    def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
+        """Return the bundles of a group. ``workers_per_node``: one value, or one per node."""
 
 
 class RayWorkerBuilder:
@@ -126,7 +134,7 @@ class RayWorkerGroup:
 
     def __init__(
         self,
-        cluster: "RayVirtualCluster",
+        cluster: BundleCluster,
         worker_builder: RayWorkerBuilder,
         name_prefix: str,
         workers_per_node: int | Sequence[int] | None = None,
@@ -145,10 +153,8 @@ class RayWorkerGroup:
             cluster: cluster whose bundles the workers use.
             worker_builder: class and arguments of the workers.
             name_prefix: name of the role in messages and log names.
-            workers_per_node: number of bundles to use on each node, one value or one per node.
-                Default: all.
-            sharding_annotations: layout of the workers. Default: only data parallel. The workers
-                use the first bundles, one per rank of the layout.
+            workers_per_node: bundles to use on each node, one value or one per node. Default: all.
+            sharding_annotations: layout of the workers. Default: only data parallel.
             env_vars: additional environment variables, set before the workers import anything.
             parallel: model-parallel sizes of a torch.distributed world that the workers form. They
                 are then constructed with ``parallel=ParallelState``. Default: the builder's layout.
@@ -186,8 +192,6 @@ class RayWorkerGroup:
             self.is_healthy = False
             self.shutdown()
             raise
-
-    # Calls ------------------------------------------------------------------------------------
 
     @property
     def workers(self) -> list[WorkerHandle]:
@@ -339,8 +343,6 @@ class RayWorkerGroup:
         return MultiWorkerFuture(
             f"{self.name_prefix}.{method_name}", calls, returned, self._timeout_s
         )
-
-    # Starting ---------------------------------------------------------------------------------
 
     def _start_processes(
         self,

@@ -1,8 +1,4 @@
-"""Sockets of the library's servers: uvicorn with limits against slow or greedy clients.
-
-Limits apply to the number of connections, the time until a request has arrived, and the time until
-the client has received the answer. `aligner.http.application` limits the size of requests.
-"""
+"""Sockets of the library's servers: uvicorn with limits of connections, arrival and delivery."""
 
 import asyncio
 import contextlib

@@ -1,9 +1,4 @@
-"""Jobs that wait for a model, and the items that the model processes.
-
-event loop: request ─► Job, an item per result ─► JobQueue ─► Slot per item: the model's thread
-                ▲                                                         │
-                └───────────────────── Job.report ◄───────────────────────┘
-"""
+"""Jobs that wait for a model, and the items that the model processes."""
 
 import threading
 from collections import deque

@@ -90,7 +90,7 @@ class RankWatch:
     """
 
     def __init__(self, parallel: ParallelState, timeout_s: float) -> None:
-        """Meet the other ranks (collective). Heartbeats begin with `start`."""
+        """Meet the other ranks (collective), and begin heartbeats and checks."""
         self._silence_s = silence_limit(timeout_s)
         self._world_size = parallel.world_size
         self._process = _Process.current(parallel)
@@ -105,9 +105,6 @@ class RankWatch:
         self._over = threading.Event()
         self._beats: dict[int, tuple[int, float]] = {}  # rank → last heartbeat, time of its change
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
-
-    def start(self) -> None:
-        """Begin heartbeats and checks."""
         self._thread.start()
 
     def failure(self, wait_s: float = 0.0) -> str | None:
@@ -167,8 +164,10 @@ class RankWatch:
             except RuntimeError as error:  # the connection to the store
                 if self._over.is_set():
                     return
-                reason = str(error).partition("\n")[0]
-                failure = f"{self._store_host()} died: its store is gone ({reason})"
+                host, reason = str(self._processes[0]), str(error).partition("\n")[0]
+                if _launcher_keeps_store():
+                    host = "the launcher at {MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+                failure = f"{host} died: its store is gone ({reason})"
             if failure is not None and not failure.startswith(str(self._process)):
                 self._stop(failure)
                 return
@@ -223,28 +222,18 @@ class RankWatch:
     def _has_left(self, process: _Process) -> bool:
         return self._store.add(f"left/{process.rank}", 0) > 0
 
-    def _store_host(self) -> str:
-        if _launcher_keeps_store():
-            return f"the launcher at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        return str(self._processes[0])
-
 
 @contextlib.contextmanager
 def watched_ranks(parallel: ParallelState, timeout_s: float) -> Iterator[None]:
     """End all ranks if one of them dies within the block. All ranks must enter the block.
 
-    Args:
-        parallel: the processes of the run.
-        timeout_s: longest wait in a collective (``cluster.timeout_s``), see `silence_limit`.
-
-    Raises:
-        WorkerError: a collective failed because another rank died. The message names the rank.
+    ``timeout_s``: longest wait in a collective (``cluster.timeout_s``), see `silence_limit`. Raises
+    `WorkerError` with the name of the dead rank.
     """
     if parallel.world_size == 1:
         yield
         return
     watch = RankWatch(parallel, timeout_s)
-    watch.start()
     # Also covers leaving: the launcher's SIGTERM may arrive while a broken link raises an error.
     with _delayed_sigterm(watch):
         try:
