@@ -292,7 +292,6 @@ class Channel:
     """The child's end of the connection."""
 
     def __init__(self, descriptor: int) -> None:
-        """Open an inherited socket."""
         os.set_inheritable(descriptor, False)
         self._pipe = _Pipe(socket.socket(fileno=descriptor))
         self._pid = os.getpid()

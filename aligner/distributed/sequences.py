@@ -190,8 +190,8 @@ def prefix_groups(
 ) -> list[list[RowGroup]]:
     """Group adjacent rows with a common prefix in every global batch.
 
-    A common prefix is computed once per group. A group ends before it exceeds the tokens of a
-    micro-batch, and before its rows, each with its prefix, exceed a shard's part of the batch.
+    A group ends before it exceeds the tokens of a micro-batch, and before its rows, each with its
+    prefix, exceed a shard's part of the batch.
 
     Args:
         input_ids: token ids ``[B, S]``, right-padded. None: no common prefixes.

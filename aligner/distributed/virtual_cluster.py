@@ -54,10 +54,9 @@ class RayVirtualCluster:
             seed: seed of the random generators of training workers.
             timeout_s: longest wait in seconds, of the driver for a worker and between workers.
             log_dir: directory of logs, which all nodes must see. Default: a temporary directory.
-            env_vars: environment variables of all workers, set before the workers import anything.
+            env_vars: environment variables, set before the workers import anything.
 
-        Raises:
-            WorkerError: the resources are still not available after one minute.
+        Raises `WorkerError` if the resources are not available after one minute.
         """
         import ray
 
@@ -165,7 +164,6 @@ class RayVirtualCluster:
                 f"workers_per_node={workers_per_node}: the nodes of the cluster {self.name} have "
                 f"{self._counts} bundles. Give at most these numbers"
             )
-        # The first bundles of each node.
         selected: list[Bundle] = []
         start = 0
         for count, available in zip(counts, self._counts, strict=True):

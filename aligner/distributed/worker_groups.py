@@ -246,8 +246,7 @@ class RayWorkerGroup:
                 0 is returned.
             common_kwargs: arguments that are the same for every worker.
 
-        Returns:
-            One result per coordinate of the other axes, outermost axis first.
+        Returns one result per coordinate of the other axes, outermost axis first.
         """
         # Check the axes and the number of shards.
         sizes = self.sharding_annotations.shape
@@ -387,8 +386,7 @@ class RayWorkerGroup:
         world = None
         if parallel is not None:
             call = self._actors[0].free_port.remote(), self._seats[0]
-            name = f"{self.name_prefix}, starting"
-            ((host, port),) = wait_for([call], name, self._timeout_s)
+            ((host, port),) = wait_for([call], f"{self.name_prefix}, starting", self._timeout_s)
             world = TorchWorld(parallel, seed, self._timeout_s, len(self._actors), host, port)
         # Construct each worker with its rank in the environment.
         arguments = _put((builder.args, builder.kwargs))

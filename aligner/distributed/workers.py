@@ -6,10 +6,8 @@ workers, the same handle code runs in every process, and an all-gather over data
 the results of all ranks to every rank. The gather waits at most for the timeout of the process
 group. An exception on one rank is raised on all ranks of its data-parallel group.
 
-A handle declares methods that only forward a call to all workers or score the rows of a batch.
-Name, signature and docstring come from the worker method::
+A handle declares methods that only forward a call to all workers or score the rows of a batch::
 
-    prepare_for_training = phase(RoleWorker.prepare_for_training)
     has_finite_weights = on_all_workers(RoleWorker.has_finite_weights)
     get_values = scored_rows(ValueWorker.get_values, ("input_ids", "input_lengths"))
 """
@@ -70,11 +68,9 @@ def scored_rows(
 ) -> Callable[Concatenate[Any, P], BatchedDataDict]:
     """Make a handle method that scores the rows of a global batch and keeps their order.
 
-    Args:
-        method: worker method with the parameters ``data``, a shard of the columns, and
-            ``micro_batch_size``, sequences per forward pass (default: the handle's ``model``).
-        columns: required columns, see `columns_of`.
-        optional: columns that are sent only if the batch contains them.
+    ``method`` has the parameters ``data``, a shard of the columns, and ``micro_batch_size``,
+    sequences per forward pass. ``columns``: required columns, see `columns_of`. ``optional``:
+    columns that are sent only if the batch contains them.
     """
 
     @functools.wraps(method)
@@ -128,6 +124,9 @@ def run_sharded(
 ) -> tuple[list[R], list[int]]:
     """Call a worker method with one shard of ``data`` per data-parallel rank.
 
+    Returns one result per rank, in order, and for each row of the joined results its index in
+    ``data``.
+
     Args:
         group: the workers.
         method: worker method whose first parameter is ``data``.
@@ -136,11 +135,7 @@ def run_sharded(
             rows are independent. Shards may then be uneven or empty.
         batching: arguments to form micro-batches in the shards. Default: no micro-batches.
         kwargs: arguments of the method.
-
-    Returns:
-        One result per rank, in order, and for each row of the joined results its index in ``data``.
     """
-    # Shard the rows.
     shards: Any = data.shard_by_batch_size(
         group.sharding_annotations.get_axis_size("data_parallel"),
         batch_size=batch_size,

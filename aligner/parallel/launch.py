@@ -54,8 +54,7 @@ def _launch(trainer: ProcessConfig, timeout_s: float) -> None:
         strategy=DDPStrategy(timeout=timedelta(seconds=timeout_s)),
     )
     fabric.launch()
-    # Slurm and MPI number the processes of a node in different ways, which Lightning knows. Without
-    # this variable every process would use the first GPU.
+    # Slurm and MPI do not set this variable, without which every process would use the first GPU.
     if fabric.local_rank:
         os.environ["LOCAL_RANK"] = str(fabric.local_rank)
 

@@ -122,10 +122,7 @@ class Session:
             self._jobs.append(job)
 
     def seed_parts(self, prompts: Sequence[Sequence[int]] = ()) -> tuple[object, ...] | None:
-        """Return the values that seed the sampling of a request, None if the session has no seed.
-
-        A repeated request gets different values.
-        """
+        """Return the values that seed a request's sampling, None if the session has no seed."""
         if self.seed is None:
             return None
         prompts_id = sample_id(*chain.from_iterable(prompts))
