@@ -103,11 +103,7 @@ class _Connection(H11Protocol):
 
 @contextlib.contextmanager
 def listening(
-    app: FastAPI,
-    address: tuple[str, int],
-    refusal: Refusal,
-    setting: str,
-    connections: int | None,
+    app: FastAPI, address: tuple[str, int], refusal: Refusal, setting: str, connections: int | None
 ) -> Iterator[tuple[str, int]]:
     """Answer requests with ``app``. See `aligner.http.application.http_server`."""
     max_connections = _within_open_files(connections or MAX_CONNECTIONS)
