@@ -135,14 +135,12 @@ class LabelledDataset(Dataset[Labelled]):
             return make_example(row, index, tokenizer, data)
 
         longest = data.max_length
-        items = read_items(source, make, data, cls.keys, longest=longest, noun="examples")
+        examples, notes = read_items(source, make, data, cls.keys, longest=longest, noun=cls.noun)
         rows = [
-            Labelled(
-                example, labels[example.id], _mismatched(items.fitting, index, longest, source)
-            )
-            for index, example in enumerate(items.fitting)
+            Labelled(example, labels[example.id], _mismatched(examples, index, longest, source))
+            for index, example in enumerate(examples)
         ]
-        return cls(rows, **items.arguments())
+        return cls(rows, **notes)
 
 
 def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:

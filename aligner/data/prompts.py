@@ -72,7 +72,7 @@ class PromptDataset(Dataset[Prompt]):
             raise ConfigError(f"data: prompt and ground truth are both column {truth_column!r}")
         # Rows become prompts. Prompts that are too long are dropped.
         check_bos(data, tokenizer)
-        prompts = read_items(
+        prompts, notes = read_items(
             source,
             lambda row, index, data: make_prompt(row, index, tokenizer, data, truth_column),
             data,
@@ -81,7 +81,7 @@ class PromptDataset(Dataset[Prompt]):
             noun="prompts",
             key=key,
         )
-        return cls(prompts.fitting, **prompts.arguments())
+        return cls(prompts, **notes)
 
     @property
     def column_names(self) -> frozenset[str]:
@@ -114,8 +114,8 @@ class EpisodeDataset(PromptDataset):
             truth = None if ground_truth_column is None else row.get(ground_truth_column)
             return Prompt(index, "", [], truth, dict(row.columns))
 
-        rows = read_items(source, episode, data, (), longest=None, noun="rows")
-        return cls(rows.fitting, longest_prompt=longest_prompt, **rows.arguments())
+        rows, notes = read_items(source, episode, data, (), longest=None, noun="rows")
+        return cls(rows, longest_prompt=longest_prompt, **notes)
 
     @property
     def max_length(self) -> int:
