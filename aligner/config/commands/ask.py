@@ -52,10 +52,8 @@ class AskedModelConfig:
     """A `.nemo`, a Hugging Face directory, or the directory of a run: its newest state."""
 
     trust_remote_code: StrictBool = False
-    """Run the Python code in a Hugging Face directory whose `config.json` has `auto_map`.
-
-    Without it such code is never imported. Needs `policy.backend=dtensor`.
-    """
+    """Run the Python code in a Hugging Face directory whose `config.json` has `auto_map`. Without
+    it such code is never imported. Needs `policy.backend=dtensor`."""
 
     tokenizer: FilePath | None = None
     """Path of another tokenizer. `null` means the model's tokenizer."""
@@ -76,10 +74,8 @@ class AskedModelConfig:
     """Shard norms over the tensor-parallel processes."""
 
     fp8: Literal["e4m3", "hybrid"] | None = None
-    """Format of 8-bit matrix products, on GPUs with Transformer Engine.
-
-    `e4m3`, `hybrid`, or null (none).
-    """
+    """Format of 8-bit matrix products, on GPUs with Transformer Engine. `e4m3`, `hybrid`, or null
+    (none)."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +97,12 @@ class ServedDataConfig:
     """System message for chats without one. `null` adds none."""
 
     chat_template_kwargs: Mapping[StrictStr, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as `{enable_thinking: false}`.
-
-    The template must use each variable. A request's `chat_template_kwargs` take precedence.
-    """
+    """Variables for the chat template, such as `{enable_thinking: false}`. The template must use
+    each variable. A request's `chat_template_kwargs` take precedence."""
 
     special_tokens_in_text: SpecialTokensInText = "keep"
-    """Special and added tokens in the text of requests: `keep`, `refuse`, or `escape` with U+200B.
-    """
+    """Special and added tokens in the text of requests: `keep`, `refuse`, or `escape` with
+    U+200B."""
 
     add_bos: StrictBool = False
     """Begin a prompt with the BOS token, unless its text already does."""
@@ -129,9 +123,7 @@ class ServerConfig:
 
     token_file: FilePath | None = None
     """File with the bearer token. If the file does not exist, it is created with a new token.
-
-    Without `token_env` and `token_file` the server creates a token and prints it.
-    """
+    Without `token_env` and `token_file` the server creates a token and prints it."""
 
     model_name: Annotated[StrictStr, not_empty("a name")] | None = None
     """Name of the model in requests. `null` means the name of its file or directory."""
@@ -248,10 +240,8 @@ class EvaluateConfig(PromptedConfig):
     reward: RewardConfig
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     final_answer: Function = FINAL_ANSWER
-    """Function that extracts the final answer from the text of a response.
-
-    It returns None if the response contains no answer. `maj@k` compares the answers.
-    """
+    """Function that extracts the final answer from the text of a response. It returns None if the
+    response contains no answer. `maj@k` compares the answers."""
 
     output: FilePath = "results/evaluation"
     """Directory of evaluation.json, answers.jsonl and report.html."""
