@@ -27,8 +27,11 @@ def convert(source: StrPath, target: StrPath) -> str:
             + " a .nemo. Give FILE.nemo as one of the two and a Hugging Face directory (as input "
             "also a .gguf file) as the other"
         )
-    if from_nemo:
-        return nemo_to_hf(source, target)
+    return hf_to_nemo(source, target) if to_nemo else nemo_to_hf(source, target)
+
+
+def hf_to_nemo(source: StrPath, target: StrPath) -> str:
+    """Convert a Hugging Face directory or a ``.gguf`` file to a ``.nemo``."""
     model = read_hf(source)
     save_nemo(target, model.weights, model.architecture, model.tokenizer_files)
     return written(target, describe(model.architecture))
