@@ -322,10 +322,12 @@ def test_generation_has_the_weights_of_the_moment(tiny_nemo):
 
 
 def test_what_this_backend_does_not_have_is_refused():
-    experts = dataclasses.replace(TINY_ARCHITECTURE, num_moe_experts=4)
+    experts = dataclasses.replace(TINY_ARCHITECTURE, num_moe_experts=4, family="mixtral")
     with pytest.raises(LayoutError, match=r"4 experts.*policy\.backend=megatron"):
         check_backend(experts, ParallelConfig())
-    gpt2 = architecture_from_hf({"model_type": "gpt2"})
+    from transformers import GPT2Config
+
+    gpt2 = architecture_from_hf(GPT2Config().to_dict())
     with pytest.raises(
         LayoutError, match=r"tensor_model_parallel_size=2.*no tensor-parallel plan for gpt2"
     ):

@@ -40,7 +40,8 @@ def check_backend(
 
     ``lora``: settings of new adapters.
     """
-    family = family_name(architecture)
+    config = model_config(architecture)
+    family, plan = config.model_type, config.base_model_tp_plan or {}
     is_own = isinstance(architecture, TransformersArchitecture)
     if not is_own and (architecture.num_moe_experts or family in ONLY_BY_TRANSFORMERS):
         experts = architecture.num_moe_experts
@@ -49,10 +50,14 @@ def check_backend(
             f"{f' with {experts} experts' if experts else ''} in .nemo files. Use "
             "policy.backend=megatron, or give the model's Hugging Face directory"
         )
+    if lora is not None and not is_own:
+        raise ConfigError(
+            "model.peft.peft_scheme=lora: policy.backend=dtensor adds no adapters to "
+            f"{family} models. Set policy.backend=megatron"
+        )
     if parallel.tensor == 1:
         return
     key = f"model.tensor_model_parallel_size={parallel.tensor}"
-    plan = tensor_plan(architecture)
     unknown = sorted(set(plan.values()) - {*STYLES})
     reason = f"transformers has no tensor-parallel plan for {family} models"
     if unknown:
@@ -68,13 +73,6 @@ def check_backend(
         "(data-parallel ranks shard the weights anyway)"
         + ("" if is_own else ", or use policy.backend=megatron")
     )
-
-
-def family_name(architecture: GPTArchitecture) -> str:
-    """Return transformers' ``model_type`` of the architecture."""
-    if isinstance(architecture, TransformersArchitecture):
-        return architecture.family or ""
-    return config_to_hf(architecture)[0].model_type
 
 
 def _left_out(architecture: GPTArchitecture, plan: Mapping[str, str]) -> list[str]:
@@ -107,7 +105,7 @@ def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, train
             )
         return
     hidden = architecture.with_dropout(dropout).hidden_dropout
-    family = family_name(architecture)
+    family = config_to_hf(architecture)[0].model_type
     has_key = "hidden_dropout" in FAMILIES[family].keys
     if hidden and not has_key and (trained or dropout is not None):
         shown = f"null, {hidden:g} in the checkpoint" if dropout is None else f"{dropout:g}"
@@ -115,21 +113,6 @@ def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, train
             f"model.dropout={shown}: policy.backend=dtensor does not support dropout of hidden "
             f"states for {family} models. Set it to 0, or use policy.backend=megatron"
         )
-
-
-def tensor_plan(architecture: GPTArchitecture) -> dict[str, str]:
-    """Return transformers' tensor-parallel style of each module of the body, by `plan_name`.
-
-    Empty if transformers has no plan for the type.
-    """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    config: object
-    if isinstance(architecture, TransformersArchitecture):
-        config = model_config(architecture)
-    else:
-        config = CONFIG_MAPPING[family_name(architecture)]
-    return dict(getattr(config, "base_model_tp_plan", None) or {})
 
 
 def plan_name(name: str) -> str:
