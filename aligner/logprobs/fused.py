@@ -2,23 +2,19 @@
 
 Forward: one pass over the vocabulary in tiles updates, per token, the running maximum ``m``, the
 sum ``s = Σ exp(l - m)`` and, for the entropy, ``u = Σ exp(l - m)·(l - m)`` of the logits ``l``
-(online softmax, Milakov & Gimelshein, 2018). Then ``logprob = l_target - m - log s`` and
-``entropy = log s - u / s``.
+(online softmax, Milakov & Gimelshein, 2018). Then ``logprob = l_target - m - log s`` and ``entropy
+= log s - u / s``.
 
 Backward: the tiles are recomputed and converted to the gradient of the logits in place::
 
     dl_v = g·([v = target] - p_v) - e·p_v·(log p_v + entropy)
 
-with ``g`` and ``e`` the gradients of logprob and entropy. The method needs four matrix products,
-log-softmax and gather need three, but every elementwise pass stays in cache.
+with ``g`` and ``e`` the gradients of logprob and entropy. The vocabulary is the outer loop, so each
+row of the weight's gradient is complete after its tile and accumulates in float32 without a copy.
 
-The vocabulary is the outer loop, so each row of the weight's gradient is complete after its tile,
-and float32 accumulation needs no float32 copy of the gradient.
-
-Sums are float32 (float64 for float64 inputs). A GPU multiplies bfloat16 states and weights without
-conversion, because each product is exact in float32. In backward the gradient of each logit is
-computed in float32 and rounded to bfloat16 (`aligner.kernels.linear_product`). Other devices
-convert states and weights to float32 block by block, and only the result is rounded.
+Sums are float32 (float64 for float64 inputs). A GPU multiplies bfloat16 without conversion and
+rounds the gradient of each logit to bfloat16 (`aligner.kernels.linear_product`). Other devices
+convert states and weights to float32 block by block.
 """
 
 from dataclasses import dataclass
@@ -62,8 +58,8 @@ def row_statistics(
 ) -> RowStatistics:
     """Compute statistics of ``hidden`` [N, H], ``weight`` [V_local, H], ``target`` int64 [N].
 
-    ``restriction``: tokens that enter the softmax. Default: all. An excluded target enters too if
-    ``keep_target`` is true. Otherwise its log-prob is -inf. Logits are divided by ``divisor``, then
+    ``restriction``: tokens that enter the softmax, by default all. With ``keep_target`` an excluded
+    target enters too, otherwise its log-prob is -inf. Logits are divided by ``divisor``, then
     bounded by ``cap`` (`soft_cap_`).
     """
     # Logits of the targets, which also initialise the running maximum.
@@ -226,8 +222,7 @@ def input_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute gradients of float ``hidden`` [N, H] (this shard's part) and the local ``weight``.
 
-    ``requires``: which of the two gradients to compute. ``grad_logprobs`` and ``grad_entropy``:
-    float [N]. Other arguments: arguments and result of `row_statistics`.
+    ``requires``: which of the two to compute. ``grad_logprobs``, ``grad_entropy``: float [N].
     """
     requires_hidden, requires_weight = requires
     gradient = _logit_gradient(
@@ -382,25 +377,22 @@ def hidden_states_to_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-prob of each target and the entropy of the sampling distribution.
 
-    ``hidden``: float [N, H], the states that predict the targets (the caller selects and shifts).
-    ``weight``: float [V_local, H], the output layer, with ``tp_group`` its local rows.
-    ``target``: int64 [N], global ids below ``vocab_size``. ``vocab_size``: the global vocabulary
-    without padding rows, which are outside the softmax and get gradient 0.
+    ``hidden``: float [N, H], the states that predict the targets. ``weight``: float [V_local, H],
+    the (local) output layer. ``target``: int64 [N], global ids. ``vocab_size``: the global
+    vocabulary without padding rows, which are outside the softmax and get gradient 0.
 
     ``temperature`` divides the logits, then ``cap`` bounds them (`soft_cap_`). ``top_k`` (0, -1:
     off), then ``top_p`` (1: off) restrict the distribution, which is renormalised over the kept
-    tokens. The target always counts as kept, so that the log-prob is finite even if the filter
-    excludes the target now (-inf in NeMo-RL).
-    ``kept_ids``: int [N, K], ids that the sampler kept, padded with -1. A row with at least one id
-    is renormalised over its ids instead.
-    ``chunk_size``: maximum number of tokens per step. None derives it from the memory of a tile.
+    tokens. The target always counts as kept, so that its log-prob is finite (-inf in NeMo-RL).
+    ``kept_ids``: int [N, K], ids that the sampler kept, padded with -1. A row with an id is
+    renormalised over its ids instead. ``chunk_size``: maximum number of tokens per step. None
+    derives it from the memory of a tile.
 
-    Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs).
-    Gradients are exact for a fixed set of kept tokens, except for bfloat16 inputs on a GPU, for
-    which the gradient of each logit is rounded to bfloat16. With tensor parallelism every rank
-    returns the same values and the gradient of its rows of ``weight``. The gradient of ``hidden``
-    is the *local part*, which the caller sums over the group (as megatron-core's copy-to-region or
-    gather-from-sequence-region).
+    Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs). Gradients
+    are exact for a fixed set of kept tokens, but rounded per logit for bfloat16 on a GPU. With
+    tensor parallelism every rank returns the same values and the gradient of its rows of
+    ``weight``. The gradient of ``hidden`` is the *local part*, which the caller sums over the
+    group.
     """
     sampling = TrainingSamplingParams(top_k, top_p, temperature, keep_target=True)
     shard = VocabShard.of(weight, vocab_size, tp_group)
@@ -432,7 +424,6 @@ def shard_logprobs(
     """Compute `hidden_states_to_logprobs` for any shard and both values of ``keep_target``.
 
     ``hidden``: float [N, H]. ``weight``: float [V_local, H]. ``target``: int64 [N], global ids.
-    Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs).
     """
     assert hidden.ndim == 2, hidden.shape
     assert weight.ndim == 2, weight.shape

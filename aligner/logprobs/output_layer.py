@@ -1,7 +1,5 @@
 """The local output layer: its rows, tiled products, and modules that replace it.
 
-A replacement module makes a megatron-core GPTModel return hidden states instead of logits.
-
 Shape legend: ``N`` selected tokens, ``S`` length, ``B`` sequences, ``H`` hidden, ``V`` real
 vocabulary, ``V_local`` rows of the local weight (padding rows included).
 """
@@ -41,9 +39,8 @@ def tile_bytes(device_type: str) -> int:
 class VocabShard:
     """Part of the vocabulary in the local weight.
 
-    ``start``: global id of row 0. ``columns``: number of leading rows that are real tokens. The
-    following rows are padding outside the softmax. ``group``: the tensor-parallel group, None if
-    this process stores the whole vocabulary.
+    ``start``: global id of row 0. ``columns``: leading rows that are real tokens, before padding
+    outside the softmax. ``group``: the tensor-parallel group, None for the whole vocabulary.
     """
 
     start: int
@@ -100,8 +97,7 @@ class VocabShard:
 def sequence_chunks(logits: Tensor, chunk_size: int | None) -> Iterator[slice]:
     """Yield slices of dimension -2 of [..., S, V_local], ``chunk_size`` positions each.
 
-    The default ``chunk_size`` bounds the float32 memory of a chunk. Slices are equal on all ranks
-    with logits of the same shape, so the loop may contain collectives.
+    The default bounds the float32 memory of a chunk. Slices are equal on all ranks.
     """
     length = logits.shape[-2]
     if chunk_size is None:
@@ -116,8 +112,7 @@ class Tiles:
     """Partition of [N, columns] into tiles of bounded, reused memory.
 
     ``dtype`` is the type of the arithmetic, float32 at least. Inputs of lower precision are
-    converted block by block, so products accumulate in float32 without a float32 copy of the
-    weight. If the device multiplies such inputs directly (``narrow``), they are not converted.
+    converted block by block, or not at all if the device multiplies them (``narrow``).
     """
 
     def __init__(
@@ -129,10 +124,7 @@ class Tiles:
         divisor: float = 1.0,
         cap: float | None = None,
     ) -> None:
-        """Tile the product of ``hidden`` [N, H] and ``weight`` [V_local, H] / ``divisor``.
-
-        ``cap``: bound of the logits, see `soft_cap_`.
-        """
+        """Tile the product of ``hidden`` [N, H] and ``weight`` [V_local, H] / ``divisor``."""
         device = hidden.device
         self.narrow = has_wide_products(hidden, weight)
         self.divisor, self.cap = divisor, cap
@@ -183,7 +175,7 @@ def soft_cap_(logits: Tensor, cap: float | None) -> Tensor:
 class OutputLayerBypass(nn.Module):
     """Replacement of the output layer that returns the hidden states.
 
-    ``weight``: megatron-core reads this attribute on the last pipeline stage with tied embeddings.
+    megatron-core reads ``weight`` on the last pipeline stage with tied embeddings.
     """
 
     def __init__(self, original: nn.Module | None = None) -> None:
@@ -215,10 +207,7 @@ def ready_weight(module: nn.Module) -> Tensor:
 
 
 class CapturingOutputLayer(nn.Module):
-    """Replacement of the output layer that stores the hidden states and returns a small tensor.
-
-    ``captured_hidden``: receives the hidden states, float ``[S, B, H]``, as ``hidden_states``.
-    """
+    """Replacement of the output layer that stores the hidden states and returns a small tensor."""
 
     def __init__(self, captured_hidden: dict[str, Tensor]) -> None:
         super().__init__()

@@ -1,18 +1,17 @@
 """Key-value cache of the sequences in flight, one slot per sequence.
 
-While the cache is attached to every `CoreAttention` of a model (`CoreAttention.cache`), it computes
-the attention. Before each forward pass the cache is set to the kind of pass: a prefill of several
-prompts, or one more token for each of the first ``n`` slots. Masks are derived from lengths, never
-from token ids.
+The cache is attached to every `CoreAttention` of a model and computes the attention. Before each
+forward pass it is set to a prefill of prompts, or to one more token for each of the first ``n``
+slots. Masks are derived from lengths.
 
 Shape legend: ``n`` rows of a pass, one token each, ``m`` prompts, ``P`` their padded length, ``G``
-key-value heads of this rank, ``R`` query heads per key-value head, ``D`` head width, ``C`` capacity
-in tokens. ``heads`` are [n, G, R + 2, D]: a key-value head's queries, its key, its value.
+key-value heads of this rank, ``R`` query heads per key-value head, ``D`` head width. ``heads`` are
+[n, G, R + 2, D]: a key-value head's queries, its key, its value.
 
-The result of a row does not depend on the other rows or on padding, bit for bit on all tested CPUs,
-if lengths are padded to multiples of `ALIGNMENT`: a sum over masked positions then ends in full
-vectors of zeros. Decoding therefore uses batched products and not `scaled_dot_product_attention`,
-which partitions its work by the batch size.
+The result of a row does not depend on other rows or padding, bit for bit on all tested CPUs, if
+lengths are multiples of `ALIGNMENT`: a sum over masked positions then ends in full vectors of
+zeros. `scaled_dot_product_attention` partitions its work by the batch size, so decoding uses
+batched products.
 """
 
 import math
@@ -65,8 +64,8 @@ class _Decode:
 class KVCache:
     """Keys and values of every layer on this process.
 
-    A layer's store is [2 * slots * G * C, D]: the keys of all slots, then the values. If a key and
-    its value were adjacent, the memory-bound products would run at half the speed.
+    A layer's store is [2 * slots * G * C, D] for a capacity of C tokens: the keys of all slots,
+    then the values. Adjacent keys and values would halve the speed of the memory-bound products.
     """
 
     def __init__(
@@ -83,20 +82,11 @@ class KVCache:
         scale: float | None = None,
         windows: Sequence[int | None] = (None,),
     ) -> None:
-        """Allocate the cache.
+        """Allocate the cache for ``num_slots`` sequences of at most ``capacity`` tokens.
 
-        Args:
-            layer_numbers: megatron-core's global numbers of the layers on this process.
-            num_slots: largest number of sequences at the same time. Each occupies one slot.
-            capacity: largest number of tokens of a sequence.
-            groups: key-value heads of this rank.
-            queries: query heads per key-value head.
-            head_dim: width of a head.
-            dtype: dtype of keys and values.
-            device: device of keys and values.
-            scale: factor of the scores. Default: ``1 / sqrt(head_dim)``.
-            windows: number of tokens that sliding-window attention of each layer sees, including
-                the current token. None means all. One value is used for all layers.
+        ``layer_numbers``: megatron-core's global numbers of this process's layers. ``scale``:
+        factor of the scores, by default ``1 / sqrt(head_dim)``. ``windows``: tokens that each layer
+        sees (None: all), one value for all layers or one per layer.
         """
         # For narrow heads the span includes masked positions, so that one algorithm computes all.
         self._min_span = aligned(-(-_SMALL_PRODUCT // head_dim))
@@ -142,13 +132,8 @@ class KVCache:
     ) -> None:
         """Prepare for a forward pass that stores prompt ``sources[i]`` in slot ``slots[i]``.
 
-        Several slots can store the same prompt (samples of one prompt). The indices are computed on
-        the host, without synchronising with the device.
-
-        Args:
-            lengths: [m], number of tokens of each prompt.
-            slots: [k], indices of slots.
-            sources: [k], index of the prompt that each slot stores.
+        ``lengths``: [m], tokens of each prompt. Several slots can store the same prompt. The host
+        computes the indices without synchronising with the device.
         """
         width = aligned(max(lengths))
         ends = torch.tensor(lengths)
@@ -171,11 +156,9 @@ class KVCache:
         )
 
     def begin_decode(self, positions: Tensor, longest: int) -> None:
-        """Prepare for a forward pass that adds the token at ``positions[i]`` to slot i.
+        """Prepare for a forward pass that adds the token at ``positions[i]``, int64 [n], to slot i.
 
-        Args:
-            positions: int64 [n], number of tokens that are already in slot i.
-            longest: ``positions.max() + 1``, which the caller knows without synchronising.
+        ``longest``: ``positions.max() + 1``, which the caller knows without synchronising.
         """
         span = max(aligned(longest), self._min_span)
         by_group = positions.repeat_interleave(self._groups)[:, None]  # [n * G, 1]
@@ -208,17 +191,10 @@ class KVCache:
             slots[:, target, :, :length] = slots[:, source, :, :length]
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store key and value, and attend to all visible positions.
+        """Store key and value, and attend to all visible positions, ``[P or 1, m, G * R * D]``.
 
-        Args:
-            layer_number: megatron-core's global number of the layer.
-            query: float ``[P or 1, m, G * R, D]``, rotary embedding applied: right-padded prompts,
-                or one token for each of the first m slots.
-            key: ``[P or 1, m, G, D]``.
-            value: ``[P or 1, m, G, D]``.
-
-        Returns:
-            ``[P or 1, m, G * R * D]``.
+        ``query``: float ``[P or 1, m, G * R, D]``, rotary embedding applied: right-padded prompts,
+        or one token for each of the first m slots. ``key``, ``value``: ``[P or 1, m, G, D]``.
         """
         length, batch, groups, width = key.shape
         by_group = query.reshape(length, batch, groups, -1, width)
@@ -232,10 +208,7 @@ class KVCache:
         return attended.view(batch, length, -1).transpose(0, 1)
 
     def attend_rows(self, layer_number: int, heads: Tensor) -> Tensor:
-        """Compute `attend` for n tokens: contiguous float [n, G, R + 2, D] to [n, G * R * D].
-
-        ``heads`` contains, for each of G key-value heads, R queries, the key and the value.
-        """
+        """Compute `attend` for n tokens: contiguous float [n, G, R + 2, D] to [n, G * R * D]."""
         plan = self._pass
         assert plan is not None
         store = self._stores[layer_number]

@@ -102,14 +102,10 @@ class SampledGPT:
 def synchronized_experts(gpt: GPTModel) -> Iterator[None]:
     """Allow ranks to run different numbers of forward passes inside the block.
 
-    An expert layer exchanges tokens with the other ranks of its group. All ranks must therefore
-    run a layer together, each with any number of tokens, but ranks finish generation at different
-    times. Each pass is announced, and a rank that has finished runs only the expert layers, with
-    one token of zeros, until all ranks have finished.
-
-    All ranks of the expert-parallel group must enter the block, and must not use the group for
-    anything else inside. Without expert parallelism the block has no effect. An error inside does
-    not wait for the other ranks.
+    Ranks run an expert layer together, but finish generation at different times. Each pass is
+    announced, and a rank that has finished runs only the expert layers, with one token of zeros,
+    until all ranks have finished. All ranks of the expert-parallel group enter the block and use
+    the group for nothing else inside. An error inside does not wait for the other ranks.
     """
     layers = [layer.mlp for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
     if not layers or layers[0].ep_group.size() == 1:
