@@ -153,11 +153,7 @@ def _target_column(local: Tensor, owned: Tensor, columns: slice) -> tuple[Tensor
 
 
 class _LogitGradient(NamedTuple):
-    """Inputs of the gradient of a tile of logits per token, all [N].
-
-    The gradient is ``row_factor · tile``. Constant row factors are applied to [N, H], not to
-    [N, V].
-    """
+    """Inputs of a logit tile's gradient, ``row_factor · tile``, per token, all [N]."""
 
     log_normalizer: Tensor
     row_factor: Tensor

@@ -196,11 +196,7 @@ class OutputLayerBypass(nn.Module):
 
 
 def ready_weight(module: nn.Module) -> Tensor:
-    """Wait for the module's weight as a call of the module does, and return it.
-
-    With ``overlap_param_gather`` weights arrive in the background, and a pre-forward hook of each
-    module waits for the module's weight.
-    """
+    """Return the module's weight after its pre-forward hooks, which wait for gathered weights."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
     return module.weight

@@ -33,10 +33,7 @@ from aligner.types import Denominators
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """Sum ``values`` over the elements with ``mask`` 1, over ``dim`` (default: all dimensions).
-
-    ``values``: [...], of any dtype. ``mask``: [...], of the same shape.
-    """
+    """Sum ``values`` [...] where ``mask`` [...] is 1, over ``dim`` (default: all dimensions)."""
     assert values.shape == mask.shape, (values.shape, mask.shape)
     masked = torch.where(mask.bool(), values, 0)
     return masked.sum() if dim is None else masked.sum(dim)
@@ -45,11 +42,10 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None =
 def masked_mean(
     values: Tensor, mask: Tensor, denominator: Tensor | float, dim: int | None = None
 ) -> Tensor:
-    """Compute ``sum(mask * values) / denominator`` with the arguments of `masked_sum`.
+    """Compute ``sum(mask * values) / denominator`` with the arguments of `masked_sum`, [...].
 
-    The caller provides the denominator, a scalar or a tensor in the shape of the sum (usually a
-    count over the whole global batch), because a mean over one micro-batch must not be averaged
-    again.
+    The denominator is usually a count over the global batch, because means of micro-batches must
+    not be averaged.
     """
     return masked_sum(values, mask, dim) / denominator
 
@@ -60,8 +56,8 @@ def masked_moments(
     """Compute mean and unbiased variance over all unmasked elements of all ranks of ``group``.
 
     ``values``: float [...]. ``mask``: [...], of the same shape. Two passes accumulate in float64.
-    Without unmasked elements both results are 0. The variance of a single element is 0. With
-    ``group=None`` only elements of this process count. Returns two float64 scalars.
+    Without elements both results are 0, the variance of one element is 0. Returns two float64
+    scalars.
     """
     count = mask.bool().sum().double()
     first = _all_ranks(torch.stack([count, _sum64(values, mask)]), group)
@@ -80,9 +76,8 @@ def masked_whiten(
 ) -> Tensor:
     """Compute ``(values - mean) * rsqrt(variance + eps)``, 0 at masked positions.
 
-    ``values``: float [...]. ``mask``: [...], of the same shape. Mean and unbiased variance are over
-    all unmasked elements of all ranks of ``group`` (the convention of verl and TRL, while OpenRLHF
-    and NeMo-Aligner use the population variance), or over elements with ``over`` [...] equal to 1.
+    ``values``: float [...]. ``mask``: [...]. Mean and unbiased variance (verl, TRL) are over all
+    unmasked elements of all ranks of ``group``, or over elements with ``over`` [...] equal to 1.
     """
     mean, variance = masked_moments(values, mask if over is None else over, group)
     scale = torch.rsqrt(variance + eps)
@@ -92,8 +87,8 @@ def masked_whiten(
 def _less(values: Tensor, mean: Tensor) -> Tensor:
     """Compute ``values - mean`` in the dtype of ``values``, as exact as with the float64 ``mean``.
 
-    The mean is subtracted in two parts, because the rounding error of a rounded mean is large
-    relative to small deviations of large values.
+    A mean rounded to that dtype would hide small deviations of large values, so it is subtracted in
+    two parts.
     """
     rounded = mean.to(values.dtype)
     return values - rounded - (mean - rounded).to(values.dtype)
@@ -144,8 +139,8 @@ def row_means(values: Tensor, mask: Tensor) -> Tensor:
 def counted_tokens(batch: Mapping[str, Tensor], *per_token: Tensor) -> Tensor:
     """Return bool [B, S], True if the token was generated and its sample is not masked.
 
-    ``batch`` contains ``token_mask`` [B, S] and ``sample_mask`` [B]. ``per_token``: float [B, S],
-    tensors whose shapes are compared with the mask.
+    ``batch`` contains ``token_mask`` [B, S] and ``sample_mask`` [B]. ``per_token``: tensors of the
+    mask's shape.
     """
     token_mask, sample_mask = batch["token_mask"], batch["sample_mask"]
     shapes = [token_mask.shape, *(tensor.shape for tensor in per_token)]

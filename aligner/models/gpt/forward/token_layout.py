@@ -93,10 +93,10 @@ class TokenLayout:
         return self._to_device(rows), self._to_device(frame_indices)
 
     def predicted_tokens(self, selected: BoolArray | None = None) -> tuple[Tensor, Tensor]:
-        """Return the index of the row that predicts each token, and the token's frame index.
+        """Return the row that predicts each token and the token's frame index, int64 ``[N]`` each.
 
-        Both are int64 ``[N]``. Every frame index occurs once. ``selected``: ``[b, S]``, true for
-        the tokens to return. Default: all.
+        Every frame index occurs once. ``selected``: ``[b, S]``, true for the tokens to return.
+        Default: all.
         """
         rows, frame_indices = self._all_tokens()
         has_next = ~self.ends[frame_indices]
