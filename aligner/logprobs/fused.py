@@ -222,12 +222,7 @@ def input_gradients(
     """
     requires_hidden, requires_weight = requires
     gradient = _logit_gradient(
-        statistics,
-        target,
-        shard,
-        grad_logprobs,
-        grad_entropy,
-        restricted=restriction is not None,
+        statistics, target, shard, grad_logprobs, grad_entropy, restricted=restriction is not None
     )
     tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor, cap)
     inputs = tiles.factor(hidden)

@@ -78,12 +78,7 @@ class Restriction:
     is_recorded: Tensor | None = None
 
     def exclude(
-        self,
-        logits: Tensor,
-        rows: slice,
-        columns: slice,
-        target_column: Tensor,
-        is_inside: Tensor,
+        self, logits: Tensor, rows: slice, columns: slice, target_column: Tensor, is_inside: Tensor
     ) -> None:
         """Overwrite excluded tokens and the targets in a tile [n, v] of ``rows`` and ``columns``.
 

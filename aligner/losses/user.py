@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.importing import (
-    check_call,
-    construct,
-    load_function,
-    named_by,
-    user_errors,
-)
+from aligner.importing import check_call, construct, load_function, named_by, user_errors
 from aligner.losses.interfaces import loss_and_metrics
 from aligner.types import Denominators, TokenOutputs
 

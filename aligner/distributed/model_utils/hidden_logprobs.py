@@ -18,12 +18,7 @@ from aligner.distributed.model_utils.context_shard import (
     unpack,
 )
 from aligner.errors import LayoutError
-from aligner.logprobs.fused import (
-    RowStatistics,
-    input_gradients,
-    row_statistics,
-    shard_logprobs,
-)
+from aligner.logprobs.fused import RowStatistics, input_gradients, row_statistics, shard_logprobs
 from aligner.logprobs.output_layer import VocabShard
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams
 from aligner.parallel.collectives import SumGradient, gather_first, reduce_scatter_first

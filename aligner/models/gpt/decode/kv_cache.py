@@ -176,13 +176,7 @@ class KVCache:
             rows = (firsts[:, 1:] + index).int()
             values = rows.repeat_interleave(self._queries, dim=0).flatten()
             starts = torch.arange(0, len(values), span, dtype=torch.int32, device=positions.device)
-        self._pass = _Decode(
-            firsts + by_group,
-            span,
-            bias,
-            values,
-            starts,
-        )
+        self._pass = _Decode(firsts + by_group, span, bias, values, starts)
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` tokens of slots ``source`` int64 [k] to slots ``target``."""

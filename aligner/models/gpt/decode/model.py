@@ -215,11 +215,7 @@ class IncrementalModel:
         return self.can_be_captured and small and read <= weights
 
     def prefill(
-        self,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        slots: Sequence[int],
-        sources: Sequence[int],
+        self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
     ) -> Tensor:
         """Run prompts, store keys and values, and return each last token's hidden state [n, H].
 

@@ -139,13 +139,7 @@ class Responses:
         return graph_batch
 
     def sample(
-        self,
-        model: DecodingModel,
-        batch: Batch,
-        hidden: Tensor,
-        *,
-        banning: bool,
-        may_wait: bool,
+        self, model: DecodingModel, batch: Batch, hidden: Tensor, *, banning: bool, may_wait: bool
     ) -> None:
         """Sample and store the next token of each row, from final hidden states [n, H].
 

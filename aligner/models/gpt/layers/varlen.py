@@ -96,12 +96,7 @@ def can_attend_varlen(query: Tensor, dropout: float, window: int | None) -> bool
 
 
 def attend_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    scale: float,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, window: int | None
 ) -> Tensor:
     """Compute attention within every sequence, ``[R, heads, D]``, 0 in rows outside of sequences.
 
