@@ -17,7 +17,6 @@ rounds the gradient of each logit to bfloat16 (`aligner.kernels.linear_product`)
 convert states and weights to float32 block by block.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -297,17 +296,6 @@ def _gradient_tile(
     return tile if slope is None else tile.mul_(slope)
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Options of `row_statistics`."""
-
-    keep_target: bool
-    chunk_size: int | None
-    with_entropy: bool
-    divisor: float
-    cap: float | None
-
-
 class _HiddenStatesToLogprobs(torch.autograd.Function):
     """Log-probs and entropy of (hidden, weight), differentiable in both inputs."""
 
@@ -319,14 +307,17 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
         target: Tensor,
         shard: VocabShard,
         restriction: Restriction | None,
-        options: _Options,
+        keep_target: bool,
+        with_entropy: bool,
+        tiling: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
+        options = {"keep_target": keep_target, "with_entropy": with_entropy, **tiling}
         statistics = row_statistics(
-            hidden, weight, target, shard, restriction=restriction, **vars(options)
+            hidden, weight, target, shard, restriction=restriction, **options
         )
-        restricted = (None, None, None) if restriction is None else restriction.tensors()
+        restricted = [None] * 3 if restriction is None else vars(restriction).values()
         ctx.save_for_backward(hidden, weight, target, *restricted, *statistics)
-        ctx.shard, ctx.options = shard, options
+        ctx.shard, ctx.tiling = shard, tiling
         ctx.set_materialize_grads(False)  # backward is cheaper without a gradient of the entropy
         return statistics.logprobs, statistics.entropy
 
@@ -344,11 +335,9 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
             *grads,
             requires=ctx.needs_input_grad[:2],
             restriction=restriction,
-            chunk_size=ctx.options.chunk_size,
-            divisor=ctx.options.divisor,
-            cap=ctx.options.cap,
+            **ctx.tiling,
         )
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, *[None] * 6
 
 
 def hidden_states_to_logprobs(
@@ -428,5 +417,7 @@ def shard_logprobs(
         # In float32, because scaled bfloat16 states would be rounded.
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / sampling.temperature
     restriction = restriction_of(hidden, weight, shard, sampling, divisor, kept_ids, cap)
-    options = _Options(sampling.keep_target, chunk_size, with_entropy, divisor, cap)
-    return _HiddenStatesToLogprobs.apply(hidden, weight, target, shard, restriction, options)
+    tiling = {"chunk_size": chunk_size, "divisor": divisor, "cap": cap}
+    return _HiddenStatesToLogprobs.apply(
+        hidden, weight, target, shard, restriction, sampling.keep_target, with_entropy, tiling
+    )

@@ -203,14 +203,14 @@ def ready_weight(module: nn.Module) -> Tensor:
 
 
 class CapturingOutputLayer(nn.Module):
-    """Replacement of the output layer that stores the hidden states and returns a small tensor."""
+    """Replacement of the output layer that stores hidden states ``[S, B, H]`` in a dict."""
 
     def __init__(self, captured_hidden: dict[str, Tensor]) -> None:
         super().__init__()
         self.captured_hidden = captured_hidden
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Store float ``[S, B, H]`` and return a placeholder ``[S, B, 1]``."""
+        """Store ``hidden_states``, float ``[S, B, H]``, and return a placeholder ``[S, B, 1]``."""
         del args, kwargs
         self.captured_hidden["hidden_states"] = hidden_states
         return hidden_states[..., :1], None

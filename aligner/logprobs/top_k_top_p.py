@@ -100,10 +100,6 @@ class Restriction:
         target_logits = torch.where(is_inside, EXCLUDED, logits.gather(1, target_column))
         logits.scatter_(1, target_column, target_logits)
 
-    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the fields in constructor order, for autograd."""
-        return self.thresholds, self.kept_columns, self.is_recorded
-
 
 @torch.no_grad()
 def restriction_of(

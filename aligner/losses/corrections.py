@@ -26,7 +26,7 @@ sample counts. Masked positions may be any value.
 
 import math
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -108,24 +108,13 @@ def second_moment_masks(batch: Mapping[str, Tensor], limit: float, rows: int) ->
     return torch.cat([second_moment_mask(*part, limit) for part in parts]).float()
 
 
-class Corrected(NamedTuple):
-    """Result of `correct`.
-
-    ``weights``: float [B, S] without gradient, or None for 1. ``metrics``: scalars, summed over
-    micro-batches.
-    """
-
-    weights: Tensor | None
-    metrics: dict[str, Tensor]
-
-
 def correct(
     correction: CorrectionConfig,
     log_ratio: Tensor,
     average: BatchAverage,
     moment_mask: Tensor | None = None,
-) -> Corrected:
-    """Compute the weights of a micro-batch's tokens, and metrics of these weights.
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Compute the weights of a micro-batch's tokens, float [B, S] or None for 1, and metrics.
 
     ``log_ratio``: float [B, S], the trainer's log-prob minus the sampler's, without gradient.
     ``average``: mean over the counting tokens of the global batch, with this micro-batch's mask.
@@ -161,7 +150,7 @@ def correct(
     if weights is not None:
         metrics["importance_weight"] = average(weights)
         metrics["importance_weight_square"] = average(weights.square())
-    return Corrected(weights, metrics)
+    return weights, metrics
 
 
 def gap_metrics(log_ratio: Tensor, average: BatchAverage) -> dict[str, Tensor]:

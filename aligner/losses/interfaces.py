@@ -77,17 +77,12 @@ class PublishedLoss:
                 "aligner.losses.distillation for distillation"
             ) from None
 
-    @property
-    def reads_logits(self) -> bool:
-        """True if the function reads all logits of a policy."""
-        return self.input_type is LossInputType.LOGIT
-
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Call the function on logits, values or log-probs ``[B, S]`` of one micro-batch."""
         model_output = outputs.values_or_logprobs
-        if not self.reads_logits:
+        if self.input_type is LossInputType.LOGPROB:
             model_output = model_output[:, 1:]
         arguments = {
             "data": BatchedDataDict(batch),
@@ -133,7 +128,7 @@ def as_loss(loss_fn: Any) -> types.LossFunction:
 
 def reads_logits(loss_fn: types.LossFunction) -> bool:
     """Return whether ``loss_fn`` reads all logits of a policy."""
-    return isinstance(loss_fn, PublishedLoss) and loss_fn.reads_logits
+    return isinstance(loss_fn, PublishedLoss) and loss_fn.input_type is LossInputType.LOGIT
 
 
 def loss_and_metrics(

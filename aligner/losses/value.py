@@ -120,11 +120,7 @@ class RightShiftedLoss:
 
     def __init__(self, loss_fn: Any) -> None:
         self.loss_fn = as_loss(loss_fn)
-
-    @property
-    def rows_per_group(self) -> int:
-        """``rows_per_group`` of the loss."""
-        return self.loss_fn.rows_per_group
+        self.rows_per_group = self.loss_fn.rows_per_group
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators

@@ -90,16 +90,16 @@ class KVCache:
         """
         # For narrow heads the span includes masked positions, so that one algorithm computes all.
         self._min_span = aligned(-(-_SMALL_PRODUCT // head_dim))
-        self._capacity = max(aligned(capacity), self._min_span)
-        rows = num_slots * groups * self._capacity  # of the keys, and of the values
+        self.capacity = max(aligned(capacity), self._min_span)
+        rows = num_slots * groups * self.capacity  # of the keys, and of the values
         shape = (2 * rows, head_dim)
         # Zeros: a masked position's value is multiplied by 0, which would not remove a NaN.
         self._stores = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
         # First row of each slot's and head's keys and values, [slots * G, 2].
-        first_keys = torch.arange(0, rows, self._capacity, device=device)
+        first_keys = torch.arange(0, rows, self.capacity, device=device)
         self._firsts = torch.stack((first_keys, first_keys + rows), dim=1)
         # Constants of the masks.
-        self._columns = torch.arange(self._capacity, device=device)
+        self._columns = torch.arange(self.capacity, device=device)
         self._zero = torch.zeros((), dtype=dtype, device=device)
         self._minus_inf = torch.full((), -torch.inf, dtype=dtype, device=device)
         self._scale = scale or 1.0 / math.sqrt(head_dim)
@@ -113,14 +113,9 @@ class KVCache:
         self._fused = device.type != "cpu" and dtype == torch.bfloat16
         self._pass: _Prefill | _Decode | None = None
 
-    @property
-    def capacity(self) -> int:
-        """Maximum of tokens per sequence."""
-        return self._capacity
-
     def fits(self, num_slots: int, capacity: int) -> bool:
         """Return whether the cache has at least ``num_slots`` slots of ``capacity`` tokens."""
-        return len(self._firsts) >= num_slots * self._groups and self._capacity >= capacity
+        return len(self._firsts) >= num_slots * self._groups and self.capacity >= capacity
 
     @property
     def nbytes(self) -> int:
@@ -181,7 +176,7 @@ class KVCache:
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` tokens of slots ``source`` int64 [k] to slots ``target``."""
         for store in self._stores.values():
-            slots = store.view(2, -1, self._groups, self._capacity, store.shape[1])
+            slots = store.view(2, -1, self._groups, self.capacity, store.shape[1])
             slots[:, target, :, :length] = slots[:, source, :, :length]
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -214,7 +209,7 @@ class KVCache:
         by_group = heads.view(rows * groups, count, width)
         store[plan.targets] = by_group[:, -2:]
         # Queries [n * G, R, D], keys and values as views [n * G, span, D], without repetition.
-        by_slot = store.view(2, -1, self._capacity, width)[:, : rows * groups, : plan.span]
+        by_slot = store.view(2, -1, self.capacity, width)[:, : rows * groups, : plan.span]
         keys, values = by_slot.unbind()
         if self._fused:  # one head per group, whose R queries take the place of query positions
             attended = F.scaled_dot_product_attention(

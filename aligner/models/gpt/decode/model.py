@@ -52,16 +52,8 @@ class PipelineComm:
         self._group = group
         self._device = device
         self._rank, self._last = dist.get_rank(group), dist.get_world_size(group) - 1
-
-    @property
-    def is_first(self) -> bool:
-        """True if this stage computes the embeddings."""
-        return self._rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        """True if this stage samples the tokens."""
-        return self._rank == self._last
+        self.is_first = self._rank == 0  # this stage computes the embeddings
+        self.is_last = self._rank == self._last  # this stage samples the tokens
 
     def receive(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Receive hidden rows of ``shape`` from the previous stage."""

@@ -39,18 +39,6 @@ class HeadRotation(NamedTuple):
     cos: Tensor
     sin: Tensor
 
-    @classmethod
-    def of(cls, angles: Tensor, queries: int, width: int, scale: float) -> "HeadRotation":
-        """Build from megatron-core's angles, float ``[S, 1, 1, D_rot]``, whose halves are equal."""
-        angles = angles.unsqueeze(3)
-        length, rotated = angles.shape[0], angles.shape[-1]
-        cos = angles.new_ones(length, 1, 1, queries + 2, width)
-        cos[..., : queries + 1, :rotated] = angles.cos()
-        cos[..., :queries, :] *= scale
-        sin = angles[..., : rotated // 2].sin().repeat(1, 1, 1, queries + 1, 1)
-        sin[..., :queries, :] *= scale
-        return cls(cos, sin)
-
     def apply(self, heads: Tensor, rotated: Tensor) -> None:
         """Rotate queries and keys of ``heads``, scale the queries, and write all to ``rotated``.
 
@@ -141,7 +129,14 @@ def _head_rotation(
 ) -> HeadRotation:
     """Build the rotation factors of ``angles`` once for all layers, which share the tensor."""
     with torch.inference_mode(False), torch.no_grad():
-        return HeadRotation.of(angles.to(dtype), queries, width, scale)
+        angles = angles.to(dtype).unsqueeze(3)  # whose halves are equal
+        length, rotated = angles.shape[0], angles.shape[-1]
+        cos = angles.new_ones(length, 1, 1, queries + 2, width)
+        cos[..., : queries + 1, :rotated] = angles.cos()
+        cos[..., :queries, :] *= scale
+        sin = angles[..., : rotated // 2].sin().repeat(1, 1, 1, queries + 1, 1)
+        sin[..., :queries, :] *= scale
+        return HeadRotation(cos, sin)
 
 
 def _parts(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
