@@ -405,11 +405,9 @@ def shard_logprobs(
 
     ``hidden``: float [N, H]. ``weight``: float [V_local, H]. ``target``: int64 [N], global ids.
     """
-    assert hidden.ndim == 2, hidden.shape
-    assert weight.ndim == 2, weight.shape
-    assert target.ndim == 1, target.shape
+    assert hidden.ndim == weight.ndim == 2, (hidden.shape, weight.shape)
     assert hidden.shape[1] == weight.shape[1], (hidden.shape, weight.shape)
-    assert hidden.shape[0] == target.shape[0], (hidden.shape, target.shape)
+    assert hidden.shape[:1] == target.shape, (hidden.shape, target.shape)
     divisor = 1.0
     if has_wide_products(hidden, weight):
         divisor = sampling.temperature

@@ -74,8 +74,6 @@ class Generator:
 
         Raises ConfigError for invalid lengths, ids or stop strings.
         """
-        if max_batch_size < 1:
-            raise ConfigError(f"rollout_micro_batch_size={max_batch_size} must be at least 1")
         outside = [token for token in eos_ids if not 0 <= token < architecture.vocab_size]
         if outside:
             raise ConfigError(

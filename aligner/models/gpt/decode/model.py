@@ -169,11 +169,12 @@ class IncrementalModel:
         """Enable `prefill`, `decode` and `logits`. Weights must not change inside the block."""
         was_training = self._gpt.training
         self._gpt.eval()
+        for module in self._attention:
+            module.cache = self.cache
         try:
             with (
                 _decoding_settings(self._gpt),
                 packed_linears(self._gpt) as products,
-                self._attached_cache(),
                 without_gradients(self._gpt),
             ):
                 # The packed weights, for the layers and for the output layer.
@@ -185,6 +186,8 @@ class IncrementalModel:
                 yield
         finally:
             self._project = self._layers = self._final_norm = None
+            for module in self._attention:
+                module.cache = None
             self._gpt.train(was_training)
 
     @property
@@ -310,16 +313,6 @@ class IncrementalModel:
         if embedding.add_position_embedding:
             hidden += embedding.position_embeddings(positions)
         return hidden
-
-    @contextlib.contextmanager
-    def _attached_cache(self) -> Iterator[None]:
-        for module in self._attention:
-            module.cache = self.cache
-        try:
-            yield
-        finally:
-            for module in self._attention:
-                module.cache = None
 
 
 def without_gradients(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
