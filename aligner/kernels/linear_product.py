@@ -203,13 +203,12 @@ _ROWS = 16  # their products run on a multiple of these rows, so that one kernel
 
 
 class Product:
-    """``x @ weight^T`` in a form that is fast for few rows of ``x``.
+    """``x @ weight^T`` for ``weight`` float [out, in], fast for few rows of ``x``.
 
     The first call packs a large weight. Later changes to the weight do not reach the packed copy.
     """
 
     def __init__(self, weight: Tensor) -> None:
-        """``weight``: float [out, in]."""
         self.weight = weight.detach()
         self._outputs = weight.shape[0]
         size = weight.numel() * weight.element_size()
@@ -254,10 +253,9 @@ class Product:
 
 
 class GatedProduct:
-    """SwiGLU, ``silu(x @ gate^T) * (x @ up^T)``, as two products fused with its two steps."""
+    """SwiGLU, ``silu(x @ gate^T) * (x @ up^T)``, in two fused products. ``weight``: [2 * F, in]."""
 
     def __init__(self, weight: Tensor) -> None:
-        """``weight``: float [2 * F, in], the gate in the first half."""
         self._both = Product(weight)
         self._gate, self._up = (Product(half) for half in weight.chunk(2))
 

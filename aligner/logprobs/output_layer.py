@@ -109,10 +109,11 @@ def sequence_chunks(logits: Tensor, chunk_size: int | None) -> Iterator[slice]:
 
 
 class Tiles:
-    """Partition of [N, columns] into tiles of bounded, reused memory.
+    """Partition of ``hidden`` [N, H] @ ``weight`` [V_local, H]^T into tiles of reused memory.
 
     ``dtype`` is the type of the arithmetic, float32 at least. Inputs of lower precision are
-    converted block by block, or not at all if the device multiplies them (``narrow``).
+    converted block by block, or not at all if the device multiplies them (``narrow``). Logits are
+    divided by ``divisor`` and bounded by ``cap``.
     """
 
     def __init__(
@@ -124,7 +125,6 @@ class Tiles:
         divisor: float = 1.0,
         cap: float | None = None,
     ) -> None:
-        """Tile the product of ``hidden`` [N, H] and ``weight`` [V_local, H] / ``divisor``."""
         device = hidden.device
         self.narrow = has_wide_products(hidden, weight)
         self.divisor, self.cap = divisor, cap
@@ -189,7 +189,6 @@ class OutputLayerBypass(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Return ``hidden`` float ``[S, B, H]`` and ignore the arguments of an output layer."""
-        del args, kwargs
         if self._original[0] is not None:
             ready_weight(self._original[0])
         return hidden, None
@@ -211,7 +210,6 @@ class CapturingOutputLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Store ``hidden_states``, float ``[S, B, H]``, and return a placeholder ``[S, B, 1]``."""
-        del args, kwargs
         self.captured_hidden["hidden_states"] = hidden_states
         return hidden_states[..., :1], None
 

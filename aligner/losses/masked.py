@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import ConfigError
@@ -39,48 +38,35 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None =
     return masked.sum() if dim is None else masked.sum(dim)
 
 
-def masked_mean(
-    values: Tensor, mask: Tensor, denominator: Tensor | float, dim: int | None = None
-) -> Tensor:
-    """Compute ``sum(mask * values) / denominator`` with the arguments of `masked_sum`, [...].
+def masked_mean(values: Tensor, mask: Tensor, denominator: Tensor | float) -> Tensor:
+    """Compute ``sum(mask * values) / denominator`` of ``values`` and ``mask`` [...].
 
     The denominator is usually a count over the global batch, because means of micro-batches must
     not be averaged.
     """
-    return masked_sum(values, mask, dim) / denominator
+    return masked_sum(values, mask) / denominator
 
 
-def masked_moments(
-    values: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute mean and unbiased variance over all unmasked elements of all ranks of ``group``.
+def masked_moments(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute mean and unbiased variance over all unmasked elements, two float64 scalars.
 
     ``values``: float [...]. ``mask``: [...], of the same shape. Two passes accumulate in float64.
-    Without elements both results are 0, the variance of one element is 0. Returns two float64
-    scalars.
+    Without elements both results are 0, the variance of one element is 0.
     """
     count = mask.bool().sum().double()
-    first = _all_ranks(torch.stack([count, _sum64(values, mask)]), group)
-    count, mean = first[0], first[1] / first[0].clamp(min=1)
-    squares = _all_ranks(_sum64(_less(values, mean).square(), mask), group)
+    mean = _sum64(values, mask) / count.clamp(min=1)
+    squares = _sum64(_less(values, mean).square(), mask)
     return mean, squares / (count - 1).clamp(min=1)
 
 
-def masked_whiten(
-    values: Tensor,
-    mask: Tensor,
-    group: dist.ProcessGroup | None = None,
-    eps: float = 1e-8,
-    *,
-    over: Tensor | None = None,
-) -> Tensor:
-    """Compute ``(values - mean) * rsqrt(variance + eps)``, 0 at masked positions.
+def masked_whiten(values: Tensor, mask: Tensor, *, over: Tensor | None = None) -> Tensor:
+    """Compute ``(values - mean) * rsqrt(variance + 1e-8)``, 0 at masked positions.
 
     ``values``: float [...]. ``mask``: [...]. Mean and unbiased variance (verl, TRL) are over all
-    unmasked elements of all ranks of ``group``, or over elements with ``over`` [...] equal to 1.
+    unmasked elements, or over elements with ``over`` [...] equal to 1.
     """
-    mean, variance = masked_moments(values, mask if over is None else over, group)
-    scale = torch.rsqrt(variance + eps)
+    mean, variance = masked_moments(values, mask if over is None else over)
+    scale = torch.rsqrt(variance + 1e-8)
     return torch.where(mask.bool(), _less(values, mean) * scale.to(values.dtype), 0)
 
 
@@ -96,12 +82,6 @@ def _less(values: Tensor, mean: Tensor) -> Tensor:
 
 def _sum64(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), values, 0).sum(dtype=torch.float64)
-
-
-def _all_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if group is not None:
-        dist.all_reduce(value, group=group)
-    return value
 
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]

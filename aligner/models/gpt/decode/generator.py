@@ -59,7 +59,6 @@ class Generator:
         length: LengthParams,
         sampling: SamplingParams,
         max_batch_size: int,
-        tp_group: dist.ProcessGroup | None = None,
         cuda_graphs: bool = True,
         record_kept: int = 0,
     ) -> None:
@@ -67,10 +66,9 @@ class Generator:
 
         ``model``: the model, or this process's share. ``tokenizer``: required for stop strings.
         ``eos_ids``: tokens that end a response. ``max_batch_size``: largest number of sequences in
-        flight. ``tp_group``: ranks that shard the vocabulary, by default the model's.
-        ``cuda_graphs``: launch decoding steps as CUDA graphs, if the model is dense and on one GPU.
-        ``record_kept``: record the ids that top-k and top-p kept for each token, if at most this
-        many (0: off).
+        flight. ``cuda_graphs``: launch decoding steps as CUDA graphs, if the model is dense and on
+        one GPU. ``record_kept``: record the ids that top-k and top-p kept for each token, if at
+        most this many (0: off).
 
         Raises ConfigError for invalid lengths, ids or stop strings.
         """
@@ -81,7 +79,7 @@ class Generator:
                 f"{architecture.vocab_size}. Use the model's own tokenizer"
             )
         is_gpt = isinstance(model, GPTModel)
-        self._sampled = SampledGPT(model, architecture, tp_group) if is_gpt else model
+        self._sampled = SampledGPT(model, architecture) if is_gpt else model
         self._architecture = architecture
         self._eos_ids = tuple(eos_ids)
         self._pad_id = pad_id

@@ -45,10 +45,9 @@ _MAX_KEPT_SHARE = 1 / 32  # of the device's memory. Larger caches are freed befo
 
 
 class PipelineComm:
-    """Communication between pipeline stages. With one stage nothing is sent."""
+    """Communication between the pipeline stages of ``group``. One stage sends nothing."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Store ``group``, the pipeline stages in order, and ``device``, where tensors are."""
         self._group = group
         self._device = device
         self._rank, self._last = dist.get_rank(group), dist.get_world_size(group) - 1
@@ -107,13 +106,7 @@ class IncrementalModel:
     """Model that computes next-token logits of the sequences in flight, one slot each."""
 
     def __init__(
-        self,
-        gpt: GPTModel,
-        architecture: GPTArchitecture,
-        *,
-        num_slots: int,
-        capacity: int,
-        tp_group: dist.ProcessGroup,
+        self, gpt: GPTModel, architecture: GPTArchitecture, *, num_slots: int, capacity: int
     ) -> None:
         """Prepare for at most ``num_slots`` sequences of at most ``capacity`` tokens."""
         self._attention = [module for module in gpt.modules() if isinstance(module, CoreAttention)]
@@ -127,6 +120,7 @@ class IncrementalModel:
         parameter = next(gpt.parameters())
         self._device = parameter.device
         self.stages = PipelineComm(gpt.pg_collection.pp, self._device)
+        tp_group = gpt.pg_collection.tp
         # The vocabulary shards: of the embedding (first stage) and the output layer (last stage).
         self._embedded: VocabShard | None = None
         if self.stages.is_first:

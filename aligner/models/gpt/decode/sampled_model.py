@@ -69,13 +69,9 @@ class SampledModel(Protocol):
 class SampledGPT:
     """`SampledModel` of a megatron-core model."""
 
-    def __init__(
-        self, gpt: GPTModel, architecture: GPTArchitecture, tp_group: dist.ProcessGroup | None
-    ) -> None:
-        """See `Generator`."""
+    def __init__(self, gpt: GPTModel, architecture: GPTArchitecture) -> None:
         self._gpt = gpt
         self._architecture = architecture
-        self._tp_group = tp_group or gpt.pg_collection.tp
         self.copies: dist.ProcessGroup | None = gpt.pg_collection.cp
         self.is_pipelined = dist.get_world_size(gpt.pg_collection.pp) > 1
 
@@ -86,11 +82,7 @@ class SampledGPT:
     def decoder(self, num_slots: int, capacity: int) -> IncrementalModel:
         """See `SampledModel.decoder`."""
         return IncrementalModel(
-            self._gpt,
-            self._architecture,
-            num_slots=num_slots,
-            capacity=capacity,
-            tp_group=self._tp_group,
+            self._gpt, self._architecture, num_slots=num_slots, capacity=capacity
         )
 
     def rollout(self) -> contextlib.AbstractContextManager[None]:

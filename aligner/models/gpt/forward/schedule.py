@@ -49,12 +49,10 @@ class PlacedRotary(nn.Module):
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
         """Return the length argument, which `forward` ignores."""
-        del args, kwargs
         return self.angles.shape[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the angles ``[L, 1, 1, D]`` of the layout's rows."""
-        del args, kwargs
         return self.angles
 
 

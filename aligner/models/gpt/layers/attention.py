@@ -67,7 +67,6 @@ class CoreAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        del cp_comm_type, pg_collection  # heads are already this rank's
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
             raise LayoutError(
                 f"core attention is causal self-attention, got {attention_type}, {attn_mask_type}"

@@ -214,7 +214,6 @@ class BranchAdd(nn.Module):
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         """Return the function of (branch and its bias, residual, dropout) that adds."""
-        del fused
 
         def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
             out, bias = branch
