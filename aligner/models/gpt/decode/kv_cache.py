@@ -14,7 +14,6 @@ zeros. `scaled_dot_product_attention` partitions its work by the batch size, so 
 batched products.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -79,14 +78,13 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        scale: float | None = None,
-        windows: Sequence[int | None] = (None,),
+        scale: float,
+        windows: Sequence[int | None],
     ) -> None:
         """Allocate the cache for ``num_slots`` sequences of at most ``capacity`` tokens.
 
         ``layer_numbers``: megatron-core's global numbers of this process's layers. ``scale``:
-        factor of the scores, by default ``1 / sqrt(head_dim)``. ``windows``: tokens that each layer
-        sees (None: all), one value for all layers or one per layer.
+        factor of the scores. ``windows``: tokens that each layer sees (None: all).
         """
         # For narrow heads the span includes masked positions, so that one algorithm computes all.
         self._min_span = aligned(-(-_SMALL_PRODUCT // head_dim))
@@ -102,8 +100,7 @@ class KVCache:
         self._columns = torch.arange(self.capacity, device=device)
         self._zero = torch.zeros((), dtype=dtype, device=device)
         self._minus_inf = torch.full((), -torch.inf, dtype=dtype, device=device)
-        self._scale = scale or 1.0 / math.sqrt(head_dim)
-        windows = list(windows) * (len(layer_numbers) if len(windows) == 1 else 1)
+        self._scale = scale
         self._windows = dict(zip(layer_numbers, windows, strict=True))
         self._groups, self._queries = groups, queries
         # FBGEMM's sum of weighted rows, which torch calls for an embedding bag.

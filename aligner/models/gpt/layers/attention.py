@@ -61,7 +61,6 @@ class CoreAttention(MegatronModule):
         attn_mask_type: AttnMaskType,
         attention_type: str,
         *,
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -72,7 +71,7 @@ class CoreAttention(MegatronModule):
                 f"core attention is causal self-attention, got {attention_type}, {attn_mask_type}"
             )
         self.layer_number = max(1, layer_number)
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.dropout = config.attention_dropout
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.window: int | None = None
         if is_layer_window_attention(
