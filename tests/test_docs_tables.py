@@ -305,6 +305,17 @@ def denominators(table):
     return [f"{table.place}: {row}" for row in table.rows if known.get(row[0]) != row[1]]
 
 
+def readings(table):
+    """A cell has one number for each reader of its column, between 0 and 100."""
+    problems = []
+    for date, *cells in list(zip(table.header, *table.rows, strict=True))[1:]:
+        numbers = [float(number) for cell in cells for number in cell.split(", ")]
+        readers = {cell.count(", ") for cell in cells}
+        if len(readers) > 1 or not all(0 <= number <= 100 for number in numbers):
+            problems.append(f"{table.place}: {date} has {cells}")
+    return problems
+
+
 def versions(table):
     """Allowed versions are those of pyproject.toml, tested versions those that are installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -379,6 +390,7 @@ TABLES = {
     ("campaign", "what it does"): equal_to(0, campaigns),
     ("column", "processes"): layouts,
     ("over", "full denominator"): denominators,
+    ("text", "2026-11-24"): readings,
 }
 # Numbers that take too long for a test: first cells of the header, and the command that makes them.
 # The page has the machine and the date.

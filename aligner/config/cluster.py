@@ -19,30 +19,21 @@ class ClusterConfig:
     """
 
     engine: Literal["local", "ray"] = "local"
-    """Processes of the workers.
-
-    `local`: the processes that torchrun or the script starts. `ray`: actors of a Ray cluster
-    (docs/engines.md).
-    """
+    """Processes of the workers. `local`: the processes that torchrun or the script starts. `ray`:
+    actors of a Ray cluster (docs/engines.md)."""
 
     timeout_s: Seconds = 1800.0
-    """Longest wait for another rank, and with `ray` for a worker's answer, in seconds.
-
-    A rank on another machine counts as dead after a thirtieth of this time without a signal (at
-    least 10 s).
-    """
+    """Longest wait for another rank, and with `ray` for a worker's answer, in seconds. A rank on
+    another machine counts as dead after a thirtieth of this time without a signal (at least 10
+    s)."""
 
     address: StrictStr | None = None
-    """`ray`: `host:port` of the cluster to join.
-
-    `null` means `RAY_ADDRESS`, or Ray on this machine for the time of the run.
-    """
+    """`ray`: `host:port` of the cluster to join. `null` means `RAY_ADDRESS`, or Ray on this machine
+    for the time of the run."""
 
     colocated: StrictBool = True
-    """`ray`: place a policy and a critic worker on the same CPUs or the same GPU.
-
-    `false` reserves separate resources for each role.
-    """
+    """`ray`: place a policy and a critic worker on the same CPUs or the same GPU. `false` reserves
+    separate resources for each role."""
 
     value_workers: Count | None = None
     """`ray`, not colocated: workers of the critic. `null` means as many as the policy has."""

@@ -16,12 +16,10 @@ class PromptSourceConfig:
     """One set of prompts."""
 
     source: Source | tuple[Source, ...]
-    """Files or generator functions: one, or a list.
-
-    A source is a file (`.jsonl`, `.json`, `.csv`, `.parquet`, `.arrow`), a pattern such as
-    `data/*.jsonl`, a directory of `.jsonl` or `.parquet` files or of `datasets.save_to_disk`, or a
-    function, `package.module:function` or `path/to/file.py:function`.
-    """
+    """Files or generator functions: one, or a list. A source is a file (`.jsonl`, `.json`, `.csv`,
+    `.parquet`, `.arrow`), a pattern such as `data/*.jsonl`, a directory of `.jsonl` or `.parquet`
+    files or of `datasets.save_to_disk`, or a function, `package.module:function` or
+    `path/to/file.py:function`."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of a generator function."""
@@ -48,10 +46,8 @@ class PromptColumns:
     """Column of the prompt: text, or a list of chat messages."""
 
     tools_column: Annotated[StrictStr | None, WITHOUT_ENVIRONMENT] = "tools"
-    """Column of functions that a chat's assistant may call. `null` means no such column.
-
-    A cell contains JSON schemas, or their text.
-    """
+    """Column of functions that a chat's assistant may call. `null` means no such column. A cell
+    contains JSON schemas, or their text."""
 
     chat: Annotated[StrictBool, WITHOUT_ENVIRONMENT, SEPARATE_RESPONSE] = False
     """Use plain text as the user message of a chat. Lists of messages are always chats."""
@@ -60,16 +56,12 @@ class PromptColumns:
     """System message for chats without one. `null` adds none."""
 
     chat_template_kwargs: Mapping[StrictStr, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as `{enable_thinking: false}`.
-
-    The template must use each variable.
-    """
+    """Variables for the chat template, such as `{enable_thinking: false}`. The template must use
+    each variable."""
 
     special_tokens_in_text: SpecialTokensInText = "keep"
-    """Special tokens in the text of rows or messages: `keep`, `refuse` or `escape`.
-
-    See docs/ppo.md#special-tokens-in-text.
-    """
+    """Special tokens in the text of rows or messages: `keep`, `refuse` or `escape`. See
+    docs/ppo.md#special-tokens-in-text."""
 
     add_bos: Annotated[StrictBool, WITHOUT_ENVIRONMENT] = False
     """Begin a prompt with the BOS token, unless its text already does."""
@@ -86,11 +78,9 @@ class TrainingSets:
     """Validation data, with the same keys as `train`. `null` means no validation."""
 
     weights: tuple[Positive, ...] | None = None
-    """Weights of the sources of `train` in the order of their list.
-
-    A source gets its share of the examples of an epoch. An epoch has as many examples as all
-    sources have. `null` means that each example occurs once.
-    """
+    """Weights of the sources of `train` in the order of their list. A source gets its share of the
+    examples of an epoch. An epoch has as many examples as all sources have. `null` means that each
+    example occurs once."""
 
     shuffle: StrictBool = True
     """Shuffle the training data in an order that depends on seed and epoch."""

@@ -40,33 +40,25 @@ class EnvironmentConfig:
     kind: Annotated[StrictStr, one_of(ENVIRONMENT_KINDS, or_path="package.module:Class")] = (
         "messages"
     )
-    """Interface between policy and environment.
-
-    `messages`: a class that receives each message of the policy. `endpoint`: an agent that calls
-    the policy over HTTP (docs/environments.md#agents). Or a user-defined class,
-    `path/to/file.py:Class` (docs/environments.md#custom-kinds).
-    """
+    """Interface between policy and environment. `messages`: a class that receives each message of
+    the policy. `endpoint`: an agent that calls the policy over HTTP (docs/environments.md#agents).
+    Or a user-defined class, `path/to/file.py:Class` (docs/environments.md#custom-kinds)."""
 
     factory: UserClass | None = None
-    """Class of the environment, `package.module:Class` or `path/to/file.py:Class`.
-
-    With `kind=endpoint`, a function. `null` means no environment (docs/environments.md).
-    """
+    """Class of the environment, `package.module:Class` or `path/to/file.py:Class`. With
+    `kind=endpoint`, a function. `null` means no environment (docs/environments.md)."""
 
     tools: tuple[Function, ...] = ()
-    """Instead of `factory`: functions that the policy may call, `package.module:function`.
-
-    The environment asks the column `prompt`. Type hints and docstrings describe the functions. The
-    function `environment.kwargs.reward` scores the answer, with arguments as of `reward.function`.
-    """
+    """Instead of `factory`: functions that the policy may call, `package.module:function`. The
+    environment asks the column `prompt`. Type hints and docstrings describe the functions. The
+    function `environment.kwargs.reward` scores the answer, with arguments as of
+    `reward.function`."""
 
     command: (
         Annotated[StrictStr, AfterValidator(_without_open_quotation)] | tuple[StrictStr, ...] | None
     ) = None
-    """With `kind=endpoint`, instead of `factory`: a program and its arguments.
-
-    A list of words, or text that is split as in a shell. No shell runs.
-    """
+    """With `kind=endpoint`, instead of `factory`: a program and its arguments. A list of words, or
+    text that is split as in a shell. No shell runs."""
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Additional keyword arguments of the constructor, or of the agent."""
@@ -78,23 +70,16 @@ class EnvironmentConfig:
     """Most tokens of a conversation, with the sequences of all its forks."""
 
     unscored: Literal["zero", "mask"] = "zero"
-    """A conversation that reaches a limit before any turn is scored.
-
-    `zero`: train with reward 0. `mask`: exclude it from training.
-    """
+    """A conversation that reaches a limit before any turn is scored. `zero`: train with reward 0.
+    `mask`: exclude it from training."""
 
     failed: Literal["retry", "zero"] = "retry"
-    """A conversation whose environment or agent raises, dies or exceeds a time limit.
-
-    `retry` repeats it. `zero` trains with reward 0. See
-    docs/environments.md#when-an-environment-fails.
-    """
+    """A conversation whose environment or agent raises, dies or exceeds a time limit. `retry`
+    repeats it. `zero` trains with reward 0. See docs/environments.md#when-an-environment-fails."""
 
     timeout_s: Seconds = 60.0
-    """Time limit of one call of an environment, in seconds, after which its process is killed.
-
-    For an agent, the limit applies between an answer of the policy and the next request or the end.
-    """
+    """Time limit of one call of an environment, in seconds, after which its process is killed. For
+    an agent, the limit applies between an answer of the policy and the next request or the end."""
 
     total_timeout_s: Seconds = 600.0
     """Time limit of all calls of a conversation together, in seconds."""
@@ -103,23 +88,17 @@ class EnvironmentConfig:
     """Conversations at the same time, each with a separate process."""
 
     memory_mb: Annotated[Integer, Interval(ge=64, le=2**30)] | None = None
-    """MiB that each process of an environment may allocate.
-
-    `null` means no limit. Beyond the limit an allocation raises MemoryError.
-    """
+    """MiB that each process of an environment may allocate. `null` means no limit. Beyond the limit
+    an allocation raises MemoryError."""
 
     retries: Annotated[Integer, Interval(ge=0, le=1000)] = 16
-    """Failures of environments and of the engine that a rollout tolerates by repetition.
-
-    The next failure ends the run.
-    """
+    """Failures of environments and of the engine that a rollout tolerates by repetition. The next
+    failure ends the run."""
 
     rewritten_history: Literal["fork", "refuse", "keep"] = "fork"
     """Treatment of a chat template that changes earlier turns (docs/environments.md#tokens).
-
     `fork`: continue with a new sequence. `refuse`: end the run. `keep`: continue from the sampled
-    tokens.
-    """
+    tokens."""
 
     chat_template: FilePath | None = None
     """Jinja file that replaces the tokenizer's chat template, also in the trained model."""

@@ -29,26 +29,20 @@ class ExpManagerConfig:
     """Directory, checkpoints and loggers."""
 
     explicit_log_dir: FilePath = "results/aligner"
-    """Directory of all files of the run.
-
-    The default is `results/` and the algorithm, such as `results/grpo` or `results/kto`.
-    `{algorithm}` in the path is replaced by the algorithm's name.
-    """
+    """Directory of all files of the run. The default is `results/` and the algorithm, such as
+    `results/grpo` or `results/kto`. `{algorithm}` in the path is replaced by the algorithm's
+    name."""
 
     resume_if_exists: StrictBool = True
     """Continue the run in the directory. `false` refuses a directory with a run."""
 
     start_anew: StrictBool = False
-    """Start a new run in the directory.
-
-    The earlier run is moved to `earlier_001/`. Leave the key out to continue the new run.
-    """
+    """Start a new run in the directory. The earlier run is moved to `earlier_001/`. Leave the key
+    out to continue the new run."""
 
     accept_changed: tuple[Literal["algorithm", "model", "data"], ...] = ()
-    """Parts of a resumed run that may change: any of `algorithm`, `model` and `data`.
-
-    See docs/ppo.md#resuming.
-    """
+    """Parts of a resumed run that may change: any of `algorithm`, `model` and `data`. See
+    docs/ppo.md#resuming."""
 
     resume_changed: tuple[StrictStr, ...] = ()
     """Keys or sections of a resumed run that may change, such as `[model.ppo.ratio_eps]`."""
@@ -63,11 +57,8 @@ class ExpManagerConfig:
     """Number of best run states to keep in addition to the newest."""
 
     monitor: StrictStr | None = None
-    """Metric that determines the best run state.
-
-    `null` means `val_rollouts/accuracy`, or `val_rollouts/rewards` if a reward model or a server
-    scores and no verifier is configured.
-    """
+    """Metric that determines the best run state. `null` means `val_rollouts/accuracy`, or
+    `val_rollouts/rewards` if a reward model or a server scores and no verifier is configured."""
 
     mode: Literal["max", "min"] = "max"
     """Whether the best value of the metric is the largest (`max`) or the smallest (`min`)."""
@@ -80,10 +71,8 @@ class ExpManagerConfig:
 
     wandb: WandbConfig = field(default_factory=WandbConfig)
     samples_per_step: Count = 4
-    """Samples per step in `samples.jsonl`.
-
-    The console shows the samples of step 0, step 1 and every validation.
-    """
+    """Samples per step in `samples.jsonl`. The console shows the samples of step 0, step 1 and
+    every validation."""
 
     save_nemo: StrictBool = True
     """Write the trained policy as `policy.nemo` at the end."""

@@ -38,11 +38,9 @@ class GenerationConfig:
     backend: Annotated[
         StrictStr, one_of(("megatron", *ENGINES), or_path="package.module:Class")
     ] = "megatron"
-    """Engine that samples responses.
-
-    `megatron`: the policy's workers. `vllm`: vLLM engines on Ray (docs/vllm.md). Or a user-defined
-    engine, `package.module:Class` or `path/to/file.py:Class` (docs/howto.md#a-rollout-engine).
-    """
+    """Engine that samples responses. `megatron`: the policy's workers. `vllm`: vLLM engines on Ray
+    (docs/vllm.md). Or a user-defined engine, `package.module:Class` or `path/to/file.py:Class`
+    (docs/howto.md#a-rollout-engine)."""
 
     kwargs: Annotated[
         Mapping[str, Any],
@@ -51,23 +49,16 @@ class GenerationConfig:
     """Settings of a user-defined engine: values of the fields of its class."""
 
     cuda_graphs: StrictBool = True
-    """`megatron` on GPUs: launch each decoding step as one CUDA graph.
-
-    Applies to dense models without tensor and pipeline parallelism. The sampled tokens are the same
-    without CUDA graphs.
-    """
+    """`megatron` on GPUs: launch each decoding step as one CUDA graph. Applies to dense models
+    without tensor and pipeline parallelism. The sampled tokens are the same without CUDA graphs."""
 
     async_rollouts: StrictBool = False
     """Sample the rollout of the next step while the current step trains, with the old weights.
-
-    Needs `vllm` and a correction (docs/corrections.md).
-    """
+    Needs `vllm` and a correction (docs/corrections.md)."""
 
     in_flight: Literal["finish", "abandon"] = "finish"
-    """An asynchronous rollout at a validation or a save.
-
-    `finish`: wait for the rollout and save it. `abandon`: sample it again with the new weights.
-    """
+    """An asynchronous rollout at a validation or a save. `finish`: wait for the rollout and save
+    it. `abandon`: sample it again with the new weights."""
 
     @property
     def is_user_defined(self) -> bool:
@@ -101,10 +92,8 @@ class GenerationConfig:
 
     def resources(self, *, has_gpu: bool) -> EngineResources | None:
         """Return devices and memory of the engines, or None if they use the policy's processes."""
-        engine = self.engine
-        if engine is None:
-            return None
-        return engine.resources(has_gpu=has_gpu, ahead=self.async_rollouts)
+        engine, ahead = self.engine, self.async_rollouts
+        return None if engine is None else engine.resources(has_gpu=has_gpu, ahead=ahead)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report invalid engines, and asynchronous rollouts without a correction."""

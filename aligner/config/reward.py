@@ -30,10 +30,7 @@ class RewardModelConfig:
     """Sequences per forward pass, per data-parallel rank."""
 
     add_bos: StrictBool | None = None
-    """Begin sequences with the BOS token.
-
-    `null` means as in the reward model's training.
-    """
+    """Begin sequences with the BOS token. `null` means as in the reward model's training."""
 
     workers: Count | None = None
     """On Ray: number of separate workers. `null` means the policy's workers."""
@@ -42,10 +39,8 @@ class RewardModelConfig:
     """Keep the weights in host memory while the reward model is idle."""
 
     share_body_with_critic: StrictBool = False
-    """Score on the critic's backbone, with weights swapped in from host memory.
-
-    See docs/reward.md#one-backbone-with-the-critic.
-    """
+    """Score on the critic's backbone, with weights swapped in from host memory. See
+    docs/reward.md#one-backbone-with-the-critic."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Yield a message for a wrong count of workers, and for a backbone that cannot be shared.
@@ -142,11 +137,9 @@ class RewardConfig:
     """Source of rewards: `function`, `model`, `server` (docs/reward.md) or `environment`."""
 
     function: Annotated[Function | None, REQUIRED_BY_SCRIPTS] = None
-    """Function that scores, `package.module:function` or `path/to/file.py:function`.
-
-    See docs/ppo.md#the-reward-function. `null` means no function. With another kind the function
-    is a verifier, whose result is only the metric `accuracy`.
-    """
+    """Function that scores, `package.module:function` or `path/to/file.py:function`. See
+    docs/ppo.md#the-reward-function. `null` means no function. With another kind the function is a
+    verifier, whose result is only the metric `accuracy`."""
 
     kwargs: Annotated[Mapping[str, Any], WITHOUT_ENVIRONMENT] = field(default_factory=dict)
     """Additional keyword arguments of the function."""
@@ -167,10 +160,8 @@ class RewardConfig:
     """Section of `reward=server`: a reward model behind HTTP."""
 
     attribute_weights: tuple[StrictFloat, ...] | None = None
-    """Weights of the attributes that a model or server rates. `null` means a single attribute.
-
-    The reward is the weighted sum of the attributes.
-    """
+    """Weights of the attributes that a model or server rates. `null` means a single attribute. The
+    reward is the weighted sum of the attributes."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report a source without its section, and sections that the run ignores."""

@@ -26,11 +26,8 @@ class ValidationConfig:
     """Sampling of the responses to a run's validation prompts. None means as in rollouts."""
 
     samples_per_prompt: Count = 1
-    """Responses to each prompt.
-
-    Above 1, `mean_at_n`, `pass_at_k` and `maj_at_k` are measured, each with its standard error over
-    prompts.
-    """
+    """Responses to each prompt. Above 1, `mean_at_n`, `pass_at_k` and `maj_at_k` are measured, each
+    with its standard error over prompts."""
 
     temperature: Positive | None = None
     """Temperature of validation responses. `null` means as in rollouts."""
@@ -39,10 +36,8 @@ class ValidationConfig:
     """Sample among this number of most probable tokens. `0` means all, `null` as in rollouts."""
 
     top_p: Annotated[StrictFloat, Interval(gt=0, le=1)] | None = None
-    """Sample among the fewest tokens whose total probability reaches this value.
-
-    `1` means all tokens, `null` as in rollouts.
-    """
+    """Sample among the fewest tokens whose total probability reaches this value. `1` means all
+    tokens, `null` as in rollouts."""
 
     use_greedy: StrictBool | None = None
     """Always select the most probable token. `null` means as in rollouts."""
@@ -54,10 +49,8 @@ class ValidationConfig:
     """Function that extracts the answer of a response for `maj_at_k`, or returns None."""
 
     sets: Mapping[str, PromptSourceConfig] = field(default_factory=dict)
-    """Additional sets of prompts, `NAME: {source, arguments, limit}`.
-
-    On the command line `validation.sets.NAME.source=...`. Their metrics are `val_sets/NAME/*`.
-    """
+    """Additional sets of prompts, `NAME: {source, arguments, limit}`. On the command line
+    `validation.sets.NAME.source=...`. Their metrics are `val_sets/NAME/*`."""
 
     def sampling_options(self, rollout: RolloutConfig) -> SamplingOptions | None:
         """Return the sampling of one response, or None if it equals the sampling in ``rollout``."""

@@ -2,10 +2,13 @@
 
     torchrun --nproc-per-node N any_model_rank.py FOLDER MODEL_TYPE[+lora] ...
 
-Each rank scores and learns from its share of the rows, with recomputed layers where the model can.
-Rank 0 writes the log-probs of its rows and the change of each weight to FOLDER/N.pt.
+All ranks are data parallel, then all are tensor parallel. Each data-parallel rank scores and learns
+from its share of the rows, with recomputed layers where the model can. Rank 0 writes the log-probs
+of its rows and the change of each weight, or why a layout is refused, to FOLDER/N.pt, by type and
+tensor-parallel size.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +17,8 @@ import torch
 torch.set_num_threads(1)
 
 from aligner.checkpoint.hf.any_model import empty_model, read_any
-from aligner.config import LoraConfig, OptimConfig
+from aligner.config import LoraConfig, OptimConfig, ParallelConfig
+from aligner.errors import LayoutError
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.role.settings import RoleSettings
@@ -41,11 +45,12 @@ def make_batch(rank: int, ranks: int) -> dict[str, torch.Tensor]:
     return {name: column[rank::ranks] for name, column in batch.items()}
 
 
-def updated(folder: Path, lora: LoraConfig | None) -> dict[str, object]:
-    parallel = initialize_parallel()
+def updated(folder: Path, layout: ParallelConfig, lora: LoraConfig | None) -> dict[str, object]:
+    parallel = initialize_parallel(layout)
     source = read_any(folder)
     recomputes = empty_model(source.architecture).supports_gradient_checkpointing
     settings = RoleSettings(
+        parallel=layout,
         optim=OptimConfig(name="sgd", lr=1e-3),
         gradient_clip_val=0.0,
         micro_batch_size=1,
@@ -54,7 +59,7 @@ def updated(folder: Path, lora: LoraConfig | None) -> dict[str, object]:
         lora=lora,
     )
     role = DTensorActorModel(source, settings, parallel, None)
-    batch = make_batch(parallel.rank, parallel.world_size)
+    batch = make_batch(parallel.dp_rank, parallel.dp_size)
     before = role.whole_weights()
     seen: dict[str, object] = {"logprobs": role.get_logprobs(batch)}
     role.setup_training()
@@ -72,13 +77,19 @@ def main() -> None:
 
     transformers.logging.set_verbosity_error()
     folder, *types = sys.argv[1:]
+    ranks = int(os.environ["WORLD_SIZE"])
     seen = {}
     for model_type in types:
         name, _, adapters = model_type.partition("+")
         lora = LoraConfig(adapter_dim=3) if adapters else None  # no divisor of the rows
-        seen[model_type] = updated(Path(folder) / name, lora)
+        for tensor in {1, ranks}:
+            layout = ParallelConfig(tensor=tensor)
+            try:
+                seen[model_type, tensor] = updated(Path(folder) / name, layout, lora)
+            except LayoutError as refusal:
+                seen[model_type, tensor] = str(refusal)
     if torch.distributed.get_rank() == 0:
-        torch.save(seen, Path(folder) / f"{torch.distributed.get_world_size()}.pt")
+        torch.save(seen, Path(folder) / f"{ranks}.pt")
     shutdown_parallel()
 
 

@@ -3,9 +3,10 @@
     torchrun --nproc-per-node N dtensor_worker.py FOLDER SPEC [SPEC ...]
 
 A spec is ``family,backend,tensor,mode[,state]``. The models are FAMILY.nemo and FAMILY_critic.nemo
-in FOLDER; what is left of the world is data parallel; the mode says how micro-batches are formed.
-With ``state`` the roles resume from the run state of that name. Rank 0 writes what it saw to
-FOLDER/N.pt; run states go beside it, a folder ``N,spec`` each.
+in FOLDER, or the directory FAMILY for both. The processes that tensor parallelism leaves are data
+parallel. The mode says how micro-batches are formed. With ``state`` the roles resume from the run
+state of that name. Rank 0 writes what it saw to FOLDER/N.pt, and run states to a folder ``N,spec``
+each.
 """
 
 import dataclasses
@@ -36,6 +37,8 @@ Seen = dict[str, object]
 def start(folder: Path, spec: str) -> tuple[Policy, Value]:
     family, backend, tensor, mode = spec.split(",")[:4]
     model, critic = str(folder / f"{family}.nemo"), str(folder / f"{family}_critic.nemo")
+    if (folder / family).is_dir():
+        model = critic = str(folder / family)
     config: ModelConfig = model_config(model, f"{tensor},1,1,0,{mode}")
     short = dataclasses.replace(config.ppo, length_params=LengthParams(max_length=12))
     config = dataclasses.replace(config, ppo=short)

@@ -9,6 +9,7 @@ bit on the layout that saved it, and the same numbers on another.
 """
 
 import dataclasses
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -16,15 +17,22 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from aligner.checkpoint.hf.families import architecture_from_hf
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from tiny_transformers import tiny_config, tiny_model
 
 WORKER = Path(__file__).with_name("dtensor_worker.py")
 TOLERANCE = 1e-5
 ONE, MASKED = "tiny,megatron,1,padded", "tiny,megatron,1,masked"
 SEPARATE = "tiny,megatron,1,separate"  # sequences that begin alike, each for itself
 RECORDED = "tiny,megatron,1,recorded separate"
+NEWER = ("olmo2", "phi3", "starcoder2", "glm")  # norms over heads, joined projections, biases
+DIRECTORIES = ("gemma3_text", "phi", "cohere2")  # that only transformers builds
 # By number of processes; those of `make test-extended` are told apart by a word.
 SPECS = {
     "4 further": [f"tiny,dtensor,2,{mode}" for mode in ("dynamic", "packed")],
@@ -38,9 +46,17 @@ SPECS = {
         "tiny,dtensor,2,recorded",
         "tiny,dtensor,2,padded",
         "qwen3,dtensor,2,packed",
+        "gemma3_text,dtensor,2,packed",
     ],
-    "2 further": ["biased,dtensor,2,padded", "mistral,dtensor,2,packed"],
-    "1 further": [f"{family},megatron,1,padded" for family in ("biased", "mistral")],
+    "2 further": [
+        "biased,dtensor,2,padded",
+        "mistral,dtensor,2,packed",
+        *(f"{family},dtensor,2,packed" for family in (*NEWER, *DIRECTORIES[1:])),
+    ],
+    "1 further": [
+        *(f"{family},megatron,1,padded" for family in ("biased", "mistral", *NEWER)),
+        *(f"{family},dtensor,1,padded" for family in DIRECTORIES[1:]),
+    ],
     "1": [
         *(ONE, MASKED),
         *(SEPARATE, RECORDED),
@@ -48,6 +64,7 @@ SPECS = {
         *(f"tiny,dtensor,1,{mode}" for mode in ("padded", "dynamic", "packed")),
         "gpt2,megatron,1,padded",
         "gpt2,dtensor,1,packed",
+        "gemma3_text,dtensor,1,padded",
         "tiny,dtensor,1,padded,2,tiny,dtensor,2,padded",  # resumed
     ],
 }
@@ -98,6 +115,14 @@ def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dtensor")
     for name, architecture in FAMILIES.items():
         write(folder, name, architecture)
+    tokenizer = byte_level_tokenizer()
+    for name in NEWER:
+        config = tiny_config(name, vocab_size=tokenizer.vocab_size)
+        write(folder, name, architecture_from_hf(config.to_dict()))
+    for name in DIRECTORIES:
+        tiny_model(name, vocab_size=tokenizer.vocab_size).save_pretrained(folder / name)
+        for file, content in tokenizer.files().items():
+            (folder / name / file).write_bytes(content)
 
     @cache
     def launch(run):
@@ -137,7 +162,8 @@ def assert_same(one, other, keys):
 def test_a_layout_equals_one_megatron_process(run, spec, role, seen):
     family = spec.partition(",")[0]
     references = {"masked": MASKED, "shared": SEPARATE, "recorded": RECORDED}
-    reference = references.get(spec.split(",")[3], f"{family},megatron,1,padded")
+    backend = "dtensor" if family in DIRECTORIES else "megatron"
+    reference = references.get(spec.split(",")[3], f"{family},{backend},1,padded")
     one = seen("1" if reference in SPECS["1"] else "1 further")[reference][role]
     other = seen(run)[spec][role]
     assert (one["after"] - one["before"]).abs().max() > 1e-4  # there was something to compare

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.canonical import REWARD_HEAD, Shape, Weights, misfits
+from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.model_folder import new_folder, read_json, read_tokenizer_files
 from aligner.checkpoint.nemo.config import Config, config_from_architecture
 from aligner.data.tokenizers.loading import tokenizer_from_files
@@ -291,8 +292,12 @@ def unapplied_settings(architecture: TransformersArchitecture) -> dict[str, floa
     }
 
 
-def model_config(architecture: TransformersArchitecture) -> "PreTrainedConfig":
+def model_config(architecture: GPTArchitecture) -> "PreTrainedConfig":
     """Return transformers' configuration, without `unapplied_settings`."""
+    if not isinstance(architecture, TransformersArchitecture):
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**config_to_hf(architecture)[1])
     config = _config(architecture.settings, architecture.code)
     for name in unapplied_settings(architecture):
         setattr(config, name, 0.0)
@@ -302,7 +307,7 @@ def model_config(architecture: TransformersArchitecture) -> "PreTrainedConfig":
 
 
 def empty_model(
-    architecture: TransformersArchitecture, dtype: torch.dtype = torch.float32
+    architecture: GPTArchitecture, dtype: torch.dtype = torch.float32
 ) -> "PreTrainedModel":
     """Build the model without memory for its parameters. Its buffers are on the host.
 
@@ -311,9 +316,10 @@ def empty_model(
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
+    is_trusted = isinstance(architecture, TransformersArchitecture) and bool(architecture.code)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
-            model_config(architecture), dtype=dtype, trust_remote_code=bool(architecture.code)
+            model_config(architecture), dtype=dtype, trust_remote_code=is_trusted
         )
     model.tie_weights()
     wide = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
@@ -327,11 +333,6 @@ def parameter_shapes(architecture: TransformersArchitecture) -> dict[str, Shape]
     """Return name and shape of every parameter, tied weights once."""
     parameters = empty_model(architecture).named_parameters()
     return {name: tuple(parameter.shape) for name, parameter in parameters}
-
-
-def output_path(model: "PreTrainedModel") -> str:
-    """Return the name of the output layer in a causal language model."""
-    return path_of(model, model.get_output_embeddings())
 
 
 def body_path(model: "PreTrainedModel") -> str:

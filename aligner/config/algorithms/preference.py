@@ -34,19 +34,15 @@ class PairDataConfig(PromptColumns, TrainingSets):
     """Column of the worse response."""
 
     chosen_reward_column: StrictStr | None = None
-    """Column with the reward of the chosen response.
-
-    `null` means a reward of 1. RPO and the variants `margin` and `scaled` of reward models read it.
-    """
+    """Column with the reward of the chosen response. `null` means a reward of 1. RPO and the
+    variants `margin` and `scaled` of reward models read it."""
 
     rejected_reward_column: StrictStr | None = None
     """Column with the reward of the rejected response. `null` means a reward of 0."""
 
     max_length: Count | None = None
-    """Most tokens of a sequence. `null` means no limit.
-
-    An example with a longer sequence is dropped and counted. Sequences are never truncated.
-    """
+    """Most tokens of a sequence. `null` means no limit. An example with a longer sequence is
+    dropped and counted. Sequences are never truncated."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report a reward column of only one of the two responses."""
@@ -75,31 +71,23 @@ class TrainerDPOConfig(SupervisedLoopConfig):
     """Training loop of preference optimisation. A step is one optimizer update."""
 
     loss: PreferenceLossName = "dpo"
-    """`dpo`, `ipo`, `rpo`, `simpo` or `kto`.
-
-    SimPO uses no reference. KTO learns from single responses.
-    """
+    """`dpo`, `ipo`, `rpo`, `simpo` or `kto`. SimPO uses no reference. KTO learns from single
+    responses."""
 
     beta: Positive | None = None
-    """Weight β of the implicit reward. `null` means 0.1, or 2 for SimPO.
-
-    A larger weight keeps the policy closer to the reference.
-    """
+    """Weight β of the implicit reward. `null` means 0.1, or 2 for SimPO. A larger weight keeps the
+    policy closer to the reference."""
 
     label_smoothing: MinorShare = 0.0
-    """DPO: assumed share of pairs with swapped labels (cDPO), below 0.5.
-
-    With a share of 0.5 or more the rejected responses would be preferred.
-    """
+    """DPO: assumed share of pairs with swapped labels (cDPO), below 0.5. With a share of 0.5 or
+    more the rejected responses would be preferred."""
 
     average_logprobs: StrictBool = False
     """DPO, IPO, RPO: average the log-probs over a response's tokens instead of summing them."""
 
     distance: Literal["square", "forward_kl", "backward_kl"] = "backward_kl"
-    """RPO: distance of the implicit reward gap from the data's reward gap.
-
-    `square`, `forward_kl` or `backward_kl`.
-    """
+    """RPO: distance of the implicit reward gap from the data's reward gap. `square`, `forward_kl`
+    or `backward_kl`."""
 
     reward_scale: Positive = 1.0
     """RPO: factor of the data's rewards."""
@@ -154,10 +142,8 @@ class RewardDataConfig(PairDataConfig):
     """`regression`: column of the rated response."""
 
     attribute_columns: tuple[StrictStr, ...] = ()
-    """`regression`: columns of ratings. Each cell is a number or null.
-
-    The reward head has one output per column, in this order.
-    """
+    """`regression`: columns of ratings. Each cell is a number or null. The reward head has one
+    output per column, in this order."""
 
 
 @dataclass(frozen=True)
@@ -168,18 +154,14 @@ class TrainerRewardModelConfig(SupervisedLoopConfig):
     """`bradley_terry` learns from pairs, `regression` from ratings."""
 
     variant: Literal["plain", "margin", "scaled"] = "plain"
-    """`bradley_terry`: use of the strength s of a preference.
-
-    The loss is -log sigmoid(d) with `plain`, -log sigmoid(d - s) with `margin`, and -s log
-    sigmoid(d) with `scaled`, where d is the difference of the two rewards.
-    """
+    """`bradley_terry`: use of the strength s of a preference. The loss is -log sigmoid(d) with
+    `plain`, -log sigmoid(d - s) with `margin`, and -s log sigmoid(d) with `scaled`, where d is the
+    difference of the two rewards."""
 
     standardize_on: Literal["train", "validation"] | None = None
-    """`bradley_terry`: data that standardise the rewards of the trained model.
-
-    Mean and deviation are measured on `train` or `validation` and stored in the model. `null`
-    leaves rewards unchanged.
-    """
+    """`bradley_terry`: data that standardise the rewards of the trained model. Mean and deviation
+    are measured on `train` or `validation` and stored in the model. `null` leaves rewards
+    unchanged."""
 
     limit_standardize_examples: Count = 1024
     """Number of pairs to measure, from the beginning of the data."""

@@ -61,29 +61,20 @@ class ProcessConfig:
     """Machines."""
 
     devices: Count = 1
-    """Processes per machine.
-
-    The script starts the processes, unless torchrun or Ray does.
-    """
+    """Processes per machine. The script starts the processes, unless torchrun or Ray does."""
 
     precision: Precision = "32"
-    """Format of the weights in forward and backward passes.
-
-    `32` or `bf16` (Lightning's spellings `32-true`, `bf16-true` and `bf16-mixed` are accepted).
-    Value heads, losses, gradients and optimizer states are float32 in both.
-    """
+    """Format of the weights in forward and backward passes. `32` or `bf16` (Lightning's spellings
+    `32-true`, `bf16-true` and `bf16-mixed` are accepted). Value heads, losses, gradients and
+    optimizer states are float32 in both."""
 
     deterministic: StrictBool = False
-    """Make runs on GPUs repeatable to the bit. Slower.
-
-    vLLM's samples may still differ. Runs on CPUs are always repeatable.
-    """
+    """Make runs on GPUs repeatable to the bit. Slower. vLLM's samples may still differ. Runs on
+    CPUs are always repeatable."""
 
     max_time: Duration | None = None
-    """Time limit of the run as `DD:HH:MM:SS`. `null` means no limit.
-
-    The run finishes the current step, validates, saves and ends.
-    """
+    """Time limit of the run as `DD:HH:MM:SS`. `null` means no limit. The run finishes the current
+    step, validates, saves and ends."""
 
     @property
     def max_seconds(self) -> float | None:
@@ -112,8 +103,6 @@ class TrainingConfig(ProcessConfig):
     """Processes and callbacks of a training run."""
 
     callbacks: tuple[UserClass | CallbackConfig, ...] = ()
-    """User-defined classes that are called after steps, validations and saved states.
-
-    Each is `package.module:Class`, `path/to/file.py:Class`, or `{callback: CLASS, kwargs: {NAME:
-    VALUE}}` (docs/howto.md#a-callback).
-    """
+    """User-defined classes that are called after steps, validations and saved states. Each is
+    `package.module:Class`, `path/to/file.py:Class`, or `{callback: CLASS, kwargs: {NAME: VALUE}}`
+    (docs/howto.md#a-callback)."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import StrictBool, StrictStr
 
@@ -28,25 +28,19 @@ class ExampleDataConfig(PromptColumns, TrainingSets):
     """Column of the response: text, the assistant's message, or a complete chat."""
 
     messages_column: Annotated[StrictStr | None, WITHOUT_TEXT] = None
-    """Column of complete chats, instead of the columns of prompt and response.
-
-    The assistant's message is the last of a chat. `null` means no such column.
-    """
+    """Column of complete chats, instead of the columns of prompt and response. The assistant's
+    message is the last of a chat. `null` means no such column."""
 
     text_column: StrictStr | None = None
     """Column of plain text that is learned from its second token on, instead of these columns.
-
-    `null` means no such column.
-    """
+    `null` means no such column."""
 
     learn: Literal["last", "all"] = "all"
     """Assistant messages of a chat that are learned: `all`, or only the `last`."""
 
     max_length: Count | None = None
     """Most tokens of an example. Longer examples are dropped and counted. `null` means no limit.
-
-    Examples are never truncated.
-    """
+    Examples are never truncated."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +69,8 @@ class StudentSamplingConfig:
 class StudentConfig(TrainedModelConfig):
     """The trained model of a distillation."""
 
+    rollout_key: ClassVar[str] = "model.distill"
     distill: StudentSamplingConfig = field(default_factory=StudentSamplingConfig)
-
-    @property
-    def rollout_key(self) -> str:
-        """Key of the section with the sampling options."""
-        return "model.distill"
 
     @property
     def rollout(self) -> RolloutConfig:
@@ -112,10 +102,8 @@ class TrainerDistillConfig(SupervisedLoopConfig):
     """Learn from responses that the student samples in each step, not from the data's responses."""
 
     kl: KLDirection = "forward"
-    """Divergence between teacher and student.
-
-    `forward` (teacher to student), `backward` (student to teacher) or `mixed`.
-    """
+    """Divergence between teacher and student. `forward` (teacher to student), `backward` (student
+    to teacher) or `mixed`."""
 
     mixed_weight: Fraction = 0.5
     """`mixed`: weight w of the forward divergence. The backward divergence has weight 1 - w."""

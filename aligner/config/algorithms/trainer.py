@@ -10,15 +10,7 @@ from pydantic import StrictBool, StrictFloat, StrictStr
 from aligner.catalog import ESTIMATORS
 from aligner.config.algorithms.process import TrainingConfig
 from aligner.config.combinations import ReadIf
-from aligner.config.fields import (
-    Count,
-    Fraction,
-    Integer,
-    Natural,
-    NonNegative,
-    Positive,
-    one_of,
-)
+from aligner.config.fields import Count, Fraction, Integer, Natural, NonNegative, Positive, one_of
 from aligner.config.roles.sampling import KLEstimator
 
 
@@ -33,10 +25,8 @@ class KLControllerConfig:
     """`adaptive`: target KL per response, in nats."""
 
     horizon: Count = 10_000
-    """`adaptive`: samples over which β changes by at most a fifth.
-
-    See docs/ppo.md#the-mathematics.
-    """
+    """`adaptive`: samples over which β changes by at most a fifth. See
+    docs/ppo.md#the-mathematics."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report a controller that multiplies a weight of 0."""
@@ -55,13 +45,10 @@ class AdvantageConfig:
     """Advantages of the tokens of a response, given its reward."""
 
     estimator: Estimator = "gae"
-    """Estimator of advantages, with a critic (`gae`) or without.
-
-    Without a critic: `reinforce`, `rloo`, `grpo`, `dr_grpo`, `reinforce_plus_plus` or
-    `reinforce_plus_plus_baseline` (docs/reinforce.md). Or a user-defined function,
-    `package.module:function` or `path/to/file.py:function`
-    (docs/howto.md#an-estimator-of-advantages).
-    """
+    """Estimator of advantages, with a critic (`gae`) or without. Without a critic: `reinforce`,
+    `rloo`, `grpo`, `dr_grpo`, `reinforce_plus_plus` or `reinforce_plus_plus_baseline`
+    (docs/reinforce.md). Or a user-defined function, `package.module:function` or
+    `path/to/file.py:function` (docs/howto.md#an-estimator-of-advantages)."""
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of a user-defined estimator."""
@@ -70,11 +57,8 @@ class AdvantageConfig:
     """`reinforce`: subtract the mean reward of the batch."""
 
     credit: Literal["trajectory", "turn"] = "trajectory"
-    """Without a critic: rewards that a group compares.
-
-    `trajectory`: the sum over a conversation. `turn`: the sum from each turn on
-    (docs/environments.md#credit).
-    """
+    """Without a critic: rewards that a group compares. `trajectory`: the sum over a conversation.
+    `turn`: the sum from each turn on (docs/environments.md#credit)."""
 
     @property
     def function(self) -> str | None:
@@ -147,16 +131,12 @@ class DynamicSamplingConfig:
     """Replacement of prompts whose responses all have the same reward (DAPO)."""
 
     enabled: StrictBool = False
-    """Replace prompts whose responses all have the same reward (DAPO).
-
-    Replaced prompts count towards `max_epochs`.
-    """
+    """Replace prompts whose responses all have the same reward (DAPO). Replaced prompts count
+    towards `max_epochs`."""
 
     max_rollouts: Count = 4
-    """Most prompts that a step samples, as a multiple of its number of prompts.
-
-    If prompts are still missing at the end, prompts with equal rewards are used.
-    """
+    """Most prompts that a step samples, as a multiple of its number of prompts. If prompts are
+    still missing at the end, prompts with equal rewards are used."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report groups of one response, and learning-rate schedules of unknown length."""
@@ -191,16 +171,12 @@ class RewardShapingConfig:
     """Constant added to the scaled reward."""
 
     clip: Positive | None = None
-    """Bound of the reward's absolute value, after scale and shift. `null` turns it off.
-
-    In conversations the bound applies to the reward of each token.
-    """
+    """Bound of the reward's absolute value, after scale and shift. `null` turns it off. In
+    conversations the bound applies to the reward of each token."""
 
     overlong_cache: Natural | None = None
-    """Tokens before `max_length` with DAPO's soft length penalty. `null` turns it off.
-
-    The penalty rises from 0 to 1 over these tokens. It is 1 for a truncated response.
-    """
+    """Tokens before `max_length` with DAPO's soft length penalty. `null` turns it off. The penalty
+    rises from 0 to 1 over these tokens. It is 1 for a truncated response."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report a penalty on all lengths, and shaping that conversations do not support."""
@@ -259,10 +235,8 @@ class LoopConfig:
     """Largest gradient norm of an update, for each role separately. `0` turns clipping off."""
 
     non_finite: Literal["skip", "stop"] = "skip"
-    """At a NaN or infinite loss or gradient, `skip` the update, or `stop` the run.
-
-    The samples are written to `nonfinite/` in both cases.
-    """
+    """At a NaN or infinite loss or gradient, `skip` the update, or `stop` the run. The samples are
+    written to `nonfinite/` in both cases."""
 
     max_skipped_steps: Count = 5
     """Consecutive steps without any update of a role after which the run ends with status 2."""
@@ -308,10 +282,8 @@ class TrainerPPOConfig(SamplingLoopConfig):
     """λ of `gae`."""
 
     timestep: Literal["token", "turn"] = "token"
-    """Unit of γ and λ of `gae`: a `token`, or a `turn` of a conversation.
-
-    See docs/environments.md#credit.
-    """
+    """Unit of γ and λ of `gae`: a `token`, or a `turn` of a conversation. See
+    docs/environments.md#credit."""
 
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)

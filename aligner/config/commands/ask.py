@@ -34,11 +34,7 @@ from aligner.config.roles.peft import PeftConfig
 from aligner.config.roles.policy import BackendConfig
 from aligner.config.roles.sampling import PolicyRSConfig
 from aligner.config.run import RSRunConfig
-from aligner.config.validation import (
-    FINAL_ANSWER,
-    AnswerSamplingConfig,
-    answer_problems,
-)
+from aligner.config.validation import FINAL_ANSWER, AnswerSamplingConfig, answer_problems
 from aligner.foreign_keys import shown
 
 
@@ -52,10 +48,8 @@ class AskedModelConfig:
     """A `.nemo`, a Hugging Face directory, or the directory of a run: its newest state."""
 
     trust_remote_code: StrictBool = False
-    """Run the Python code in a Hugging Face directory whose `config.json` has `auto_map`.
-
-    Without it such code is never imported. Needs `policy.backend=dtensor`.
-    """
+    """Run the Python code in a Hugging Face directory whose `config.json` has `auto_map`. Without
+    it such code is never imported. Needs `policy.backend=dtensor`."""
 
     tokenizer: FilePath | None = None
     """Path of another tokenizer. `null` means the model's tokenizer."""
@@ -76,10 +70,8 @@ class AskedModelConfig:
     """Shard norms over the tensor-parallel processes."""
 
     fp8: Literal["e4m3", "hybrid"] | None = None
-    """Format of 8-bit matrix products, on GPUs with Transformer Engine.
-
-    `e4m3`, `hybrid`, or null (none).
-    """
+    """Format of 8-bit matrix products, on GPUs with Transformer Engine. `e4m3`, `hybrid`, or null
+    (none)."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +93,12 @@ class ServedDataConfig:
     """System message for chats without one. `null` adds none."""
 
     chat_template_kwargs: Mapping[StrictStr, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as `{enable_thinking: false}`.
-
-    The template must use each variable. A request's `chat_template_kwargs` take precedence.
-    """
+    """Variables for the chat template, such as `{enable_thinking: false}`. The template must use
+    each variable. A request's `chat_template_kwargs` take precedence."""
 
     special_tokens_in_text: SpecialTokensInText = "keep"
-    """Special and added tokens in the text of requests: `keep`, `refuse`, or `escape` with U+200B.
-    """
+    """Special and added tokens in the text of requests: `keep`, `refuse`, or `escape` with
+    U+200B."""
 
     add_bos: StrictBool = False
     """Begin a prompt with the BOS token, unless its text already does."""
@@ -129,9 +119,7 @@ class ServerConfig:
 
     token_file: FilePath | None = None
     """File with the bearer token. If the file does not exist, it is created with a new token.
-
-    Without `token_env` and `token_file` the server creates a token and prints it.
-    """
+    Without `token_env` and `token_file` the server creates a token and prints it."""
 
     model_name: Annotated[StrictStr, not_empty("a name")] | None = None
     """Name of the model in requests. `null` means the name of its file or directory."""
@@ -248,10 +236,8 @@ class EvaluateConfig(PromptedConfig):
     reward: RewardConfig
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     final_answer: Function = FINAL_ANSWER
-    """Function that extracts the final answer from the text of a response.
-
-    It returns None if the response contains no answer. `maj@k` compares the answers.
-    """
+    """Function that extracts the final answer from the text of a response. It returns None if the
+    response contains no answer. `maj@k` compares the answers."""
 
     output: FilePath = "results/evaluation"
     """Directory of evaluation.json, answers.jsonl and report.html."""
@@ -281,16 +267,12 @@ def as_run(
 ) -> RSRunConfig:
     """Return a rejection-sampling run without steps, for which models and engines are built.
 
-    ``restore_from_path``, ``peft`` and ``tokenizer`` describe the model. They differ from
-    ``config.model`` if it names the directory of a run.
+    The other arguments describe the model. They differ from ``config.model`` for a run's directory.
     """
     # Sections that every command has.
     sampling_options, rows = config.sampling.sampling_options, config.sampling.batch_size
     layout = asdict(config.model) | {"restore_from_path": restore_from_path, "peft": peft}
     layout["tokenizer"] = config.model.tokenizer or tokenizer
-    process = {
-        option.name: getattr(config.trainer, option.name) for option in fields(ProcessConfig)
-    }
 
     # Sections that only some commands have. A run requires a reward, which is not called here.
     reward, folder, environment = RewardConfig(function=FINAL_ANSWER), ".", EnvironmentConfig()
@@ -301,9 +283,8 @@ def as_run(
     data: dict[str, Any] = {}
     source = None
     if isinstance(config, PromptedConfig):
-        data = asdict(config.data)
-        del data["prompts"], data["sets"]
         source = config.data.prompts
+        data = {key.name: getattr(config.data, key.name) for key in fields(AnsweredColumns)}
 
     # The run, and the rules of the sections that the command sets.
     run = RSRunConfig(
@@ -317,7 +298,7 @@ def as_run(
                 sampling_params=sampling_options.sampling,
             ),
         ),
-        trainer=RSTrainerConfig(**process),
+        trainer=RSTrainerConfig(**asdict(config.trainer)),
         seed=config.seed,
         cluster=config.cluster,
         policy=config.policy,

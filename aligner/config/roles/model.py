@@ -2,19 +2,12 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Interval
 from pydantic import StrictBool, StrictFloat
 
-from aligner.config.fields import (
-    DERIVED,
-    BatchSize,
-    Count,
-    FilePath,
-    ModelPath,
-    Positive,
-)
+from aligner.config.fields import DERIVED, BatchSize, Count, FilePath, ModelPath, Positive
 from aligner.config.layout import LayerOptions, LayerSpec, ParallelConfig
 from aligner.config.roles.optim import OptimConfig
 from aligner.config.roles.peft import PeftConfig
@@ -37,11 +30,8 @@ class ReferenceConfig:
     """Frozen reference policy, which is built only if a KL term needs it."""
 
     mode: Literal["keep", "swap"] = "keep"
-    """Storage of the reference's weights.
-
-    `keep`: a second model on the device. `swap`: in host memory, swapped with the policy's weights
-    when needed. No effect with adapters.
-    """
+    """Storage of the reference's weights. `keep`: a second model on the device. `swap`: in host
+    memory, swapped with the policy's weights when needed. No effect with adapters."""
 
 
 PackingAlgorithmName = Literal[
@@ -63,10 +53,8 @@ class TokenBudgets:
 
     enabled: StrictBool = False
     train_mb_tokens: Count = 4096
-    """Most tokens of a micro-batch in training, with padding, per rank.
-
-    No sequence may be longer.
-    """
+    """Most tokens of a micro-batch in training, with padding, per rank. No sequence may be
+    longer."""
 
     logprob_mb_tokens: Count | None = None
     """Most tokens of a micro-batch for log-probs and values. `null` means as in training."""
@@ -77,18 +65,14 @@ class SequencePackingConfig(TokenBudgets):
     """Micro-batches of several sequences in one row."""
 
     enabled: StrictBool | Literal["auto"] = "auto"  # type: ignore[assignment]
-    """Micro-batches of several sequences in one row, without padding, in policy and critic.
-
-    With `true`, `micro_batch_size` has no effect. `auto`: the sequences of a micro-batch share a
-    row if the model is of another family of transformers and can run packed rows
-    (docs/checkpoints.md#any-other-model-of-transformers). Otherwise as `false`.
-    """
+    """Micro-batches of several sequences in one row, without padding, in policy and critic. With
+    `true`, `micro_batch_size` has no effect. `auto`: the sequences of a micro-batch share a row if
+    the model is of another family of transformers and can run packed rows
+    (docs/checkpoints.md#any-other-model-of-transformers). Otherwise as `false`."""
 
     algorithm: PackingAlgorithmName = "modified_first_fit_decreasing"
-    """Assignment of sequences to rows.
-
-    `modified_first_fit_decreasing`, `first_fit_decreasing`, `first_fit_shuffle` or `concatenative`.
-    """
+    """Assignment of sequences to rows. `modified_first_fit_decreasing`, `first_fit_decreasing`,
+    `first_fit_shuffle` or `concatenative`."""
 
 
 @dataclass(frozen=True)
@@ -106,48 +90,38 @@ class DynamicBatchingConfig(TokenBudgets):
 class TrainedModelConfig:
     """A model that a run trains. Its parallel layout applies to all roles of the run."""
 
+    rollout_key: ClassVar[str] = ""  # of the sampling options, if the model samples
+
     restore_from_path: ModelPath
     """The model to train: a `.nemo` file, an unpacked `.nemo`, or a Hugging Face directory."""
 
     trust_remote_code: StrictBool = False
-    """Run the Python code in a Hugging Face directory whose `config.json` has `auto_map`.
-
-    Without it such code is never imported. Needs `policy.backend=dtensor`.
-    """
+    """Run the Python code in a Hugging Face directory whose `config.json` has `auto_map`. Without
+    it such code is never imported. Needs `policy.backend=dtensor`."""
 
     tokenizer: FilePath | None = None
-    """Path of another tokenizer. `null` means the tokenizer in the `.nemo`.
-
-    Or a function that returns a tokenizer, `package.module:function` or
-    `path/to/file.py:function` (docs/howto.md#own-code-by-path).
-    """
+    """Path of another tokenizer. `null` means the tokenizer in the `.nemo`. Or a function that
+    returns a tokenizer, `package.module:function` or `path/to/file.py:function`
+    (docs/howto.md#own-code-by-path)."""
 
     micro_batch_size: Annotated[Count, DERIVED] = 8
-    """Sequences per forward and backward pass, per rank.
-
-    `null` means the largest divisor up to 8 of a rank's share. Does not affect results.
-    """
+    """Sequences per forward and backward pass, per rank. `null` means the largest divisor up to 8
+    of a rank's share. Does not affect results."""
 
     global_batch_size: Annotated[BatchSize, DERIVED] = 64
-    """Sequences per optimizer update, over all ranks.
-
-    It must divide the samples of a step, and be a multiple of `micro_batch_size` × ranks. `null`
-    divides a rollout into the fewest equal parts of up to 64 samples (rejection sampling: 16).
-    """
+    """Sequences per optimizer update, over all ranks. It must divide the samples of a step, and be
+    a multiple of `micro_batch_size` × ranks. `null` divides a rollout into the fewest equal parts
+    of up to 64 samples (rejection sampling: 16)."""
 
     tensor_model_parallel_size: Count = 1
-    """Processes that share every layer.
-
-    `parallel@model=tensor2` sets 2 with sequence parallelism (docs/layouts.md).
-    """
+    """Processes that share every layer. `parallel@model=tensor2` sets 2 with sequence parallelism
+    (docs/layouts.md)."""
 
     pipeline_model_parallel_size: Annotated[
         Count, MegatronOnly("fits more layers by model.tensor_model_parallel_size")
     ] = 1
-    """Pipeline stages: processes with consecutive layers each.
-
-    `parallel@model=pipeline2` sets 2.
-    """
+    """Pipeline stages: processes with consecutive layers each. `parallel@model=pipeline2` sets
+    2."""
 
     num_layers_in_first_pipeline_stage: Annotated[Count | None, MegatronOnly("has one stage")] = (
         None
@@ -175,10 +149,8 @@ class TrainedModelConfig:
     """Freeze the routers of a mixture of experts, in policy and critic."""
 
     sequence_parallel: Annotated[StrictBool, MegatronOnly("splits only layers")] = False
-    """Shard norms and dropouts over the tensor-parallel processes.
-
-    Needs `tensor_model_parallel_size` above 1.
-    """
+    """Shard norms and dropouts over the tensor-parallel processes. Needs
+    `tensor_model_parallel_size` above 1."""
 
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
@@ -189,51 +161,34 @@ class TrainedModelConfig:
     """Recomputed parts in the backward pass: `full` (layers), `selective` (attention) or `null`."""
 
     dropout: Annotated[StrictFloat, Interval(ge=0, le=0.9)] | None = 0.0
-    """Probability of dropping hidden states and attention weights in training.
-
-    Only training passes drop, so a positive probability distorts the ratio. `null` means the
-    checkpoint's probability (0.1 if a `.nemo` has none) and is the default of SFT. With
-    `policy.backend=dtensor`, Llama-like models need 0.
-    """
+    """Probability of dropping hidden states and attention weights in training. Only training passes
+    drop, so a positive probability distorts the ratio. `null` means the checkpoint's probability
+    (0.1 if a `.nemo` has none) and is the default of SFT. With `policy.backend=dtensor`, Llama-like
+    models need 0."""
 
     fp8: Annotated[Literal["e4m3", "hybrid"] | None, MegatronOnly("has no 8-bit products")] = None
-    """Format of 8-bit matrix products in policy and critic. Sampling uses bf16.
-
-    `e4m3`, `hybrid` with e5m2 in the backward pass, or `null` (none). Needs Transformer Engine, a
-    GPU with 8-bit products and `trainer.precision=bf16`.
-    """
+    """Format of 8-bit matrix products in policy and critic. Sampling uses bf16. `e4m3`, `hybrid`
+    with e5m2 in the backward pass, or `null` (none). Needs Transformer Engine, a GPU with 8-bit
+    products and `trainer.precision=bf16`."""
 
     layer_spec: Annotated[LayerSpec, MegatronOnly("has transformers' layers")] = "auto"
-    """Implementation of the layers: `transformer_engine`, or `local` (megatron-core).
-
-    `auto` selects Transformer Engine on GPUs if it is installed and no adapters are trained.
-    """
+    """Implementation of the layers: `transformer_engine`, or `local` (megatron-core). `auto`
+    selects Transformer Engine on GPUs if it is installed and no adapters are trained."""
 
     fusions: StrictBool = True
-    """On GPUs: use fused kernels for SwiGLU, rotary embedding, biases and experts.
-
-    Needs Triton and a C compiler with Python's headers. Without them operations run separately.
-    """
+    """On GPUs: use fused kernels for SwiGLU, rotary embedding, biases and experts. Needs Triton and
+    a C compiler with Python's headers. Without them operations run separately."""
 
     overlap_grad_reduce: Annotated[StrictBool, MegatronOnly("has FSDP2's overlap")] = False
-    """Sum gradients over data-parallel ranks during the backward pass.
-
-    Useful on several nodes. Over NVLink the gain is small.
-    """
+    """Sum gradients over data-parallel ranks during the backward pass. Useful on several nodes.
+    Over NVLink the gain is small."""
 
     overlap_param_gather: Annotated[StrictBool, MegatronOnly("has FSDP2's overlap")] = False
-    """Collect updated weights from data-parallel ranks during the next forward pass.
-
-    Needs `overlap_grad_reduce`. Not available with adapters.
-    """
+    """Collect updated weights from data-parallel ranks during the next forward pass. Needs
+    `overlap_grad_reduce`. Not available with adapters."""
 
     peft: PeftConfig = field(default_factory=PeftConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-
-    @property
-    def rollout_key(self) -> str:
-        """Key of the section with the sampling options. Empty if the model does not sample."""
-        return ""
 
     @property
     def rollout(self) -> RolloutConfig:
@@ -311,13 +266,9 @@ class TrainedModelConfig:
 class ModelConfig(TrainedModelConfig):
     """The policy of a PPO run."""
 
+    rollout_key: ClassVar[str] = "model.ppo"
     ppo: PolicyPPOConfig = field(default_factory=PolicyPPOConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-
-    @property
-    def rollout_key(self) -> str:
-        """Key of the section with the sampling options."""
-        return "model.ppo"
 
     @property
     def rollout(self) -> RolloutConfig:
@@ -334,12 +285,8 @@ class ModelConfig(TrainedModelConfig):
 class RSModelConfig(TrainedModelConfig):
     """The policy of a rejection-sampling run."""
 
+    rollout_key: ClassVar[str] = "model.rs"
     rs: PolicyRSConfig = field(default_factory=PolicyRSConfig)
-
-    @property
-    def rollout_key(self) -> str:
-        """Key of the section with the sampling options."""
-        return "model.rs"
 
     @property
     def rollout(self) -> RolloutConfig:
@@ -349,17 +296,11 @@ class RSModelConfig(TrainedModelConfig):
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The critic: the policy's architecture with a value head.
-
-    It uses the policy's parallel layout, unless its sizes are set. A different layout needs
-    separate workers, ``cluster.engine=ray``.
-    """
+    """The policy's architecture with a value head, by default in the policy's layout."""
 
     restore_from_path: FilePath | None = None
-    """A `.nemo` file. `null` means the policy's file, with a new value head that outputs 0.
-
-    The `rm_head` of a reward model becomes the value head.
-    """
+    """A `.nemo` file. `null` means the policy's file, with a new value head that outputs 0. The
+    `rm_head` of a reward model becomes the value head."""
 
     micro_batch_size: Annotated[Count, DERIVED] = 8
     """As `model.micro_batch_size`."""

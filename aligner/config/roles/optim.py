@@ -22,11 +22,9 @@ class SchedConfig:
     name: Annotated[
         Literal["constant", "cosine", "linear"], aliases({"CosineAnnealing": "cosine"})
     ] = "constant"
-    """Shape of the schedule, counted in optimizer updates.
-
-    `constant`: warm up, then `lr`. `linear`: warm up, then a straight line to `min_lr`. `cosine`
-    (NeMo's `CosineAnnealing`): warm up, half a cosine to `min_lr`, then `constant_steps` there.
-    """
+    """Shape of the schedule, counted in optimizer updates. `constant`: warm up, then `lr`.
+    `linear`: warm up, then a straight line to `min_lr`. `cosine` (NeMo's `CosineAnnealing`): warm
+    up, half a cosine to `min_lr`, then `constant_steps` there."""
 
     warmup_steps: Natural = 0
     """Updates of linear increase from 0 to `lr`."""
@@ -46,11 +44,8 @@ class OptimConfig:
     """Optimizer of one role."""
 
     name: Annotated[Literal["adam", "sgd"], aliases(dict.fromkeys(_ADAM_OF_NEMO, "adam"))] = "adam"
-    """`adam` (AdamW, decoupled weight decay) or `sgd`.
-
-    NeMo's names for AdamW mean `adam`. The options `optim@model.optim=sgd` and
-    `optim@critic.optim=sgd` set the defaults for `sgd`.
-    """
+    """`adam` (AdamW, decoupled weight decay) or `sgd`. NeMo's names for AdamW mean `adam`. The
+    options `optim@model.optim=sgd` and `optim@critic.optim=sgd` set the defaults for `sgd`."""
 
     lr: Positive = 1e-6
     """Peak learning rate."""

@@ -25,12 +25,10 @@ class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): a linear layer W becomes W + alpha / rank · B A."""
 
     target_modules: tuple[str, ...] = ("all",)
-    """Linear layers with adapters, in every transformer layer.
-
-    `all`, `attention` (`attention_qkv`, `attention_dense`), `mlp` (`mlp_fc1`, `mlp_fc2`), or any
-    single names. With `policy.backend=dtensor`: `all`, or parts of transformers' names of modules
-    and of the weights of experts (`q_proj`, `self_attn`, `experts.down_proj`).
-    """
+    """Linear layers with adapters, in every transformer layer. `all`, `attention` (`attention_qkv`,
+    `attention_dense`), `mlp` (`mlp_fc1`, `mlp_fc2`), or any single names. With
+    `policy.backend=dtensor`: `all`, or parts of transformers' names of modules and of the weights
+    of experts (`q_proj`, `self_attn`, `experts.down_proj`)."""
 
     adapter_dim: Count = 32
     """Rank of the adapters."""
@@ -58,11 +56,8 @@ class PeftConfig:
     """Training of adapters instead of all weights, in policy and critic."""
 
     peft_scheme: Annotated[Literal["lora"] | None, aliases({"none": None})] = None
-    """Kind of adapters, in policy and critic.
-
-    `lora` trains adapters and heads and freezes all other weights (docs/lora.md). `null`, or NeMo's
-    `none`, trains all weights.
-    """
+    """Kind of adapters, in policy and critic. `lora` trains adapters and heads and freezes all
+    other weights (docs/lora.md). `null`, or NeMo's `none`, trains all weights."""
 
     restore_from_path: FilePath | None = None
     """Initial adapters: the `*.lora.safetensors` of another run. `null` means new adapters."""

@@ -16,11 +16,8 @@ class BackendConfig:
     """Implementation of policy and critic."""
 
     backend: Literal["megatron", "dtensor"] = "megatron"
-    """Implementation of policy and critic.
-
-    `megatron`: megatron-core, in all layouts. `dtensor`: models of transformers, sharded by FSDP2
-    and tensor-parallel DTensors (docs/value_parity.md).
-    """
+    """Implementation of policy and critic. `megatron`: megatron-core, in all layouts. `dtensor`:
+    models of transformers, sharded by FSDP2 and tensor-parallel DTensors (docs/value_parity.md)."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report layouts, adapters and token budgets that the backend does not support."""

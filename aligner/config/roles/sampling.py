@@ -56,10 +56,8 @@ class SamplingParams:
     """Sample among this number of most probable tokens. `0` turns top-k off."""
 
     top_p: Annotated[StrictFloat, Interval(gt=0, le=1)] = 1.0
-    """Sample among the fewest tokens whose total probability reaches this value.
-
-    Applied after top-k. `1` turns top-p off.
-    """
+    """Sample among the fewest tokens whose total probability reaches this value. Applied after
+    top-k. `1` turns top-p off."""
 
     repetition_penalty: Positive = 1.0
     """Penalty of tokens that already occurred (CTRL, Keskar et al. 2019). `1` turns it off."""
@@ -71,11 +69,9 @@ class SamplingParams:
     """Strings that end a response properly, such as `["\\n"]`. They are part of the response."""
 
     end_tokens: tuple[StrictStr, ...] = ()
-    """Additional tokens, as text, that end a response, such as `["<end_of_turn>"]`.
-
-    EOS and the end-of-turn token of the chat template always do. The reward does not receive the
-    text of the token. The trained `.nemo` stores these tokens.
-    """
+    """Additional tokens, as text, that end a response, such as `["<end_of_turn>"]`. EOS and the
+    end-of-turn token of the chat template always do. The reward does not receive the text of the
+    token. The trained `.nemo` stores these tokens."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +93,8 @@ class KLLossConfig:
         KLEstimator,
         ReadIf(lambda run: run.model.ppo.kl_loss.coef > 0, "needs model.ppo.kl_loss.coef above 0"),
     ] = "k3"
-    """Estimator of the KL in the loss: `k2`, `k3` or `abs`, not `k1`.
-
-    See docs/ppo.md#the-mathematics.
-    """
+    """Estimator of the KL in the loss: `k2`, `k3` or `abs`, not `k1`. See
+    docs/ppo.md#the-mathematics."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report an estimator without gradient."""
@@ -117,11 +111,8 @@ class CorrectionConfig:
     """Correction of the difference between the sampling policy and the trained policy."""
 
     weights: Literal["none", "token", "sequence"] = "none"
-    """Importance weights: the trainer's probability divided by the sampler's.
-
-    `none`, one weight per `token`, or one per `sequence`: the product over its tokens
-    (docs/corrections.md).
-    """
+    """Importance weights: the trainer's probability divided by the sampler's. `none`, one weight
+    per `token`, or one per `sequence`: the product over its tokens (docs/corrections.md)."""
 
     bounds: tuple[NonNegative, Positive] = (0.0, 2.0)
     """Bounds `[low, high]` of the weights."""
@@ -130,23 +121,16 @@ class CorrectionConfig:
     """A weight outside the bounds becomes the bound (`truncate`) or 0 (`mask`, IcePop)."""
 
     geometric_bounds: tuple[NonNegative, Positive] | None = None
-    """Bounds of the geometric mean of a response's ratios. `null` turns the filter off.
-
-    Responses outside the bounds are excluded from training.
-    """
+    """Bounds of the geometric mean of a response's ratios. `null` turns the filter off. Responses
+    outside the bounds are excluded from training."""
 
     second_moment: Positive | None = None
-    """Largest mean of the squared log-ratio over the tokens of an update. `null` turns it off.
-
-    The tokens with the largest ratios are excluded from training (M2PO, which uses 0.04).
-    """
+    """Largest mean of the squared log-ratio over the tokens of an update. `null` turns it off. The
+    tokens with the largest ratios are excluded from training (M2PO, which uses 0.04)."""
 
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """Old log-probs in the ratio of the loss.
-
-    `trainer`: of the policy before training on the rollout. `sampler`: those that the engine
-    recorded, which saves a forward pass.
-    """
+    """Old log-probs in the ratio of the loss. `trainer`: of the policy before training on the
+    rollout. `sampler`: those that the engine recorded, which saves a forward pass."""
 
     @property
     def is_on(self) -> bool:
@@ -217,23 +201,17 @@ class RolloutConfig:
     """Sequences per forward pass of log-probs, per rank."""
 
     offload_adam_states: StrictBool = False
-    """Keep the policy's Adam moments in host memory while the policy does not train.
-
-    No effect on CPUs.
-    """
+    """Keep the policy's Adam moments in host memory while the policy does not train. No effect on
+    CPUs."""
 
     offload_gradients: StrictBool = False
-    """Remove gradient buffers from the device while the policy does not train.
-
-    The float32 weights of a bf16 model are then kept in host memory. No effect on CPUs.
-    """
+    """Remove gradient buffers from the device while the policy does not train. The float32 weights
+    of a bf16 model are then kept in host memory. No effect on CPUs."""
 
     offload_weights: StrictBool = False
-    """Keep the policy in host memory while it neither generates, scores nor trains.
-
-    GPUs only. Offloads weights, also those of the reference, gradient buffers and optimizer states.
-    Each phase of the policy costs a copy of the weights in each direction.
-    """
+    """Keep the policy in host memory while it neither generates, scores nor trains. GPUs only.
+    Offloads weights, also those of the reference, gradient buffers and optimizer states. Each phase
+    of the policy costs a copy of the weights in each direction."""
 
     length_params: LengthParams = field(default_factory=LengthParams)
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
@@ -255,10 +233,8 @@ class PolicyRSConfig(RolloutConfig):
 
     num_rollouts_per_prompt: Count = 4
     top_n_rollouts: Count = 1
-    """Responses to each prompt that are learned: those with the highest rewards.
-
-    Earlier responses precede later responses of the same reward.
-    """
+    """Responses to each prompt that are learned: those with the highest rewards. Earlier responses
+    precede later responses of the same reward."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Also report more selected responses than sampled responses."""
@@ -279,27 +255,20 @@ class PolicyPPOConfig(RolloutConfig):
 
     ratio_eps: Fraction | tuple[Fraction, NonNegative] = 0.2
     """Clip range ε of the ratio: a number, or `[low, high]` for different bounds (clip-higher).
-
-    `low` is below 1.
-    """
+    `low` is below 1."""
 
     ratio_level: Literal["token", "sequence"] = "token"
     """One ratio per `token`, or per `sequence`: the geometric mean over its tokens (GSPO)."""
 
     surrogate: Surrogate = "clip"
-    """Objective as a function of the ratio.
-
-    `clip`: PPO's pessimistic bound. `cispo`: `A · logprob`, weighted by the clipped ratio without
-    its gradient.
-    """
+    """Objective as a function of the ratio. `clip`: PPO's pessimistic bound. `cispo`: `A ·
+    logprob`, weighted by the clipped ratio without its gradient."""
 
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
-    """Mean of the token losses.
-
-    `token_mean`: mean over all tokens of the global batch. `sequence_mean`: mean over responses of
-    their token means (GRPO). `fixed_length`: mean over responses of their token sums, divided by
-    the most tokens of a response or conversation (Dr. GRPO).
-    """
+    """Mean of the token losses. `token_mean`: mean over all tokens of the global batch.
+    `sequence_mean`: mean over responses of their token means (GRPO). `fixed_length`: mean over
+    responses of their token sums, divided by the most tokens of a response or conversation (Dr.
+    GRPO)."""
 
     dual_clip: AboveOne | None = None
     """Bound c > 1 of the ratio for negative advantages (Ye et al. 2020). `null` turns it off."""
@@ -309,10 +278,8 @@ class PolicyPPOConfig(RolloutConfig):
 
     kl_loss: KLLossConfig = field(default_factory=KLLossConfig)
     loss: UserClass | None = None
-    """A user-defined loss, `package.module:Class` or `path/to/file.py:Class`.
-
-    `null` means the built-in loss (docs/howto.md#a-policy-loss).
-    """
+    """A user-defined loss, `package.module:Class` or `path/to/file.py:Class`. `null` means the
+    built-in loss (docs/howto.md#a-policy-loss)."""
 
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the constructor of the user-defined loss."""
@@ -322,10 +289,8 @@ class PolicyPPOConfig(RolloutConfig):
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     record_kept_tokens: Natural = 0
-    """Most tokens per position that are recorded after top-k and top-p.
-
-    `0` records none (docs/corrections.md#recorded-top-k-and-top-p-sets).
-    """
+    """Most tokens per position that are recorded after top-k and top-p. `0` records none
+    (docs/corrections.md#recorded-top-k-and-top-p-sets)."""
 
     @property
     def ratio_eps_range(self) -> tuple[float, float]:

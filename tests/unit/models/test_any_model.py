@@ -16,7 +16,7 @@ from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.hf.any_model import read_any, require_megatron, save_any
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.model_source import open_model
-from aligner.config import OptimConfig, ParallelConfig
+from aligner.config import LoraConfig, OptimConfig, ParallelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import CheckpointError, ConfigError, LayoutError
 from aligner.losses.policy import PPOPolicyLoss
@@ -329,15 +329,32 @@ def test_packing_of_a_state_space_is_refused_with_the_difference(folder_of):
 
 def test_what_this_backend_does_not_do_for_any_type_is_refused(folder_of):
     folder = folder_of("mamba2")
-    architecture = read_any(folder).architecture
-    with pytest.raises(LayoutError, match=r"tensor_model_parallel_size=2.*mamba2"):
-        check_backend("mamba2", architecture, ParallelConfig(tensor=2))
     with pytest.raises(ConfigError, match=r"model\.dropout=0\.1.*mamba2"):
         load(folder, dropout=0.1)
     with pytest.raises(ConfigError, match=r"granularity=selective.*mamba2"):
         load(folder, recompute="selective")
     with pytest.raises(ConfigError, match=r"granularity=full.*ctrl"):
         load(folder_of("ctrl"), recompute="full")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "lora", "reason"),
+    [
+        ("gpt_oss", None, r"no tensor-parallel plan for gpt_oss"),
+        ("mixtral", None, r"mixtral models uses moe_tp_experts, packed_colwise"),
+        ("apertus", None, r"apertus models leaves out layers\.\*\.mlp\.act_fn\.alpha_n, "),
+        ("doge", None, r"doge models leaves out layers\.\*\.self_attn\.A, "),
+        ("llama", LoraConfig(), r"adapters \(model\.peft\.peft_scheme=lora\) are not split"),
+    ],
+)
+def test_tensor_parallelism_that_is_not_exact_is_refused_without_weights(
+    model_type, lora, reason, tmp_path
+):
+    tiny_config(model_type).save_pretrained(tmp_path)
+    architecture = read_any(tmp_path).architecture
+    check_backend(architecture, ParallelConfig(), lora)
+    with pytest.raises(LayoutError, match=f"tensor_model_parallel_size=2: .*{reason}.*Set it to 1"):
+        check_backend(architecture, ParallelConfig(tensor=2), lora)
 
 
 def test_what_needs_a_table_of_tensors_is_refused(folder_of, tmp_path):

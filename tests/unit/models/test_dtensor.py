@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 
+from aligner.checkpoint.hf.families import architecture_from_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.config import CriticConfig, ModelConfig, OptimConfig, ParallelConfig, SchedConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
@@ -321,11 +322,16 @@ def test_generation_has_the_weights_of_the_moment(tiny_nemo):
 
 
 def test_what_this_backend_does_not_have_is_refused():
-    experts = dataclasses.replace(TINY_ARCHITECTURE, num_moe_experts=4)
+    experts = dataclasses.replace(TINY_ARCHITECTURE, num_moe_experts=4, family="mixtral")
     with pytest.raises(LayoutError, match=r"4 experts.*policy\.backend=megatron"):
-        check_backend("mixtral", experts, ParallelConfig())
-    with pytest.raises(LayoutError, match=r"tensor_model_parallel_size=2.*gpt2.*llama"):
-        check_backend("gpt2", TINY_ARCHITECTURE, ParallelConfig(tensor=2))
+        check_backend(experts, ParallelConfig())
+    from transformers import GPT2Config
+
+    gpt2 = architecture_from_hf(GPT2Config().to_dict())
+    with pytest.raises(
+        LayoutError, match=r"tensor_model_parallel_size=2.*no tensor-parallel plan for gpt2"
+    ):
+        check_backend(gpt2, ParallelConfig(tensor=2))
 
 
 def test_a_run_state_of_the_other_backend_is_refused(tiny_nemo):

@@ -6,7 +6,7 @@ therefore stores at most one full layer (or the embeddings).
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.adapters import adapted_weights
-from aligner.checkpoint.hf.any_model import body_path, empty_model, output_path
-from aligner.checkpoint.hf.families import config_to_hf
+from aligner.checkpoint.hf.any_model import body_path, empty_model, model_config, path_of
 from aligner.config import LoraConfig
 from aligner.device import accelerator
 from aligner.errors import CheckpointError, ConfigError
@@ -25,8 +24,8 @@ from aligner.models.gpt.dtensor import attention as dtensor_attention
 from aligner.models.gpt.dtensor.adapters import add_adapters
 from aligner.models.gpt.dtensor.module import TransformersModel, Way
 from aligner.models.gpt.dtensor.plan import (
-    APPLIED_TO_OWN_HEADS,
-    check_backend,
+    SUMMED,
+    plan_name,
     split_layer,
     split_vocabulary,
 )
@@ -63,19 +62,7 @@ def build_sharded(
         lora: settings of new adapters, next to which all weights except a head are frozen.
         seed: seed of the adapters.
     """
-    dtensor_attention.register()
-    if isinstance(architecture, TransformersArchitecture):
-        check_backend(architecture.family or "", architecture, parallel.config)
-        model = _empty_any(architecture, dtype, recompute, head_outputs, way, lora, seed)
-    else:
-        family, config = config_to_hf(architecture)
-        if lora is not None:
-            raise ConfigError(
-                f"model.peft.peft_scheme=lora: policy.backend=dtensor adds no adapters to "
-                f"{family.model_type} models. Set policy.backend=megatron"
-            )
-        check_backend(family.model_type, architecture, parallel.config)
-        model = _empty_model(architecture, config, recompute, head_outputs)
+    model = _empty_model(architecture, dtype, recompute, head_outputs, way, lora, seed)
     _move_buffers(model)
     mesh = init_device_mesh(
         accelerator.device().type,
@@ -84,13 +71,16 @@ def build_sharded(
     )
     # Full shapes are read before the parameters become sharded.
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    split = _fill_and_shard(model, weights, mesh, dtype)
+    plan: Mapping[str, str] = {}
+    if parallel.config.tensor > 1:
+        plan = model_config(architecture).base_model_tp_plan or {}
+    split = _fill_and_shard(model, weights, mesh, dtype, plan)
     shards = [
         ParameterShard(
             name,
             shapes[name],
             split.get(name),
-            summed=parallel.config.tensor > 1 and name.endswith(APPLIED_TO_OWN_HEADS),
+            summed=plan.get(plan_name(model.in_body(name).rpartition(".")[0])) == SUMMED,
             dtype=torch.float32 if name.startswith("score.") else dtype,
             parameter=parameter,
             parallel=parallel,
@@ -128,43 +118,6 @@ def _move_buffers(model: nn.Module) -> None:
 
 def _empty_model(
     architecture: GPTArchitecture,
-    config: Mapping[str, Any],
-    recompute: Recompute | None,
-    head_outputs: int,
-) -> TransformersModel:
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModel
-
-    names = {None: dtensor_attention.NAME, "full": dtensor_attention.NAME}
-    # Parameters without memory, buffers on the device.
-    with init_empty_weights(include_buffers=False):
-        body = AutoModel.from_config(
-            AutoConfig.for_model(**config),
-            attn_implementation=names.get(recompute, dtensor_attention.RECOMPUTED),
-            dtype=torch.float32,
-        )
-        lm_head = None
-        if not (head_outputs or architecture.tie_embeddings):
-            lm_head = nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
-        score = _head(architecture, head_outputs) if head_outputs else None
-    if recompute == "full":
-        body.gradient_checkpointing_enable({"use_reentrant": False})
-    prefix = body.base_model_prefix
-    return TransformersModel(
-        {prefix: body} if lm_head is None else {prefix: body, "lm_head": lm_head},
-        prefix,
-        output=None if lm_head is None else "lm_head",
-        score=score,
-        layer_classes=frozenset(body._no_split_modules),
-    )
-
-
-def _head(architecture: GPTArchitecture, outputs: int) -> ValueHead:
-    return ValueHead(architecture.hidden_size, outputs=outputs)
-
-
-def _empty_any(
-    architecture: TransformersArchitecture,
     dtype: torch.dtype,
     recompute: Recompute | None,
     head_outputs: int,
@@ -172,18 +125,19 @@ def _empty_any(
     lora: LoraConfig | None,
     seed: int,
 ) -> TransformersModel:
-    """Build a model from the class that transformers has for it, without its parameters' memory."""
+    """Build the model from transformers' class, without memory for its parameters."""
+    dtensor_attention.register()
     causal = empty_model(architecture, dtype)
     key = f"model.activations_checkpoint_granularity={recompute}"
-    if recompute == "selective" and way != "aligner":
-        raise ConfigError(
-            f"{key}: {architecture.family} does not run with aligner's attention, which recomputes "
-            "itself. Set it to full or null"
-        )
     if way == "aligner":
         is_selective = recompute == "selective"
         causal.set_attn_implementation(
             dtensor_attention.RECOMPUTED if is_selective else dtensor_attention.NAME
+        )
+    elif recompute == "selective":
+        raise ConfigError(
+            f"{key}: {architecture.family} does not run with aligner's attention, which recomputes "
+            "itself. Set it to full or null"
         )
     if recompute == "full":
         if not causal.supports_gradient_checkpointing:
@@ -192,18 +146,16 @@ def _empty_any(
                 "null"
             )
         causal.gradient_checkpointing_enable({"use_reentrant": False})
+    # A head replaces the output layer.
     body, parts = body_path(causal), dict(causal.named_children())
-    layer_classes = frozenset(causal._no_split_modules or ())
     output, score = None, None
     if head_outputs:
-        from accelerate import init_empty_weights
-
-        with init_empty_weights():
-            score = _head(architecture, head_outputs)
+        score = ValueHead(architecture.hidden_size, outputs=head_outputs)
         first = body.partition(".")[0]
         parts = {first: parts[first]}
     else:
-        output = output_path(causal)
+        output = path_of(causal, causal.get_output_embeddings())
+    layer_classes = frozenset(causal._no_split_modules or ())
     model = TransformersModel(
         parts, body, output=output, score=score, layer_classes=layer_classes, way=way
     )
@@ -218,8 +170,12 @@ def _fill_and_shard(
     weights: Mapping[str, Tensor] | None,
     mesh: DeviceMesh,
     dtype: torch.dtype,
+    plan: Mapping[str, str],
 ) -> dict[str, int]:
-    """Load and shard the weights, and return the tensor-parallel dimension of split parameters."""
+    """Load and shard the weights, and return the tensor-parallel dimension of split parameters.
+
+    ``plan``: see `split_layer`.
+    """
     names = {module: name for name, module in model.named_modules()}
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
@@ -236,7 +192,7 @@ def _fill_and_shard(
     for layer in model.layers:
         _fill(layer, names[layer], weights, filled)
         if mesh["tensor"].size() > 1:
-            split_layer(layer, mesh["tensor"])
+            split_layer(layer, model.in_body(names[layer]), plan, mesh["tensor"])
         shard(layer, policy)
     if model.score is not None:
         _fill_head(model.score, weights)

@@ -6,6 +6,7 @@ function of the hidden states.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from aligner.models.gpt.dtensor.adapters import check_that_all_learn
 from aligner.models.gpt.dtensor.build import build_sharded
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.dtensor.optimizer import ShardOptimizer
-from aligner.models.gpt.dtensor.plan import check_dropout
+from aligner.models.gpt.dtensor.plan import check_backend, check_dropout, check_gradients
 from aligner.models.gpt.dtensor.shards import GatheredParameters, ParameterShard, SentWeights
 from aligner.models.gpt.dtensor.state import BACKEND, load_shard_state, shard_state
 from aligner.models.gpt.dtensor.ways import WORDS, ModelForm, examine, keyed_form
@@ -77,12 +78,13 @@ class DTensorModel(RoleModel, LightningModule):
         check_layout(self.architecture, settings.parallel, parallel.world_size)
         if settings.lora is not None:
             adapter_shapes(self.architecture, settings.lora)  # raises if not supported
+        check_backend(self.architecture, settings.parallel, settings.lora)
         self.form = self._form_of(source)
         self.settings = _runnable(settings, self.form, self.architecture)
         self.model, self.shards = self.build(self._module_names(source.weights))
         self.optimizer: ShardOptimizer | None = None
         self.has_fresh_adapters = settings.lora is not None  # which have no effect
-        self._learning_is_checked = settings.lora is None
+        self._gradients_are_checked = settings.lora is None and settings.parallel.tensor == 1
         if settings.lora is not None and settings.adapters_path is not None:
             self.load_adapters(settings.adapters_path)
 
@@ -156,6 +158,11 @@ class DTensorModel(RoleModel, LightningModule):
         if unapplied:
             shown = ", ".join(f"{name}={value:g}" for name, value in unapplied.items())
             parts.append(f"without these settings of config.json: {shown}")
+        if (ranks := self.parallel.config.tensor) > 1:
+            split = [s for s in self.shards if s.split_dim is not None]
+            share = sum(math.prod(s.shape) for s in split) / self.num_parameters()
+            whole = "" if any("att" in s.name for s in split) else ", but not attention"
+            parts.append(f"{ranks} tensor-parallel ranks split {share:.0%} of the weights{whole}")
         if not self.model.layers:
             parts.append("sharded as one unit, because layers share weights")
         return "; ".join(parts)
@@ -230,10 +237,13 @@ class DTensorModel(RoleModel, LightningModule):
                 if not forward_only:
                     share.backward()
                 parts.append({**metrics, "loss": share.detach()})
-        if not (self._learning_is_checked or forward_only):
-            assert self.settings.lora is not None
-            check_that_all_learn(self.shards, self.model.adapted, self.settings.lora, self.parallel)
-            self._learning_is_checked = True
+        if not (self._gradients_are_checked or forward_only):
+            lora = self.settings.lora
+            if lora is not None:
+                check_that_all_learn(self.shards, self.model.adapted, lora, self.parallel)
+            if self.parallel.config.tensor > 1:
+                check_gradients(self.shards, self.parallel)
+            self._gradients_are_checked = True
         return result_of(reduce_result(parts, own_tokens, self.parallel.dp_group))
 
     @property

@@ -61,6 +61,10 @@ class TransformersModel(nn.Module):
         """Decoder, which maps token ids to hidden states."""
         return self.get_submodule(self._body)
 
+    def in_body(self, name: str) -> str:
+        """Return the name in the body of one of its modules or parameters."""
+        return name.removeprefix(f"{self._body}.")
+
     @property
     def embedding(self) -> nn.Module:
         """Token embedding."""
@@ -107,8 +111,11 @@ class TransformersModel(nn.Module):
         weight, bias = layer.weight, getattr(layer, "bias", None)
         if isinstance(weight, DTensor):
             width = math.ceil(weight.shape[0] / weight.device_mesh.size())
-            local = weight.to_local(grad_placements=[Shard(0)])
-            return hidden, F.pad(local, (0, 0, 0, width - local.shape[0]))
+            weight = weight.to_local(grad_placements=[Shard(0)])
+            weight = F.pad(weight, (0, 0, 0, width - weight.shape[0]))
+            if bias is not None:
+                bias = bias.to_local(grad_placements=[Shard(0)])
+                bias = F.pad(bias, (0, width - bias.shape[0]))
         if bias is None:
             return hidden, weight
         return F.pad(hidden, (0, 1), value=1.0), torch.cat([weight, bias[:, None]], 1)

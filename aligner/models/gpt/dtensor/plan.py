@@ -1,47 +1,95 @@
 """Tensor-parallel split of transformers' layers, and checks of models that are not supported."""
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.checkpoint.hf.any_model import body_path, empty_model, model_config
 from aligner.checkpoint.hf.families import FAMILIES, config_to_hf
-from aligner.config import ParallelConfig
+from aligner.config import LoraConfig, ParallelConfig
+from aligner.device import accelerator
 from aligner.errors import ConfigError, LayoutError
+from aligner.models.gpt.dtensor.shards import ParameterShard
+from aligner.parallel.groups import ParallelState
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Families with the modules that `split_layer` splits.
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 # Families whose logits are divided, or whose layers do not tell their attention which rows are one
 # sequence.
 ONLY_BY_TRANSFORMERS = ("granite", "nemotron", "stablelm")
-# Replicated weights that each rank applies to its own heads, so that gradients must be summed.
-APPLIED_TO_OWN_HEADS = (".self_attn.q_norm.weight", ".self_attn.k_norm.weight")
+# Style of whole weights that each rank applies to its own heads: gradients must be summed.
+SUMMED = "replicated_with_grad_allreduce"
+COLUMNS = "colwise"  # style of linears of which each rank computes a part of the outputs
+# Styles of transformers' plans that are supported.
+STYLES = (
+    *(COLUMNS, "colwise_gather_output", "rowwise", "rowwise_split_input"),
+    *("embedding_rowwise", SUMMED),
+)
 
 
-def check_backend(family: str, architecture: GPTArchitecture, parallel: ParallelConfig) -> None:
-    """Raise if this backend does not support the model or the layout."""
-    if architecture.num_moe_experts is not None:
-        raise LayoutError(
-            f"policy.backend=dtensor does not support mixtures of experts in .nemo files, but the "
-            f"model is a {family} with {architecture.num_moe_experts} experts. Use "
-            "policy.backend=megatron, or give the model's Hugging Face directory"
-        )
+def check_backend(
+    architecture: GPTArchitecture, parallel: ParallelConfig, lora: LoraConfig | None = None
+) -> None:
+    """Raise if this backend does not support the model or the layout. Reads no weights.
+
+    ``lora``: settings of new adapters.
+    """
+    config = model_config(architecture)
+    family, plan = config.model_type, config.base_model_tp_plan or {}
     is_own = isinstance(architecture, TransformersArchitecture)
-    if family in ONLY_BY_TRANSFORMERS and not is_own:
+    if not is_own and (architecture.num_moe_experts or family in ONLY_BY_TRANSFORMERS):
+        experts = architecture.num_moe_experts
         raise LayoutError(
-            f"policy.backend=dtensor does not support {family} models in .nemo files. Use "
+            f"policy.backend=dtensor does not support {family} models"
+            f"{f' with {experts} experts' if experts else ''} in .nemo files. Use "
             "policy.backend=megatron, or give the model's Hugging Face directory"
         )
-    if parallel.tensor > 1 and family not in LLAMA_LIKE:
-        raise LayoutError(
-            f"model.tensor_model_parallel_size={parallel.tensor}: policy.backend=dtensor does not "
-            f"support tensor parallelism for {family} models, only for {', '.join(LLAMA_LIKE)}. "
-            "Use 1 (data-parallel ranks shard the weights anyway)"
-            + ("" if is_own else ", or policy.backend=megatron")
+    if lora is not None and not is_own:
+        raise ConfigError(
+            "model.peft.peft_scheme=lora: policy.backend=dtensor adds no adapters to "
+            f"{family} models. Set policy.backend=megatron"
         )
+    if parallel.tensor == 1:
+        return
+    key = f"model.tensor_model_parallel_size={parallel.tensor}"
+    unknown = sorted(set(plan.values()) - {*STYLES})
+    reason = f"transformers has no tensor-parallel plan for {family} models"
+    if unknown:
+        reason = f"transformers' plan for {family} models uses {', '.join(unknown)}"
+    elif plan and (left_out := _left_out(architecture, plan)):
+        reason = f"transformers' plan for {family} models leaves out {', '.join(left_out)}"
+    elif plan and lora is None:
+        return
+    elif plan:
+        reason = "adapters (model.peft.peft_scheme=lora) are not split"
+    raise LayoutError(
+        f"{key}: policy.backend=dtensor does not support it, because {reason}. Set it to 1 "
+        "(data-parallel ranks shard the weights anyway)"
+        + ("" if is_own else ", or use policy.backend=megatron")
+    )
+
+
+def _left_out(architecture: GPTArchitecture, plan: Mapping[str, str]) -> list[str]:
+    """Return parameters without a style inside of modules whose columns are split.
+
+    The code of such a module would apply the full parameter to a part of the columns.
+    """
+    if not isinstance(architecture, TransformersArchitecture):
+        return []
+    model = empty_model(architecture)
+    split = tuple(name.rpartition(".")[0] + "." for name, style in plan.items() if style == COLUMNS)
+    names = {plan_name(n) for n, _ in model.get_submodule(body_path(model)).named_parameters()}
+    return sorted(
+        name
+        for name in names
+        if name.startswith(split) and not {name, name.rpartition(".")[0]} & plan.keys()
+    )
 
 
 def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, trained: bool) -> None:
@@ -67,29 +115,70 @@ def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, train
         )
 
 
-def split_layer(layer: nn.Module, mesh: "DeviceMesh") -> None:
-    """Split the linears of a decoder layer over ``mesh``, by heads and by MLP columns."""
+def plan_name(name: str) -> str:
+    """Return the name in plans of a module of the body, with ``*`` for each index."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def split_layer(layer: nn.Module, name: str, plan: Mapping[str, str], mesh: "DeviceMesh") -> None:
+    """Split the linears of a decoder layer over ``mesh`` as its ``plan`` says.
+
+    ``name``: of the layer in the body.
+    """
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
         parallelize_module,
     )
 
-    plan = {
-        "self_attn.q_proj": ColwiseParallel(),
-        "self_attn.k_proj": ColwiseParallel(),
-        "self_attn.v_proj": ColwiseParallel(),
-        "self_attn.o_proj": RowwiseParallel(),
-        "mlp.gate_proj": ColwiseParallel(),
-        "mlp.up_proj": ColwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(),
+    styles = {
+        COLUMNS: ColwiseParallel(),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "rowwise": RowwiseParallel(),
+        "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     }
-    # Every rank has loaded the full weights, so that none must be sent.
-    parallelize_module(layer, mesh, plan, src_data_rank=None)
+    for part, module in list(layer.named_modules(prefix=name)):
+        style = styles.get(plan.get(plan_name(part), ""))
+        if style is not None:
+            # Every rank has loaded the full weights, so that none must be sent.
+            parallelize_module(module, mesh, style, src_data_rank=None)
+
+
+@torch.no_grad()
+def check_gradients(shards: Sequence[ParameterShard], parallel: ParallelState) -> None:
+    """Raise if tensor-parallel ranks differ in a gradient of a weight that each of them has whole.
+
+    Call it on all ranks, after a backward pass.
+    """
+    whole = [shard for shard in shards if shard.split_dim is None and not shard.summed]
+    if not whole:
+        return
+    norms = torch.zeros(len(whole), 2, device=accelerator.device())
+    for shard, sizes in zip(whole, norms, strict=True):
+        if shard.gradient is not None:
+            both = torch.stack([shard.gradient, -shard.gradient])
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=parallel.tp_group)
+            # The largest minus the smallest of the ranks' values, and the size of the values.
+            sizes[0] = torch.linalg.vector_norm(both.sum(0))
+            sizes[1] = torch.linalg.vector_norm(both)
+    dist.all_reduce(norms, dist.ReduceOp.MAX)
+    differs = norms[:, 0] > 0.01 * norms[:, 1].clamp(min=1e-6 * norms.max())
+    names = [shard.name for shard, wrong in zip(whole, differs.tolist(), strict=True) if wrong]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise LayoutError(
+            f"model.tensor_model_parallel_size={parallel.config.tensor}: with transformers' plan, "
+            f"ranks compute different gradients of {', '.join(names[:3])}{more}. Set it to 1 "
+            "(data-parallel ranks shard the weights anyway)"
+        )
 
 
 def split_vocabulary(embedding: nn.Module, lm_head: nn.Module | None, mesh: "DeviceMesh") -> None:
-    """Split the embedding, and the output layer if any, over ``mesh`` by vocabulary."""
+    """Split the embedding, and the output layer if any, over ``mesh`` by vocabulary.
+
+    Tied weights stay tied.
+    """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -98,6 +187,9 @@ def split_vocabulary(embedding: nn.Module, lm_head: nn.Module | None, mesh: "Dev
     )
 
     rows = RowwiseParallel(input_layouts=Replicate())
-    parallelize_module(embedding, mesh, rows, src_data_rank=None)
     if lm_head is not None:
+        is_tied = lm_head.weight is embedding.weight
         parallelize_module(lm_head, mesh, ColwiseParallel(), src_data_rank=None)
+    parallelize_module(embedding, mesh, rows, src_data_rank=None)
+    if lm_head is not None and is_tied:
+        lm_head.weight = embedding.weight
