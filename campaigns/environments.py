@@ -1,8 +1,9 @@
 """Environments that misbehave in one conversation of eight, and ones that are killed from outside.
 
-Where the fault comes once, the run goes on (unless ``init`` returned a wrong object): it is counted under its reason, and the other seven
-conversations are those of an undisturbed run, to the bit. Where it comes each time the conversation
-begins again, the run stops and names the cause. Nothing remains.
+Where the fault comes once, the run goes on (unless ``init`` returned a wrong object): it is counted
+under its reason, and the other seven conversations are those of an undisturbed run, to the bit.
+Where it comes each time the conversation begins again, the run stops and names the cause. Nothing
+remains.
 """
 
 import contextlib
