@@ -140,18 +140,11 @@ def repeated_ngram_fraction(
     return (1 - distinct[counted] / totals[counted]).mean()
 
 
-def fraction_terminated(is_end: Tensor, sample_mask: Tensor | None = None) -> Tensor:
-    """Compute the share of the counted samples that terminated. ``is_end``: bool [B]."""
-    return is_end[_bool_mask(sample_mask, is_end)].float().mean()
-
-
 def statistics(values: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
     """Compute ``mean``, ``std``, ``min`` and ``max`` of the entries that count.
 
-    ``std`` is unbiased, and 0 for one entry.
-
     ``values``: [...] of any number type. ``mask``: [...] of the same shape, None counts all.
-    Returns float32 scalars, NaN if no entry counts.
+    Returns float32 scalars, NaN if no entry counts. ``std`` is unbiased, and 0 for one entry.
     """
     counted = values[_bool_mask(mask, values)].double()
     if counted.numel() == 0:
@@ -183,7 +176,7 @@ def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
         "generation_length": length.pop("mean"),
         **{f"generation_length_{name}": value for name, value in length.items()},
         "prompt_length": prompt_lengths.float().mean(),
-        "fraction_of_samples_properly_ended": fraction_terminated(batch["is_end"]),
+        "fraction_of_samples_properly_ended": batch["is_end"].float().mean(),
         "reward_length_correlation": reward_length_correlation(
             rewards, response_lengths, reward_mask
         ),

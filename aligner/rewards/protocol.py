@@ -90,18 +90,6 @@ class Signature:
             lists=lists,
         )
 
-    @classmethod
-    def of_plain(cls, fields: Mapping[str, Any]) -> "Signature":
-        """Return the signature from its ``vars``, which were sent as JSON."""
-        lists = {name: tuple(fields[name]) for name in ("named", "required", "first")}
-        return cls(
-            name=str(fields["name"]),
-            takes_all=bool(fields["takes_all"]),
-            form=str(fields["form"]),
-            lists=int(fields["lists"]),
-            **lists,
-        )
-
     def check_columns(self, available: Collection[str]) -> None:
         """Raise `DataError` if the data lacks a column that the function requires.
 

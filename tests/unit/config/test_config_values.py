@@ -20,7 +20,6 @@ from aligner.config.fields import MOST_SECONDS, Fraction, NonNegative
 from aligner.config.parse import build
 from aligner.errors import CheckpointNotFoundError, ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
-from aligner.rewards.function.runner import RewardFunction
 
 CONF = str((Path(__file__).parents[3] / "conf").resolve())
 
@@ -133,8 +132,9 @@ def test_prompts_may_be_empty():
 
 def test_time_limits_of_functions():
     for seconds in (float("inf"), float("nan"), 2 * MOST_SECONDS, 0):
+        values = {"function": "a:b", "time_limit_s": seconds}
         with pytest.raises(ConfigError, match="time_limit_s="):
-            RewardFunction.wrap(lambda *_: [], time_limit_s=seconds)
+            parse_config({"model": {"restore_from_path": "m.nemo"}, "reward": values}, RunConfig)
 
 
 def test_adapters_larger_than_the_model_are_refused():
