@@ -151,10 +151,8 @@ class EnvironmentPool(ProcessPool):
 
 
 def _value_of(call: Call, answer: tuple[str, Any]) -> tuple[Any, float]:
-    """Return the value of a call, or the text of its exception, and the duration in seconds.
-
-    The value is checked again, as a child process may send any message.
-    """
+    """Return the value of a call, or the text of its exception, and the duration in seconds."""
+    # The value is checked again, as a child process may send any message.
     kind, (value, seconds) = answer
     if kind in ("raised", "final"):
         return str(value), float(seconds)

@@ -1,7 +1,7 @@
-"""Diagnostics of a run's health, as pure functions.
+"""Diagnostics of a run's health.
 
-Shapes: ``B`` samples, ``S`` padded length. Masks are 1 for entries that count and are derived from
-lengths. Scalars are 0-dimensional tensors. An undefined quantity is NaN.
+Shapes: ``B`` samples, ``S`` padded length. Masks are 1 for entries that count. Scalars are
+0-dimensional tensors. An undefined quantity is NaN.
 """
 
 import math
@@ -58,10 +58,9 @@ def gap_verdict(gap: float, precision: str) -> GapVerdict | None:
 
 
 def gap_warnings(metrics: Mapping[str, float], precision: str) -> tuple[str, ...]:
-    """Return a warning if the gap of a step is larger than rounding explains, else nothing.
+    """Return a warning if rounding does not explain the gap of a step, else nothing.
 
-    ``metrics``: metrics by full name of a step that was sampled by the weights before its first
-    update.
+    ``metrics``: metrics by full name. The weights before the step's first update sampled.
     """
     gap = metrics.get("sampler/logprob_gap_mean", _NAN)
     verdict = gap_verdict(gap, precision)
@@ -157,8 +156,8 @@ def statistics(values: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
 def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
     """Compute the ``train_rollouts/`` and ``val_rollouts/`` metrics that need no model.
 
-    The names of the result have no prefix. Every row is a generated sample and counts, because the
-    metrics describe the policy. Of conversations only the rewards of rows that count are used.
+    The names of the result have no prefix. Every row counts, because the metrics describe the
+    policy. Of conversations only the rewards of rows that count are used.
 
     ``batch``: of a rollout (`aligner.types`) ``input_ids`` int64 [B, S], ``input_lengths`` and
     ``prompt_lengths`` int64 [B], ``is_end`` bool [B], ``rewards`` float32 [B]. Of conversations

@@ -1,8 +1,7 @@
-"""`Reward`: the controller's handle of a reward function.
+"""Scores of a rollout's responses by a reward function.
 
-Only rank 0 calls the function, and broadcasts the result, so that a function with side effects or
-random results is called once. A trained reward model (`rewards.model`) and a server
-(`rewards.server.client`) have handles with the same method.
+Only rank 0 calls the function and broadcasts the result. A function with side effects or random
+results is therefore called once.
 """
 
 from collections.abc import Sequence
@@ -164,7 +163,6 @@ def check_weights(
     ``attributes``: empty if the source was trained on comparisons, with a single number per sample.
     ``source``: name of the source, for messages.
     """
-    # Without attributes, the source gives one number per sample.
     count = max(1, len(attributes))
     if weights is None:
         if count == 1:

@@ -39,7 +39,6 @@ class MCPEnv(ScoredTools):
         """Start the server and list its tools.
 
         Args:
-            seed: not used, as servers have no seed.
             prompt: prompt of the row.
             command: command of the server, as a list of words.
             reward: a reward function, named as in ``reward.function`` (docs/ppo.md). The function

@@ -25,10 +25,7 @@ _MAX_SEARCHED = 256
 
 
 def load(name: str, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[..., Answers]]:
-    """Return the fields of the function's `Signature`, and the function that answers messages.
-
-    `aligner.child_process.serve` calls this function in the reward process.
-    """
+    """Return the function's `Signature` as a mapping, and the function that answers messages."""
     function = LoadedFunction(load_function(name, key="reward.function"), name, kwargs)
     return vars(function.signature), function.answers
 
@@ -72,7 +69,7 @@ class LoadedFunction:
     def find_failing(self, samples: Samples, error: BaseException) -> int | None:
         """Return the index of the first sample that alone fails with the type of ``error``.
 
-        None if no sample does, or if all do, so that no sample is the cause.
+        Returns None if no sample fails so, or if all do: then no sample is the cause.
         """
         culprit, has_other_results = None, len(samples) == 1
         for index in range(min(len(samples), _MAX_SEARCHED)):
