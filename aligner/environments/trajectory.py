@@ -89,7 +89,7 @@ class Trajectory:
 
     @property
     def rewards(self) -> list[float]:
-        """Reward of each token up to `length`. Turns and steps have theirs at their last token."""
+        """Reward of each token up to `length`. A turn or step has it at its last token."""
         tokens_of_turn: dict[int, list[int]] = {}
         for index, number in enumerate(self.turn_ids):
             tokens_of_turn.setdefault(number, []).append(index)

@@ -15,8 +15,8 @@ from aligner.config import RewardConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, RewardError
-from aligner.parallel.collectives import is_rank_zero, on_rank_zero
-from aligner.rewards.function.runner import RewardFunction, RewardOutput
+from aligner.parallel.collectives import on_rank_zero
+from aligner.rewards.function.runner import RewardFunction
 from aligner.rewards.protocol import Samples
 from aligner.rewards.sequences import response_texts
 
@@ -119,18 +119,15 @@ class Reward:
         ``is_end`` bool [B], and the lists ``prompts``, ``ground_truths`` and ``columns`` (a dict
         of the data's other columns for each row).
         """
-        responses = response_texts(self.tokenizer, data) if is_rank_zero() else []
 
-        def score() -> tuple[list[str], RewardOutput]:
-            columns = _columns(data)
+        def score() -> ScoredResponses:
+            responses, columns = response_texts(self.tokenizer, data), _columns(data)
             output = self._rank_zero_function()(
                 data["prompts"], responses, data["ground_truths"], columns
             )
-            return responses, output
+            return ScoredResponses(responses, output.rewards, output.metrics, output.timeouts)
 
-        # All ranks get the texts and the rewards.
-        texts, output = on_rank_zero(score)
-        return ScoredResponses(texts, output.rewards, output.metrics, output.timeouts)
+        return on_rank_zero(score)
 
     def shutdown(self) -> bool:
         """End the function's processes."""

@@ -130,11 +130,15 @@ def test_prompts_may_be_empty():
     assert (config.prompt, config.data.system_prompt) == (("",), "")
 
 
-def test_time_limits_of_functions():
-    for seconds in (float("inf"), float("nan"), 2 * MOST_SECONDS, 0):
-        values = {"function": "a:b", "time_limit_s": seconds}
-        with pytest.raises(ConfigError, match="time_limit_s="):
-            parse_config({"model": {"restore_from_path": "m.nemo"}, "reward": values}, RunConfig)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("time_limit_s", s) for s in (float("inf"), float("nan"), 2 * MOST_SECONDS, 0.0)]
+    + [("max_concurrency", 0)],
+)
+def test_limits_of_reward_functions(key, value):
+    values = {"function": "a:b", key: value}
+    with pytest.raises(ConfigError, match=rf"reward\.{key}="):
+        parse_config({"model": {"restore_from_path": "m.nemo"}, "reward": values}, RunConfig)
 
 
 def test_adapters_larger_than_the_model_are_refused():
