@@ -137,7 +137,7 @@ def test_prompts_may_be_empty():
 )
 def test_limits_of_reward_functions(key, value):
     values = {"function": "a:b", key: value}
-    with pytest.raises(ConfigError, match=rf"reward\.{key}="):
+    with pytest.raises(ConfigError, match=rf"reward\.{key}: must be"):
         parse_config({"model": {"restore_from_path": "m.nemo"}, "reward": values}, RunConfig)
 
 
