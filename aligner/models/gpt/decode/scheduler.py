@@ -4,9 +4,8 @@
                            ▲                            │ copies
                            └── free slots ◄── read the previous step ◄─┘   (host)
 
-`Rollout` reads the tokens of a step while the next step runs (see `decode.responses`). A sequence
-that ends is therefore in one step more, whose token is removed. This does not change the tokens of
-other samples.
+`Rollout` reads the tokens of a step while the next step runs. A sequence that ends is therefore in
+one step more, whose token is removed.
 
 Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible sequence.
 """
@@ -53,11 +52,11 @@ class _UnreadStep:
 
 
 class Rollout:
-    """State of B samples from prompt to end. The public tensors contain the results.
+    """State of B samples from prompt to end, with the results.
 
     ``tokens``: int64 [B, S]. ``logprobs``: float32 [B, S]. ``kept_ids``: int32 [B, S, K].
-    ``lengths``: int64 [B], tokens of prompt and response. ``is_end``: bool [B], true if the
-    response ended by itself.
+    ``lengths``: int64 [B], tokens of prompt and response. ``is_end``: bool [B], the response ended
+    by itself.
     """
 
     def __init__(
@@ -74,15 +73,9 @@ class Rollout:
     ) -> None:
         """Queue all samples.
 
-        Args:
-            responses: memory of the results.
-            rows: token ids of each prompt of ``responses``, without padding.
-            rules: rules for sampling the tokens.
-            stop: matcher of stop strings, if any.
-            listener: called with every token.
-            runs_ahead: whether the host reads the result of a step while the next step runs.
-            may_wait: whether the host may also wait for the device within a step.
-            captured: whether to launch steps as CUDA graphs, if the model supports it.
+        ``rows``: token ids of each prompt without padding. ``runs_ahead``: the host reads the
+        result of a step while the next step runs. ``may_wait``: the host may also wait for the
+        device within a step. ``captured``: launch steps as CUDA graphs, if the model supports it.
         """
         # Results: views of the responses without the dummy sample.
         batch = len(rows)
@@ -115,9 +108,8 @@ class Rollout:
     def run(self, model: DecodingModel, num_slots: int) -> None:
         """Generate until every sample has ended.
 
-        Raises:
-            NonFiniteError: see `aligner.models.gpt.decode.sampling.sample_tokens`.
-            WideNucleusError: a nucleus needs synchronisation, but ``may_wait`` is false.
+        Raises the errors of `sample_tokens`, and WideNucleusError if a nucleus needs
+        synchronisation, but ``may_wait`` is false.
         """
         while self._pending or self._slots:
             while self._pending and self._fill_slots(model, num_slots):
@@ -152,10 +144,7 @@ class Rollout:
         self._finish_step(samples, batch)
 
     def _fill_slots(self, model: DecodingModel, num_slots: int) -> bool:
-        """Put pending samples into free slots and sample their first tokens.
-
-        Return False if no slot is free.
-        """
+        """Put pending samples into free slots and sample their first tokens. Return success."""
         # Assign samples to slots.
         free = [slot for slot, sample in enumerate(self._slots) if sample is None]
         free += range(len(self._slots), num_slots)
