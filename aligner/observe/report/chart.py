@@ -106,11 +106,11 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
-def thin_out(points: list[tuple[int, float]], most: int = _MOST_POINTS) -> list[tuple[int, float]]:
-    """Reduce a line to roughly ``most`` points: the ends, and the extremes of each bucket."""
-    if len(points) <= most:
+def thin_out(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Reduce a line to about `_MOST_POINTS`: the ends, and the extremes of each bucket."""
+    if len(points) <= _MOST_POINTS:
         return points
-    size = math.ceil(2 * len(points) / most)
+    size = math.ceil(2 * len(points) / _MOST_POINTS)
     selected: set[tuple[int, float]] = {points[0], points[-1]}
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
