@@ -1,13 +1,12 @@
 """Process of an environment, which runs one conversation at a time.
 
 Messages are ``begin`` with ``(seed, columns of the row)``, ``step`` with the policy's message, and
-``close``. Answers are ``answer, (value, seconds)``, ``raised, (text, seconds)`` or, for an error
-that a repetition would also give, ``final, (text, seconds)``.
+``close``. Answers are ``answer, value``, ``raised, text`` or, for an error that a repetition would
+also give, ``final, text``.
 """
 
 import asyncio
 import inspect
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -33,8 +32,7 @@ def load(
 def answers_of(
     call: Callable[[str, Any], Start | Turn | None], name: str, argument: Any
 ) -> Answers:
-    """Yield the answer to a message: the value or the exception's text, and the duration."""
-    began = time.monotonic()
+    """Yield the answer to a message: the value or the exception's text."""
     value: Any
     try:
         result = call(name, argument)
@@ -45,7 +43,7 @@ def answers_of(
         # The library refused the start of a conversation, and would refuse a repetition.
         kind = "final" if name == "begin" and isinstance(error, AlignerError) else "raised"
         value = describe_exception(error)
-    yield kind, (value, time.monotonic() - began)
+    yield kind, value
 
 
 def load_factory(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from aligner.data.chat import MESSAGES
-from aligner.errors import ConfigError, DataError
+from aligner.errors import ConfigError, DataError, RewardError
 from aligner.rewards.function.execution import LoadedFunction
 from aligner.rewards.function.runner import RewardFunction
 from aligner.rewards.protocol import Samples
