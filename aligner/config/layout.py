@@ -72,8 +72,8 @@ def _layout_problems(
     if world_size % size:
         yield (
             f"{world_size} processes cannot be split into tensor {parallel.tensor} x pipeline "
-            f"{parallel.pipeline} x context {parallel.context} = {size}. Change them, or start "
-            f"{multiples_near(world_size, size)} processes (trainer.devices x trainer.num_nodes)"
+            f"{parallel.pipeline} x context {parallel.context} = {size}. Start "
+            f"{multiples_near(world_size, size)} (trainer.devices x trainer.num_nodes), or change them"
         )
 
     # Tensor and sequence parallelism.
