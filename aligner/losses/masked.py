@@ -38,34 +38,17 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None =
     return masked.sum() if dim is None else masked.sum(dim)
 
 
-def masked_mean(values: Tensor, mask: Tensor, denominator: Tensor | float) -> Tensor:
-    """Compute ``sum(mask * values) / denominator`` of ``values`` and ``mask`` [...].
-
-    The denominator is usually a count over the global batch, because means of micro-batches must
-    not be averaged.
-    """
-    return masked_sum(values, mask) / denominator
-
-
-def masked_moments(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute mean and unbiased variance over all unmasked elements, two float64 scalars.
-
-    ``values``: float [...]. ``mask``: [...], of the same shape. Two passes accumulate in float64.
-    Without elements both results are 0, the variance of one element is 0.
-    """
-    count = mask.bool().sum().double()
-    mean = _sum64(values, mask) / count.clamp(min=1)
-    squares = _sum64(_less(values, mean).square(), mask)
-    return mean, squares / (count - 1).clamp(min=1)
-
-
 def masked_whiten(values: Tensor, mask: Tensor, *, over: Tensor | None = None) -> Tensor:
     """Compute ``(values - mean) * rsqrt(variance + 1e-8)``, 0 at masked positions.
 
     ``values``: float [...]. ``mask``: [...]. Mean and unbiased variance (verl, TRL) are over all
-    unmasked elements, or over elements with ``over`` [...] equal to 1.
+    unmasked elements, or over elements with ``over`` [...] equal to 1, in float64 and in two
+    passes. The variance of one element is 0.
     """
-    mean, variance = masked_moments(values, mask if over is None else over)
+    counted = mask if over is None else over
+    count = counted.bool().sum().double()
+    mean = _sum64(values, counted) / count.clamp(min=1)
+    variance = _sum64(_less(values, mean).square(), counted) / (count - 1).clamp(min=1)
     scale = torch.rsqrt(variance + 1e-8)
     return torch.where(mask.bool(), _less(values, mean) * scale.to(values.dtype), 0)
 
@@ -103,11 +86,11 @@ class BatchAverage:
     def __call__(self, values: Tensor) -> Tensor:
         """Return the summand of float ``values`` [B, S]. Masked positions may be any value."""
         if self.aggregation == "token_mean":
-            return masked_mean(values, self.mask, self.denominators.valid_tokens)
+            return masked_sum(values, self.mask) / self.denominators.valid_tokens
         if self.aggregation == "sequence_mean":
             return row_means(values, self.mask).sum() / self.denominators.valid_seqs
         assert self.max_response_length is not None
-        per_token = masked_mean(values, self.mask, self.denominators.valid_seqs)
+        per_token = masked_sum(values, self.mask) / self.denominators.valid_seqs
         return per_token / self.max_response_length
 
 

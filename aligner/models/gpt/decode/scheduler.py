@@ -12,7 +12,6 @@ Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible s
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,15 +39,6 @@ TokenListener = Callable[[int, int, float], None]
 
 class WideNucleusError(AlignerError):
     """A nucleus contains more tokens than the candidates of a step without synchronisation."""
-
-
-@dataclass(frozen=True)
-class _UnreadStep:
-    """A step that the host has not read."""
-
-    samples: list[int]
-    num_new: list[int]  # new tokens of each sample after the step
-    values: HostCopy  # tokens [n], log-probs [n], ``wide`` []
 
 
 class Rollout:
@@ -97,7 +87,9 @@ class Rollout:
         self.num_reported = [0] * batch  # tokens of each sample reported to the listener
         self._eos = set(rules.eos_ids)
         self._runs_ahead, self._may_wait, self._captured = runs_ahead, may_wait, captured
-        self._unread: deque[_UnreadStep] = deque()
+        # Steps that the host has not read: samples, their new tokens after the step, and the copies
+        # of tokens [n], log-probs [n] and ``wide`` [].
+        self._unread: deque[tuple[list[int], list[int], HostCopy]] = deque()
 
         # State of the slots. The last hidden states are of prompts with pending samples.
         self._pending = list(range(batch))[::-1]
@@ -228,22 +220,22 @@ class Rollout:
             if self._num_new[sample] == self._length.max_length:
                 self._free_slot(sample)
         values = HostCopy(batch.tokens, batch.logprobs, batch.wide)
-        self._unread.append(_UnreadStep(samples, [self._num_new[s] for s in samples], values))
+        self._unread.append((samples, [self._num_new[s] for s in samples], values))
         self._read(unread=1 if self._runs_ahead else 0)
 
     def _read(self, unread: int) -> None:
         """Read results of steps, oldest first, until ``unread`` remain. End finished samples."""
         while len(self._unread) > unread:
-            step = self._unread.popleft()
-            tokens, logprobs, wide = step.values.wait()
+            samples, num_new_tokens, values = self._unread.popleft()
+            tokens, logprobs, wide = values.wait()
             if not self._may_wait:
-                check_finite(logprobs[: len(step.samples)])
+                check_finite(logprobs[: len(samples)])
                 if bool(wide):
                     raise WideNucleusError("top-p keeps more tokens than the candidates of a step")
             # Tokens of samples that ended in an earlier step are ignored.
             ended = []
             listed_logprobs = [] if self._listener is None else logprobs.tolist()
-            entries = zip(step.samples, step.num_new, tokens.tolist(), strict=False)
+            entries = zip(samples, num_new_tokens, tokens.tolist(), strict=False)
             for index, (sample, num_new, token) in enumerate(entries):
                 if sample in self._ended:
                     continue

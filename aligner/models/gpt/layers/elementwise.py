@@ -183,11 +183,8 @@ class AllHeadsNorm(nn.Module):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, heads: int
     ) -> None:
         super().__init__()
-        self.size, self.ranks, self.eps = (
-            heads * hidden_size,
-            config.tensor_model_parallel_size,
-            eps,
-        )
+        self.size, self.eps = heads * hidden_size, eps
+        self.ranks = config.tensor_model_parallel_size
         weight = nn.Parameter(torch.ones(self.size // self.ranks, dtype=config.params_dtype))
         megatron_layers.set_tensor_model_parallel_attributes(weight, True, 0, 1)
         self.all_heads = nn.ParameterDict({"weight": weight})
