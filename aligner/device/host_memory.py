@@ -65,9 +65,9 @@ class _Mapped(mmap.mmap):
             self.unlock()
 
 
-def private_memory(size: int) -> memoryview:
+def private_memory(size: int, extra_flags: int = 0) -> memoryview:
     """Map ``size`` bytes of zeros, which are returned to the system with their last view."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | extra_flags
     return memoryview(_Mapped(-1, max(1, size), flags=flags))
 
 
