@@ -139,7 +139,8 @@ class GatheredTensors(LazyTensors):
             group if group is not None and group.size() > 1 else None
             for group in (tp_group, pp_group, ep_group)
         )
-        self._experts = (architecture.num_moe_experts or 0) // (self._ep.size() if self._ep else 1)
+        ep_size = 1 if self._ep is None else self._ep.size()
+        self._experts = (architecture.num_moe_experts or 0) // ep_size  # of a rank
         self._parts = dict(parts)
         if architecture.tie_embeddings:  # the last stage's copy of the first stage's embedding
             self._parts.pop(OUTPUT_LAYER, None)
