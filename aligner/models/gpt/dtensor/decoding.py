@@ -1,15 +1,7 @@
 """Incremental decoding of a plain transformers causal language model, whole on this process.
 
-A decoder has the interface of `IncrementalModel` (`decode.model`), so that `Generator` samples from
-any model of transformers. There are three, fastest first:
-
-- `SlotDecoder` (`decoding_slots`): the model runs without a cache. Our attention function stores
-  the keys and values of every attention call. A step is one pass.
-- `GroupDecoder`: transformers' own cache, with any kind of state. Sequences of equal length are the
-  rows of one cache. A step is one pass per length.
-- `FullPassDecoder`: no cache. A step is one pass over the whole sequences.
-
-`choose_decoder` (`sampled_transformers`) tests them on the weights.
+A decoder has the interface of `IncrementalModel` (`decode.model`). `choose_decoder` tests decoders
+on the weights, fastest first: `SlotDecoder`, `GroupDecoder`, `FullPassDecoder`.
 
 Shape legend: ``n`` rows of a pass, ``m`` prompts, ``P`` their padded length, ``V`` vocabulary.
 """
@@ -187,7 +179,10 @@ _Place = tuple[_Group, int]  # a group, and a row of it
 
 
 class GroupDecoder(TransformersDecoder):
-    """Rows of transformers' caches. Copies of a slot share a row until their next step."""
+    """Rows of transformers' own caches, with any kind of state. A step is one pass per length.
+
+    Copies of a slot share a row until their next step.
+    """
 
     description = "with transformers' cache, sequences of equal length together"
 

@@ -120,12 +120,9 @@ class DTensorModel(RoleModel, LightningModule):
             self.architecture.with_dropout(self.settings.dropout),
             weights,
             self.parallel,
-            dtype=self.settings.dtype,
-            recompute=self.settings.recompute,
+            self.settings,
             head_outputs=self.head_outputs,
             way=self.form.way,
-            lora=self.settings.lora,
-            seed=self.settings.seed,
         )
 
     @property
