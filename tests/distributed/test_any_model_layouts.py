@@ -19,7 +19,8 @@ OTHERS = [kind for kind in model_types() if kind not in (*SOME, "modernbert-deco
 GROUPS = [OTHERS[start : start + 10] for start in range(0, len(OTHERS), 10)]
 # Types that tensor parallelism splits exactly. Others are split exactly, or refused.
 _SPLIT = """
-    arcee cohere cohere2 cohere_compass_text cwm ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4
+    arcee cohere cohere2 cohere_compass_text cwm ernie4_5 exaone4 gemma gemma2 gemma3_text
+    gemma3n_text gemma4_unified_text glm glm4 hrm_text qwen3_5_text youtu
     gpt_neox granite helium hyperclovax jais2 llama ministral ministral3 mistral nanochat nemotron
     olmo olmo2 olmo3 olmo_hybrid phi phi3 qwen2 qwen3 seed_oss smollm3 starcoder2 vaultgemma
 """
