@@ -1,8 +1,7 @@
 """Attention of transformers' models by aligner's kernels, for padded and packed passes.
 
-transformers calls two functions that `register` registers under one name. `mask` returns a `Rule`
-in place of a mask tensor, once for each kind of layers, and models pass it to `attention`, which
-computes with this rank's heads. Sequences are right-padded or packed by `Segments`.
+transformers calls `mask`, which returns a `Rule` in place of a mask tensor, once for each kind of
+layers. Layers pass the rule to `attention`, which computes with this rank's heads.
 """
 
 import contextlib

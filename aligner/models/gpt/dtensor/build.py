@@ -1,8 +1,7 @@
 """Build a transformers model as FSDP2 and tensor-parallel DTensors from canonical weights.
 
-The model is built without memory for its weights. Then, layer by layer, weights are loaded, split
-over tensor-parallel ranks and sharded over data-parallel ranks. In addition to its share, a process
-therefore stores at most one full layer (or the embeddings).
+Weights are loaded and sharded layer by layer. In addition to its share, a process therefore stores
+at most one full layer (or the embeddings).
 """
 
 from collections.abc import Mapping

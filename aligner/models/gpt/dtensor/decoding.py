@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from aligner.device import accelerator
 from aligner.kernels.linear_product import Product, has_wide_products, wide_mm
 from aligner.models.gpt.decode.kv_cache import aligned
+from aligner.models.gpt.decode.sampled_model import DecodingModel
 from aligner.models.gpt.decode.sampling import SampledTokens
 
 
-class TransformersDecoder:
-    """Decoder of a plain transformers model (`DecodingModel`), one slot per sequence.
+class TransformersDecoder(DecodingModel):
+    """Decoder of a plain transformers model, one slot per sequence.
 
     ``hidden`` of the interface are logits [n, V], because the model itself scales or caps them.
+    `prefill` returns [m, V] and `decode` returns [n, V].
     """
 
     description: ClassVar[str]  # of the cache, for reports
@@ -49,10 +51,7 @@ class TransformersDecoder:
         """The decoder, which keeps the state of the sequences."""
         return self
 
-    @property
-    def stages(self) -> Self:
-        """The decoder, which is the only pipeline stage."""
-        return self
+    stages = cache  # the only pipeline stage
 
     def sampled_by_last(
         self, count: int, sample: Callable[[], SampledTokens], record: int = 0
@@ -112,16 +111,6 @@ class TransformersDecoder:
         # The model has no module for its output layer, or does not call it.
         return logits[torch.arange(len(last), device=self.device), last], output
 
-    def prefill(
-        self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
-    ) -> Tensor:
-        """Return the logits after each prompt, [m, V], see `IncrementalModel.prefill`."""
-        raise NotImplementedError
-
-    def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Return the logits after one more token, [n, V], see `IncrementalModel.decode`."""
-        raise NotImplementedError
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Return ``hidden`` [n, V], see the class."""
         return hidden
@@ -147,13 +136,13 @@ class FullPassDecoder(TransformersDecoder):
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
     ) -> Tensor:
-        """See `TransformersDecoder.prefill`."""
+        """See `DecodingModel`."""
         tokens = tokens.to(self.device)
         self._tokens[self.index(slots), : tokens.shape[1]] = tokens[self.index(sources)]
         return self.run(tokens, self.index(lengths) - 1, use_cache=False)[0]
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """See `TransformersDecoder.decode`."""
+        """See `DecodingModel`."""
         rows = torch.arange(len(tokens), device=self.device)
         self._tokens[rows, positions] = tokens
         sequences = self._tokens[: len(tokens), :longest]
@@ -195,7 +184,7 @@ class GroupDecoder(TransformersDecoder):
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
     ) -> Tensor:
-        """See `TransformersDecoder.prefill`."""
+        """See `DecodingModel`."""
         results: dict[int, Tensor] = {}
         for length in sorted(set(lengths)):
             prompts = [index for index, size in enumerate(lengths) if size == length]
@@ -208,7 +197,7 @@ class GroupDecoder(TransformersDecoder):
         return torch.stack([results[index] for index in range(len(lengths))])
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """See `TransformersDecoder.decode`."""
+        """See `DecodingModel`."""
         # A copy of a sequence in flight that is longer than the target begins after the prompt.
         slots_of_length: dict[int, list[int]] = {}
         for slot, length in enumerate(positions.tolist()):
