@@ -1,8 +1,7 @@
 """Description of a GPT, independent of the format of its checkpoint.
 
-NeMo's ``model_config.yaml`` and Hugging Face's ``config.json`` are converted to a
-``GPTArchitecture`` (``checkpoint/``), from which megatron-core's ``TransformerConfig`` is derived
-(``models/gpt/megatron/build.py``).
+``checkpoint/`` converts NeMo's ``model_config.yaml`` and Hugging Face's ``config.json`` to a
+``GPTArchitecture``, and ``models/gpt/megatron/build.py`` to megatron-core's ``TransformerConfig``.
 """
 
 import dataclasses
@@ -12,8 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from aligner.errors import CheckpointError
 
-# Limit of layers times experts. An invalid number in a file would exhaust the memory, because names
-# of tensors are generated for each layer and expert.
+# Limit of layers times experts, whose names of tensors would exhaust the memory.
 _MOST_BLOCKS = 100_000
 _SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
@@ -21,9 +19,7 @@ _SIZES = (
     "moe_router_topk",
 )
 _OPTIONAL_SIZES = (
-    "window_size",
-    "num_moe_experts",
-    "moe_ffn_hidden_size",
+    *("window_size", "num_moe_experts", "moe_ffn_hidden_size"),
     "moe_shared_expert_size",
 )
 _OPTIONAL_NUMBERS = ("attention_scale", "window_rotary_base")
@@ -41,8 +37,8 @@ class RopeScaling:
     """Scaling of rope.
 
     ``linear`` interpolates by ``factor`` only. ``llama3`` and ``yarn`` (Peng et al. 2023) scale by
-    frequency. ``longrope`` (Ding et al. 2024) divides every frequency by its own factor: the short
-    factors, because sequences are limited to the original length.
+    frequency. ``longrope`` (Ding et al. 2024) divides each frequency by its short factor, because
+    sequences are limited to the original length.
     """
 
     factor: float
@@ -134,11 +130,7 @@ class GPTArchitecture:
     suffix: ClassVar[str] = ".nemo"
 
     def __post_init__(self) -> None:
-        """Check that the values are valid.
-
-        Raises:
-            CheckpointError: names the first invalid value.
-        """
+        """Raise a `CheckpointError` that names the first invalid value."""
         # Sizes.
         for name in (*_SIZES, *_OPTIONAL_SIZES):
             value = getattr(self, name)
@@ -219,22 +211,17 @@ class TransformersArchitecture(GPTArchitecture):
     """Architecture of a model that only transformers builds, from a Hugging Face directory.
 
     The fields of `GPTArchitecture` are sizes for estimates, 1 where the model has no such size.
-    ``settings``: text of the directory's ``config.json``. ``code``: the directory, if its own code
-    builds the model. A run writes a directory.
     """
 
-    settings: str = "{}"
-    code: str = ""
+    settings: str = "{}"  # text of ``config.json``
+    code: str = ""  # the directory, if its own code builds the model
     suffix: ClassVar[str] = ""
 
 
 def layer_flags(
     layers: tuple[int, ...], architecture: GPTArchitecture, *, invert: bool = False
 ) -> list[int] | None:
-    """Return megatron-core's 0 or 1 of every layer: 1 for ``layers``, or for all others.
-
-    None if there are no ``layers``.
-    """
+    """Return 1 for ``layers`` (or with ``invert`` for the others) and 0, or None without any."""
     flags = [int((n in layers) is not invert) for n in range(architecture.num_layers)]
     return flags if layers else None
 

@@ -1,9 +1,7 @@
 """Tables of algorithms, rollout engines, environment kinds, estimators and surrogates.
 
-A new algorithm needs a row here, a script, a configuration and a recipe in conf/, and a page of the
-documentation. A new rollout engine needs a row here and a folder of `aligner.generation`, a new
-estimator or surrogate a row here and a function. Rows name objects by their paths, so that large
-modules are imported only when needed.
+A new algorithm needs a row, a script, a configuration and a recipe in conf/, and a page in docs/.
+Rows name objects by their paths, so that large modules are imported only when needed.
 """
 
 import importlib
@@ -18,7 +16,11 @@ class AlgorithmEntry(NamedTuple):
     root: str  # dataclass of its configuration, package.module:Class
     builder: str  # function of the configuration that runs it, package.module:function
     recipe: str  # of conf/recipes/: the small recipe for a CPU
-    page: str  # of docs/
+
+    @property
+    def page(self) -> str:
+        """Name of its page in docs/."""
+        return f"{self.name}.md"
 
     @property
     def script(self) -> str:
@@ -51,7 +53,6 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
             "aligner.config.run:RunConfig",
             "aligner.algorithms.ppo.trainer:train_ppo",
             "ppo_tiny_cpu",
-            "ppo.md",
         ),
         AlgorithmEntry(
             "reinforce",
@@ -59,7 +60,6 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
             "aligner.config.run:RunConfig",
             "aligner.algorithms.ppo.trainer:train_ppo",
             "grpo_tiny_cpu",
-            "reinforce.md",
         ),
         AlgorithmEntry(
             "rs",
@@ -67,7 +67,6 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
             "aligner.config.run:RSRunConfig",
             "aligner.algorithms.rs.trainer:train_rs",
             "rs_tiny_cpu",
-            "rs.md",
         ),
         AlgorithmEntry(
             "sft",
@@ -75,7 +74,6 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
             "aligner.config.run:SFTRunConfig",
             "aligner.algorithms.supervised.build:train_sft",
             "sft_tiny_cpu",
-            "sft.md",
         ),
         AlgorithmEntry(
             "dpo",
@@ -83,7 +81,6 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
             "aligner.config.run:DPORunConfig",
             "aligner.algorithms.preference.build:train_dpo",
             "dpo_tiny_cpu",
-            "dpo.md",
         ),
         AlgorithmEntry(
             "reward",
@@ -91,7 +88,6 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
             "aligner.config.run:RewardRunConfig",
             "aligner.algorithms.reward_model.build:train_reward_model",
             "reward_tiny_cpu",
-            "reward.md",
         ),
         AlgorithmEntry(
             "distill",
@@ -99,7 +95,6 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
             "aligner.config.run:DistillRunConfig",
             "aligner.algorithms.distill.build:train_distill",
             "distill_tiny_cpu",
-            "distill.md",
         ),
     )
 }

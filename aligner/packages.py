@@ -93,11 +93,9 @@ OPTIONAL_PACKAGES = (
 
 
 def require_extra(extra: str, purpose: str) -> None:
-    """Check that the packages of an extra are installed, without importing them.
+    """Check that the packages of an extra in pyproject.toml are installed.
 
-    Args:
-        extra: name of the extra in pyproject.toml.
-        purpose: subject of the message, such as a setting that needs the packages.
+    ``purpose``: subject of the message, such as a setting that needs the packages.
 
     Raises:
         MissingPackageError: names the missing packages and the command that installs them.
@@ -169,9 +167,7 @@ class PackageStatus:
     version: str | None = None
 
 
-def find_packages(
-    packages: tuple[OptionalPackage, ...] = OPTIONAL_PACKAGES,
-) -> list[PackageStatus]:
+def find_packages(packages: tuple[OptionalPackage, ...] = OPTIONAL_PACKAGES) -> list[PackageStatus]:
     """Return the status of the packages for a report, without importing them."""
     statuses = []
     for package in packages:

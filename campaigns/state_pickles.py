@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from aligner.checkpoint.run_state.files import checksum_text
 from campaigns.harness import PPO, Campaign, run
 
 _PLACES = ("rng.pt", "policy/rank_00000.pt", "value/rank_00000.pt", "state.json")
@@ -63,5 +62,5 @@ def _admit(manifest: Path, name: str, content: bytes) -> None:
     """Write the payload's size and checksum into the manifest."""
     described = json.loads(manifest.read_text())
     described["files"][name] = len(content)
-    described.get("checksums", {})[name] = checksum_text(zlib.crc32(content))
+    described.get("checksums", {})[name] = f"{zlib.crc32(content):08x}"
     manifest.write_text(json.dumps(described))

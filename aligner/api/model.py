@@ -121,37 +121,33 @@ class Model(_Loaded):
         """Generate one response for each prompt.
 
         Args:
-            prompts: texts, or lists of chat messages. A prompt that is given twice has two
-                responses, which differ.
+            prompts: texts, or lists of chat messages. Two equal prompts get different responses.
             max_new_tokens: most tokens of a response.
             temperature: divisor of the logits.
-            top_p: share of the probability that the candidates of a token have; 1 means all.
-            top_k: number of candidates of a token; 0 means all.
-            greedy: take the likeliest token.
-            stop: strings after which a response ends.
-            seed: of the random numbers. The same seed and prompts give the same responses.
+            top_p: total probability of the tokens to sample from. 1 means all tokens.
+            top_k: number of most probable tokens to sample from. 0 means all tokens.
+            greedy: select the most probable token.
+            stop: strings that end a response.
+            seed: seed of sampling. The same seed and prompts give the same responses.
 
         Returns:
-            the responses as text, without the tokens that end them.
+            The responses as text, without the tokens that end them.
 
         Raises:
             DataError: a prompt is neither text nor messages.
-            ConfigError: an option has a value that cannot be used, or a prompt is too long.
+            ConfigError: an option has an invalid value, or a prompt is too long.
         """
         # Settings of this call, checked as those of a configuration.
+        sampling_params = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "use_greedy": greedy,
+            "end_strings": list(stop),
+        }
         options = SamplingOptions(
             build(LengthParams, {"max_length": max_new_tokens, "min_length": 1}, "generate"),
-            build(
-                SamplingParams,
-                {
-                    "temperature": temperature,
-                    "top_p": top_p,
-                    "top_k": top_k,
-                    "use_greedy": greedy,
-                    "end_strings": list(stop),
-                },
-                "generate",
-            ),
+            build(SamplingParams, sampling_params, "generate"),
         )
         # Prompts, and the room that they leave in the model.
         dataset = PromptDataset(self._prompts(prompts))
@@ -168,14 +164,11 @@ class Model(_Loaded):
         return response_texts(self.tokenizer, sample_responses(sampling, dataset))
 
     def logprobs(self, prompts: Sequence[Text], responses: Sequence[str]) -> list[list[float]]:
-        """Compute the log-prob of every token of each response, at temperature 1.
+        """Return the natural log-prob of each token of each response, at temperature 1.
 
         Args:
             prompts: texts, or lists of chat messages.
-            responses: texts, one for each prompt. They are tokenized apart from the prompts.
-
-        Returns:
-            one list for each response, with a natural logarithm for each of its tokens.
+            responses: a text for each prompt, tokenized without the prompt.
         """
         if not len(prompts) == len(responses) > 0:
             return []
@@ -188,7 +181,7 @@ class Model(_Loaded):
         return sequences.of_responses(logprobs)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the model: a ``.nemo`` file, or a Hugging Face directory for other names.
+        """Write a ``.nemo`` file, or a Hugging Face directory for other names.
 
         Raises:
             ConfigError: ``path`` exists.
@@ -214,10 +207,9 @@ class CriticModel(_Loaded):
         self._value = value
 
     def values(self, prompts: Sequence[Text], responses: Sequence[str]) -> list[list[float]]:
-        """Predict the return before every token of each response.
+        """Return the predicted return before each token of each response.
 
-        ``prompts`` and ``responses`` are those of `Model.logprobs`. Returns one list for each
-        response, with a number for each of its tokens.
+        ``prompts`` and ``responses``: as in `Model.logprobs`.
         """
         sequences = self._sequences(prompts, responses)
         self._value.prepare_for_inference()
@@ -229,14 +221,10 @@ class CriticModel(_Loaded):
 
 
 def load_model(path: str | os.PathLike[str]) -> Model:
-    """Load a model into this process.
-
-    Args:
-        path: a ``.nemo`` file, a Hugging Face directory, or the directory of a run, whose newest
-            state is loaded.
+    """Load a ``.nemo`` file, a Hugging Face directory, or the newest state of a run's directory.
 
     Raises:
-        CheckpointError: ``path`` has no language model.
+        CheckpointError: ``path`` contains no language model.
     """
     with ExitStack() as closing, _unchanged(), quiet():
         loaded = _open(path, closing)

@@ -1,10 +1,8 @@
 """Low-rank adapters on disk: one safetensors file of canonical names, and merging it into weights.
 
-For every adapted linear, a file contains ``<linear>.lora.a`` [rank, in] and ``<linear>.lora.b``
-[out, rank], unsplit and in the layouts of canonical weights. It also contains the head of a critic
-or reward model, which is trained together with the adapters. The header states the LoRA settings
-(rank, alpha, targets) and the configuration keys for a `.nemo` of the merged weights, except the
-keys of its architecture.
+A file contains ``<linear>.lora.a`` [rank, in] and ``<linear>.lora.b`` [out, rank], unsplit, and the
+head of a critic or reward model. The header contains the LoRA settings and the configuration keys
+for a `.nemo` of the merged weights, except the keys of its architecture.
 """
 
 import dataclasses
@@ -62,9 +60,8 @@ class Adapters:
 def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str, Shape]:
     """Return the name and unsplit shape of every adapter matrix of the model, in depth order.
 
-    Experts have ``a`` [experts, rank, in] and ``b`` [experts, out, rank].
-
-    Raises `ConfigError` if the model has no such linears.
+    Experts have ``a`` [experts, rank, in] and ``b`` [experts, out, rank]. Raises `ConfigError` if
+    the model has no such linears.
     """
     # Adapters by the names of linears, with the shapes of the weights.
     if isinstance(architecture, TransformersArchitecture):
@@ -181,10 +178,7 @@ def suffixes(names: Iterable[str], length: int) -> list[str]:
 
 
 def distinct_suffixes(selected: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return suffixes of the ``selected`` names that are suffixes of no other name.
-
-    A suffix of two parts that both have is returned.
-    """
+    """Return suffixes of the ``selected`` names, as short as the ``others`` allow."""
     chosen, rest = suffixes(selected, 2), suffixes(others, 2)
     unselected = set(rest) - set(chosen)
     short = suffixes(chosen, 1)
@@ -250,10 +244,7 @@ def backend_of(path: str | os.PathLike[str]) -> str:
 def tensors_to_continue(
     path: str | os.PathLike[str], architecture: GPTArchitecture, lora: LoraConfig, has_head: bool
 ) -> Mapping[str, Tensor]:
-    """Read the tensors of a file of adapters with which a role continues.
-
-    Raises `ConfigError` or `CheckpointError` if they do not fit the role.
-    """
+    """Read the tensors of a file of adapters, which must fit the model that continues."""
     adapters = read_adapters(path, architecture)
     check_same(lora, adapters.lora, path)
     if REWARD_HEAD[0] in adapters.tensors and not has_head:
@@ -281,7 +272,7 @@ def check_same(configured: LoraConfig, saved: LoraConfig, path: str | os.PathLik
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Compute ``W + scale · B A`` in float32. Return a new tensor of the weight's shape and dtype.
+    """Compute ``W + scale · B A`` in float32. Return a new tensor of the weight's dtype.
 
     ``weight``: float [..., out, in]. ``a``: float [..., rank, in]. ``b``: float [..., out, rank].
     """
@@ -292,7 +283,7 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 class MergedWeights(LazyTensors):
     """Canonical weights with adapters. A tensor's adapter is added when the tensor is indexed.
 
-    A head that was trained with the adapters replaces the head of ``weights`` and its output layer.
+    A head of the adapters replaces the head and the output layer of ``weights``.
     """
 
     def __init__(self, weights: Weights, adapters: Adapters) -> None:

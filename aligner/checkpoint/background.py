@@ -24,12 +24,9 @@ class AbandonedError(AlignerError):
 
 
 class BackgroundTask:
-    """Call in a separate thread, for which the interpreter waits when it exits.
+    """Call in a separate thread ``name``, for which the interpreter waits when it exits.
 
-    Args:
-        work: function that receives an event. When the event is set, the function stops early and
-            raises `AbandonedError`.
-        name: name of the thread.
+    ``work`` receives an event. When the event is set, it stops early and raises `AbandonedError`.
     """
 
     def __init__(self, work: Callable[[threading.Event], None], name: str) -> None:
@@ -75,11 +72,7 @@ def stop_all_tasks() -> None:
 
 
 class CopyMemory:
-    """Host memory for one set of copies of tensors at a time.
-
-    The memory is allocated once and kept. With a GPU its pages are locked, so that copies use the
-    full bandwidth of the bus.
-    """
+    """Host memory for one set of copies of tensors at a time, page-locked with a GPU."""
 
     def __init__(self) -> None:
         self._memory: memoryview | None = None
@@ -101,8 +94,6 @@ class CopyMemory:
     def touch(self, stop: threading.Event) -> None:
         """Write to every allocated page, because a system provides pages at the first write.
 
-        Python's lock is released meanwhile.
-
         Raises:
             AbandonedError: ``stop`` was set.
         """
@@ -123,14 +114,11 @@ class CopyMemory:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=start)
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Start contiguous copies of tensors of any shape and dtype, and return the copies.
-
-        New memory is allocated while earlier copies are still referenced.
-        """
+        """Start contiguous copies of tensors of any shape and dtype, and return the copies."""
         if not tensors:
             return []
         if any(copy() is not None for copy in self._copies):
-            self._memory = None
+            self._memory = None  # earlier copies are still referenced
         self.clear(sum(aligned(tensor.nbytes) for tensor in tensors))
         copies = [self.take(t.nbytes).view(t.dtype).view(t.shape) for t in tensors]
         for copy, tensor in zip(copies, tensors, strict=True):

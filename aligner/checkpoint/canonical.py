@@ -1,12 +1,8 @@
-"""Canonical weights: the common form between files and models.
+"""Canonical weights, the common form between files and models.
 
-Canonical weights are a mapping from megatron-core's local-spec names, without ``model.`` and with
-global layer numbers, to global tensors. A global tensor is not split over tensor-parallel ranks,
-and its vocabulary is not padded. Every reader produces this form. Every writer and every model
-layout is derived from it.
-
-The layouts inside tensors are megatron-core's. Fused QKV interleaves per query group (the group's
-query heads, its key, its value, ``kv_channels`` rows each). Gated fc1 is ``[gate; up]``.
+They map megatron-core's names, without ``model.`` and with global layer numbers, to tensors that
+are not split or padded. Fused QKV has, for each query group, the query heads, the key and the value
+(``kv_channels`` rows each). Gated fc1 is ``[gate; up]``.
 """
 
 import itertools
@@ -68,8 +64,7 @@ class LazyTensors(Mapping[str, Tensor]):
 def canonical_name(key: str) -> str | None:
     """Return the canonical form of a checkpoint key or parameter name, or None to ignore it.
 
-    Accepts the ``model.`` and ``model.module.`` prefixes, Transformer Engine's norm names and
-    the ``language_model`` names of files older than megatron-core. Layer numbers are kept.
+    Layer numbers are unchanged.
     """
     if _IGNORED.search(key):
         return None
@@ -80,10 +75,7 @@ def canonical_name(key: str) -> str | None:
 
 
 def expected_shapes(architecture: GPTArchitecture) -> dict[str, Shape]:
-    """Return the name and global shape of every tensor of the model, in depth order.
-
-    Raises `CheckpointError` for a model that only transformers builds.
-    """
+    """Return the name and global shape of every tensor of the model, in depth order."""
     if isinstance(architecture, TransformersArchitecture):
         raise CheckpointError(
             f"model_type={architecture.family!r} has no table of tensors, which adapters, plans "
@@ -200,8 +192,7 @@ def check_shape(name: str, actual: Iterable[int], expected: Shape) -> None:
 def split_axis(name: str) -> int | None:
     """Return the axis along which tensor parallelism splits a tensor, or None if it is unsplit.
 
-    If the outputs of an adapted weight are split, its matrix B is split. If the inputs are split,
-    A is.
+    Split outputs of an adapted weight split its matrix B. Split inputs split A.
     """
     by_outputs = (".linear_qkv.", ".linear_fc1.", ".all_heads.")
     if name in _VOCABULARY or any(part in name for part in by_outputs):
@@ -216,8 +207,8 @@ def split(
 ) -> Tensor:
     """Return this rank's part of a global tensor [out, in] or [out], as a view if possible.
 
-    Any dtype. QKV is cut between query groups, gated fc1 into ``[gate_r; up_r]``. The vocabulary
-    is first padded with zero rows to a size that divides over the ranks.
+    QKV is cut between query groups, gated fc1 into ``[gate_r; up_r]``. The vocabulary is first
+    padded with zero rows to a multiple of the ranks.
     """
     if name in _VOCABULARY:
         rows = architecture.padded_vocab_size(tp_size) - tensor.shape[0]
@@ -274,9 +265,8 @@ def origin_of_rows(
 ) -> Tensor:
     """Return the origin of each row (or column) of this rank's part in ``count`` older parts.
 
-    ``name``: a tensor that is split along an axis. ``shape``: shape of each older part. Returns
-    int64 ``[n]``: index of the older part times its size along the axis, plus the row in it, or -1
-    for padding. The function applies `merge` and `split` to row indices.
+    ``shape``: shape of each older part. Returns int64 ``[n]``: index of the older part times its
+    size along the split axis, plus the row in it, or -1 for padding.
     """
     axis = split_axis(name)
     assert axis is not None
@@ -291,8 +281,7 @@ def origin_of_rows(
 def runs_of_rows(origin: Tensor, size: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield runs of adjacent rows: (first row, older part, first row in that part, row count).
 
-    ``origin``: int64 [n], see `origin_of_rows`. ``size``: size of an older part along the split
-    axis. Padding rows are in no run.
+    ``origin``: see `origin_of_rows`. ``size``: size of an older part along the split axis.
     """
     part = torch.div(origin, size, rounding_mode="floor")
     is_adjacent = (origin.diff() == 1) & (part.diff() == 0)

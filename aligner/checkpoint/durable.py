@@ -68,21 +68,21 @@ def require_free_space(folder: Path, size: int) -> None:
         raise storage_error(folder, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), size)
 
 
-class _File:
+class _File(io.FileIO):
     """An unbuffered file that completes short writes and records the error of a failed write.
 
     Serialisers written in C++ report a failed write without its reason. ``checksum`` is the CRC-32
-    of all bytes if they were written sequentially, else None. Once ``stop`` is set, writing raises
-    `AbandonedError`.
+    of all bytes if they were written sequentially, else None.
     """
 
     def __init__(self, path: Path, stop: threading.Event | None = None) -> None:
+        super().__init__(path, "wb")
         self._path, self._stop = path, stop
-        self._raw = io.FileIO(path, "wb")
         self.error: OSError | None = None
         self.checksum: int | None = 0
 
     def write(self, data: Any) -> int:
+        """Write all of ``data``, or raise `AbandonedError` once ``stop`` is set."""
         view = memoryview(data).cast("B")
         total = 0
         while total < len(view):
@@ -93,7 +93,7 @@ class _File:
             written = 0
             try:
                 while written < len(block):
-                    written += self._raw.write(block[written:]) or 0
+                    written += super().write(block[written:]) or 0
             except OSError as error:
                 self.error = error
                 raise
@@ -102,21 +102,10 @@ class _File:
             total += len(block)
         return total
 
-    def flush(self) -> None:
-        """No effect: nothing is buffered."""
-
-    def tell(self) -> int:
-        return self._raw.tell()
-
-    def seek(self, offset: int) -> int:
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to ``offset``. The file then has no checksum."""
         self.checksum = None
-        return self._raw.seek(offset)
-
-    def close(self) -> None:
-        self._raw.close()
-
-    def sync(self) -> None:
-        os.fsync(self._raw.fileno())
+        return super().seek(offset, whence)
 
 
 @contextlib.contextmanager
@@ -130,9 +119,9 @@ def durable_file(
     """
     file: _File | None = None
     try:
-        with contextlib.closing(_File(path, stop)) as file:
+        with _File(path, stop) as file:
             yield file
-            file.sync()
+            os.fsync(file.fileno())
     except Exception as error:
         cause = error if isinstance(error, OSError) else file.error if file else None
         if cause is None or isinstance(cause, StorageError):
@@ -144,8 +133,8 @@ def durable_file(
 def atomic_file(path: str | os.PathLike[str], size: int | None = None) -> Iterator[Any]:
     """Write a `durable_file` that appears under ``path`` complete or not at all.
 
-    The file is written under another name in the same directory and then renamed. After any failure
-    the partial file is removed. The partial file of a killed process is overwritten.
+    The file is written under another name in the same directory and then renamed. The partial file
+    of a killed process is overwritten.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial")
@@ -156,9 +145,9 @@ def atomic_file(path: str | os.PathLike[str], size: int | None = None) -> Iterat
         # The rename and the entry of the directory make the file visible.
         os.replace(partial, target)
         sync_path(target.parent)
-    except StorageError:
-        raise
     except OSError as error:
+        if isinstance(error, StorageError):
+            raise
         raise storage_error(target, error, size) from error
     finally:
         with contextlib.suppress(OSError):

@@ -41,9 +41,9 @@ def canonical_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of this stage under their canonical (global) names.
 
-    Layer indices follow megatron-core's ``layer_number``. The last stage's copy of a tied embedding
-    is named ``output_layer.weight``, and a reward head ``rm_head.weight``. An adapter's matrices
-    have the name of their linear with `LORA_A` or `LORA_B`.
+    The last stage's copy of a tied embedding is named ``output_layer.weight``, and a reward head
+    ``rm_head.weight``. An adapter's matrices have the name of their linear with `LORA_A` or
+    `LORA_B`.
     """
     for key, parameter in gpt.named_parameters():
         name = canonical_name(key)
@@ -60,27 +60,10 @@ def canonical_parameters(
         yield name, parameter
 
 
-def model_parameters(
-    gpt: "GPTModel", architecture: GPTArchitecture
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield `canonical_parameters` without adapters."""
-    for name, parameter in canonical_parameters(gpt, architecture):
-        if not name.endswith((LORA_A, LORA_B)):
-            yield name, parameter
-
-
-def merging(gpt: "GPTModel") -> Callable[[Tensor], Tensor]:
-    """Return a function that adds to a parameter its adapter, if any.
-
-    The result is detached. Without an adapter it shares the parameter's memory.
-    """
-    adapters = {linear.weight: linear.lora for linear in gpt.modules() if hasattr(linear, "lora")}
-
-    def merged(parameter: Tensor) -> Tensor:
-        adapter = adapters.get(parameter)
-        return parameter.detach() if adapter is None else adapter.merged_into(parameter)
-
-    return merged
+def model_parameters(gpt: "GPTModel", architecture: GPTArchitecture) -> dict[str, Tensor]:
+    """Return `canonical_parameters` without adapters."""
+    parameters = canonical_parameters(gpt, architecture)
+    return {name: value for name, value in parameters if not name.endswith((LORA_A, LORA_B))}
 
 
 @torch.no_grad()
@@ -92,15 +75,16 @@ def load_weights(
     tp_rank: int = 0,
     tp_size: int = 1,
 ) -> None:
-    """Copy this rank's part of the canonical weights into the model.
+    """Copy this rank's part of the canonical weights into the model, except a reward head.
 
-    The model determines the pipeline stage. Missing or surplus tensors and other shapes than the
-    architecture's raise `CheckpointError`. The caller loads a reward head. A model without output
-    layer ignores the output layer of the weights.
+    A model without output layer ignores the output layer of the weights.
+
+    Raises:
+        CheckpointError: tensors are missing or surplus, or have other shapes than the model's.
     """
     check_names(weights, architecture, "the checkpoint")
     shapes = expected_shapes(architecture)
-    for name, parameter in model_parameters(gpt, architecture):
+    for name, parameter in model_parameters(gpt, architecture).items():
         if name in REWARD_HEAD:
             continue
         source = EMBEDDING if name == OUTPUT_LAYER and architecture.tie_embeddings else name
@@ -126,17 +110,16 @@ class GatheredTensors(LazyTensors):
     """Global tensors on every rank. A tensor is joined when it is indexed, and not kept.
 
     All ranks of the model-parallel groups must create the object and index the same names in the
-    same order. A tensor is on the device, detached, and may share memory with a
-    parameter.
+    same order. A tensor is on the device, detached, and may share memory with a parameter.
 
     Args:
         parts: canonical name → this rank's part, [out / tp, in] or [out, in / tp] as in `split`,
             of any dtype.
         names: canonical names of the global tensors, in order. Names that no rank has are skipped.
         architecture: shape of the model.
-        tp_group: ranks with the other tensor-parallel parts, or None without tensor parallelism.
-        pp_group: ranks with the other pipeline stages, or None without stages.
-        ep_group: ranks with the other experts, or None without expert parallelism.
+        tp_group: ranks of the tensor-parallel parts, or None. Likewise for stages and experts.
+        pp_group: ranks of the pipeline stages.
+        ep_group: ranks of the experts.
         transform: function that is applied to a part when its tensor is joined.
     """
 
@@ -181,11 +164,8 @@ class GatheredTensors(LazyTensors):
     def on_rank_zero(self) -> dict[str, Tensor]:
         """Return all tensors on the CPU of rank 0, and an empty dict on other ranks.
 
-        All ranks must call it.
-
-        The ranks of one replica join each tensor. The first rank of their pipeline stage sends the
-        tensor to rank 0. Other replicas do nothing, and no rank except 0 keeps more than one
-        tensor.
+        All ranks must call this method. The ranks of one replica join each tensor. The first rank
+        of the pipeline stage sends it to rank 0. No rank except 0 keeps more than one tensor.
         """
         stage = 0 if self._pp is None else self._pp.rank()
         first, rank = None, None
@@ -204,7 +184,7 @@ class GatheredTensors(LazyTensors):
             if source == stage:
                 tensor = self._joined(name)
                 if stage > 0 and rank == first:
-                    _send(tensor, self._pp)
+                    dist.send(tensor.contiguous(), group=self._pp, group_dst=0)
             elif rank == 0:
                 tensor = self._empty(name)
                 dist.recv(tensor, group=self._pp, group_src=source)
@@ -261,36 +241,21 @@ class GatheredTensors(LazyTensors):
 
 
 class GatheredWeights(GatheredTensors):
-    """Canonical weights of a model as `GatheredTensors`, without a reward head.
+    """Canonical weights of a model as `GatheredTensors`: the inverse of `load_weights`.
 
-    The current adapters are merged into a weight when it is indexed. ``groups``: see
-    `GatheredTensors`.
+    The current adapters are merged into a weight when it is indexed. A reward head is included if
+    it is a submodule. ``groups``: see `GatheredTensors`.
     """
 
     def __init__(
-        self,
-        gpt: "GPTModel",
-        architecture: GPTArchitecture,
-        **groups: dist.ProcessGroup | None,
+        self, gpt: "GPTModel", architecture: GPTArchitecture, **groups: dist.ProcessGroup | None
     ) -> None:
-        parts = dict(model_parameters(gpt, architecture))
-        names = expected_shapes(architecture)
-        super().__init__(parts, names, architecture, **groups, transform=merging(gpt))
+        adapters = {part.weight: part.lora for part in gpt.modules() if hasattr(part, "lora")}
 
+        def merged(parameter: Tensor) -> Tensor:
+            adapter = adapters.get(parameter)
+            return parameter.detach() if adapter is None else adapter.merged_into(parameter)
 
-def gather_weights(
-    gpt: "GPTModel", architecture: GPTArchitecture, **groups: dist.ProcessGroup | None
-) -> dict[str, Tensor]:
-    """Return the model's canonical weights on the CPU of rank 0: the inverse of `load_weights`.
-
-    Adapters are merged into the weights. A reward head is included if it is a submodule.
-    All ranks must call it, see `GatheredTensors.on_rank_zero`.
-    """
-    parts = dict(model_parameters(gpt, architecture))
-    names = (*expected_shapes(architecture), *REWARD_HEAD)
-    gathered = GatheredTensors(parts, names, architecture, **groups, transform=merging(gpt))
-    return gathered.on_rank_zero()
-
-
-def _send(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    dist.send(tensor.contiguous(), group=group, group_dst=0)
+        names = (*expected_shapes(architecture), *REWARD_HEAD)
+        parts = model_parameters(gpt, architecture)
+        super().__init__(parts, names, architecture, **groups, transform=merged)

@@ -16,7 +16,6 @@ from aligner.errors import CheckpointError
 # while the model is open.
 ModelSource = NemoCheckpoint | HuggingFaceModel | TransformersSource
 
-
 # Families whose tables the dtensor backend uses. transformers builds all others for it.
 _DTENSOR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
@@ -28,8 +27,8 @@ def open_model(
     """Open a `.nemo` (file or unpacked) or a Hugging Face directory or `.gguf` file.
 
     A directory of a family without a table of tensors is opened as `TransformersSource`.
-    ``backend``: ``policy.backend`` of the role that is loaded, if any. ``trusted``: whether Python
-    code in a directory is used (``trust_remote_code``).
+    ``backend``: the model's ``policy.backend``, if any. ``trusted``: whether Python code in a
+    directory is used (``trust_remote_code``).
 
     Raises:
         CheckpointNotFoundError: ``path`` does not exist.
@@ -53,7 +52,7 @@ def open_model(
 def is_built_by_transformers(
     path: str | os.PathLike[str], backend: str | None = None, *, trusted: bool = False
 ) -> bool:
-    """Return whether a directory's type has no table of tensors that ``backend`` uses.
+    """Return whether ``backend`` has no table of tensors for a directory's type.
 
     Code of the directory, if ``trusted``, precedes a table.
     """

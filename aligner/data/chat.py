@@ -1,7 +1,6 @@
-"""Chat messages: their format, and prompts rendered from them.
+"""Chat messages: their format, and rendering by the tokenizer's chat template.
 
-No part of a message is lost silently. If the tokenizer's template ignores a part, an error names
-it.
+No part of a message is lost silently. If the template ignores a part, an error names the part.
 """
 
 import json
@@ -25,17 +24,18 @@ _KNOWN_ROLES = ("system", "user", "assistant")  # every template renders these
 _MAX_OTHER_ROLES = 8  # each requires one rendering of the chat
 
 
-def parse_messages(value: Sequence[Any]) -> list[Message]:
+def parse_messages(value: str | Sequence[Any]) -> list[Message]:
     """Check a chat that ends before the assistant's answer, and return its messages.
 
     A message is ``{"role": text, "content": text}``. Optional keys are ``tool_calls`` (functions
     with name and arguments, then ``content`` may be absent), ``reasoning_content``,
-    ``tool_call_id`` and ``name``. Null keys and an empty list of calls count as absent.
+    ``tool_call_id`` and ``name``. Null keys and an empty list of calls count as absent. Plain text
+    becomes the user's only message.
 
     Raises:
-        DataError: the chat is invalid. The message does not name the row, which the caller adds.
+        DataError: the chat is invalid. The caller adds the name of the row to the message.
     """
-    messages = _parse(value)
+    messages = _parse([{"role": "user", "content": value}] if isinstance(value, str) else value)
     if messages[-1]["role"] == "assistant":
         raise DataError("the last chat message is the assistant's. End with a message to answer")
     return messages
@@ -103,8 +103,7 @@ def _parse_message(message: Any, index: int) -> Message:
     parsed = {
         key: value
         for key, value in message.items()
-        if key in ("role", "content")
-        or not (value is None or (key == "tool_calls" and value == []))
+        if key in ("role", "content") or (value is not None and (key, value) != ("tool_calls", []))
     }
     if parsed.get("tool_calls") and parsed.get("content") is None:
         parsed["content"] = ""
@@ -146,29 +145,6 @@ def _parse_call(call: Any, location: str) -> dict[str, Any]:
     return {**call, "function": parsed} if "function" in call else parsed
 
 
-def render_chat(
-    tokenizer: Tokenizer,
-    prompt: str | Sequence[Any],
-    *,
-    system_prompt: str | None = None,
-    tools: Tools | None = None,
-) -> str:
-    """Render the prompt for messages, or for plain text as the user's only message.
-
-    Args:
-        tokenizer: tokenizer with a chat template.
-        prompt: text, or a list of messages.
-        system_prompt: text of the first message, unless ``prompt`` contains a system prompt.
-        tools: JSON schemas of functions that the assistant may call.
-    """
-    messages = parse_messages(
-        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    )
-    messages = with_system(messages, system_prompt)
-    check_all_used(tokenizer, messages, tools)
-    return render(tokenizer, messages, tools)
-
-
 def with_system(messages: list[Message], system_prompt: str | None) -> list[Message]:
     """Insert a system prompt unless it is None or the messages begin with another."""
     if system_prompt is None or messages[0]["role"] == "system":
@@ -203,11 +179,8 @@ def check_all_used(
             f"the chat has messages of {len(unusual)} roles other than {', '.join(_KNOWN_ROLES)}. "
             f"At most {_MAX_OTHER_ROLES} are supported"
         )
-    if (
-        not unusual
-        and tools is None
-        and not any(_OPTIONAL.keys() & message for message in messages)
-    ):
+    has_optional = any(_OPTIONAL.keys() & message for message in messages)
+    if not unusual and tools is None and not has_optional:
         return
     text = render(tokenizer, messages, tools, open_answer=False)
 

@@ -71,7 +71,13 @@ def recognised(row: DataRow, data: Any, keys: Collection[str]) -> Recognised:
     is_labelled = any(not _lacks(names_by_key, f"{name}_column") for name in ("response", "label"))
     if "label_column" in keys and None not in pair and not is_labelled:
         taken.append("a labelled response from each response of a pair")
-        steps.append(lambda row: _labelled(row, data))
+        answers = {data.chosen_column: True, data.rejected_column: False}
+        steps.append(
+            lambda row: [
+                _with(row, {data.response_column: row.get(name), data.label_column: is_good})
+                for name, is_good in answers.items()
+            ]
+        )
 
     def rows(row: DataRow) -> list[DataRow]:
         result = [row]
@@ -86,15 +92,11 @@ def _lacks(names_by_key: Mapping[str, str | None], key: str) -> bool:
     return key in names_by_key and names_by_key[key] is None
 
 
-def _is_named(data: Any, key: str) -> bool:
-    default = next(field.default for field in fields(data) if field.name == key)
-    return bool(getattr(data, key) != default)
-
-
 def _column_name(row: DataRow, data: Any, key: str) -> str | None:
     """Return the name of the column for ``key``, None if the row has none or several."""
     name: str | None = getattr(data, key)
-    if name is None or name in row.columns or row.get(name) is not None or _is_named(data, key):
+    default = next(field.default for field in fields(data) if field.name == key)
+    if name != default or name is None or name in row.columns or row.get(name) is not None:
         return name
     others = [other for other in NAMES[key] if row.get(other) is not None]
     return others[0] if len(others) == 1 else None
@@ -118,14 +120,7 @@ def _without_common_prompt(row: DataRow, data: Any) -> DataRow:
         raise DataError(
             f"{row.location}: column {data.prompt_column!r} is missing, and the responses "
             f"{' and '.join(map(repr, pair))} do not begin with the same prompt. Name the column "
-            f"of the prompt with data.prompt_column. Columns names_by_key: {sorted(row.columns)}"
+            f"of the prompt with data.prompt_column. {row.remedy}"
         )
     answers = {name: answer[len(prompt) :] for name, answer in pair.items()}
     return _with(row, {data.prompt_column: prompt, **answers})
-
-
-def _labelled(row: DataRow, data: Any) -> list[DataRow]:
-    return [
-        _with(row, {data.response_column: row.get(name), data.label_column: is_good})
-        for name, is_good in ((data.chosen_column, True), (data.rejected_column, False))
-    ]

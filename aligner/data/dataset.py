@@ -1,7 +1,6 @@
-"""Data sets, read once in the order of their source, and the order of a run's batches.
+"""Data sets, and the order of a run's batches, which depends only on seed and epoch.
 
-Only seed and epoch determine the order, not the number of ranks. Every rank gets the same global
-batches. Handles shard a batch later.
+Every rank gets the same global batches. Handles shard a batch later.
 """
 
 import logging
@@ -9,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -40,14 +39,10 @@ T = TypeVar("T", bound=Measured)
 
 
 class Dataset(Generic[T]):
-    """Immutable sequence of all items, in the order of their source.
+    """Immutable sequence of all items, in the order of their source. Subclasses define `make`."""
 
-    Subclasses define `make`, ``noun``, the name of the items in messages, and ``keys``, the keys of
-    the columns that a row needs.
-    """
-
-    noun: ClassVar[str] = "examples"
-    keys: ClassVar[tuple[str, ...]] = ()
+    noun: ClassVar[str] = "examples"  # name of the items in messages
+    keys: ClassVar[tuple[str, ...]] = ()  # keys of the columns that a row needs
 
     def __init__(
         self,
@@ -78,8 +73,9 @@ class Dataset(Generic[T]):
         def make(row: DataRow, index: int, columns: Any) -> T:
             return cls.make(row, index, tokenizer, columns)
 
-        items = read_items(source, make, data, cls.keys, longest=data.max_length, noun=cls.noun)
-        return cls(items.fitting, **items.arguments())
+        longest = data.max_length
+        items, notes = read_items(source, make, data, cls.keys, longest=longest, noun=cls.noun)
+        return cls(items, **notes)
 
     @classmethod
     def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: Any) -> T:
@@ -141,22 +137,6 @@ class Split(Generic[D]):
         return max(items.max_length for items in self.named.values())
 
 
-class Items(NamedTuple, Generic[T]):
-    """Items of a source. ``sizes``: number of fitting items of each file or function.
-
-    ``taken``: descriptions of recognised columns. ``shares``: of the sources, if they have weights.
-    """
-
-    fitting: list[T]
-    dropped: int
-    taken: list[str]
-    shares: "Shares | None"
-
-    def arguments(self) -> dict[str, Any]:
-        """Return keyword arguments of a `Dataset`."""
-        return {"dropped_too_long": self.dropped, "taken": self.taken, "shares": self.shares}
-
-
 def read_items(
     source: PromptSourceConfig,
     make: Callable[[DataRow, int, Any], T],
@@ -166,18 +146,19 @@ def read_items(
     longest: int | None,
     noun: str,
     key: str = "max_length",
-) -> Items[T]:
+) -> tuple[list[T], dict[str, Any]]:
     """Read every row and convert it to an item. Items that are too long are dropped, never cut.
 
+    Returns the items and the other arguments of a `Dataset`.
+
     Args:
-        source: files or a generator function, see :func:`aligner.data.readers.read_rows`. At most
+        source: files or a generator function, see `aligner.data.readers.read_rows`. At most
             ``limit`` rows are read.
         make: function from a row, its index in the source and the section with the names of its
             columns to an item.
         data: section of the configuration.
         keys: keys of the columns that a row needs (see `aligner.data.columns`).
-        longest: maximum number of tokens of an item. A warning counts the dropped items. None
-            means no limit.
+        longest: maximum number of tokens of an item, or None without a limit.
         noun: name of the items in messages.
         key: name of the setting of ``longest``, for messages.
 
@@ -216,7 +197,7 @@ def read_items(
     sizes = [sum(fits[start:end]) for start, end in pairwise([0, *ends])]
     weights = getattr(data, "weights", None) if source is getattr(data, "train", None) else None
     shares = None if weights is None else Shares(parts, sizes, weights)
-    return Items(fitting, dropped, taken, shares)
+    return fitting, {"dropped_too_long": dropped, "taken": taken, "shares": shares}
 
 
 def check_bos(
@@ -235,9 +216,6 @@ def check_section(data: ExampleDataConfig | PairDataConfig, tokenizer: Tokenizer
             "of the response"
         )
     check_bos(data, tokenizer)
-
-
-LastBatch = Literal["wrap", "drop"]
 
 
 def epoch_order(size: int, seed: int, epoch: int, *, shuffle: bool = True) -> np.ndarray:
@@ -289,10 +267,8 @@ class Shares:
 class PromptSampler:
     """An endless, resumable series of global batches of indices.
 
-    ``last_batch="wrap"``: the last batch of an epoch is filled from the next epoch, so that every
-    prompt is seen once per epoch. ``batch_size`` may exceed the data set, and then a batch contains
-    a prompt several times. ``"drop"``: the incomplete rest of an epoch is not used, and
-    ``batch_size`` must not exceed the data set.
+    The last batch of an epoch is filled from the next epoch, so that every prompt is seen once per
+    epoch. ``batch_size`` may exceed the data set. Then a batch contains a prompt several times.
     """
 
     def __init__(
@@ -302,7 +278,6 @@ class PromptSampler:
         *,
         seed: int,
         shuffle: bool = True,
-        last_batch: LastBatch = "wrap",
         may_change: bool = False,
         shares: Shares | None = None,
     ) -> None:
@@ -311,35 +286,15 @@ class PromptSampler:
         ``may_change``: whether `load_state_dict` accepts a state with other data, another seed or
         other shuffling. ``shares``: shares of several sources.
         """
-        if size < 1:
-            raise DataError("data: the data set is empty")
-        if batch_size < 1:
-            raise ConfigError(
-                f"data: a batch of {batch_size} prompts is too small. Give at least 1"
-            )
-        if last_batch not in ("wrap", "drop"):
-            raise ConfigError(f"data: last_batch={last_batch!r} must be wrap or drop")
-        if last_batch == "drop" and batch_size > size:
-            raise ConfigError(
-                f"data: a batch of {batch_size} prompts is larger than the data set ({size}), and "
-                "last_batch=drop would drop everything. Use last_batch=wrap or smaller batches"
-            )
-        # The position in the order is the whole state.
-        self.size = size
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self.last_batch = last_batch
-        self.may_change = may_change
-        self.shares = shares
+        self.size, self.batch_size = size, batch_size
+        self.seed, self.shuffle = seed, shuffle
+        self.may_change, self.shares = may_change, shares
         self._begin_epoch(0)
 
     def next_batch(self, count: int | None = None) -> list[int]:
         """Return the next ``count`` indices. Default: ``batch_size``."""
         count = self.batch_size if count is None else count
         batch: list[int] = []
-        if self.last_batch == "drop" and self.size - self.position < count:
-            self._begin_epoch(self.epoch + 1)
         while len(batch) < count:
             if self.position == self.size:
                 self._begin_epoch(self.epoch + 1)
@@ -357,19 +312,9 @@ class PromptSampler:
         """Return the number of unused indices of the first ``epochs`` epochs."""
         return max(0, (epochs - self.epoch) * self.size - self.position)
 
-    def batches_in(self, epochs: int) -> int:
-        """Return how many batches the first ``epochs`` epochs begin (wrap) or fill (drop)."""
-        if self.last_batch == "drop":
-            return epochs * (self.size // self.batch_size)
-        return -(-epochs * self.size // self.batch_size)
-
     def batches_left(self, epochs: int) -> int:
-        """Return how many further batches the first ``epochs`` epochs begin or fill."""
-        if self.last_batch == "wrap":
-            return -(-self.left_in(epochs) // self.batch_size)
-        complete_epochs = max(0, epochs - self.epoch - 1)
-        current = (self.size - self.position) // self.batch_size if self.epoch < epochs else 0
-        return complete_epochs * (self.size // self.batch_size) + current
+        """Return how many further batches the first ``epochs`` epochs begin."""
+        return -(-self.left_in(epochs) // self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that continues after the last batch."""

@@ -1,16 +1,9 @@
 """Feedback on responses: preference pairs, labels, and ratings of attributes.
 
-A row of a pair is a prompt with a chosen and a rejected response, and optionally their rewards. A
-response is text, or a list of chat messages: only the assistant's, or the complete chat. For
-complete chats the prompt column is optional. In a batch the two sequences of a pair are adjacent
-rows, the chosen sequence first.
-
-A labelled row is a prompt, a response and a label. KTO also estimates the policy's drift regardless
-of the prompt (Ethayarajh et al., 2024). For this, every row pairs its prompt with a *mismatched*
-response: the response of the nearest earlier row with another prompt (in TRL, of the previous row).
-The pairing is fixed for the run, so that the reference's log-probs are computed once.
-
-A rated row is a sequence with optional ratings of several attributes.
+KTO estimates the policy's drift regardless of the prompt (Ethayarajh et al., 2024). For this, every
+labelled row pairs its prompt with a *mismatched* response: the response of the nearest earlier row
+with another prompt (in TRL, of the previous row). The pairing is fixed for the run, so that the
+reference's log-probs are computed once.
 """
 
 from collections.abc import Sequence
@@ -55,7 +48,7 @@ class PairDataset(Dataset[Pair]):
 
     @classmethod
     def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: PairDataConfig) -> Pair:
-        """See `aligner.data.dataset.Dataset.make`."""
+        """See `Dataset.make`."""
         # Both responses must continue the same prompt.
         chosen = make_example(row, index, tokenizer, data, "chosen_column")
         rejected = make_example(row, index, tokenizer, data, "rejected_column")
@@ -70,12 +63,10 @@ class PairDataset(Dataset[Pair]):
                 f"{row.location}: the chosen and the rejected response are equal. Remove the row"
             )
         # Without reward columns, the rewards are 1 and 0.
+        columns = (data.chosen_reward_column, 1.0), (data.rejected_reward_column, 0.0)
         chosen_reward, rejected_reward = (
             default if column is None else converted(row, column, finite_number, "a finite number")
-            for column, default in (
-                (data.chosen_reward_column, 1.0),
-                (data.rejected_reward_column, 0.0),
-            )
+            for column, default in columns
         )
         if cls.rewards_in_order and chosen_reward < rejected_reward:
             raise DataError(
@@ -135,14 +126,12 @@ class LabelledDataset(Dataset[Labelled]):
             return make_example(row, index, tokenizer, data)
 
         longest = data.max_length
-        items = read_items(source, make, data, cls.keys, longest=longest, noun="examples")
+        examples, notes = read_items(source, make, data, cls.keys, longest=longest, noun=cls.noun)
         rows = [
-            Labelled(
-                example, labels[example.id], _mismatched(items.fitting, index, longest, source)
-            )
-            for index, example in enumerate(items.fitting)
+            Labelled(example, labels[example.id], _mismatched(examples, index, longest, source))
+            for index, example in enumerate(examples)
         ]
-        return cls(rows, **items.arguments())
+        return cls(rows, **notes)
 
 
 def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:
@@ -173,8 +162,7 @@ def _mismatched(
             return Example(examples[index].id, ids, [(len(prompt), len(ids))])
     raise DataError(
         f"data: {source.source}: row {examples[index].id + 1} has a prompt of {len(prompt)} "
-        "tokens, and no response to another prompt fits into "
-        f"max_length={longest} with it. Raise "
+        f"tokens, and no response to another prompt fits into max_length={longest} with it. Raise "
         "max_length, remove the row, or give rows with different prompts"
     )
 
@@ -195,8 +183,7 @@ class Rated(Examples):
 class RatedDataset(Dataset[Rated]):
     """All rated responses, in the order of their source.
 
-    Each of ``data.attribute_columns`` contains a number, or null without a rating. A row without
-    any rating is refused.
+    Each of ``data.attribute_columns`` contains a number, or null without a rating.
     """
 
     noun = "rated responses"
@@ -204,7 +191,7 @@ class RatedDataset(Dataset[Rated]):
 
     @classmethod
     def make(cls, row: DataRow, index: int, tokenizer: Tokenizer, data: RewardDataConfig) -> Rated:
-        """See `aligner.data.dataset.Dataset.make`."""
+        """See `Dataset.make`."""
         example, columns = make_example(row, index, tokenizer, data), data.attribute_columns
         ratings = tuple(
             None
@@ -215,8 +202,7 @@ class RatedDataset(Dataset[Rated]):
         if all(rating is None for rating in ratings):
             raise DataError(
                 f"{row.location}: none of the columns {list(columns)} contains a rating. Name the "
-                "columns with ratings (data.attribute_columns) or remove the row. Columns found: "
-                f"{sorted(row.columns)}"
+                f"columns with ratings (data.attribute_columns) or remove the row. {row.remedy}"
             )
         return Rated(example, ratings)
 

@@ -12,12 +12,20 @@ from torch import Tensor
 
 from aligner.config import AskedDataConfig, DataConfig, ExampleDataConfig, PromptSourceConfig
 from aligner.config.data import PromptColumns
-from aligner.data.chat import MESSAGES, Message, parse_messages, parse_tools, render_chat
+from aligner.data.chat import (
+    MESSAGES,
+    Message,
+    check_all_used,
+    parse_messages,
+    parse_tools,
+    render,
+    with_system,
+)
 from aligner.data.dataset import Dataset, check_bos, read_items
 from aligner.data.readers import DataRow, take
 from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
-from aligner.errors import ConfigError, DataError
+from aligner.errors import ConfigError, DataError, raised_as
 
 # Names of the reward function's arguments and of the trainer's columns.
 RESERVED_COLUMNS = frozenset(
@@ -72,7 +80,7 @@ class PromptDataset(Dataset[Prompt]):
             raise ConfigError(f"data: prompt and ground truth are both column {truth_column!r}")
         # Rows become prompts. Prompts that are too long are dropped.
         check_bos(data, tokenizer)
-        prompts = read_items(
+        prompts, notes = read_items(
             source,
             lambda row, index, data: make_prompt(row, index, tokenizer, data, truth_column),
             data,
@@ -81,7 +89,7 @@ class PromptDataset(Dataset[Prompt]):
             noun="prompts",
             key=key,
         )
-        return cls(prompts.fitting, **prompts.arguments())
+        return cls(prompts, **notes)
 
     @property
     def column_names(self) -> frozenset[str]:
@@ -114,8 +122,8 @@ class EpisodeDataset(PromptDataset):
             truth = None if ground_truth_column is None else row.get(ground_truth_column)
             return Prompt(index, "", [], truth, dict(row.columns))
 
-        rows = read_items(source, episode, data, (), longest=None, noun="rows")
-        return cls(rows.fitting, longest_prompt=longest_prompt, **rows.arguments())
+        rows, notes = read_items(source, episode, data, (), longest=None, noun="rows")
+        return cls(rows, longest_prompt=longest_prompt, **notes)
 
     @property
     def max_length(self) -> int:
@@ -149,7 +157,7 @@ def make_prompt(
 ) -> Prompt:
     """Convert one row to a prompt. Errors name the row and its columns."""
     columns = dict(row.columns)
-    try:
+    with raised_as(DataError, row.location, DataError, remedy=row.remedy):
         # Separate the prompt and the ground truth from the other columns.
         raw = take(row, data.prompt_column, (str, list), "data.prompt_column")
         columns.pop(data.prompt_column, None)
@@ -169,38 +177,30 @@ def make_prompt(
                 "columns"
             )
         # Render and tokenize the prompt.
-        text = _render(raw, columns, tokenizer, data)
+        messages = None if isinstance(raw, str) else parse_messages(raw)
+        text = _render(messages or raw, columns, tokenizer, data)
         ids = tokenizer.encode(text)
         ids = with_bos(tokenizer, ids) if data.add_bos else ids
         if not ids:
             raise DataError(f"column {data.prompt_column!r} is empty")
-    except DataError as error:
-        raise DataError(f"{row.location}: {error}. Columns found: {sorted(row.columns)}") from error
-    messages = parse_messages(raw) if isinstance(raw, list) else None
     return Prompt(index, text, ids, ground_truth, columns, messages)
 
 
 def _render(
-    raw: str | list[Any],
-    columns: Mapping[str, Any],
-    tokenizer: Tokenizer,
-    data: PromptSection,
+    raw: str | list[Any], columns: Mapping[str, Any], tokenizer: Tokenizer, data: PromptSection
 ) -> str:
     policy = data.special_tokens_in_text
-    if isinstance(raw, list):
-        raw = parse_messages(raw)
     raw = treat_special_tokens(tokenizer, raw, policy, data.prompt_column)
     if isinstance(raw, str) and not data.chat:
         check_plain_text(data)
         return raw
     # Chats, and plain text as the user's message.
-    tools = parse_tools(columns, data.tools_column)
-    return render_chat(
-        tokenizer,
-        raw,
-        system_prompt=data.system_prompt,
-        tools=treat_special_tokens(tokenizer, tools, policy, "tools"),
+    tools = treat_special_tokens(
+        tokenizer, parse_tools(columns, data.tools_column), policy, "tools"
     )
+    messages = with_system(parse_messages(raw), data.system_prompt)
+    check_all_used(tokenizer, messages, tools)
+    return render(tokenizer, messages, tools)
 
 
 def check_plain_text(data: PromptColumns) -> None:

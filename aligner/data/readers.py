@@ -31,6 +31,11 @@ class DataRow(NamedTuple):
     columns: dict[str, Any]
     is_text: bool = False
 
+    @property
+    def remedy(self) -> str:
+        """List the columns, for the end of an error's message."""
+        return f"Columns found: {sorted(self.columns)}"
+
     def get(self, name: str) -> Any:
         """Return the value of a column, None without it. ``a.b`` is the key ``b`` of column ``a``.
 
@@ -48,12 +53,11 @@ def read_rows(source: Source, arguments: Mapping[str, Any] | None = None) -> Ite
     """Yield the rows of ``source``, in order.
 
     Args:
-        source: a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file, a ``.txt`` file
-            (each line a row with the column ``prompt``), a pattern of such files (``data/*.json``),
-            a directory of ``.jsonl`` or ``.parquet`` files, a directory that
-            ``datasets.save_to_disk`` wrote, a generator function (``package.module:function`` or
-            ``path/to/file.py:function``), or a list of these. Files of a pattern or directory are
-            read in the order of their names.
+        source: a ``.jsonl``, ``.json``, ``.csv``, ``.parquet``, ``.arrow`` or ``.txt`` file (each
+            line a row with the column ``prompt``), a pattern of files, a directory of ``.jsonl`` or
+            ``.parquet`` files or of ``datasets.save_to_disk``, a generator function
+            (``package.module:function`` or ``path/to/file.py:function``), or a list of these.
+            Files of a pattern or directory are read in the order of their names.
         arguments: keyword arguments for generator functions. Refused for files.
 
     Raises:
@@ -245,8 +249,7 @@ def converted(row: DataRow, name: str, convert: Callable[[Any], V | None], expec
     if result is None:
         actual = "missing" if value is None else f"{value!r:.60} ({type(value).__name__})"
         raise DataError(
-            f"{row.location}: column {name!r} must be {expected}, but it is {actual}. "
-            f"Columns found: {sorted(row.columns)}"
+            f"{row.location}: column {name!r} must be {expected}, but it is {actual}. {row.remedy}"
         )
     return result
 
@@ -282,11 +285,10 @@ def _from_parquet(path: Path) -> Iterator[DataRow]:
 
 
 def _without_arrow_nulls(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the nulls that Arrow adds to chat messages and tools.
+    """Remove null keys at every depth of chat messages and tools.
 
-    The structs of an Arrow list share one set of keys, so that a tool call contains the arguments
-    of all other tool calls as nulls. In lists of structs with one of the keys `_CHAT_KEYS`, and in
-    structs with role and content, null keys are removed at every depth. Other values are unchanged.
+    The structs of an Arrow list share one set of keys. A tool call therefore has the arguments of
+    all other tool calls as nulls.
     """
     return {name: _without_nulls(value, in_chat=False) for name, value in columns.items()}
 

@@ -1,8 +1,7 @@
 """Special tokens that are spelt in the text of rows, messages and requests.
 
-A tokenizer recognises special tokens in any text. For example, a tool result that contains
-``<|im_end|>`` would end its message. Texts are treated before the chat template adds its special
-tokens.
+A tokenizer recognises special tokens in any text: ``<|im_end|>`` in a tool's result would end the
+message. Texts are treated before the chat template adds its special tokens.
 """
 
 from collections.abc import Mapping

@@ -2,8 +2,7 @@
 
 A row is a prompt and its response, or a chat whose assistant messages are the responses. A response
 may also be a list of chat messages: only the assistant's, or the complete chat. The response and
-its end token are learned, so that the model also learns to stop. The prompt, and the template's
-text after the end token, are not learned.
+its end token are learned. The prompt and the template's text after the end token are not learned.
 """
 
 import json
@@ -31,10 +30,9 @@ from aligner.data.dataset import Dataset
 from aligner.data.prompts import check_plain_text, pad_right
 from aligner.data.readers import DataRow, take
 from aligner.data.special_tokens import treat_special_tokens
-from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
-from aligner.data.tokenizers.tokenizer import encode_after as _encode_after
+from aligner.data.tokenizers.tokenizer import Tokenizer, encode_after, with_bos
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.errors import DataError
+from aligner.errors import DataError, raised_as
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ def make_example(
     ``response_key``: setting of ``data`` that holds the name of the response column.
     """
     treat = partial(treat_special_tokens, tokenizer, policy=data.special_tokens_in_text)
-    try:
+    with raised_as(DataError, row.location, DataError, remedy=row.remedy):
         text_column = data.text_column if isinstance(data, ExampleDataConfig) else None
         chat, learn, context = _conversation(row, data, response_key)
         if text_column is not None:
@@ -146,8 +144,6 @@ def make_example(
             check_all_used(tokenizer, chat, tools)
             context = len(chat) - num_answers
             ids, learned = encode_chat(tokenizer, chat, learn, tools, context=context)
-    except DataError as error:
-        raise DataError(f"{row.location}: {error}. Columns found: {sorted(row.columns)}") from error
     if data.add_bos:
         without_bos, ids = len(ids), with_bos(tokenizer, ids)
         shift = len(ids) - without_bos
@@ -166,7 +162,7 @@ def encode_pair(
     prompt_ids = tokenizer.encode(prompt)
     if not prompt_ids:
         raise DataError("the prompt is empty")
-    response_ids = _encode_after(tokenizer, prompt_ids, prompt, response)
+    response_ids = encode_after(tokenizer, prompt_ids, prompt, response)
     if not response_ids or response_ids[-1] not in tokenizer.end_ids:
         response_ids = [*response_ids, tokenizer.eos_id]
     ids = [*prompt_ids, *response_ids]
@@ -192,17 +188,13 @@ def encode_chat(
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Return the ids of a rendered chat and the spans of the assistant's messages.
 
-    The first ``context`` messages are not learned. An end token at the end of an assistant's text
-    is removed, because the template adds it.
-
-    A span starts after the generation prompt of the message. It ends with the first token of the
-    tokenizer's ``end_ids``, or with the last token of the message if the template adds no end
-    token. The last message always ends with an end token.
+    The first ``context`` messages are not learned. A span starts after the generation prompt of its
+    message. The span ends with the first token of ``tokenizer.end_ids``, or with the last token of
+    the message if the template adds no end token. The last message always ends with an end token.
 
     The generation prompt of some templates ends with a tag that finished messages lack
-    (``<think>`` in R1's distillations). Then the text after the tag is learned for the last
-    message: ``reasoning_content`` if present, the closing tag, ``content``. Content without a
-    closing tag is an answer without reasoning, and the tag is closed before the content.
+    (``<think>`` in R1's distillations). Then the learned text of the last message is
+    ``reasoning_content`` if present, the closing tag, and ``content``.
 
     Raises:
         DataError: the template changes earlier messages (some drop earlier reasoning), so that
@@ -228,9 +220,9 @@ def encode_chat(
                 f"the chat template changes earlier messages when message {index} is added. Set "
                 "learn=last"
             )
-        ids += _encode_after(tokenizer, ids, text, opening[len(text) :])
+        ids += encode_after(tokenizer, ids, text, opening[len(text) :])
         answer = closed[len(opening) :] if is_prefix else _after_tag(opening, messages[index])
-        answer_ids = _encode_after(tokenizer, ids, opening, answer)
+        answer_ids = encode_after(tokenizer, ids, opening, answer)
         end = next((n for n, token in enumerate(answer_ids, 1) if token in tokenizer.end_ids), None)
         learned.append((len(ids), len(ids) + (end or len(answer_ids))))
         ids += answer_ids
@@ -336,10 +328,7 @@ def response_note(examples: Iterable[Example], tokenizer: Tokenizer) -> str:
 def _conversation(
     row: DataRow, data: ExampleSection, response_key: ResponseKey
 ) -> tuple[list[Message] | None, Literal["last", "all"], int]:
-    """Return a row's chat, the learned answers, and the number of messages of context.
-
-    The chat is None if the row is plain text.
-    """
+    """Return a row's chat (None for plain text), the learned answers, and the context's length."""
     if isinstance(data, ExampleDataConfig) and data.text_column is not None:
         return None, "last", 0
     learn = data.learn if isinstance(data, ExampleDataConfig) else "last"
@@ -356,16 +345,13 @@ def _conversation(
     prompt = take(row, data.prompt_column, (str, list), "data.prompt_column")
     if isinstance(prompt, str) and not data.chat:
         return None, "last", 0
-    return [*_prompt_messages(prompt), {"role": "assistant", "content": response}], "last", 0
+    return [*parse_messages(prompt), {"role": "assistant", "content": response}], "last", 0
 
 
 def _answered(
     prompt: Any, response: list[Any], prompt_column: str, response_column: str
 ) -> tuple[list[Message], int]:
-    """Return the chat of a list response, and the number of messages of its prompt.
-
-    The list is the answer to the prompt, or the complete chat.
-    """
+    """Return the complete chat of a list response, and the number of messages of its prompt."""
     first = response[0] if response else None
     if isinstance(first, Mapping) and first.get("role") == "assistant":
         if not isinstance(prompt, str | list):
@@ -374,13 +360,13 @@ def _answered(
                 f"{prompt_column!r} must contain the prompt. Name it with "
                 "data.prompt_column"
             )
-        messages = _prompt_messages(prompt)
+        messages = parse_messages(prompt)
         return parse_conversation([*messages, *response]), len(messages)
     # A complete chat must contain the prompt, if the row has one.
     chat = parse_conversation(response)
     users = [message["content"].strip() for message in chat if message["role"] == "user"]
     problem = None
-    if isinstance(prompt, list) and chat[: len(prompt)] != _prompt_messages(prompt):
+    if isinstance(prompt, list) and chat[: len(prompt)] != parse_messages(prompt):
         problem = f"that does not begin with the messages of column {prompt_column!r}"
     elif isinstance(prompt, str) and prompt.strip() not in users:
         problem = f"without a user message of column {prompt_column!r} ({prompt[:40]!r})"
@@ -390,9 +376,3 @@ def _answered(
             "another name, or correct the row"
         )
     return chat, len(prompt) if isinstance(prompt, list) else 0
-
-
-def _prompt_messages(prompt: str | list[Any]) -> list[Message]:
-    return parse_messages(
-        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    )

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from aligner.data.chat import MESSAGES
+from aligner.errors import RewardError
 
 Function = Callable[..., Any]
 
@@ -89,6 +90,11 @@ def _verl(function: Function, _: Collection[str]) -> Function:
             yield function(**{**sample, "solution_str": response, "ground_truth": truth})
 
     def scores(results: list[Any]) -> list[Any]:
+        if any(isinstance(result, list | tuple) for result in results):
+            raise RewardError(
+                "the function has verl's arguments of one sample, but returned a list. Return one"
+                " score, or name the arguments prompts, responses and ground_truths"
+            )
         return [
             {"reward": result["score"], **{k: v for k, v in result.items() if k != "score"}}
             if isinstance(result, Mapping) and "score" in result

@@ -22,7 +22,7 @@ from ranks import run_ranks
 from test_nemo_kinds import GPT, LLAMA, distinct_weights
 
 from aligner.checkpoint import gpt_weights
-from aligner.checkpoint.gpt_weights import canonical_parameters, gather_weights, load_weights
+from aligner.checkpoint.gpt_weights import GatheredWeights, canonical_parameters, load_weights
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.parallel.groups import ParallelConfig, initialize_parallel, shutdown_parallel
@@ -105,7 +105,7 @@ def check_layout(folder, name, tp, pp):
         torch.nn.init.ones_(gpt.rm_head.weight)
     groups = {"tp_group": parallel.tp_group, "pp_group": parallel.pp_group}
     with Watched() as watched:
-        gathered = gather_weights(gpt, architecture, **groups)
+        gathered = GatheredWeights(gpt, architecture, **groups).on_rank_zero()
     assert watched.held <= 1  # of those that are sent to the first stage
     assert bool(watched.sent) == (parallel.rank in range(RANKS // pp, RANKS, RANKS // pp))
     assert (watched.bytes > 0) == (parallel.dp_rank == 0 and (tp > 1 or parallel.rank == 0))

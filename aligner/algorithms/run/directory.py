@@ -220,7 +220,7 @@ def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
     many steps as its remaining data fills.
     """
     loop = config.loop
-    steps, state = sampler.batches_in(loop.max_epochs), on_rank_zero(lambda: _newest(config))
+    steps, state = sampler.batches_left(loop.max_epochs), on_rank_zero(lambda: _newest(config))
     if state is not None:
         if state["limits"] == [loop.max_epochs, loop.max_steps, sampler.batch_size, sampler.size]:
             return int(state["total_steps"])

@@ -1,15 +1,19 @@
 """Checks of the files of a command that need no torch, so that errors of a run are immediate."""
 
 import ast
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from aligner.algorithms.run.identity import flat
 from aligner.checkpoint.nemo.archive import ArchiveReader, named_by
 from aligner.data.readers import source_files
+from aligner.errors import ConfigError
 from aligner.importing import load_function
 from aligner.rewards.function.execution import LoadedFunction
+
+_PATHS = (".restore_from_path", ".explicit_log_dir", ".source", ".tokenizer")
 
 
 def check_inputs(config: Any) -> None:
@@ -21,10 +25,13 @@ def check_inputs(config: Any) -> None:
     Raises:
         CheckpointNotFoundError: a model does not exist.
         DataError: a file of data does not exist or has an unsupported format.
-        ConfigError: the file of the reward function does not exist, or its signature does not fit.
+        ConfigError: a path is too long, the file of the reward function does not exist, or the
+            signature does not fit.
     """
     values = flat(config.as_dict())
     for key, value in values.items():
+        if key.endswith(_PATHS) and value:
+            _check_length(key, [value] if isinstance(value, str) else value)
         if key.endswith(".restore_from_path") and value and not Path(value).exists():
             with named_by(key):
                 ArchiveReader(value)  # raises
@@ -34,6 +41,17 @@ def check_inputs(config: Any) -> None:
     reward: Any = getattr(config, "reward", None)
     if reward is not None and isinstance(reward.function, str) and ".py:" in reward.function:
         _check_signature(reward.function, reward.kwargs)
+
+
+def _check_length(key: str, paths: Iterable[str]) -> None:
+    """Refuse paths that Linux cannot open: names of 256 bytes, paths of 4,096 bytes."""
+    for path in paths:
+        name = max(path.split("/"), key=len)
+        if len(os.fsencode(name)) > 255 or len(os.fsencode(path)) > 4095:
+            raise ConfigError(
+                f"{key}={path[:60]!r}…: the path has {len(os.fsencode(path))} bytes. Use at most"
+                " 4095 bytes, and at most 255 bytes between two slashes"
+            )
 
 
 def _check_signature(name: str, kwargs: Mapping[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Reading of GGUF files, dequantised to float32.
 
-Every key and every tensor of a file is used, or an error names it. This module lists the keys that
-have no effect on the model's numbers.
+Every key and every tensor of a file is used, or an error names it.
 """
 
 import re
@@ -46,33 +45,30 @@ _GPT2 = {
     "intermediate_size": "n_inner",
     "num_attention_heads": "n_head",
 }
-# Keys without effect at these values. None means at any value.
-_NEUTRAL: dict[str, tuple[Any, ...] | None] = {
-    "tensor_data_layout": None,
-    "rope.scaling.finetuned": None,
-    "attention.causal": (True,),
+# Keys without effect at any value.
+_UNUSED = (
+    *("tensor_data_layout", "rope.scaling.finetuned"),
+    *("split.no", "split.count", "split.tensors.count"),  # of files with one part
+)
+# Keys without effect at these values.
+_ZERO = (
+    *("expert_count", "expert_used_count", "expert_shared_count", "attention.sliding_window"),
+    *("attention.max_alibi_bias", "attention.clamp_kqv", "attention.scale"),
+    *("final_logit_softcapping", "attn_logit_softcapping"),
+)
+_SCALES = (
+    *("expert_weights_scale", "expert_gating_func", "logit_scale", "residual_scale"),
+    *("embedding_scale", "rope.scaling.factor", "rope.scale_linear"),
+)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_ZERO, (0,)),
+    **dict.fromkeys(_SCALES, (0, 1)),
+    **dict.fromkeys(("attention.causal", "expert_weights_norm"), (True,)),
     "use_parallel_residual": (False,),
-    "expert_count": (0,),
-    "expert_used_count": (0,),
-    "expert_shared_count": (0,),
-    "expert_weights_norm": (True,),
-    "expert_weights_scale": (0.0, 1.0),
-    "expert_gating_func": (0, 1),
-    "attention.sliding_window": (0,),
-    "attention.max_alibi_bias": (0.0,),
-    "attention.clamp_kqv": (0.0,),
-    "logit_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
-    "embedding_scale": (0.0, 1.0),
-    "attention.scale": (0.0,),
-    "final_logit_softcapping": (0.0,),
-    "attn_logit_softcapping": (0.0,),
     "rope.scaling.type": ("none",),
-    "rope.scaling.factor": (0.0, 1.0),
-    "rope.scale_linear": (0.0, 1.0),
     "rope.scaling.attn_factor": (1.0,),
 }
-# Keys of the container, and keys that the reader of the tokenizer checks.
+# Keys of the container, and keys that `aligner.data.tokenizers.gguf` checks.
 _ELSEWHERE = ("GGUF.", "general.", "tokenizer.", "quantize.")
 
 _BLOCK = re.compile(r"^blk\.(\d+)\.")
@@ -128,13 +124,13 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
             f"the file is one of split.count={settings['split.count']} parts. Join them with "
             "`llama-gguf-split --merge` and give the joined file"
         )
-    for key in ("split.no", "split.count", "split.tensors.count"):
+    for key in _UNUSED:
         settings.pop(key, None)
     lacking = [prefix + key for key in _SIZES if not isinstance(settings.get(key), int)]
     if lacking:
         raise CheckpointError(f"{', '.join(lacking)} must be present, each one integer")
     for key, neutral in _NEUTRAL.items():
-        if neutral is None or settings.get(key, []) in neutral:
+        if settings.get(key, []) in neutral:
             settings.pop(key, None)
     config = {ours: settings.pop(key) for key, ours in _SIZES.items()}
     config |= {ours: settings.pop(key) for key, ours in _OPTIONAL.items() if key in settings}
@@ -216,10 +212,7 @@ def _rope(
 
 
 class GGUFTensors(LazyTensors):
-    """Tensors under Hugging Face's names, dequantised to float32 when they are indexed.
-
-    A tensor that is not part of the family keeps its GGUF name.
-    """
+    """Tensors under Hugging Face's names, dequantised to float32 when they are indexed."""
 
     def __init__(
         self, tensors: Mapping[str, Any], config: Mapping[str, Any], names: Mapping[str, str]

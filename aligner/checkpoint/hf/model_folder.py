@@ -16,12 +16,7 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import REWARD_HEAD, LazyTensors, Weights, check_names
 from aligner.checkpoint.durable import sync_path, sync_tree
-from aligner.checkpoint.hf.families import (
-    Family,
-    architecture_from_hf,
-    config_to_hf,
-    family_of,
-)
+from aligner.checkpoint.hf.families import Family, architecture_from_hf, config_to_hf, family_of
 from aligner.checkpoint.hf.tensors import LLAMA_TABLE, HuggingFaceView, HuggingFaceWeights
 from aligner.checkpoint.nemo.config import Config, config_from_architecture
 from aligner.data.tokenizers.loading import (
@@ -180,10 +175,7 @@ def save_hf(
     architecture: GPTArchitecture,
     tokenizer_files: Mapping[str, bytes],
 ) -> None:
-    """Write a Hugging Face directory that ``from_pretrained`` loads, completely or not at all.
-
-    ``folder`` must be a new or an empty directory.
-    """
+    """Write a Hugging Face directory that ``from_pretrained`` loads, see `new_folder`."""
     folder = Path(folder)
     for name in tokenizer_files:
         if not is_tokenizer_file(name):
@@ -206,7 +198,8 @@ def save_hf(
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to fill, and rename it to ``folder`` after the block succeeded.
 
-    Raises `StorageError` if the folder exists and is not empty, or cannot be written.
+    Raises:
+        StorageError: the folder exists and is not empty, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StorageError(
@@ -255,8 +248,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Write safetensors, in several files if one would be too large. Return the dtype."""
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
-    size = total = 0
-    dtype = ""
+    total, dtype = 0, ""
 
     def flush() -> None:
         file = folder / f"shard-{len(shards)}"
@@ -267,13 +259,11 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> str:
 
     for name, tensor in tensors:
         dtype = dtype or str(tensor.dtype).removeprefix("torch.")
-        if shard and size + tensor.nbytes > _MAX_SHARD_BYTES:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > _MAX_SHARD_BYTES:
             flush()
-            size = 0
         # safetensors refuses tensors that share storage, as parts of one canonical tensor may.
         is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
         shard[name] = tensor.clone() if is_part else tensor
-        size += tensor.nbytes
         total += tensor.nbytes
     flush()
     # The names contain the count of shards, which is only known now.

@@ -72,8 +72,8 @@ def _any_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return PEFT's tensors and settings for a model that only transformers builds.
 
-    PEFT wraps a module of experts once for each adapted parameter, the last one outermost. Its A is
-    [experts * rank, in], and its B [out, rank * experts].
+    PEFT wraps a module of experts once for each adapted parameter, the last parameter outermost. A
+    is [experts * rank, in], and B [out, rank * experts].
     """
     weights = adapted_weights(empty_model(architecture), adapters.lora)
     experts = [weight.name for weight in weights if weight.is_of_experts]

@@ -1,9 +1,9 @@
-"""Tables of Hugging Face's tensor names and layouts for canonical tensors, one per naming.
+"""Tables of Hugging Face's tensor names and layouts for canonical tensors.
 
-A row maps a canonical module to its Hugging Face modules and their layout. Reading joins the parts,
-and writing separates them by the same table.
+A row maps a canonical module to its Hugging Face modules and their layout.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -69,9 +69,9 @@ def _join_fused_qkv(fused: Tensor, architecture: GPTArchitecture) -> Tensor:
 
 
 def _rotated_order(architecture: GPTArchitecture) -> Tensor:
-    """Return the columns of a head, the even rotated ones before the odd ones.
+    """Return the columns of a head, the even rotated columns before the odd columns.
 
-    Families that rotate adjacent columns become families that rotate one half against the other.
+    The order converts rotation of adjacent columns to rotation of one half against the other.
     """
     width = architecture.kv_channels
     rotated = int(width * architecture.rotary_percent)
@@ -235,28 +235,20 @@ def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
 def part_rows(
     linear: str, rows: Tensor, table: Table, architecture: GPTArchitecture
 ) -> dict[str, Tensor]:
-    """Split ``rows`` [outputs of ``linear``, …] by Hugging Face's modules.
-
-    Unlike weights, the parts are ``[outputs, …]`` in every family.
-    """
+    """Split ``rows`` [outputs of ``linear``, …] into one part [outputs, …] for each module."""
     layout, names = _row(f"{linear}.weight", table)
     parts = layout.part(rows, architecture)
-    modules = [name.removesuffix(".weight") for name in names]
     return {
-        module: part.T if layout.transposed else part
-        for module, part in zip(modules, parts, strict=True)
+        name.removesuffix(".weight"): part.T if layout.transposed else part
+        for name, part in zip(names, parts, strict=True)
     }
 
 
 class HuggingFaceWeights(LazyTensors):
-    """Canonical view of a Hugging Face state dict. Tensors are read when indexed.
-
-    A classifier's ``score`` is the reward head. A classifier has no output layer.
-    """
+    """Canonical view of a Hugging Face state dict. A classifier's ``score`` is the reward head."""
 
     def __init__(self, state: Weights, table: Table, architecture: GPTArchitecture) -> None:
-        self._architecture = architecture
-        self._state = state
+        self._state, self._architecture = state, architecture
         self._shapes = expected_shapes(architecture)
         heads = {name: target for name, target in SCORE.items() if target in state}
         if heads:
@@ -268,16 +260,15 @@ class HuggingFaceWeights(LazyTensors):
 
     def _resolve(self, table: Table) -> dict[str, str]:
         """Map expected names to names in the state dict, where ``model.`` may be missing."""
-        expected = [name for _, names in self._rows.values() for name in names]
         actual: dict[str, str] = {}
-        for name in expected:
+        for name in itertools.chain.from_iterable(names for _, names in self._rows.values()):
             shorter = name.partition(".")[2]
             actual[name] = name if name in self._state or shorter not in self._state else shorter
         # Every tensor must be used. Buffers and a copy of the tied output layer are exceptions.
         surplus = set(self._state) - set(actual.values())
         _, tied_copy = _row(OUTPUT_LAYER, table)
         surplus = {n for n in surplus if not _BUFFERS.search(n) and n not in tied_copy}
-        absent = [name for name in expected if actual[name] not in self._state]
+        absent = [name for name in actual if actual[name] not in self._state]
         if absent or surplus:
             raise CheckpointError(
                 "the tensors do not fit config.json: "

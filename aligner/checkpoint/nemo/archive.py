@@ -1,9 +1,7 @@
 """The `.nemo` container: a tar that is read in place and written in one atomic pass.
 
-Nothing is unpacked. Members are read, or mapped into memory, at their position in the tar, so that
-hostile member names have no effect. A gzip archive is inflated into one temporary file that all
-processes of the machine share (`aligner.checkpoint.nemo.inflated`). An unpacked directory is read
-in the same way.
+Members are read, or mapped into memory, at their position in the tar, so that hostile member names
+have no effect. `aligner.checkpoint.nemo.inflated` inflates a gzip archive.
 """
 
 import contextlib
@@ -43,8 +41,7 @@ def named_by(key: str) -> Iterator[None]:
 class ArchiveReader:
     """Read-only view of a `.nemo` tar (plain or gzip) or of an unpacked directory.
 
-    The reader is a context manager. ``names`` are the paths of the regular files, in POSIX style
-    without the leading ``./``.
+    ``names``: paths of the regular files, in POSIX style without the leading ``./``.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -143,11 +140,10 @@ class ArchiveReader:
     def read(self, name: str) -> bytes:
         """Return all bytes of member ``name``.
 
-        The bytes from a tar must match their digest in `CHECKSUMS`, if listed. The files of an
-        unpacked archive are not compared, because users may edit them.
+        The files of an unpacked archive are not compared with `CHECKSUMS`: users may edit them.
 
         Raises:
-            CheckpointError: the bytes do not match the digest.
+            CheckpointError: the bytes from a tar do not match their digest in `CHECKSUMS`.
         """
         if self._tar is None and name in self.names:
             return (self.path / name).read_bytes()
@@ -204,9 +200,7 @@ class ViewStream(io.RawIOBase):
         """Return True."""
         return True
 
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
+    seekable = readable
 
     def readinto(self, target: Any) -> int:
         """Fill ``target`` with the next bytes. Return the number of bytes."""

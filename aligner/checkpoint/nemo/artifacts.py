@@ -32,11 +32,7 @@ def write_artifacts(
 
 
 def _add(archive: ArchiveWriter, name: str, content: bytes) -> str:
-    """Add a file and return its reference.
-
-    The hexadecimal prefix, which is random in NeMo, is the content's digest, so that equal models
-    give equal bytes.
-    """
+    """Add a file and return its reference. The prefix (random in NeMo) is the content's digest."""
     member = f"{hashlib.sha256(content).hexdigest()[:32]}_{name}"
     archive.add(member, content)
     return f"{_REFERENCE}{member}"
@@ -45,7 +41,7 @@ def _add(archive: ArchiveWriter, name: str, content: bytes) -> str:
 def extract_artifacts(archive: ArchiveReader, config: Mapping[str, Any], folder: Path) -> bool:
     """Copy the members that ``config`` references, except the tokenizer's, to ``folder``.
 
-    Return whether any were copied. A member in a folder of the archive raises `CheckpointError`.
+    Return whether any were copied.
     """
     outside = {key: value for key, value in config.items() if key != "tokenizer"}
     members = [member for member in _references(outside) if member in archive.names]
@@ -78,11 +74,7 @@ _ROLE_NAMES = {
 
 
 def read_tokenizer_files(archive: ArchiveReader, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return name → content of the packaged tokenizer files, empty if none are packaged.
-
-    Only names of tokenizer files are accepted (`is_tokenizer_file`), because a conversion writes
-    files of these names.
-    """
+    """Return name → content of the packaged tokenizer files, empty if none are packaged."""
     # The names in the configuration.
     section = config.get("tokenizer") or {}
     if not isinstance(section, Mapping):

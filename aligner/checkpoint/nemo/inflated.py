@@ -1,15 +1,8 @@
 """Gzip files that are inflated once for all processes of a machine that read them concurrently.
 
-The inflated file is in the temporary directory (``TMPDIR``), readable by its owner only. Readers
-keep a shared lock on the file. The first reader inflates it under an exclusive lock, and the last
-reader removes it. The file of a killed process remains until the next gzip archive is opened.
-
-::
-
-    open ── lock exclusively ── not inflated: inflate, set mode 0400
-      │        └ failed: another process inflates or reads
-      └──── lock shared ── inflated: read ── close ── lock exclusively: remove
-               └ removed or not inflated: again
+The inflated file is in ``TMPDIR``. Readers keep a shared lock on it. The first reader inflates it
+under an exclusive lock, then sets mode 0400. The last reader removes it. The file of a killed
+process remains until the next gzip archive is opened.
 """
 
 import contextlib
@@ -84,7 +77,7 @@ class _Shared(io.FileIO):
                 descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             except OSError as error:
                 raise _UnusableError from error
-            super().__init__(descriptor, "rb", closefd=True)
+            super().__init__(descriptor, "rb")
             try:
                 status = os.fstat(descriptor)
                 if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
@@ -99,8 +92,7 @@ class _Shared(io.FileIO):
     def _is_ready(self, packed: Path) -> bool:
         """Wait for the file or inflate it. Return False if it was removed."""
         while True:
-            # Readers keep their shared lock while they read, so no process waits for an exclusive
-            # lock.
+            # No process waits for an exclusive lock, because readers keep their shared locks.
             if self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
                 if not self._exists():
                     return False

@@ -1,12 +1,4 @@
-"""`.nemo` checkpoints: reading of all that NeMo wrote, writing for NeMo.
-
-```
-open_nemo(path) ── ArchiveReader ─┬─ model_config.yaml ── config ─────→ architecture
-                                  ├─ <hex>_name ───────── artifacts ──→ tokenizer
-                                  └─ model_weights… ───── weights ────→ canonical weights
-save_nemo(path, weights, …) ───── ArchiveWriter, the same parts in reverse, weights as torch_dist
-```
-"""
+"""`.nemo` checkpoints: reading of all that NeMo wrote, writing for NeMo (as torch_dist)."""
 
 import contextlib
 import functools
@@ -129,10 +121,7 @@ def save_nemo(
 def _boxes(
     weights: Weights, architecture: GPTArchitecture
 ) -> Iterator[tuple[str, Shape, tuple[int, ...], Tensor]]:
-    """Yield the boxes (parts of tensors that are stored together), one per layer.
-
-    The vocabulary is padded.
-    """
+    """Yield the boxes of `write_torch_dist`, one for each layer. The vocabulary is padded."""
     shapes = expected_shapes(architecture)
     for name in [*shapes, *REWARD_HEAD]:
         if name not in weights:  # only a head, or the output layer that a head replaces

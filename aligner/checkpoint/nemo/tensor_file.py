@@ -1,15 +1,8 @@
 """Memory-mapped tensors of files that `torch.save` wrote.
 
-Only the pickle is read. torch's restricted unpickler rebuilds the tensors as views of the file's
-mapping. Pages of the mapping are read on access, and all processes of a machine share them.
-`torch.save` stores a CRC-32 of every record of its zip file. The CRC-32 of a tensor's record is
-compared in a thread while the tensor is copied::
-
-    main thread    `Record.begin` ── copy tensors ── `Record.check`, before values are used
-    a thread             └ compute the CRC-32 ──────────┘
-
-Compressed or byte-swapped records are read when the file is opened. The same holds for files of
-torch before its zip format (1.6), which have no CRC-32.
+torch's restricted unpickler rebuilds the tensors as views of the file's mapping. The CRC-32 of a
+tensor's record in the zip file is compared in a thread while the tensor is copied. Files of torch
+before its zip format (1.6) are read when they are opened, and have no CRC-32.
 """
 
 import functools
@@ -38,13 +31,7 @@ _THREAD_BYTES = 1 << 20  # smaller records are checked faster than passed to a t
 
 
 class Record:
-    """Bytes of one record of a file. Their CRC-32 is compared once.
-
-    Args:
-        content: the bytes, uint8.
-        crc: the CRC-32 that the file states, or None to compare nothing.
-        name: name of the record and its file, for the error.
-    """
+    """Bytes of one record of a file. Their CRC-32 is compared once with ``crc``, if given."""
 
     def __init__(self, content: memoryview, crc: int | None, name: str) -> None:
         self.content, self._crc, self._name = content, crc, name
@@ -78,7 +65,7 @@ class StoredTensor:
     """A tensor of any shape and dtype in a file. ``view`` is unchecked memory of the file."""
 
     view: Tensor
-    record: Record | None = None  # None: the bytes have been read and compared already
+    record: Record | None = None  # None: the bytes have been compared already
 
     @property
     def shape(self) -> torch.Size:
@@ -99,15 +86,10 @@ class StoredTensor:
 
 
 def load_tensors(content: memoryview, name: str) -> Any:
-    """Open a file of `torch.save` without running code.
+    """Open the file ``content`` of `torch.save`, in writable memory, without running code.
 
-    Args:
-        content: the file, in writable memory.
-        name: name of the file, for errors.
-
-    Returns:
-        The saved value on the CPU. A tensor, or a tensor that is a value of a mapping, becomes a
-        `StoredTensor`, which keeps the mapping alive.
+    Returns the saved value on the CPU. A tensor, or a tensor that is a value of a mapping, becomes
+    a `StoredTensor`. ``name`` is for errors.
 
     Raises:
         CheckpointError: the file is damaged, or it contains more than tensors.
@@ -155,7 +137,6 @@ def _load_zip(file: zipfile.ZipFile, content: memoryview, name: str) -> Any:
     checked_by: dict[int, Record] = {}
 
     def storage(identity: tuple[Any, ...]) -> torch.TypedStorage:
-        """Return the storage of an identity: its kind, key, device and number of elements."""
         _, kind, key, _, count = identity
         if key not in storages:
             dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
@@ -185,17 +166,16 @@ def _load_zip(file: zipfile.ZipFile, content: memoryview, name: str) -> Any:
 
 def _stored(value: Any, records: Mapping[int, Record]) -> Any:
     """Replace the tensors of ``value`` by `StoredTensor`. ``records``: by storage address."""
-    if isinstance(value, Mapping):
-        return {key: _stored_tensor(item, records) for key, item in value.items()}
-    return _stored_tensor(value, records)
 
+    def stored(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        is_strided = item.layout == torch.strided
+        address = item.untyped_storage().data_ptr() if is_strided else 0
+        return StoredTensor(item, records.get(address))
 
-def _stored_tensor(value: Any, records: Mapping[int, Record]) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    is_strided = value.layout == torch.strided
-    address = value.untyped_storage().data_ptr() if is_strided else 0
-    return StoredTensor(value, records.get(address))
+    is_mapping = isinstance(value, Mapping)
+    return {key: stored(item) for key, item in value.items()} if is_mapping else stored(value)
 
 
 def _bytes_of(file: zipfile.ZipFile, info: zipfile.ZipInfo, content: memoryview) -> memoryview:

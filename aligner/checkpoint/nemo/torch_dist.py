@@ -1,9 +1,8 @@
 """megatron-core's ``torch_dist`` checkpoints, read and written without megatron-core.
 
-The directory contains ``.metadata`` (a pickle with the file and offset of every box of every
-tensor), ``*.distcp`` (concatenated `torch.save` blobs, one per box), ``common.pt`` and
-``metadata.json``. An unpickler that admits only the names of such files reads ``.metadata``.
-`aligner.checkpoint.nemo.tensor_file` opens the blobs.
+``.metadata`` is a pickle with the file and offset of every box (rectangular part) of every tensor.
+An unpickler that admits only the names of such files reads it. ``*.distcp`` are concatenated
+`torch.save` blobs, one for each box.
 """
 
 import io
@@ -36,10 +35,10 @@ class _Inert:
     """Placeholder for recorded save plans, which differ between versions and are not used."""
 
     def __init__(self, *args: Any) -> None:
-        del args
+        pass
 
     def __setstate__(self, state: Any) -> None:
-        del state
+        pass
 
 
 _PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
@@ -98,32 +97,27 @@ def read_metadata(data: bytes) -> dcp.Metadata:
 
 
 class TorchDistSource:
-    """Tensors of a torch_dist directory inside an archive.
-
-    A tensor is stored as boxes, rectangular parts of it, which are read on demand.
-    """
+    """Tensors of a torch_dist directory inside an archive. Boxes are read on demand."""
 
     def __init__(self, archive: ArchiveReader, folder: str) -> None:
-        self._archive = archive
-        self._folder = folder
-        self._metadata = read_metadata(archive.read(f"{folder}/.metadata"))
+        self._archive, self._folder = archive, folder
+        metadata = read_metadata(archive.read(f"{folder}/.metadata"))
         self._tensors = {
             key: entry
-            for key, entry in self._metadata.state_dict_metadata.items()
+            for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, dcp.TensorStorageMetadata)
         }
         # File and offset of each box, by key and offset of the box.
         self._storage: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
             (index.fqn, tuple(index.offset or ())): info
-            for index, info in self._metadata.storage_data.items()
+            for index, info in metadata.storage_data.items()
         }
         self._boxes: dict[tuple[str, tuple[int, ...]], StoredTensor] = {}
         self.shapes = {key: tuple(entry.size) for key, entry in self._tensors.items()}
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """Return tensor ``key`` with its leading axes fixed at ``index``, without CRC-32 checks."""
-        entry = self._tensors[key]
-        lead = len(index)
+        entry, lead = self._tensors[key], len(index)
         result = torch.empty(entry.size[lead:], dtype=entry.properties.dtype)
         filled = 0
         for box, local in self._boxes_at(entry, index):
@@ -183,9 +177,8 @@ def write_torch_dist(
 ) -> None:
     """Write a torch_dist checkpoint into an archive. Only the current box is in memory.
 
-    A box is a rectangular part of a tensor. ``boxes`` yields ``(key, global shape, offset of the
-    box, tensor of the box)``. Tensors have any shape and dtype. The boxes of a key must tile its
-    tensor.
+    ``boxes`` yields ``(key, global shape, offset of the box, tensor of the box)``, of any shape and
+    dtype. The boxes of a key must tile its tensor.
     """
     archive.add_directory(folder)
     tensors: dict[str, dcp.TensorStorageMetadata] = {}
@@ -198,12 +191,9 @@ def write_torch_dist(
             length = stream.tell() - origin - start
             index = dcp.MetadataIndex(key, torch.Size(offset))
             storage[index] = _StorageInfo(DATA_FILE, start, length)
-            entry = tensors.setdefault(
-                key,
-                dcp.TensorStorageMetadata(
-                    dcp.TensorProperties(dtype=tensor.dtype), torch.Size(shape), []
-                ),
-            )
+            properties = dcp.TensorProperties(dtype=tensor.dtype)
+            whole = dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
+            entry = tensors.setdefault(key, whole)
             entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offset), tensor.shape))
     # Write the files that describe the boxes.
     metadata = dcp.Metadata(state_dict_metadata=dict(tensors), storage_data=storage)
@@ -217,7 +207,7 @@ def saved_bytes(value: Any) -> bytes:
     """Return the bytes of `torch.save`. A view is saved without the rest of its storage."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
-        if value.untyped_storage().nbytes() != value.numel() * value.element_size():
+        if value.untyped_storage().nbytes() != value.nbytes:
             value = value.clone()
         value = value.contiguous()
     buffer = io.BytesIO()

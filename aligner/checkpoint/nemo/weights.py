@@ -69,9 +69,7 @@ Part = StoredTensor | StackedPart
 
 
 class LazyWeights(LazyTensors):
-    """Canonical weights that are read when indexed. Names and shapes are checked.
-
-    Threads compare the CRC-32 of records while the caller copies tensors.
+    """Canonical weights that are read when indexed. Names, shapes and CRC-32 are checked.
 
     Args:
         parts: canonical name → parts of the tensor in the order of the tensor-parallel ranks that
@@ -108,8 +106,7 @@ class LazyWeights(LazyTensors):
     def share(self, name: str, tp_rank: int, tp_size: int) -> Tensor:
         """Return this rank's part of a tensor, as `split` does. Only required parts are read.
 
-        The result is a view of one stored part if that part contains all its rows. Its records are
-        compared in the background. Call `check` after the last tensor, before any value is used.
+        Records are compared in the background. Call `check` before any value is used.
         """
         parts, axis = self._parts[name], split_axis(name)
         first, shapes = parts[0], {tuple(part.shape) for part in parts}
@@ -119,11 +116,7 @@ class LazyWeights(LazyTensors):
         return split(name, self._joined(name), self._architecture, tp_rank, tp_size)
 
     def check(self) -> None:
-        """Wait for the comparisons of all records read so far.
-
-        Raises:
-            CheckpointError: a record is damaged. The message names the record.
-        """
+        """Wait for the comparison of all records. Raise `CheckpointError` for a damaged record."""
         for record in self._unchecked:
             record.check()
         self._unchecked.clear()
@@ -189,26 +182,21 @@ def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyW
 
 def _distributed_source(archive: ArchiveReader) -> TorchDistSource | ZarrSource:
     backend = archive.read_json(f"{WEIGHTS_FOLDER}/metadata.json").get("sharded_backend")
-    sources: dict[str, type[TorchDistSource] | type[ZarrSource]] = {
-        "torch_dist": TorchDistSource,
-        "zarr": ZarrSource,
-    }
-    if not isinstance(backend, str) or backend not in sources:
-        raise CheckpointError(
-            f"{WEIGHTS_FOLDER}/metadata.json names sharded_backend={backend!r}. "
-            f"Supported: {', '.join(sources)}"
-        )
-    return sources[backend](archive, WEIGHTS_FOLDER)
+    if backend == "torch_dist":
+        return TorchDistSource(archive, WEIGHTS_FOLDER)
+    if backend == "zarr":
+        return ZarrSource(archive, WEIGHTS_FOLDER)
+    raise CheckpointError(
+        f"{WEIGHTS_FOLDER}/metadata.json names sharded_backend={backend!r}. "
+        "Supported: torch_dist, zarr"
+    )
 
 
 def _stacked_parts(
     source: TorchDistSource | ZarrSource, architecture: GPTArchitecture
 ) -> dict[str, Sequence[Part]]:
-    """Return one part for each layer (and expert) of each stacked tensor.
-
-    If the file has more layers than the model, only the first surplus layer is listed. It is
-    refused later.
-    """
+    """Return one part for each layer (and expert) of each stacked tensor."""
+    # Of surplus layers only the first is listed. `check_names` refuses it.
     most = (architecture.num_layers + 1, (architecture.num_moe_experts or 0) + 1)
     parts: dict[str, Sequence[Part]] = {}
     for key, shape in source.shapes.items():

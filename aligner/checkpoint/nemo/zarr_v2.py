@@ -33,8 +33,7 @@ class ZarrSource:
     """Tensors of a zarr directory inside an archive. Chunks are read on demand."""
 
     def __init__(self, archive: ArchiveReader, folder: str) -> None:
-        self._archive = archive
-        self._folder = folder
+        self._archive, self._folder = archive, folder
         prefix = f"{folder}/"
         self._headers = {
             name[len(prefix) : -len(_HEADER)]: _header(archive, name)
@@ -46,16 +45,21 @@ class ZarrSource:
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """Return tensor ``key`` with its leading axes fixed at ``index``."""
         header, shape = self._headers[key], self.shapes[key]
-        chunk = tuple(header["chunks"])
-        dtype = _DTYPES[header["dtype"]]
-        lead = len(index)
+        chunk, dtype, lead = tuple(header["chunks"]), _DTYPES[header["dtype"]], len(index)
         result = torch.full(shape[lead:], header["fill_value"] or 0, dtype=dtype)
         fixed = [range(i // n, i // n + 1) for i, n in zip(index, chunk, strict=False)]
         free = [range(math.ceil(s / n)) for s, n in zip(shape[lead:], chunk[lead:], strict=True)]
         for position in itertools.product(*fixed, *free):
-            data = self._read_chunk(key, position, chunk, dtype)
-            if data is None:
-                continue
+            separator = header.get("dimension_separator", ".")
+            name = f"{self._folder}/{key}/{separator.join(map(str, position)) or '0'}"
+            if name not in self._archive.names:
+                continue  # all elements are fill_value
+            content = self._archive.read(name)
+            if len(content) != math.prod(chunk) * dtype.itemsize:
+                raise CheckpointError(
+                    f"{name} has {len(content)} bytes, unlike a chunk of shape {chunk}"
+                )
+            data = torch.frombuffer(bytearray(content), dtype=dtype).view(chunk)
             data = data[tuple(i % n for i, n in zip(index, chunk, strict=False))]
             starts = [p * n for p, n in zip(position[lead:], chunk[lead:], strict=True)]
             # Chunks at the far edge are stored completely and extend beyond the tensor.
@@ -71,18 +75,6 @@ class ZarrSource:
         """Return no records: the format has no checksums."""
         del key, index
         return []
-
-    def _read_chunk(
-        self, key: str, position: tuple[int, ...], chunk: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor | None:
-        separator = self._headers[key].get("dimension_separator", ".")
-        name = f"{self._folder}/{key}/{separator.join(map(str, position)) or '0'}"
-        if name not in self._archive.names:
-            return None  # in this format: all elements are fill_value
-        data = self._archive.read(name)
-        if len(data) != math.prod(chunk) * dtype.itemsize:
-            raise CheckpointError(f"{name} has {len(data)} bytes, unlike a chunk of shape {chunk}")
-        return torch.frombuffer(bytearray(data), dtype=dtype).view(chunk)
 
 
 def _header(archive: ArchiveReader, name: str) -> dict[str, Any]:

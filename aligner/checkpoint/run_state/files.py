@@ -1,8 +1,6 @@
-"""Directories of a run state: manifest, checksums, replacement, removal, recovery.
+"""Directories of a run state: manifest, CRC-32 checksums, replacement, removal, recovery.
 
-Checksums are CRC-32, computed while the bytes are written. They protect against accidents (a
-flipped bit, a block of zeros after a power cut), not against people. The checksums of a role's
-files are in `CHECKSUMS` in the role's folder, all others in the manifest.
+The checksums of a role's files are in `CHECKSUMS` in the role's folder, all others in the manifest.
 """
 
 import contextlib
@@ -61,25 +59,20 @@ def raised_on_all(exchange: Exchange, prefix: str = "") -> Iterator[None]:
         raise kind(prefix + "; ".join(failed))
 
 
-def checksum_text(checksum: int) -> str:
-    """Format the checksum for JSON as eight hexadecimal digits."""
-    return f"{checksum:08x}"
-
-
 def file_checksum(path: Path) -> str:
-    """Compute the CRC-32 of a file's bytes."""
+    """Compute the CRC-32 of a file's bytes, as eight hexadecimal digits."""
     checksum = 0
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while block := file.read(_BLOCK):
             checksum = zlib.crc32(block, checksum)
-    return checksum_text(checksum)
+    return f"{checksum:08x}"
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, int]) -> None:
     """Write the checksums of the files of ``folder`` into the same folder."""
-    write_json(folder / CHECKSUMS, {name: checksum_text(c) for name, c in checksums.items()})
+    write_json(folder / CHECKSUMS, {name: f"{c:08x}" for name, c in checksums.items()})
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
@@ -96,7 +89,7 @@ def check_files(folder: Path, checksums: Mapping[str, str]) -> None:
     """Compare the files of ``folder`` with ``checksums`` (file name → checksum).
 
     Raises:
-        DamagedStateError: a file is damaged. The message describes the first one.
+        DamagedStateError: a file is damaged.
     """
     for name, expected in checksums.items():
         path = folder / name
@@ -118,8 +111,7 @@ def read_manifest(path: Path) -> SavedState:
 
     Raises:
         DamagedStateError: the directory's files do not match the manifest.
-        CheckpointError: the complete state has another version of this format. Callers must not
-            skip such a state.
+        CheckpointError: the state has another version of this format. Callers must not skip it.
     """
     text = f"the run state {path} is damaged or incomplete"
     damage = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -147,10 +139,7 @@ def read_manifest(path: Path) -> SavedState:
 
 
 def replace_folder(partial: Path, final: Path) -> None:
-    """Flush ``partial`` and rename it to ``final``.
-
-    An earlier directory ``final`` is kept as ``.old-<name>`` until then.
-    """
+    """Flush ``partial`` and rename it to ``final``. An earlier ``final`` is removed afterwards."""
     sync_tree(partial)
     old = final.with_name(f".old-{final.name}")
     if final.exists():

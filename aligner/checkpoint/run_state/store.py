@@ -1,24 +1,8 @@
-"""Run states: one directory per step, complete or absent.
+"""Run states: one directory ``step_000012`` per step, complete or absent.
 
-::
-
-    <root>/step_000012/manifest.json   step, metric, size and checksum of every file
-                       state.json      entries without tensors: counters, scheduler, config, …
-                       rng.pt          one file per entry with tensors, written by rank 0
-                       policy/         shares of a role's workers (`worker_state`) and a file of
-                                       their checksums
-
-A state is written into ``.tmp-step_000012``. After every file and directory is flushed to the disk,
-the directory is renamed. A process that dies at any moment does not change earlier states.
-`RunStateStore.recover` removes the incomplete directory. A state with damaged files is not used.
-Of a file name only the step is read, and nothing is unpickled.
-
-Threads write a state while training continues::
-
-    in the step        every rank: wait for the previous state, agree on the directory, copy
-    in the background  every worker: its share, flushed, then its mark
-                       rank 0: its entries, and after all marks the manifest and the rename
-    every step         all ranks: agree on whether a write has failed, and raise its error
+Rank 0 writes ``manifest.json`` (step, metric, sizes and checksums), ``state.json`` (entries without
+tensors) and ``NAME.pt`` (an entry with tensors), workers the folders of the roles (`worker_state`).
+The directory is renamed after every file is flushed to the disk. Nothing is unpickled.
 """
 
 import contextlib
@@ -35,11 +19,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from aligner.checkpoint.background import BackgroundTask
-from aligner.checkpoint.durable import (
-    require_free_space,
-    storage_error,
-    write_json,
-)
+from aligner.checkpoint.durable import require_free_space, storage_error, write_json
 from aligner.checkpoint.run_state.files import (
     CHECKSUMS,
     FORMAT,
@@ -112,10 +92,10 @@ class _Pending:
 
 
 class RunStateStore:
-    """Storage of the run states below ``root``: saving, search, loading and removal.
+    """Storage of the run states below ``root``.
 
     All ranks must call `save`, `check`, `finish`, `load` and `recover`. An error on one rank is
-    raised on all.
+    raised on all ranks.
 
     Args:
         root: directory of the states, visible to all ranks.
@@ -140,10 +120,9 @@ class RunStateStore:
         rank: int = 0,
         exchange: Exchange = lambda mine: [mine],
     ) -> None:
-        self.root = Path(root)
-        self.save_top_k, self.monitor, self.mode = save_top_k, monitor, mode
-        self.save_last_k = save_last_k
-        self.rank, self._exchange = rank, exchange
+        self.root, self.rank, self._exchange = Path(root), rank, exchange
+        self.save_top_k, self.save_last_k = save_top_k, save_last_k
+        self.monitor, self.mode = monitor, mode
         self._pending: _Pending | None = None
 
     # Writing
@@ -158,17 +137,15 @@ class RunStateStore:
         in_background: bool = False,
         on_saved: Callable[[], None] = lambda: None,
     ) -> Path:
-        """Write the state of ``step`` and return its directory.
-
-        The call first waits for the previous state. With ``in_background`` it returns once all
-        data is copied, and the directory is complete later. See `check` and `finish`.
+        """Write the state of ``step`` and return its directory, after the previous state.
 
         Args:
             step: step of the state.
             state: named trees (`run_state.tree`), equal on every rank. Rank 0 writes them.
             metric: value of ``monitor`` at this step, or None if it was not measured.
             roles: folder name → role whose workers write into this folder.
-            in_background: whether threads write the state.
+            in_background: whether threads write the state after the call, from copies of the data.
+                See `check` and `finish`.
             on_saved: function that is called on rank 0 when the state is complete.
         """
         self.finish()
@@ -219,10 +196,7 @@ class RunStateStore:
         return self._pending is not None
 
     def check(self, wait: bool = False) -> None:
-        """Raise the error of writing in the background, and remove the incomplete state.
-
-        ``wait``: wait until the state is complete.
-        """
+        """Raise the error of writing in the background. ``wait``: wait for the complete state."""
         pending = self._pending
         if pending is None:
             return
@@ -322,7 +296,7 @@ class RunStateStore:
     def survey(self) -> tuple[list[SavedState], list[str]]:
         """Return the complete states, oldest step first, and the errors of all other states.
 
-        Only file sizes are compared. `load` compares the checksums. Changes nothing.
+        File sizes are compared, but no checksums.
         """
         states, damaged = [], []
         folders = sorted(filter(is_step, self.root.iterdir())) if self.root.is_dir() else []
@@ -334,7 +308,7 @@ class RunStateStore:
         return sorted(states, key=lambda state: state.step), damaged
 
     def states(self) -> list[SavedState]:
-        """Return the complete states, oldest step first. Changes nothing."""
+        """Return the complete states, oldest step first."""
         return self.survey()[0]
 
     def recover(self) -> None:
@@ -344,11 +318,7 @@ class RunStateStore:
                 recover(self.root)
 
     def load(self, path: Path) -> LoadedState:
-        """Read the entries that rank 0 wrote, equal on every rank.
-
-        Raises:
-            DamagedStateError: a file is damaged. Raised on every rank.
-        """
+        """Read the entries that rank 0 wrote. Raise `DamagedStateError` if a file is damaged."""
         with self._raised_on_all():
             if not path.is_dir():
                 raise CheckpointNotFoundError(f"run state {path} does not exist")

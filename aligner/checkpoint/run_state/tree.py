@@ -1,7 +1,7 @@
 """Trees of tensors and plain values, the contents of a run state.
 
 A tree is a mapping, list or tuple of trees, a tensor, or a plain value (``None``, bool, int,
-float, str, bytes, ``torch.dtype``). A tree can be read back without executing a pickle.
+float, str, bytes, ``torch.dtype``). Reading executes no pickle.
 """
 
 import contextlib
@@ -94,9 +94,8 @@ def is_json(tree: Any) -> bool:
 def normalise(tree: Any, where: str = "state") -> Any:
     """Return a tree for writing, with plain containers and no storage with unused parts.
 
-    A file contains complete storages. Tensors that together cover their storage (views of one
-    buffer, tied weights) are unchanged and written once, without a copy. A tensor is copied if
-    other parts of its storage are not in the tree.
+    A file contains complete storages. A tensor is therefore copied if the tree lacks other parts of
+    its storage. Views of one buffer and tied weights are written once, without a copy.
     """
     tree = map_tensors(tree, lambda tensor: tensor, where)
     is_covered = _covering(tree)
@@ -104,17 +103,14 @@ def normalise(tree: Any, where: str = "state") -> Any:
 
 
 def copied(tree: Any, memory: CopyMemory) -> Any:
-    """Copy the result of `normalise` to host memory.
-
-    ``memory`` must have been cleared for `bytes_to_copy`.
-    """
+    """Copy the result of `normalise` to ``memory``, which was cleared for `bytes_to_copy`."""
     is_covered = _covering(tree)
     copies: dict[int, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
         if not is_covered(tensor):
             tensor = tensor.contiguous()
-            target = memory.take(tensor.numel() * tensor.element_size())
+            target = memory.take(tensor.nbytes)
             _copy_bytes(tensor.view(-1).view(torch.uint8), target)
             return target.view(tensor.dtype).view(tensor.shape)
         # Views of one storage share one copy.
@@ -135,16 +131,12 @@ def copied(tree: Any, memory: CopyMemory) -> Any:
 
 
 def _copy_bytes(source: Tensor, target: Tensor) -> None:
-    """Copy a uint8 tensor of shape ``[n]`` to host memory.
-
-    A copy from a device is complete once `accelerator.synchronize` returns.
-    """
+    """Copy uint8 ``[n]`` to host memory. `accelerator.synchronize` completes the copy."""
     if not source.is_cpu:
         target.copy_(source, non_blocking=True)
         return
-    # torch's copy synchronises its threads for each tensor, which costs more than it gains if cores
-    # are busy, for example with a writer. NumPy is not used, because a tensor that was viewed as an
-    # array cannot be resized in place, and offloading resizes tensors.
+    # torch's copy synchronises its threads for each tensor, which is slow if cores are busy. A
+    # tensor that NumPy viewed cannot be resized in place, and offloading resizes tensors.
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
 
@@ -157,16 +149,12 @@ def bytes_to_copy(tree: Any) -> int:
         if is_covered(tensor):
             storages[_storage_id(tensor)] = aligned(tensor.untyped_storage().nbytes())
         else:
-            parts += aligned(tensor.numel() * tensor.element_size())
+            parts += aligned(tensor.nbytes)
     return sum(storages.values()) + parts
 
 
 def storage_bytes(storage: torch.UntypedStorage, device: torch.device | None = None) -> Tensor:
-    """Return a storage as uint8 ``[bytes]``.
-
-    ``device``: device of the storage's tensors, needed for fake tensors, whose storages have no
-    device. Default: the storage's device.
-    """
+    """Return a storage as uint8 ``[bytes]``. ``device``: of its tensors, if they are fake."""
     return torch.empty(0, dtype=torch.uint8, device=device or storage.device).set_(storage)
 
 
@@ -174,7 +162,7 @@ def _covering(tree: Any) -> Callable[[Tensor], bool]:
     """Return a function that tells whether the tree's tensors cover a tensor's storage."""
     spans: dict[int, set[tuple[int, int]]] = {}  # storage → address and bytes of its tensors
     for tensor in tensors_of(tree):
-        span = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        span = tensor.data_ptr(), tensor.nbytes
         spans.setdefault(_storage_id(tensor), set()).add(span)
     covered = {storage: sum(size for _, size in s) for storage, s in spans.items()}
 
@@ -195,10 +183,7 @@ def estimate_bytes(tree: Any) -> int:
 
 
 def write_tree(path: Path, tree: Any, stop: threading.Event | None = None) -> int:
-    """Write a normalised tree durably from the tensors' memory. Return the CRC-32 of the file.
-
-    ``stop``: once it is set, writing raises `AbandonedError`.
-    """
+    """Write a normalised tree durably. Return the CRC-32 of the file. ``stop``: `durable_file`."""
     with _no_archive_checksums(), durable_file(path, estimate_bytes(tree), stop) as file:
         torch.save(tree, file)
     assert file.checksum is not None, "torch.save writes sequentially"
@@ -211,10 +196,7 @@ _crc_options: list[bool] = []  # value of the option when each writing thread st
 
 @contextlib.contextmanager
 def _no_archive_checksums() -> Iterator[None]:
-    """Turn off the archive's checksums, which take as long as the disk and are never read.
-
-    The option is shared by all threads: the first writing thread sets it, the last restores it.
-    """
+    """Turn off the archive's checksums, which are never read, while any thread writes a tree."""
     with _crc_lock:
         _crc_options.append(torch.serialization.get_crc32_options())
         torch.serialization.set_crc32_options(False)
@@ -237,8 +219,7 @@ def read_tree(path: Path) -> Any:
 def capture_rng(device_state: Callable[[], Any] = lambda: None) -> dict[str, Any]:
     """Return the states of Python's, NumPy's (global), torch's CPU and the device's generators.
 
-    ``device_state`` returns a tree, for example the accelerator's generator state or the named
-    states of a model-parallel tracker.
+    ``device_state`` returns a tree, for example `accelerator.rng_state`.
     """
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002

@@ -1,24 +1,8 @@
 """Shares of one role's workers in a run state: a folder per role, one file per worker.
 
-Every worker writes and reads its own file, so that no data of the size of a model passes through
-the process that runs the loop::
-
-    rank_00000.pt    a worker's share
-    rank_00000.done  size and checksum of the share, written once the share is on the disk
-    checksums.json   checksums of all shares, written after all marks and replacing them
-
-A worker writes in the step, or in a thread from a copy that was made in the step::
-
-    step      begin: copy the share ── training continues ── failure: raise the thread's error
-    thread         └ write rank_N.pt ── flush ── rename rank_N.done
-    rank 0                                          └ seal: wait for all marks, write checksums
-
-The files alone show that a share is complete, so no collective runs during training.
-
-Reading is memory-mapped and starts with a worker's own file. On the saved layout a worker opens no
-other file. On another layout it reads the parts of other files that its share requires. Before the
-shares are used, each worker checks a part of the files, and the workers agree on the result. The
-optimizer state that `save_checkpoint` writes with a role's weights is also such a folder.
+``rank_00000.pt`` is a worker's share. Once it is on the disk, the worker writes its size and
+checksum to the mark ``rank_00000.done``, so that no collective runs during training. Rank 0 waits
+for all marks and replaces them by ``checksums.json``.
 """
 
 import json
@@ -55,11 +39,7 @@ from aligner.checkpoint.run_state.tree import (
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.device.host_memory import available_bytes
-from aligner.errors import (
-    CheckpointNotFoundError,
-    DamagedStateError,
-    StorageError,
-)
+from aligner.errors import CheckpointNotFoundError, DamagedStateError, StorageError
 from aligner.parallel.collectives import gather_objects, on_rank_zero
 from aligner.parallel.groups import ParallelState
 
@@ -80,10 +60,7 @@ class StatefulWorker(Protocol):
 
 
 class ShareWriter:
-    """Writer of one worker's share of each run state, immediately or in the background.
-
-    The writer writes one share at a time, and never waits for other workers.
-    """
+    """Writer of one worker's share of each run state, immediately or in the background."""
 
     def __init__(self, worker: StatefulWorker) -> None:
         self._worker = worker
@@ -92,11 +69,7 @@ class ShareWriter:
         self._has_warned = False
 
     def prepare(self) -> None:
-        """Allocate the memory for a copy of the share in the background.
-
-        The first copy then does not wait for the allocation, which can take ten times as long as
-        copying. If the share has grown later, the memory is allocated again.
-        """
+        """Allocate the memory for a copy in the background: it takes longer than copying."""
         size = bytes_to_copy(_share_of(self._worker))
         if self._task is not None or not self._has_memory(size):
             return
@@ -111,8 +84,10 @@ class ShareWriter:
         """Write the current share to ``folder``, which all workers see.
 
         With ``in_background`` and enough host memory, the share is copied and written later.
-        Otherwise the share is on the disk when this returns. Raises the error of the previous
-        share.
+        Otherwise the share is on the disk when this returns.
+
+        Raises:
+            StorageError: this share or the previous share cannot be written.
         """
         if (failure := self.failure(wait=True)) is not None:
             raise StorageError(failure)
@@ -134,10 +109,7 @@ class ShareWriter:
             write()
 
     def failure(self, wait: bool) -> str | None:
-        """Return the error message of writing the last share, or None so far.
-
-        ``wait``: first wait until the share is written.
-        """
+        """Return the error of writing the last share, or None. ``wait``: first wait for the end."""
         task = self._task
         if task is None or not (task.wait() if wait else task.is_finished):
             return None
@@ -177,17 +149,14 @@ def _share_of(worker: StatefulWorker) -> dict[str, Any]:
 
 
 def _write_share(target: Path, rank: int, tree: Any, stop: threading.Event | None = None) -> None:
-    """Write a worker's file and, once the file is on the disk, its mark.
-
-    The rename of the mark is the last access to ``target``, because `seal` may return immediately
-    afterwards and the folder may be renamed.
-    """
+    """Write a worker's file and, once the file is on the disk, its mark."""
     share = target / _name(rank)
     checksum = write_tree(share, tree, stop)
     mark = json.dumps({"checksum": checksum, "size": share.stat().st_size}).encode()
     unsealed = target / f".{_mark(rank)}.partial"
     with durable_file(unsealed, len(mark)) as file:
         file.write(mark)
+    # The last access to the folder, which `seal` then allows to be renamed.
     os.replace(unsealed, target / _mark(rank))
 
 
@@ -222,8 +191,7 @@ def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> 
 def save_worker_state(worker: StatefulWorker, folder: str, prefix: str = "") -> None:
     """Write this worker's share and its random states to ``folder``, which all workers see.
 
-    All workers of the role must call it. An error on one is raised on all. ``prefix``: see
-    `raised_on_all`.
+    All workers of the role must call it. ``prefix``: see `raised_on_all`.
     """
     with raised_on_all(gather_objects, prefix):
         ShareWriter(worker).begin(folder, in_background=False)
@@ -232,11 +200,9 @@ def save_worker_state(worker: StatefulWorker, folder: str, prefix: str = "") -> 
 
 
 def load_worker_state(worker: StatefulWorker, folder: str) -> None:
-    """Restore the result of `save_worker_state` on any layout.
+    """Restore the result of `save_worker_state` on any layout, before which all files are checked.
 
-    Random states belong to a process. On another layout the generators keep their seeded states.
-    All workers of the role must call it. If a file is damaged, all raise `DamagedStateError`
-    before anything is restored.
+    All workers of the role must call it. On another layout the generators keep their seeded states.
     """
     parallel = worker.parallel
     check_worker_states(parallel, Path(folder))
@@ -259,8 +225,8 @@ def check_worker_states(parallel: ParallelState, folder: Path) -> None:
 def save_optimizer_state(worker: StatefulWorker, folder: str) -> None:
     """Write the worker's training state to ``folder``, completely or not at all.
 
-    All workers of the role must call it with the same ``folder``, on a disk that they share. The
-    folder is written as a role's folder in a run state. Workers in any parallel layout can read it.
+    All workers of the role must call it with the same ``folder``, on a disk that they share.
+    Workers in any parallel layout can read it.
     """
     target = Path(folder)
     partial = target.with_name(f".{target.name}.partial")
@@ -299,11 +265,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
 class SavedShares(Sequence[Mapping[str, Any]]):
     """Results of `StatefulWorker.state_dict` of every saved worker, in rank order.
 
-    A file is opened and memory-mapped when it is indexed. Other files are not read.
-
-    Args:
-        folder: folder of the shares.
-        rank: rank whose file is read first for the description of the saved run, if it exists.
+    A file is opened and memory-mapped when it is indexed. The file of ``rank``, if it exists,
+    describes the saved run.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:

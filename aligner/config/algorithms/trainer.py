@@ -10,15 +10,7 @@ from pydantic import StrictBool, StrictFloat, StrictStr
 from aligner.catalog import ESTIMATORS
 from aligner.config.algorithms.process import TrainingConfig
 from aligner.config.combinations import ReadIf
-from aligner.config.fields import (
-    Count,
-    Fraction,
-    Integer,
-    Natural,
-    NonNegative,
-    Positive,
-    one_of,
-)
+from aligner.config.fields import Count, Fraction, Integer, Natural, NonNegative, Positive, one_of
 from aligner.config.roles.sampling import KLEstimator
 
 

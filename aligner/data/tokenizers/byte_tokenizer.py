@@ -1,5 +1,7 @@
 """A tokenizer without training data: one token per byte, deterministic."""
 
+import itertools
+
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
@@ -42,12 +44,6 @@ def byte_level_tokenizer() -> HuggingFaceTokenizer:
 
 def _byte_characters() -> list[str]:
     """Return GPT-2's printable character for each byte: the byte itself, or from U+0100 on."""
-    characters: list[str] = []
-    replaced = 0
-    for byte in range(256):
-        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255:
-            characters.append(chr(byte))
-        else:
-            characters.append(chr(256 + replaced))
-            replaced += 1
-    return characters
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    replacements = itertools.count(256)
+    return [chr(byte if byte in printable else next(replacements)) for byte in range(256)]

@@ -15,8 +15,7 @@ def decode_response(
 ) -> str:
     """Decode a response that follows a prompt, without its final end token.
 
-    The result differs from ``tokenizer.decode(response_ids)`` if a token's text depends on earlier
-    tokens, because SentencePiece drops the space of a first piece.
+    Unlike ``tokenizer.decode``, keep the space of a first piece of SentencePiece.
     """
     response_ids = list(response_ids)
     if response_ids and response_ids[-1] in tokenizer.end_ids:
@@ -28,9 +27,8 @@ def decode_response(
 class IncrementalDecoder:
     """Incremental decoding of a growing response, one token at a time.
 
-    Each ``push`` returns the text that became final. The joined results of all pushes and of
-    ``flush()`` are the complete text. If several tokens form a character, the last of them returns
-    the character, and the earlier pushes return the empty string.
+    The joined results of all pushes and of ``flush()`` are the complete text. If several tokens
+    form a character, only the push of the last one returns text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
@@ -42,9 +40,7 @@ class IncrementalDecoder:
         """Add a token and return the text that it completes."""
         self._window.append(int(token_id))
         text = self._tokenizer.decode(self._window)
-        if text.endswith(_INCOMPLETE):
-            return ""
-        return self._emit(text)
+        return "" if text.endswith(_INCOMPLETE) else self._emit(text)
 
     def flush(self) -> str:
         """Return the rest of the text, with U+FFFD for incomplete characters. Call it last."""
@@ -82,8 +78,7 @@ class StopStrings:
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
         assert all(strings)
-        self._tokenizer = tokenizer
-        self._strings = tuple(strings)
+        self._tokenizer, self._strings = tokenizer, tuple(strings)
         self._last_characters = {string[-1] for string in strings}
         self._may_complete: dict[int, bool] = {}
         # A character consists of at most four byte tokens.

@@ -119,7 +119,7 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
         default = files.pop("chat_template.jinja", b"").decode() or values.get(
             "tokenizer.chat_template"
         )
-        named = {**({"default": default} if default else {}), **named}
+        named = ({"default": default} if default else {}) | named
         settings["chat_template"] = [{"name": n, "template": text} for n, text in named.items()]
     files["tokenizer_config.json"] = (json.dumps(settings, indent=2) + "\n").encode()
     ends = [keys[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in keys]

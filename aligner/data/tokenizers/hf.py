@@ -41,18 +41,15 @@ class HuggingFaceTokenizer:
         generation_config: Mapping[str, Any] | None = None,
         origin: str = "tokenizer.json",
     ) -> None:
-        """Wrap ``backend``.
+        """Wrap ``backend``, a tokenizer of the ``tokenizers`` package.
 
         Args:
-            backend: tokenizer of the ``tokenizers`` package.
+            backend: the tokenizer. Its truncation and padding are turned off.
             config: ``eos_token`` (required), ``bos_token``, ``pad_token`` as text, and
-                ``chat_template`` as Jinja text or a list of named templates. ``files()`` includes
-                all other keys.
+                ``chat_template`` as Jinja text or a list of named templates.
             generation_config: ``eos_token_id`` contains additional tokens that end a response.
-                ``files()`` includes all other keys.
             origin: source of the tokenizer, for errors.
         """
-        # Truncation and padding of the file would change ids.
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -87,7 +84,7 @@ class HuggingFaceTokenizer:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response, see `aligner.data.tokenizers.tokenizer.Tokenizer`."""
+        """Tokens that end a response, see `Tokenizer`."""
         if self._ends is None:
             configured = generation_ends(self._generation_file(), self._origin)
             self._ends = tuple(dict.fromkeys((self.eos_id, *configured, self.turn_end_id)))
@@ -203,11 +200,7 @@ class HuggingFaceTokenizer:
         return str(text)
 
     def files(self) -> dict[str, bytes]:
-        """Return the contents of ``tokenizer.json`` and ``tokenizer_config.json``.
-
-        The latter includes the chat template. If a ``generation_config.json`` was present or end
-        tokens were added, it is also returned.
-        """
+        """Return name → content of the files. ``tokenizer_config.json`` has the chat template."""
         return {
             "tokenizer.json": self._backend.to_str().encode(),
             "tokenizer_config.json": json.dumps(self._config, indent=2).encode(),

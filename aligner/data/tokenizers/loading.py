@@ -1,8 +1,6 @@
 """Loading of tokenizers from files of any supported kind.
 
-Hugging Face tokenizers become :class:`aligner.data.tokenizers.hf.HuggingFaceTokenizer`,
-SentencePiece models :class:`aligner.data.tokenizers.sentencepiece.SentencePieceTokenizer`. Only
-chat templates, GGUF files and directories without ``tokenizer.json`` import transformers.
+Only chat templates, GGUF files and directories without ``tokenizer.json`` import transformers.
 """
 
 import json
@@ -48,7 +46,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"tokenizer {path} does not exist. Give a Hugging Face directory, a tokenizer.json "
             "or a SentencePiece .model"
         )
-    # Formats of one file, then directories and files of Hugging Face.
+    # Formats of one file.
     if path.suffix == ".gguf":
         from aligner.data.tokenizers.gguf import gguf_tokenizer_files
 
@@ -116,11 +114,9 @@ def tokenizer_from_files(
     """Build a tokenizer from file contents, as packed in an archive.
 
     Args:
-        files: ``tokenizer.json`` (with ``tokenizer_config.json``, ``special_tokens_map.json``,
-            ``chat_template.jinja`` if present), or ``vocab.json`` and ``merges.txt``, or one
-            SentencePiece ``*.model``. With a ``tokenizer_config.json``, transformers converts the
-            latter to a Hugging Face tokenizer with special tokens and chat template.
-            ``generation_config.json`` contains additional tokens that end a response.
+        files: ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``, or one SentencePiece
+            ``*.model``, and optional files such as ``tokenizer_config.json``. With the latter,
+            transformers converts a ``*.model`` to a Hugging Face tokenizer.
         origin: source of the files, for errors.
     """
     # Imported here, because each requires a package that the other does not.
@@ -236,7 +232,6 @@ def fold_named_templates(directory: Path, files: dict[str, bytes]) -> dict[str, 
 
 
 def _saved_files(tokenizer: Any) -> dict[str, bytes]:
-    """Return the files that a tokenizer of transformers saves."""
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return _read_known_files(Path(folder))

@@ -16,13 +16,8 @@ class SentencePieceTokenizer:
     def __init__(
         self, model: bytes, *, extra_ends: Sequence[int] = (), origin: str = "tokenizer.model"
     ) -> None:
-        """Load from the file's content.
-
-        ``extra_ends``: pieces that end a response in addition to EOS. ``origin``: for errors.
-        """
-        self._model = model
-        self._extra_ends = tuple(extra_ends)
-        self._origin = origin
+        """Load the file's content. ``extra_ends``: ids that end a response in addition to EOS."""
+        self._model, self._extra_ends, self._origin = model, tuple(extra_ends), origin
         self._processor = SentencePieceProcessor()
         with raised_as(TokenizerError, f"{origin} is not a SentencePiece model"):
             # The constructor ignores an empty or damaged serialized model.

@@ -21,11 +21,7 @@ _SENTENCEPIECE = re.compile(r"\w[\w -]*(\.[\w -]+)*\.model")
 
 
 def is_tokenizer_file(name: object) -> bool:
-    """Return whether ``name`` is the name of a tokenizer file.
-
-    Callers check names from untrusted files, because tokenizers are written to paths of these
-    names.
-    """
+    """Return whether ``name`` is the name of a tokenizer file, which an untrusted file may give."""
     return isinstance(name, str) and (
         name in TOKENIZER_FILES or _SENTENCEPIECE.fullmatch(name) is not None
     )
@@ -44,8 +40,7 @@ class Tokenizer(Protocol):
     def end_ids(self) -> tuple[int, ...]:
         """Every token that ends a response, ``eos_id`` first.
 
-        The other tokens are those of ``generation_config.json``, the token at the end of an
-        assistant's message in the chat template, and those of `with_end_tokens`.
+        The others are from ``generation_config.json``, `turn_end_id` and `with_end_tokens`.
         """
 
     @property
@@ -58,11 +53,8 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, with special tokens and incomplete UTF-8 as U+FFFD.
 
-        Ids from ``vocab_size`` on have no text. An embedding may be wider than its tokenizer, and
-        sampling and log-probs include all of its rows.
-
-        For a response use :func:`aligner.data.tokenizers.decoding.decode_response`, which accounts
-        for the prompt.
+        Ids from ``vocab_size`` on have no text. An embedding may be wider than its tokenizer. For a
+        response use `decode_response`, which accounts for the prompt.
         """
 
     def apply_chat_template(
@@ -126,8 +118,7 @@ def encode_after(tokenizer: Tokenizer, ids: Sequence[int], text: str, added: str
 def encode_fragment(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the ids of a text in the middle of a longer text.
 
-    Some tokenizers add a space at the start of every text. The text is therefore encoded after a
-    short prefix.
+    The text is encoded after a short prefix, because some tokenizers add a space at the start.
     """
     for prefix in ("\n", ".", "x", "0"):
         prefix_ids = tokenizer.encode(prefix)

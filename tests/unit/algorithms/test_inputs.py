@@ -38,6 +38,7 @@ def folder(tmp_path, monkeypatch):
         ([*DATA, "data.train.source=no.jsonl"], "file no.jsonl does not exist"),
         ([*DATA, "reward.function=no.py:reward"], "no.py does not exist"),
         ([*DATA, "reward.function=rewards.py:one_list"], "but its signature is (responses)"),
+        ([*DATA, "model.tokenizer=" + "a" * 256], "at most 255 bytes between two slashes"),
     ],
 )
 def test_a_wrong_path_is_named_before_torch_is_imported(folder, tiny_nemo, overrides, message):

@@ -114,7 +114,8 @@ class SlowDisk:
                         raise OSError(error, os.strerror(error))
                 return real(file, data)
 
-        monkeypatch.setattr(durable.io, "FileIO", File)
+        slow = type("SlowFile", (durable._File, File), {})
+        monkeypatch.setattr(durable, "_File", slow)
 
 
 def test_a_slow_disk_holds_up_the_next_save_and_nothing_before_it(tmp_path, monkeypatch):

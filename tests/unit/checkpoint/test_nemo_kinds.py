@@ -13,7 +13,7 @@ from reference_gpt import reference_logits
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import expected_shapes
-from aligner.checkpoint.gpt_weights import gather_weights, load_weights
+from aligner.checkpoint.gpt_weights import GatheredWeights, load_weights
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.errors import CheckpointError
 from aligner.models.gpt.megatron.build import build_gpt
@@ -206,7 +206,7 @@ def test_log_probs_equal_a_float64_reference(tmp_path, changes, keys, activation
     wanted = reference_logits(weights, expected, tokens)
     gap = (logits.double().log_softmax(-1) - wanted.log_softmax(-1)).abs().max()
     assert gap < 5e-5  # float32 rounding; the wrong GELU shows at 3e-4 (next test)
-    assert_same(gather_weights(gpt, expected), weights)
+    assert_same(GatheredWeights(gpt, expected).on_rank_zero(), weights)
 
 
 def test_the_two_gelus_differ_enough_to_be_told_apart():

@@ -7,7 +7,7 @@ import torch
 
 from aligner.data.dataset import PromptSampler, Shares, epoch_order, sequential_batches
 from aligner.data.prompts import Prompt, collate_prompts, pad_right
-from aligner.errors import ConfigError, DataError
+from aligner.errors import DataError
 
 
 def draw(sampler, count):
@@ -31,24 +31,14 @@ def test_wrap_shows_every_prompt_once_per_epoch():
     assert flat[:5] == epoch_order(5, 1, 0).tolist()
     assert flat[5:] == epoch_order(5, 1, 1).tolist()
     assert (sampler.epoch, sampler.position) == (1, 5)
-    assert sampler.batches_in(1) == 3
-    assert sampler.batches_in(2) == 5
-
-
-def test_drop_leaves_the_rest_of_an_epoch():
-    sampler = PromptSampler(5, 2, seed=1, last_batch="drop")
-    first, second, third = draw(sampler, 3)
-    assert first + second == epoch_order(5, 1, 0).tolist()[:4]
-    assert third == epoch_order(5, 1, 1).tolist()[:2]
-    assert sampler.batches_in(3) == 6
+    assert PromptSampler(5, 2, seed=1).batches_left(1) == 3
+    assert PromptSampler(5, 2, seed=1).batches_left(2) == 5
 
 
 def test_batch_larger_than_the_data():
     sampler = PromptSampler(3, 8, seed=4)
     orders = [epoch_order(3, 4, epoch).tolist() for epoch in range(3)]
     assert sampler.next_batch() == (orders[0] + orders[1] + orders[2])[:8]
-    with pytest.raises(ConfigError, match=r"batch of 8 prompts is larger than the data set \(3\)"):
-        PromptSampler(3, 8, seed=4, last_batch="drop")
 
 
 def test_without_shuffling():
@@ -56,13 +46,12 @@ def test_without_shuffling():
     assert list(islice(sampler, 3)) == [[0, 1], [2, 0], [1, 2]]
 
 
-@pytest.mark.parametrize("last_batch", ["wrap", "drop"])
 @pytest.mark.parametrize("before", [0, 1, 2, 3, 7])
-def test_resumes_where_it_stopped(last_batch, before):
-    whole = draw(PromptSampler(7, 3, seed=2, last_batch=last_batch), before + 6)
-    stopped = PromptSampler(7, 3, seed=2, last_batch=last_batch)
+def test_resumes_where_it_stopped(before):
+    whole = draw(PromptSampler(7, 3, seed=2), before + 6)
+    stopped = PromptSampler(7, 3, seed=2)
     draw(stopped, before)
-    resumed = PromptSampler(7, 3, seed=2, last_batch=last_batch)
+    resumed = PromptSampler(7, 3, seed=2)
     resumed.load_state_dict(stopped.state_dict())
     assert draw(resumed, 6) == whole[before:]
 
@@ -91,15 +80,6 @@ def test_fewer_rows_than_were_read_begin_the_next_epoch():
     resumed = PromptSampler(4, 3, seed=2, may_change=True)
     resumed.load_state_dict(before.state_dict())
     assert resumed.next_batch() == epoch_order(4, 2, 1)[:3].tolist()
-
-
-def test_refusals():
-    with pytest.raises(DataError, match="empty"):
-        PromptSampler(0, 3, seed=1)
-    with pytest.raises(ConfigError, match="batch of 0"):
-        PromptSampler(3, 0, seed=1)
-    with pytest.raises(ConfigError, match="last_batch='keep'"):
-        PromptSampler(3, 1, seed=1, last_batch="keep")
 
 
 def test_validation_goes_through_once():

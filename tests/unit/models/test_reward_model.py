@@ -25,10 +25,7 @@ from aligner.rewards.interface import attribute_parts, check_weights, weighted
 from aligner.rewards.sequences import SequenceEncoder
 
 ATTRIBUTES = ("helpfulness", "correctness", "length")
-BATCH = {
-    "input_ids": torch.arange(24).reshape(3, 8),
-    "input_lengths": torch.tensor([8, 3, 5]),
-}
+BATCH = {"input_ids": torch.arange(24).reshape(3, 8), "input_lengths": torch.tensor([8, 3, 5])}
 
 
 def worker(path, **options):

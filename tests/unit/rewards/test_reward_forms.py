@@ -99,6 +99,12 @@ def test_refusals_name_function_and_remedy():
     with pytest.raises(RewardError, match=r"bad.*sample 1 .*response 'y6'"):
         scored(verl, {"data_source": ["m", "n"], "extra_info": [{}, {}]})
 
+    def of_a_batch(solution_str, ground_truth):
+        return [1.0] * len(solution_str)
+
+    with pytest.raises(RewardError, match="returned a list"):
+        scored(of_a_batch)
+
 
 def test_a_form_reaches_its_process(tmp_path):
     (tmp_path / "r.py").write_text(

@@ -45,7 +45,7 @@ from aligner.checkpoint.canonical import (
     runs_of_rows,
     split_axis,
 )
-from aligner.checkpoint.gpt_weights import canonical_parameters, gather_weights, load_weights
+from aligner.checkpoint.gpt_weights import GatheredWeights, canonical_parameters, load_weights
 from aligner.config import LoraConfig
 from aligner.errors import CheckpointError
 from aligner.models.gpt.lora import RoleAdapters
@@ -407,10 +407,11 @@ class RoleWeights(RoleModel):
     def whole_weights(self) -> dict[str, Tensor]:
         """See `RoleModel.whole_weights`."""
         self.collect_weights()
-        return gather_weights(
+        weights = GatheredWeights(
             self.gpt,
             self.architecture,
             tp_group=self.parallel.tp_group,
             pp_group=self.parallel.pp_group,
             ep_group=self.parallel.ep_group,
         )
+        return weights.on_rank_zero()
