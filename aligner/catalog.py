@@ -15,7 +15,11 @@ class AlgorithmEntry(NamedTuple):
     summary: str  # for `aligner --help`
     root: str  # dataclass of its configuration, package.module:Class
     builder: str  # function of the configuration that runs it, package.module:function
-    recipe: str  # of conf/recipes/: the small recipe for a CPU
+
+    @property
+    def recipe(self) -> str:
+        """Name of its small recipe for a CPU in conf/recipes/."""
+        return "grpo_tiny_cpu" if self.name == "reinforce" else f"{self.name}_tiny_cpu"
 
     @property
     def page(self) -> str:
@@ -44,59 +48,41 @@ def imported(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-ALGORITHMS: dict[str, AlgorithmEntry] = {
-    entry.name: entry
-    for entry in (
-        AlgorithmEntry(
-            "ppo",
-            "PPO",
-            "aligner.config.run:RunConfig",
-            "aligner.algorithms.ppo.trainer:train_ppo",
-            "ppo_tiny_cpu",
-        ),
-        AlgorithmEntry(
-            "reinforce",
-            "REINFORCE, RLOO, GRPO and their kin",
-            "aligner.config.run:RunConfig",
-            "aligner.algorithms.ppo.trainer:train_ppo",
-            "grpo_tiny_cpu",
-        ),
-        AlgorithmEntry(
-            "rs",
-            "rejection sampling: the best responses are learned",
-            "aligner.config.run:RSRunConfig",
-            "aligner.algorithms.rs.trainer:train_rs",
-            "rs_tiny_cpu",
-        ),
-        AlgorithmEntry(
-            "sft",
-            "supervised fine-tuning",
-            "aligner.config.run:SFTRunConfig",
-            "aligner.algorithms.supervised.build:train_sft",
-            "sft_tiny_cpu",
-        ),
-        AlgorithmEntry(
-            "dpo",
-            "preference optimisation: DPO and its relatives",
-            "aligner.config.run:DPORunConfig",
-            "aligner.algorithms.preference.build:train_dpo",
-            "dpo_tiny_cpu",
-        ),
-        AlgorithmEntry(
-            "reward",
-            "a reward model, from comparisons or ratings",
-            "aligner.config.run:RewardRunConfig",
-            "aligner.algorithms.reward_model.build:train_reward_model",
-            "reward_tiny_cpu",
-        ),
-        AlgorithmEntry(
-            "distill",
-            "distillation of a larger model",
-            "aligner.config.run:DistillRunConfig",
-            "aligner.algorithms.distill.build:train_distill",
-            "distill_tiny_cpu",
-        ),
+# Name, summary, class in aligner.config.run, and function below aligner.algorithms.
+_ALGORITHMS = (
+    ("ppo", "PPO", "RunConfig", "ppo.trainer:train_ppo"),
+    ("reinforce", "REINFORCE, RLOO, GRPO and their kin", "RunConfig", "ppo.trainer:train_ppo"),
+    (
+        "rs",
+        "rejection sampling: the best responses are learned",
+        "RSRunConfig",
+        "rs.trainer:train_rs",
+    ),
+    ("sft", "supervised fine-tuning", "SFTRunConfig", "supervised.build:train_sft"),
+    (
+        "dpo",
+        "preference optimisation: DPO and its relatives",
+        "DPORunConfig",
+        "preference.build:train_dpo",
+    ),
+    (
+        "reward",
+        "a reward model, from comparisons or ratings",
+        "RewardRunConfig",
+        "reward_model.build:train_reward_model",
+    ),
+    (
+        "distill",
+        "distillation of a larger model",
+        "DistillRunConfig",
+        "distill.build:train_distill",
+    ),
+)
+ALGORITHMS = {
+    name: AlgorithmEntry(
+        name, summary, f"aligner.config.run:{root}", f"aligner.algorithms.{builder}"
     )
+    for name, summary, root, builder in _ALGORITHMS
 }
 BY_SCRIPT = {entry.script: entry for entry in ALGORITHMS.values()}
 

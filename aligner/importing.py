@@ -113,11 +113,8 @@ def construct(
 ) -> Any:
     """Call a user's class with keyword arguments.
 
-    Args:
-        factory: the class.
-        kwargs: the arguments.
-        name: configuration key and its value, with which error messages begin.
-        remedy: end of the message if the signature does not match.
+    ``name``, the configuration key and its value, begins a message. ``remedy`` ends the message if
+    the signature does not match.
 
     Raises:
         ConfigError: the signature does not match, or the constructor raised an exception.

@@ -130,9 +130,8 @@ def check_versions(installed: Callable[[str], str | None] | None = None) -> None
     """
     for name, version, low, high in _outside(SUPPORTED, installed or _version):
         raise VersionError(
-            f"{name} {version} is installed, but {low} or newer, below {high}, is needed. "
-            f"Run: pip install '{name}>={low},<{high}', or use an image with a supported version "
-            "(Dockerfile)"
+            f"{name} {version} is installed, but {low} or newer, below {high}, is needed. Run: pip "
+            f"install '{name}>={low},<{high}', or use an image with such a version (Dockerfile)"
         )
 
 

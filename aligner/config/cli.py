@@ -261,10 +261,7 @@ def _accepted(
 
 def _malformed(argument: str, error: HydraException) -> str:
     if "=" not in argument:
-        return (
-            f"{argument}: is not of the form key=value. A recipe is selected with "
-            "--config-name recipes/NAME"
-        )
+        return f"{argument}: not key=value. A recipe is selected with --config-name recipes/NAME"
     key, _, value = argument.partition("=")
     reason = str(error).splitlines()[0]
     return (

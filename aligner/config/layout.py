@@ -73,8 +73,7 @@ def _layout_problems(
         yield (
             f"{world_size} processes cannot be split into tensor {parallel.tensor} x pipeline "
             f"{parallel.pipeline} x context {parallel.context} = {size}. Start "
-            f"{multiples_near(world_size, size)} processes (trainer.devices x "
-            "trainer.num_nodes) or change the sizes"
+            f"{multiples_near(world_size, size)} (trainer.devices x num_nodes), or change the sizes"
         )
 
     # Tensor and sequence parallelism.

@@ -252,11 +252,10 @@ class RSRunConfig(SamplingRunConfig):
         selected = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
         if selected % batch:
             yield (
-                f"a step selects {selected} responses (model.rs.num_rollout_samples="
+                f"{selected} selected responses (model.rs.num_rollout_samples="
                 f"{rs.num_rollout_samples} / num_rollouts_per_prompt={rs.num_rollouts_per_prompt} "
-                f"x top_n_rollouts={rs.top_n_rollouts}), which is not a multiple of "
-                f"model.global_batch_size={batch}. Use "
-                f"{multiples_near(selected, batch)}"
+                f"x top_n_rollouts={rs.top_n_rollouts}) are not a multiple of "
+                f"model.global_batch_size={batch}. Use {multiples_near(selected, batch)}"
             )
 
 

@@ -257,8 +257,8 @@ class EvaluateConfig(PromptedConfig):
             )
         if self.data.prompts is None and not self.data.sets:
             yield (
-                "data.prompts.source: not given, and no data.sets. Name a .jsonl or .parquet file "
-                "or a generator function (package.module:function)"
+                "data.prompts.source: not set, and no data.sets. Set it to a .jsonl or .parquet "
+                "file or a generator function (package.module:function)"
             )
 
 
