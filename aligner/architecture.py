@@ -1,8 +1,7 @@
 """Description of a GPT, independent of the format of its checkpoint.
 
-NeMo's ``model_config.yaml`` and Hugging Face's ``config.json`` are converted to a
-``GPTArchitecture`` (``checkpoint/``), from which megatron-core's ``TransformerConfig`` is derived
-(``models/gpt/megatron/build.py``).
+``checkpoint/`` converts NeMo's ``model_config.yaml`` and Hugging Face's ``config.json`` to a
+``GPTArchitecture``, and ``models/gpt/megatron/build.py`` to megatron-core's ``TransformerConfig``.
 """
 
 import dataclasses
@@ -12,21 +11,22 @@ from typing import Any, ClassVar, Literal
 
 from aligner.errors import CheckpointError
 
-# Limit of layers times experts. An invalid number in a file would exhaust the memory, because names
-# of tensors are generated for each layer and expert.
+# Limit of layers times experts, whose names of tensors would exhaust the memory.
 _MOST_BLOCKS = 100_000
+_EXPERTS = ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_size")
+_OPTIONAL_SIZES = ("window_size", *_EXPERTS)
+_OPTIONAL_NUMBERS = ("attention_scale", "window_rotary_base")
 _SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
     *("kv_channels", "vocab_size", "max_position_embeddings", "make_vocab_size_divisible_by"),
-    "moe_router_topk",
+    *("moe_router_topk", *_OPTIONAL_SIZES),
 )
-_OPTIONAL_SIZES = (
-    "window_size",
-    "num_moe_experts",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_size",
+_NUMBERS = (
+    *("layernorm_epsilon", "rotary_base", "init_std", *_OPTIONAL_NUMBERS),
+    *("embedding_multiplier", "residual_multiplier", "logits_divisor"),
 )
-_OPTIONAL_NUMBERS = ("attention_scale", "window_rotary_base")
+_SHARES = ("attention_dropout", "hidden_dropout", "rotary_percent")
+_FLAGS = ("tie_embeddings", "bias_linear", "bias_qkv", "qk_layernorm", "qk_norm_over_heads")
 
 Activation = Literal[
     "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "squared_relu", "relu", "silu"
@@ -41,8 +41,8 @@ class RopeScaling:
     """Scaling of rope.
 
     ``linear`` interpolates by ``factor`` only. ``llama3`` and ``yarn`` (Peng et al. 2023) scale by
-    frequency. ``longrope`` (Ding et al. 2024) divides every frequency by its own factor: the short
-    factors, because sequences are limited to the original length.
+    frequency. ``longrope`` (Ding et al. 2024) divides each frequency by its short factor, because
+    sequences are limited to the original length.
     """
 
     factor: float
@@ -134,16 +134,22 @@ class GPTArchitecture:
     suffix: ClassVar[str] = ".nemo"
 
     def __post_init__(self) -> None:
-        """Check that the values are valid.
+        """Raise a `CheckpointError` that names the first invalid value."""
+        # Single values.
+        for names, is_valid, expected in (
+            (_SIZES, _is_size, "a positive integer"),
+            (_NUMBERS, lambda x: _is_number(x) and x >= 0, "a finite number of 0 or more"),
+            (_SHARES, lambda x: _is_number(x) and 0 <= x <= 1, "between 0 and 1"),
+            (_FLAGS, lambda x: isinstance(x, bool), "true or false"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None or name not in (*_OPTIONAL_SIZES, *_OPTIONAL_NUMBERS):
+                    _check(name, value, is_valid(value), expected)
+        kinds = ("before", "after", "both")
+        _check("branch_norms", self.branch_norms, self.branch_norms in kinds, ", ".join(kinds))
 
-        Raises:
-            CheckpointError: names the first invalid value.
-        """
-        # Sizes.
-        for name in (*_SIZES, *_OPTIONAL_SIZES):
-            value = getattr(self, name)
-            if value is not None or name in _SIZES:
-                _check(name, value, _is_size(value), "a positive integer")
+        # Numbers of layers, experts and heads.
         blocks = self.num_layers * (self.num_moe_experts or 1)
         name = "num_layers" if self.num_layers > _MOST_BLOCKS else "num_moe_experts"
         most = f"at most {_MOST_BLOCKS} layers and experts"
@@ -167,25 +173,6 @@ class GPTArchitecture:
             for name in ("short_factor", "long_factor"):
                 factors = getattr(scaling, name)
                 _check(f"rope_scaling.{name}", factors, len(factors) == count, f"{count} numbers")
-
-        # Numbers and flags.
-        for name in (
-            *("layernorm_epsilon", "rotary_base", "init_std", *_OPTIONAL_NUMBERS),
-            *("embedding_multiplier", "residual_multiplier", "logits_divisor"),
-        ):
-            value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL_NUMBERS:
-                is_valid = _is_number(value) and value >= 0
-                _check(name, value, is_valid, "a finite number of 0 or more")
-        for name in ("attention_dropout", "hidden_dropout", "rotary_percent"):
-            value = getattr(self, name)
-            _check(name, value, _is_number(value) and 0 <= value <= 1, "between 0 and 1")
-        kinds = ("before", "after", "both")
-        _check("branch_norms", self.branch_norms, self.branch_norms in kinds, ", ".join(kinds))
-        flags = ("tie_embeddings", "bias_linear", "bias_qkv", "qk_layernorm", "qk_norm_over_heads")
-        for name in flags:
-            value = getattr(self, name)
-            _check(name, value, isinstance(value, bool), "true or false")
 
     @property
     def rope_concentration(self) -> float:
@@ -219,22 +206,17 @@ class TransformersArchitecture(GPTArchitecture):
     """Architecture of a model that only transformers builds, from a Hugging Face directory.
 
     The fields of `GPTArchitecture` are sizes for estimates, 1 where the model has no such size.
-    ``settings``: text of the directory's ``config.json``. ``code``: the directory, if its own code
-    builds the model. A run writes a directory.
     """
 
-    settings: str = "{}"
-    code: str = ""
+    settings: str = "{}"  # text of ``config.json``
+    code: str = ""  # the directory, if its own code builds the model
     suffix: ClassVar[str] = ""
 
 
 def layer_flags(
     layers: tuple[int, ...], architecture: GPTArchitecture, *, invert: bool = False
 ) -> list[int] | None:
-    """Return megatron-core's 0 or 1 of every layer: 1 for ``layers``, or for all others.
-
-    None if there are no ``layers``.
-    """
+    """Return 1 for ``layers`` (or with ``invert`` for the others) and 0, or None without any."""
     flags = [int((n in layers) is not invert) for n in range(architecture.num_layers)]
     return flags if layers else None
 

@@ -1,9 +1,7 @@
 """Tables of algorithms, rollout engines, environment kinds, estimators and surrogates.
 
-A new algorithm needs a row here, a script, a configuration and a recipe in conf/, and a page of the
-documentation. A new rollout engine needs a row here and a folder of `aligner.generation`, a new
-estimator or surrogate a row here and a function. Rows name objects by their paths, so that large
-modules are imported only when needed.
+A new algorithm needs a row, a script, a configuration and a recipe in conf/, and a page in docs/.
+Rows name objects by their paths, so that large modules are imported only when needed.
 """
 
 import importlib
@@ -17,8 +15,16 @@ class AlgorithmEntry(NamedTuple):
     summary: str  # for `aligner --help`
     root: str  # dataclass of its configuration, package.module:Class
     builder: str  # function of the configuration that runs it, package.module:function
-    recipe: str  # of conf/recipes/: the small recipe for a CPU
-    page: str  # of docs/
+
+    @property
+    def recipe(self) -> str:
+        """Name of its small recipe for a CPU in conf/recipes/."""
+        return "grpo_tiny_cpu" if self.name == "reinforce" else f"{self.name}_tiny_cpu"
+
+    @property
+    def page(self) -> str:
+        """Name of its page in docs/."""
+        return f"{self.name}.md"
 
     @property
     def script(self) -> str:
@@ -42,66 +48,41 @@ def imported(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-ALGORITHMS: dict[str, AlgorithmEntry] = {
-    entry.name: entry
-    for entry in (
-        AlgorithmEntry(
-            "ppo",
-            "PPO",
-            "aligner.config.run:RunConfig",
-            "aligner.algorithms.ppo.trainer:train_ppo",
-            "ppo_tiny_cpu",
-            "ppo.md",
-        ),
-        AlgorithmEntry(
-            "reinforce",
-            "REINFORCE, RLOO, GRPO and their kin",
-            "aligner.config.run:RunConfig",
-            "aligner.algorithms.ppo.trainer:train_ppo",
-            "grpo_tiny_cpu",
-            "reinforce.md",
-        ),
-        AlgorithmEntry(
-            "rs",
-            "rejection sampling: the best responses are learned",
-            "aligner.config.run:RSRunConfig",
-            "aligner.algorithms.rs.trainer:train_rs",
-            "rs_tiny_cpu",
-            "rs.md",
-        ),
-        AlgorithmEntry(
-            "sft",
-            "supervised fine-tuning",
-            "aligner.config.run:SFTRunConfig",
-            "aligner.algorithms.supervised.build:train_sft",
-            "sft_tiny_cpu",
-            "sft.md",
-        ),
-        AlgorithmEntry(
-            "dpo",
-            "preference optimisation: DPO and its relatives",
-            "aligner.config.run:DPORunConfig",
-            "aligner.algorithms.preference.build:train_dpo",
-            "dpo_tiny_cpu",
-            "dpo.md",
-        ),
-        AlgorithmEntry(
-            "reward",
-            "a reward model, from comparisons or ratings",
-            "aligner.config.run:RewardRunConfig",
-            "aligner.algorithms.reward_model.build:train_reward_model",
-            "reward_tiny_cpu",
-            "reward.md",
-        ),
-        AlgorithmEntry(
-            "distill",
-            "distillation of a larger model",
-            "aligner.config.run:DistillRunConfig",
-            "aligner.algorithms.distill.build:train_distill",
-            "distill_tiny_cpu",
-            "distill.md",
-        ),
+# Name, summary, class in aligner.config.run, and function below aligner.algorithms.
+_ALGORITHMS = (
+    ("ppo", "PPO", "RunConfig", "ppo.trainer:train_ppo"),
+    ("reinforce", "REINFORCE, RLOO, GRPO and their kin", "RunConfig", "ppo.trainer:train_ppo"),
+    (
+        "rs",
+        "rejection sampling: the best responses are learned",
+        "RSRunConfig",
+        "rs.trainer:train_rs",
+    ),
+    ("sft", "supervised fine-tuning", "SFTRunConfig", "supervised.build:train_sft"),
+    (
+        "dpo",
+        "preference optimisation: DPO and its relatives",
+        "DPORunConfig",
+        "preference.build:train_dpo",
+    ),
+    (
+        "reward",
+        "a reward model, from comparisons or ratings",
+        "RewardRunConfig",
+        "reward_model.build:train_reward_model",
+    ),
+    (
+        "distill",
+        "distillation of a larger model",
+        "DistillRunConfig",
+        "distill.build:train_distill",
+    ),
+)
+ALGORITHMS = {
+    name: AlgorithmEntry(
+        name, summary, f"aligner.config.run:{root}", f"aligner.algorithms.{builder}"
     )
+    for name, summary, root, builder in _ALGORITHMS
 }
 BY_SCRIPT = {entry.script: entry for entry in ALGORITHMS.values()}
 

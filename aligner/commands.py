@@ -1,8 +1,7 @@
 """The command `aligner`, which runs the scripts of `examples/` from any folder by short names.
 
-`aligner train-ppo …` runs the file `examples/train_gpt_ppo.py`. Processes that a run starts (one
-per device, the stages of a pipeline) therefore run the same file by its path. Large modules are
-imported only by the script.
+`aligner train-ppo …` runs the file `examples/train_gpt_ppo.py`, as do the processes of a run. Only
+the script imports large modules.
 """
 
 import difflib

@@ -57,10 +57,7 @@ class RewardTimeoutError(RewardError, TimeoutError):
 
 
 class RewardServerError(RewardError, ConnectionError):
-    """A reward server cannot be reached, refuses a request, or sends an invalid answer.
-
-    The message names the address and the cause.
-    """
+    """A reward server cannot be reached, refuses a request, or sends an invalid answer."""
 
 
 class EnvironmentCallError(AlignerError, RuntimeError):
@@ -88,10 +85,7 @@ class WorkerError(AlignerError, RuntimeError):
 
 
 class WorkerDiedError(WorkerError):
-    """A worker process ended during the run: killed, out of memory, or with its node.
-
-    The message contains the role, rank and node of the worker and the last lines of its log.
-    """
+    """A worker process ended during the run: killed, out of memory, or with its node."""
 
 
 class DryDeviceError(AlignerError, RuntimeError):
@@ -116,12 +110,8 @@ def raised_as(
 ) -> Iterator[None]:
     """Convert exceptions of the block to ``kind``, with ``text``, the cause and ``remedy``.
 
-    Args:
-        kind: class of the raised error.
-        text: begin of the message: the failed operation, with the key or the file.
-        caught: classes of exceptions to convert. The default is all exceptions. Errors of this
-            library are not converted, unless their class is named.
-        remedy: end of the message.
+    ``caught``: classes of exceptions to convert, by default all. Errors of this library are not
+    converted, unless their class is named.
     """
     try:
         yield
@@ -136,10 +126,7 @@ def raised_as(
 
 @contextlib.contextmanager
 def training_step(step: int) -> Iterator[None]:
-    """Attribute errors raised inside the block to step ``step`` of the run.
-
-    The models cannot name the step, because they count only their own updates.
-    """
+    """Attribute errors inside the block to a step of the run. Models count only their updates."""
     token = _step.set(step)
     try:
         yield

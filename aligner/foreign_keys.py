@@ -1,9 +1,7 @@
-"""Lookup of configuration keys of other libraries in registered tables.
+"""Lookup of configuration keys of other libraries in the tables that `aligner.compat` registers."""
 
-`aligner.compat` contains the tables and registers them when `aligner` is imported. The loader does
-not depend on it.
-"""
-
+import re
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 IGNORED: dict[str, None] = {}  # keys without effect in this run, for the start-up report
@@ -59,3 +57,28 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
+
+
+def as_override(value: Any) -> str:
+    """Return a value in hydra's grammar of overrides."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{as_override(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(as_override, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return repr(value)
+    text = str(value)
+    is_plain = re.fullmatch(r"[A-Za-z_./][\w./:-]*", text)
+    if is_plain and text.lower() not in ("null", "true", "false"):
+        return text
+    if re.search(r"[\n\r\t]", text):  # written \\n in double quotes, as in YAML
+        quote, names = '"', {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    else:
+        quote, names = "'", {}
+    # A backslash is doubled before a quotation mark only. A \ keeps ${ from being interpolated.
+    text = re.sub(rf"(\\*)({quote}|$)", lambda m: m[1] * 2 + (m[2] and f"\\{m[2]}"), text)
+    for character, name in {**names, "${": "\\${"}.items():
+        text = text.replace(character, name)
+    return f"{quote}{text}{quote}"

@@ -25,11 +25,8 @@ Kind = Literal["function", "class"]
 def load_function(name: str, *, key: str, kind: Kind = "function") -> Callable[..., Any]:
     """Import a function or a class.
 
-    Args:
-        name: path of the function or class: ``package.module:function``,
-            ``package.module.function`` or ``path/to/file.py:function``.
-        key: configuration key of the path, for the error message.
-        kind: name of the object in the error message.
+    ``name``: ``package.module:function``, ``package.module.function`` or
+    ``path/to/file.py:function``, the value of the configuration key ``key``.
 
     Raises:
         ConfigError: the path is invalid, its module cannot be imported or lacks the object.
@@ -49,11 +46,9 @@ def load_function(name: str, *, key: str, kind: Kind = "function") -> Callable[.
 
 
 def import_without(module: str, *packages: str) -> None:
-    """Import ``module`` as if these ``packages`` were not installed.
+    """Import ``module`` as if large optional ``packages`` were not installed.
 
-    This skips large optional packages whose features are not used here. Packages that are already
-    imported remain available, and later imports find all packages. A module that is already
-    imported is not imported again.
+    Packages that are already imported remain available, and later imports find all packages.
     """
     if module in sys.modules:
         return
@@ -96,14 +91,9 @@ def check_call(
     remedy: str,
     positional: int = 0,
 ) -> None:
-    """Refuse a callable that does not accept a number of arguments and certain keywords.
+    """Refuse a callable that does not accept ``positional`` arguments and the ``keywords``.
 
-    Args:
-        call: the callable.
-        keywords: names of the arguments that are passed by keyword.
-        subject: begin of the message: the configuration key and its value.
-        remedy: end of the message.
-        positional: number of arguments that are passed by position.
+    ``subject``, the configuration key and its value, begins the message, ``remedy`` ends it.
 
     Raises:
         ConfigError: the signature does not match. An unknown signature is accepted.
@@ -123,11 +113,8 @@ def construct(
 ) -> Any:
     """Call a user's class with keyword arguments.
 
-    Args:
-        factory: the class.
-        kwargs: the arguments.
-        name: configuration key and its value, with which error messages begin.
-        remedy: end of the message if the signature does not match.
+    ``name``, the configuration key and its value, begins a message. ``remedy`` ends the message if
+    the signature does not match.
 
     Raises:
         ConfigError: the signature does not match, or the constructor raised an exception.
@@ -141,9 +128,8 @@ def construct(
 def user_errors(name: str, call: str) -> Iterator[None]:
     """Convert exceptions of user code in the block to a `ConfigError`.
 
-    The message contains ``name`` (the configuration key and its value), ``call`` (the code that is
-    called) and the exception with its place in the code. For an error of this library it contains
-    ``name`` and the error.
+    The message names the configuration key and its value (``name``), the code that is called
+    (``call``), and the exception with its file and line.
     """
     try:
         yield

@@ -93,11 +93,9 @@ OPTIONAL_PACKAGES = (
 
 
 def require_extra(extra: str, purpose: str) -> None:
-    """Check that the packages of an extra are installed, without importing them.
+    """Check that the packages of an extra in pyproject.toml are installed.
 
-    Args:
-        extra: name of the extra in pyproject.toml.
-        purpose: subject of the message, such as a setting that needs the packages.
+    ``purpose``: subject of the message, such as a setting that needs the packages.
 
     Raises:
         MissingPackageError: names the missing packages and the command that installs them.
@@ -132,9 +130,8 @@ def check_versions(installed: Callable[[str], str | None] | None = None) -> None
     """
     for name, version, low, high in _outside(SUPPORTED, installed or _version):
         raise VersionError(
-            f"{name} {version} is installed, but {low} or newer, below {high}, is needed. "
-            f"Run: pip install '{name}>={low},<{high}', or use an image with a supported version "
-            "(Dockerfile)"
+            f"{name} {version} is installed, but {low} or newer, below {high}, is needed. Run: pip "
+            f"install '{name}>={low},<{high}', or use an image with such a version (Dockerfile)"
         )
 
 
@@ -169,9 +166,7 @@ class PackageStatus:
     version: str | None = None
 
 
-def find_packages(
-    packages: tuple[OptionalPackage, ...] = OPTIONAL_PACKAGES,
-) -> list[PackageStatus]:
+def find_packages(packages: tuple[OptionalPackage, ...] = OPTIONAL_PACKAGES) -> list[PackageStatus]:
     """Return the status of the packages for a report, without importing them."""
     statuses = []
     for package in packages:

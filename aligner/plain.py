@@ -1,7 +1,6 @@
 """Conversion of arbitrary values of user code to JSON values.
 
-Messages of less trusted processes and values in files are converted by `plain`, both by the process
-of the user code and by the reader.
+Both the process of the user code and the reader of its messages and files call `plain`.
 """
 
 import math
@@ -60,10 +59,9 @@ def shown(value: Any) -> str:
 
 
 def as_float32(value: Any, subject: str, error: type[AlignerError]) -> float:
-    """Return a user's number, or infinity if it exceeds float32.
+    """Return a number, also of an enumeration or a one-element array, or infinity beyond float32.
 
-    Numbers are also values of enumerations, and arrays and tensors of one element, but not text.
-    For another value ``error`` is raised. ``subject``: begin of its message.
+    For any other value an ``error`` is raised, whose message begins with ``subject``.
     """
     number = value.value if isinstance(value, Enum) else value
     try:

@@ -78,9 +78,9 @@ class LossFunction(Protocol):
     """A loss over one micro-batch.
 
     Returns ``(loss, metrics)``. The loss is the micro-batch's *share* of the global loss,
-    ``sum(mask * x) / denominators.valid_tokens``. The sum over micro-batches and data-parallel
-    ranks is the global loss. Metrics are detached scalars that are summed in the same way. Metrics
-    whose names end in ``_max`` or ``_min`` are combined by maximum or minimum.
+    ``sum(mask * x) / denominators.valid_tokens``. Losses and metrics, which are detached scalars,
+    are summed over micro-batches and data-parallel ranks. Metrics whose names end in ``_max`` or
+    ``_min`` are combined by maximum or minimum.
     """
 
     @property

@@ -1,8 +1,9 @@
 """Environments that misbehave in one conversation of eight, and ones that are killed from outside.
 
-Where the fault comes once, the run goes on: it is counted under its reason, and the other seven
-conversations are those of an undisturbed run, to the bit. Where it comes each time the conversation
-begins again, the run stops and names the cause. Nothing remains.
+Where the fault comes once, the run goes on (unless ``init`` returned a wrong object): it is counted
+under its reason, and the other seven conversations are those of an undisturbed run, to the bit.
+Where it comes each time the conversation begins again, the run stops and names the cause. Nothing
+remains.
 """
 
 import contextlib
@@ -165,6 +166,7 @@ def _meet_once(campaign: Campaign, name: str, calm: dict[int, Any]) -> None:
     good = outcome.status == 0 and not outcome.survivors and marker.exists()
     good = good and unchanged and len(samples_seen) == _GAMES and counted == expected
     good = good and (len(outcome.output) < _MOST_OUTPUT or name == "prints_much")
+    good = good or _is_refused_start(outcome)
     note = f"call {at}: {outcome.verdict}, {counted}, others the same {unchanged}"
     note += f", left {outcome.survivors}"
     campaign.record(f"{name} once", good, f"{note}; {outcome.last if outcome.status else ''}")
@@ -176,8 +178,15 @@ def _meet_always(campaign: Campaign, name: str) -> None:
     _, _, outcome = played(campaign, name, body, bad=campaign.rng.randrange(_GAMES), at=at)
     named = f"{_RETRIES + 1} conversations or engine calls failed" in outcome.output
     good = outcome.status == 2 and not outcome.timed_out and not outcome.survivors and named
+    good = good or _is_refused_start(outcome)
     note = f"call {at}: {outcome.verdict} in {outcome.seconds:.0f} s, left {outcome.survivors}"
     campaign.record(f"{name} always", good, f"{note}; {outcome.last}")
+
+
+def _is_refused_start(outcome: Outcome) -> bool:
+    """Whether ``init`` returned a wrong object, which stops the run at once."""
+    is_named = "it must return a Start" in outcome.output
+    return outcome.status == 2 and is_named and not outcome.survivors
 
 
 def played(

@@ -4,13 +4,14 @@ import os
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from aligner.algorithms.ask.model import InferenceModel, open_model
 from aligner.algorithms.rollout.validation import sample_responses
@@ -63,40 +64,34 @@ class _Loaded:
             for i, text in enumerate(prompts)
         ]
 
-    def _sequences(self, prompts: Sequence[Text], responses: Sequence[str]) -> "_Sequences":
+    def _of_tokens(
+        self,
+        compute: Callable[[BatchedDataDict], torch.Tensor],
+        prompts: Sequence[Text],
+        responses: Sequence[str],
+    ) -> list[list[float]]:
+        """Return the values of each response's tokens, which ``compute`` returns as [B, S]."""
         if len(prompts) != len(responses):
             raise DataError(
                 f"{len(prompts)} prompts and {len(responses)} responses. Give as many responses"
             )
+        if not prompts:
+            return []
+        # Prompts with their responses as one right-padded batch.
         heads = [prompt.ids for prompt in self._prompts(prompts)]
-        rows = [[*ids, *self.tokenizer.encode(r)] for ids, r in zip(heads, responses, strict=True)]
-        return _Sequences(rows, [len(ids) for ids in heads], self.tokenizer.pad_id)
-
-
-class _Sequences:
-    """Prompts with their responses as one right-padded batch."""
-
-    def __init__(self, rows: list[list[int]], prompt_lengths: list[int], pad_id: int) -> None:
-        self._prompt_lengths = prompt_lengths
-        self._lengths = [len(row) for row in rows]
-        longest = max(self._lengths, default=0)
-        padded = [[*row, *[pad_id] * (longest - len(row))] for row in rows]
-        position = torch.arange(longest)
-        starts, ends = torch.tensor(prompt_lengths)[:, None], torch.tensor(self._lengths)[:, None]
-        self.batch: BatchedDataDict = BatchedDataDict(
-            {
-                "input_ids": torch.tensor(padded),
-                "input_lengths": torch.tensor(self._lengths),
-                "token_mask": ((position >= starts) & (position < ends)).float(),
-            }
-        )
-
-    def of_responses(self, values: torch.Tensor) -> list[list[float]]:
-        """Return the columns of each row's response tokens, ``values`` being [B, S]."""
-        return [
-            row[start:end].tolist()
-            for row, start, end in zip(values, self._prompt_lengths, self._lengths, strict=True)
+        rows = [
+            torch.tensor([*ids, *self.tokenizer.encode(response)])
+            for ids, response in zip(heads, responses, strict=True)
         ]
+        ids = pad_sequence(rows, batch_first=True, padding_value=self.tokenizer.pad_id)
+        starts, ends = torch.tensor([*map(len, heads)]), torch.tensor([*map(len, rows)])
+        position = torch.arange(ids.shape[1])
+        mask = (position >= starts[:, None]) & (position < ends[:, None])
+        batch: BatchedDataDict = BatchedDataDict(
+            {"input_ids": ids, "input_lengths": ends, "token_mask": mask.float()}
+        )
+        values = compute(batch)
+        return [row[chosen].tolist() for row, chosen in zip(values, mask, strict=True)]
 
 
 class Model(_Loaded):
@@ -121,37 +116,33 @@ class Model(_Loaded):
         """Generate one response for each prompt.
 
         Args:
-            prompts: texts, or lists of chat messages. A prompt that is given twice has two
-                responses, which differ.
+            prompts: texts, or lists of chat messages. Two equal prompts get different responses.
             max_new_tokens: most tokens of a response.
             temperature: divisor of the logits.
-            top_p: share of the probability that the candidates of a token have; 1 means all.
-            top_k: number of candidates of a token; 0 means all.
-            greedy: take the likeliest token.
-            stop: strings after which a response ends.
-            seed: of the random numbers. The same seed and prompts give the same responses.
+            top_p: total probability of the tokens to sample from. 1 means all tokens.
+            top_k: number of most probable tokens to sample from. 0 means all tokens.
+            greedy: select the most probable token.
+            stop: strings that end a response.
+            seed: seed of sampling. The same seed and prompts give the same responses.
 
         Returns:
-            the responses as text, without the tokens that end them.
+            The responses as text, without the tokens that end them.
 
         Raises:
             DataError: a prompt is neither text nor messages.
-            ConfigError: an option has a value that cannot be used, or a prompt is too long.
+            ConfigError: an option has an invalid value, or a prompt is too long.
         """
         # Settings of this call, checked as those of a configuration.
+        sampling_params = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "use_greedy": greedy,
+            "end_strings": list(stop),
+        }
         options = SamplingOptions(
             build(LengthParams, {"max_length": max_new_tokens, "min_length": 1}, "generate"),
-            build(
-                SamplingParams,
-                {
-                    "temperature": temperature,
-                    "top_p": top_p,
-                    "top_k": top_k,
-                    "use_greedy": greedy,
-                    "end_strings": list(stop),
-                },
-                "generate",
-            ),
+            build(SamplingParams, sampling_params, "generate"),
         )
         # Prompts, and the room that they leave in the model.
         dataset = PromptDataset(self._prompts(prompts))
@@ -168,27 +159,22 @@ class Model(_Loaded):
         return response_texts(self.tokenizer, sample_responses(sampling, dataset))
 
     def logprobs(self, prompts: Sequence[Text], responses: Sequence[str]) -> list[list[float]]:
-        """Compute the log-prob of every token of each response, at temperature 1.
+        """Return the natural log-prob of each token of each response, at temperature 1.
 
         Args:
             prompts: texts, or lists of chat messages.
-            responses: texts, one for each prompt. They are tokenized apart from the prompts.
-
-        Returns:
-            one list for each response, with a natural logarithm for each of its tokens.
+            responses: a text for each prompt, tokenized without the prompt.
         """
-        if not len(prompts) == len(responses) > 0:
-            return []
-        sequences = self._sequences(prompts, responses)
         self._policy.prepare_for_lp_inference()
         try:
-            logprobs = self._policy.get_logprobs(sequences.batch)["logprobs"]
+            return self._of_tokens(
+                lambda batch: self._policy.get_logprobs(batch)["logprobs"], prompts, responses
+            )
         finally:
             self._policy.finish_inference()
-        return sequences.of_responses(logprobs)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the model: a ``.nemo`` file, or a Hugging Face directory for other names.
+        """Write a ``.nemo`` file, or a Hugging Face directory for other names.
 
         Raises:
             ConfigError: ``path`` exists.
@@ -214,29 +200,24 @@ class CriticModel(_Loaded):
         self._value = value
 
     def values(self, prompts: Sequence[Text], responses: Sequence[str]) -> list[list[float]]:
-        """Predict the return before every token of each response.
+        """Return the predicted return before each token of each response.
 
-        ``prompts`` and ``responses`` are those of `Model.logprobs`. Returns one list for each
-        response, with a number for each of its tokens.
+        ``prompts`` and ``responses``: as in `Model.logprobs`.
         """
-        sequences = self._sequences(prompts, responses)
         self._value.prepare_for_inference()
         try:
-            values = self._value.get_values(sequences.batch)["values"]
+            return self._of_tokens(
+                lambda batch: self._value.get_values(batch)["values"], prompts, responses
+            )
         finally:
             self._value.finish_inference()
-        return sequences.of_responses(values)
 
 
 def load_model(path: str | os.PathLike[str]) -> Model:
-    """Load a model into this process.
-
-    Args:
-        path: a ``.nemo`` file, a Hugging Face directory, or the directory of a run, whose newest
-            state is loaded.
+    """Load a ``.nemo`` file, a Hugging Face directory, or the newest state of a run's directory.
 
     Raises:
-        CheckpointError: ``path`` has no language model.
+        CheckpointError: ``path`` contains no language model.
     """
     with ExitStack() as closing, _unchanged(), quiet():
         loaded = _open(path, closing)

@@ -1,9 +1,8 @@
 """Python objects as values of configuration keys: functions, classes and rows become files.
 
-A function or class that can be imported is named, ``package.module:name``. cloudpickle writes any
-other object, such as a function of a notebook, next to a module that loads the pickle. The pickle
-travels from the caller to the run only. The module contains the source as a comment, so that the
-identity of the run changes with the code.
+An importable function or class becomes its path, ``package.module:name``. Any other object, such as
+a function of a notebook, becomes a pickle and a module that loads the pickle. The module contains
+the source as a comment, so that the identity of the run changes with the code.
 """
 
 import hashlib
@@ -28,13 +27,9 @@ _PLAIN = (str, int, float, bool, type(None), tuple, list, dict)
 
 
 def as_setting(key: str, value: Any, folder: Path) -> Any:
-    """Return ``value`` as configuration has it: plain values, with the paths of objects.
+    """Return a value of the configuration ``key``, with paths instead of functions and classes.
 
-    Args:
-        key: the configuration key. Files are named after it.
-        value: a plain value, a path, a function, class or callable object, or a list or mapping
-            of these.
-        folder: where files are written.
+    Files for objects are written to ``folder``.
 
     Raises:
         ConfigError: an object cannot be pickled.
@@ -111,8 +106,7 @@ def _write_object(key: str, value: Any, folder: Path) -> str:
 def _sources(name: str, value: Any) -> Iterator[str]:
     """Yield the source of ``value`` and of the objects that the source refers to, in a fixed order.
 
-    Objects of importable modules are represented by their names, and other values by their types
-    unless they are plain.
+    Importable objects are represented by their names, and values that are not plain by their types.
     """
     # Breadth first, so that the order does not depend on memory addresses.
     pending, visited = [(name, value)], set[int]()
@@ -188,13 +182,10 @@ def _references(function: FunctionType) -> dict[str, Any]:
 
 
 def write_rows(key: str, rows: Any, folder: Path) -> tuple[str, set[str]]:
-    """Write rows as JSON lines. Return the path and the names of the columns.
+    """Write the rows of a configuration ``key`` as JSON lines below ``folder``.
 
-    Args:
-        key: the configuration key. The file is named after it.
-        rows: mappings of column to value: a list, a ``datasets.Dataset``, a generator or a
-            ``pandas.DataFrame``.
-        folder: where the file is written.
+    ``rows``: mappings of column to value in a list, a ``datasets.Dataset``, a generator or a
+    ``pandas.DataFrame``. Returns the path and the names of the columns.
 
     Raises:
         DataError: ``rows`` is empty, or a row is not a mapping or not JSON.

@@ -1,11 +1,7 @@
 """A script of the command line in another process: output, errors and Ctrl-C.
 
-::
-
-    run's process                       caller
-    stdout  ── thread ──►  sys.stdout   (directly if that is a terminal)
-    stderr  ── thread ──►  sys.stderr   (the last lines become the exception)
-    signals ◄── SIGINT ──  KeyboardInterrupt, once. A second one, or the caller's death, kills
+Threads copy the output of the script to the caller. The first Ctrl-C is passed on to the script. A
+second Ctrl-C, or the death of the caller, kills the script.
 """
 
 import os
@@ -54,14 +50,12 @@ def run_script(command: str, arguments: Sequence[str]) -> None:
         env=environment,
         start_new_session=True,  # a terminal's Ctrl-C reaches the run once, from here
     )
-    # Copy the output while the run lives.
     stderr = deque[str](maxlen=_MAX_LINES)
     readers = [threading.Thread(target=_copy, args=(process.stderr, sys.stderr, stderr))]
     if process.stdout is not None:
         readers.append(threading.Thread(target=_copy, args=(process.stdout, sys.stdout, None)))
     for reader in readers:
         reader.start()
-    # Wait for the end. Ctrl-C is passed on, and the run saves its state.
     was_interrupted = False
     try:
         status = process.wait()

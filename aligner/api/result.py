@@ -20,10 +20,7 @@ class Result:
     """Files of a run's directory, and the trained models, which are loaded when first used.
 
     ``os.fspath(result)`` is the trained ``.nemo``: a result can be the ``model`` of the next call.
-
-    Args:
-        folder: the run's directory.
-        command: the equivalent command line.
+    ``command``: the equivalent command line.
     """
 
     def __init__(self, folder: Path, command: str) -> None:
@@ -99,7 +96,7 @@ class Result:
         return self.policy.generate(prompts, **options)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the trained model: a ``.nemo`` file, or a Hugging Face directory for other names.
+        """Write the trained ``.nemo`` file, or a Hugging Face directory for other names.
 
         Raises:
             CheckpointNotFoundError: the run was stopped before its end.

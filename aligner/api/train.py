@@ -4,7 +4,6 @@ import difflib
 import functools
 import inspect
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from aligner.api.objects import as_setting, is_rows, write_rows
 from aligner.api.process import run_script
 from aligner.api.result import Result
 from aligner.errors import ConfigError
+from aligner.foreign_keys import as_override
 
 P = ParamSpec("P")
 StrPath = str | os.PathLike[str]
@@ -99,34 +99,29 @@ def train_ppo(
     `KeyboardInterrupt`. Keywords that are None keep the defaults of ``aligner train-ppo``.
 
     Args:
-        model: a ``.nemo`` file, a Hugging Face directory, or the `Result` of another training
-            function.
-        data: prompts: mappings with ``prompt`` (text or chat messages) and other columns, which
-            the reward receives; or files, or a generator function.
-        reward: ``reward(prompts, responses, **columns) -> list[float]``, or the path of such a
-            function, ``FILE.py:FUNCTION``.
-        reward_model: a reward model of `train_reward`, which scores instead.
-        environment: a class of an environment, which gives the prompts and scores.
+        model: a ``.nemo`` file, a Hugging Face directory, or the `Result` of another function.
+        data: rows with ``prompt`` (text or chat messages) and columns for the reward, or files, or
+            a generator function.
+        reward: ``reward(prompts, responses, **columns) -> list[float]``, or ``FILE.py:FUNCTION``.
+        reward_model: a reward model of `train_reward` that scores instead.
+        environment: a class of an environment that provides prompts and rewards.
         validation_data: held-out prompts.
         max_steps: number of steps, each with one rollout.
         validate_every: number of steps between validations.
         lr: learning rate of the policy.
         critic_lr: learning rate of the critic.
         kl_penalty: weight of the KL divergence from the initial policy in the reward.
-        samples_per_step: number of responses of a rollout.
+        samples_per_step: number of responses in a rollout.
         max_new_tokens: most tokens of a response.
         temperature: sampling temperature.
         devices: number of processes, one per device.
-        seed: of sampling, shuffling and new weights.
+        seed: seed of sampling, shuffling and new weights.
         output_dir: directory of the run.
         overrides: other keys of the configuration with their values.
 
-    Returns:
-        the run's files and the trained models.
-
     Raises:
-        ConfigError: a keyword or override has a value that cannot be used.
-        DataError: a row cannot be used.
+        ConfigError: a keyword or an override has an invalid value.
+        DataError: a row is invalid.
         TypeError: a keyword is unknown.
     """
     return _train("ppo", locals())
@@ -156,9 +151,9 @@ def train_grpo(
 ) -> Result:
     """Train a policy by GRPO (Shao et al. 2024), without a critic.
 
-    ``overrides={"trainer.ppo.advantage.estimator": "rloo"}`` selects another estimator of the
-    family. Each prompt has ``num_generations`` responses, which are compared with each other. The
-    other keywords are those of `train_ppo`.
+    The ``num_generations`` responses to a prompt are compared with each other. The other keywords
+    are those of `train_ppo`. ``overrides={"trainer.ppo.advantage.estimator": "rloo"}`` selects
+    another estimator.
     """
     return _train("reinforce", locals(), {"trainer.ppo.advantage.estimator": "grpo"})
 
@@ -215,18 +210,14 @@ def train_sft(
         data: rows with ``prompt`` and ``response``, or with ``messages`` (a whole chat), or files,
             or a generator function.
         validation_data: held-out rows.
-        max_steps: number of optimizer steps at most.
-        max_epochs: number of passes over the data at most.
+        max_steps: most optimizer steps.
+        max_epochs: most passes over the data.
         validate_every: number of steps between validations.
         lr: learning rate.
-        batch_size: examples of an optimizer step.
-        micro_batch_size: examples of a forward and backward pass, on each device.
-        devices: number of processes, one per device.
-        seed: of shuffling and dropout.
-        output_dir: directory of the run.
-        overrides: other keys of the configuration with their values.
+        batch_size: examples per optimizer step.
+        micro_batch_size: examples per forward and backward pass, on each device.
 
-    Returns and raises what `train_ppo` does.
+    The other keywords and the errors are those of `train_ppo`.
     """
     return _train("sft", locals())
 
@@ -316,10 +307,7 @@ def _train(
 ) -> Result:
     """Write rows and objects into the run's directory, run the script, return its result.
 
-    Args:
-        algorithm: name in `aligner.catalog.ALGORITHMS`.
-        keywords: values by keyword of the training function.
-        settings: keys that the training function sets itself.
+    ``algorithm``: a name in `aligner.catalog.ALGORITHMS`. ``settings``: additional keys.
     """
     folder = Path(os.fspath(keywords["output_dir"])).expanduser()
     files = folder / "python"
@@ -341,12 +329,15 @@ def _train(
         if key.endswith(".source") and is_rows(value):
             values[key], names = write_rows(key, value, files)
             columns.append(names)
-    values |= _columns(algorithm, columns, overrides) | overrides
+    has_rewards = algorithm in ("ppo", "reinforce", "rs")
+    if columns and has_rewards and not any("ground_truth" in names for names in columns):
+        values["data.ground_truth_column"] = None
+    values |= overrides
     max_steps, max_epochs = (f"trainer.{loop}.{name}" for name in ("max_steps", "max_epochs"))
     if max_steps in values:
         values.setdefault(max_epochs, values[max_steps])  # an epoch has at least one step
     values = {key: as_setting(key, value, files) for key, value in values.items()}
-    arguments = [f"{key}={_override(value)}" for key, value in (choices | values).items()]
+    arguments = [f"{key}={as_override(value)}" for key, value in (choices | values).items()]
 
     # The equivalent command is printed and stored, and then run.
     command = shlex.join(["aligner", f"train-{algorithm}", *arguments])
@@ -356,66 +347,18 @@ def _train(
     try:
         run_script(f"train-{algorithm}", arguments)
     except BaseException:
-        if is_new:
-            _remove_unused(folder)
+        # A new directory of a run that was refused before the first step.
+        if is_new and {path.name for path in folder.iterdir()} <= {"python", ".lock", "run.json"}:
+            shutil.rmtree(folder)
         raise
     return Result(folder, command)
 
 
 def _choices(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of configuration groups that the source of the rewards needs.
-
-    Raises:
-        ConfigError: there are several sources of rewards.
-    """
+    """Return the options of configuration groups that the source of the rewards needs."""
     names = ("environment", "reward_model", "reward")
     sources = [name for name in names if keywords.get(name) is not None]
     if "environment" in sources and len(sources) > 1:
         raise ConfigError(f"{' and '.join(sources)}: an environment gives the rewards. Remove one")
     choices = {"environment": "environment", "reward_model": "model"}
     return {"reward": choices[sources[0]]} if sources and sources[0] in choices else {}
-
-
-def _columns(
-    algorithm: str, columns: Sequence[set[str]], overrides: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the settings that follow from the columns of the rows."""
-    has_rewards = algorithm in ("ppo", "reinforce", "rs")
-    settings: dict[str, Any] = {}
-    if columns and has_rewards and not any("ground_truth" in names for names in columns):
-        settings["data.ground_truth_column"] = None
-    return {key: value for key, value in settings.items() if key not in overrides}
-
-
-def _override(value: Any) -> str:
-    """Return a value in hydra's grammar of overrides."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{_override(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_override, value)) + "]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int | float):
-        return repr(value)
-    text = str(value)
-    if re.fullmatch(r"[A-Za-z_./][\w./:-]*", text) and text.lower() not in (
-        "null",
-        "true",
-        "false",
-    ):
-        return text
-    if re.search(r"[\n\r\t]", text):  # written \\n in double quotes, as in YAML
-        quote, names = '"', {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    else:
-        quote, names = "'", {}
-    # A backslash is doubled before a quotation mark only. A \ keeps ${ from being interpolated.
-    text = re.sub(rf"(\\*)({quote}|$)", lambda m: m[1] * 2 + (m[2] and f"\\{m[2]}"), text)
-    for character, name in {**names, "${": "\\${"}.items():
-        text = text.replace(character, name)
-    return f"{quote}{text}{quote}"
-
-
-def _remove_unused(folder: Path) -> None:
-    """Remove the directory of a run that was refused before the first step."""
-    if {path.name for path in folder.iterdir()} <= {"python", ".lock", "run.json"}:
-        shutil.rmtree(folder)

@@ -1,7 +1,6 @@
-"""Conversion of NeMo-RL's mappings of policies and critics, `PolicyConfig` and `ValueConfig`.
+"""Conversion of NeMo-RL's `PolicyConfig` and `ValueConfig` to the sections of this library.
 
-`published_role` converts a mapping to the sections of this library. Keys without a counterpart are
-accepted or refused by their values (`aligner.compat.nemo_rl_values`). The section of the disabled
+`aligner.compat.nemo_rl_values` judges keys without a counterpart. The section of the disabled
 backend is ignored.
 """
 
@@ -53,9 +52,8 @@ class PolicyConfig(ValueConfig, total=False):
     generation_batch_size: Count
 
 
-# NeMo-RL's dotted keys and the corresponding keys in `PublishedRole`. If several set the same key,
-# the first takes precedence. A type instead of a key: the value is only validated, and possibly
-# read by `read_role`.
+# NeMo-RL's dotted keys and the corresponding keys in `PublishedRole`, of which the first takes
+# precedence. A type instead of a key: `read_role` validates the value, and may read the value.
 KEYS: dict[str, Any] = {
     "model_name": "model.restore_from_path",
     "tokenizer.name": StrictStr,  # the tokenizer is passed as an argument
@@ -163,12 +161,11 @@ class PublishedRole:
 def published_role(values: Section, name: Literal["policy", "value"] = "policy") -> PublishedRole:
     """Convert a mapping in the form of `PolicyConfig` (``name="policy"``) or `ValueConfig`.
 
-    Missing keys have the defaults of this library. Keys that tune engines are ignored, with a
-    warning and a line in the start-up report.
+    Keys that tune engines are ignored, with a warning and a line in the start-up report.
 
     Raises:
-        ConfigError: neither or both backends are enabled, a key is unknown, or a value is not
-            supported. The message is a table of all such keys.
+        ConfigError: a table of all unknown keys and unsupported values, or neither or both backends
+            are enabled.
     """
     role, notes = read_role(values, name)
     if role is None:

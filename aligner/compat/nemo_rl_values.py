@@ -1,7 +1,7 @@
 """Treatment of NeMo-RL's keys without a counterpart in this library, by their values.
 
-A key that is switched off has no effect. A key that tunes an engine or the construction of a model
-changes no result, and is reported in one line. All other keys are refused together, in a table.
+Keys that are switched off have no effect. Keys that tune an engine or the construction of a model
+are reported in one line. A table refuses all other keys.
 """
 
 import difflib
@@ -122,10 +122,9 @@ def judge(path: str, value: Any, known: list[str], notes: Notes) -> None:
 
 
 def torch_schedule(entries: Any, lr: float, notes: Notes) -> SchedConfig:
-    """Convert a schedule of torch's classes, one or several in succession at ``milestones``.
+    """Convert one of torch's schedules, or several in succession at ``milestones``.
 
-    ``LinearLR`` up to 1 is the warm-up, which begins at 0 here. ``LinearLR`` down and
-    ``CosineAnnealingLR`` are the decay. ``ConstantLR`` of factor 1 is ignored.
+    ``LinearLR`` up to 1 is the warm-up, which begins at 0 here. ``ConstantLR`` of 1 is ignored.
     """
     parts = [entries] if isinstance(entries, Mapping) else list(entries)
     schedule, begin = SchedConfig(), 0

@@ -1,12 +1,9 @@
 """Published import paths: a table of the modules that define their names, and an importer.
 
 A path of NeMo-RL or NeMo-Aligner, with ``nemo_rl`` or ``nemo_aligner`` replaced by ``aligner``, is
-importable as a module with the names of its target modules. Earlier paths of moved modules work in
-the same way. A module that lost only some of its names is both a file and an entry of the table,
-and calls `published` for these names.
-
-``aligner.examples`` is the folder `examples`: inside the package in a wheel, next to the package in
-a checkout.
+a module with the names of its target modules, as is an earlier path of a moved module. A module
+that lost only some of its names is both a file and a row, and calls `published` for these names.
+``aligner.examples`` is the folder `examples` next to the package, unless the package contains one.
 """
 
 import importlib
@@ -103,10 +100,7 @@ class PublishedPaths(MetaPathFinder, InspectLoader):
         return ModuleSpec(name, self, origin=origin, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module the attributes of its target modules.
-
-        A target module is imported when one of its attributes is first used.
-        """
+        """Give the module the attributes of its targets, which are imported at first use."""
         targets = _targets(module.__name__)
         module.__doc__ = f"Published path of {', '.join(targets) or 'other modules'}."
         module.__dict__["__getattr__"] = partial(_attribute, module.__name__)
@@ -123,11 +117,7 @@ class PublishedPaths(MetaPathFinder, InspectLoader):
 
 
 def published(module: str, name: str) -> Any:
-    """Return the attribute ``name`` of the first target module of ``module`` that defines it.
-
-    Raises:
-        AttributeError: no target module defines it.
-    """
+    """Return the attribute ``name`` of the first target module of ``module`` that defines it."""
     if not name.startswith("__"):
         for target in _targets(module):
             for candidate in (_OTHER_NAMES.get(name, name), name):

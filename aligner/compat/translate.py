@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from aligner.compat.nemo_rl_values import Notes, is_off
 from aligner.config.cli import check_key
 from aligner.config.roles.model import CriticConfig, ModelConfig
 from aligner.errors import ConfigError, raised_as
-from aligner.foreign_keys import IGNORED, is_inert, table
+from aligner.foreign_keys import IGNORED, as_override, is_inert, table
 
 # Section of NeMo's file that defines the algorithm: its name here, and its key below ``trainer``.
 _BOTH = {name: (name, name) for name in ("ppo", "sft", "dpo")}
@@ -55,8 +54,7 @@ def translate(path: str | Path) -> str:
     if section is None:
         label = "the file" if is_nemo_rl else "trainer"
         raise ConfigError(
-            f"{path}: {label} has none of the sections {', '.join(sections)}. Translate a "
-            "configuration of one of these algorithms"
+            f"{path}: {label} has none of the sections {', '.join(sections)}. Give such a file"
         )
     algorithm, loop = sections[section]
 
@@ -73,7 +71,7 @@ def translate(path: str | Path) -> str:
     for key, value in settings.items():
         try:
             check_key(key, entry.root_class)
-            lines.append(shlex.quote(f"{key}={_literal(value)}"))
+            lines.append(shlex.quote(f"{key}={as_override(value)}"))
         except ConfigError as error:
             notes.refused.append((key, value, str(error).partition(": ")[2]))
     command = " \\\n    ".join([f"python examples/{entry.script}.py", *lines])
@@ -175,17 +173,3 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _literal(value: Any) -> str:
-    """Return a value in the syntax of hydra's command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_literal, value))}]"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_literal(item)}" for key, item in value.items()) + "}"
-    text = str(value)
-    if not isinstance(value, str) or re.fullmatch(r"[A-Za-z_./][\w./-]*", text):
-        return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,10 +1,8 @@
 """Configuration: one YAML tree, validated once into frozen dataclasses.
 
-``load_config`` converts hydra's ``DictConfig`` into a ``RunConfig``. Code below the entry script
-does not use omegaconf. ``cli.launch`` is the entry of the scripts in ``examples/``. The default of
-a key is defined at its field. ``base`` passes the defaults to hydra, and the files of ``conf/``
-contain overrides only. The docstring below a field describes it, also in the tables of ``docs/``
-(``docs/tools/options.py``).
+The default of a key is defined at its field. ``base`` passes the defaults to hydra, and the files
+of ``conf/`` contain overrides only. The docstring below a field describes the key, also in the
+tables of ``docs/`` (``docs/tools/options.py``).
 """
 
 # ruff: noqa: F401  (names for the rest of the library)
@@ -25,10 +23,7 @@ from aligner.config.algorithms.supervised import (
 )
 from aligner.config.algorithms.trainer import (
     ImproperEndConfig,
-    KLControllerConfig,
-    LoopConfig,
     RewardShapingConfig,
-    SamplingLoopConfig,
     TrainerConfig,
     TrainerPPOConfig,
 )
@@ -39,31 +34,20 @@ from aligner.config.commands.ask import (
     EvaluateConfig,
     GenerateConfig,
     ServeConfig,
-    ServerConfig,
 )
 from aligner.config.data import DataConfig, PromptSourceConfig
 from aligner.config.engine import EngineConfig, EngineResources, EngineStart
 from aligner.config.environment import EnvironmentConfig
-from aligner.config.experiment import (
-    ExpManagerConfig,
-    WandbConfig,
-)
+from aligner.config.experiment import ExpManagerConfig
 from aligner.config.generation import GenerationConfig
 from aligner.config.layout import LayerOptions, LayerSpec, ParallelConfig, check_layout
-from aligner.config.load import (
-    as_omegaconf,
-    load_config,
-    parse_config,
-    plain_mapping,
-    section_of,
-)
+from aligner.config.load import as_omegaconf, load_config, parse_config, plain_mapping, section_of
 from aligner.config.reward import RewardConfig, RewardModelConfig, RewardServerConfig
 from aligner.config.roles.model import (
     LAYOUT_KEYS,
     CriticConfig,
     DynamicBatchingConfig,
     ModelConfig,
-    ReferenceConfig,
     RSModelConfig,
     SequencePackingConfig,
     TrainedModelConfig,
@@ -73,7 +57,6 @@ from aligner.config.roles.peft import LoraConfig, PeftConfig
 from aligner.config.roles.policy import BackendConfig
 from aligner.config.roles.sampling import (
     CorrectionConfig,
-    KLLossConfig,
     LengthParams,
     PolicyPPOConfig,
     RolloutConfig,

@@ -1,7 +1,6 @@
-"""Source of the defaults of all configurations for hydra.
+"""Defaults of all configurations for hydra. Files of ``conf/`` name them ``base_NAME``.
 
-The ``defaults`` of a file in ``conf/`` begin with ``base_NAME``, and the file contains overrides
-only. hydra finds ``base_NAME`` in the source ``models://``, which derives it from the dataclasses.
+hydra finds ``base_NAME`` in the source ``models://``, which derives it from the dataclasses.
 """
 
 import dataclasses
@@ -31,16 +30,12 @@ BASES = {
 
 
 def default_tree(section: Any) -> dict[str, Any]:
-    """Return every key of a section with its default, which is ``???`` for a required key.
-
-    ``section``: a dataclass, or an instance of one whose values are the defaults.
-    """
+    """Return the default of every key of a dataclass, or of an instance. ``???`` means required."""
     cls = section if isinstance(section, type) else type(section)
     tree: dict[str, Any] = {}
     value: Any
     for field, hint in zip(dataclasses.fields(cls), field_types(cls).values(), strict=True):
         below = section_in(hint)
-        # In order of precedence: null for derived values, required values, then the default.
         if DERIVED in get_args(hint):
             value = None
         elif REQUIRED_BY_SCRIPTS in get_args(hint):

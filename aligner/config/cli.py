@@ -1,7 +1,6 @@
 """Entry of all scripts: hydra composes the configuration, typed dataclasses validate it.
 
-hydra accepts only the keys of the composed YAML, and its messages name no similar key. Overrides
-are therefore checked against the dataclasses before hydra reads them.
+The dataclasses check overrides before hydra does, whose messages name no similar key.
 """
 
 import difflib
@@ -89,15 +88,12 @@ def launch(
 def without_sections(arguments: Sequence[str], root: type) -> tuple[list[str], list[str]]:
     """Separate ``SECTION=null`` and ``~SECTION`` from the arguments, for sections that may be null.
 
-    hydra reads both as options of a config group, and keeps the keys that the base and the recipe
-    set. The section therefore has to be removed after the composition.
-
-    Returns:
-        the other arguments, and the names of the sections to remove.
+    Returns the other arguments, and the names of the sections to remove after the composition.
 
     Raises:
         ConfigError: another argument sets a key of such a section.
     """
+    # hydra would read both as options of a config group.
     present, absent = list[str](), list[str]()
     for argument in arguments:
         spelled = re.fullmatch(r"\+{0,2}(\w+)=null|~(\w+)(=\w*)?", argument)
@@ -115,9 +111,9 @@ def check_overrides(
 ) -> list[str]:
     """Convert the command line to overrides that hydra accepts.
 
-    Any key in the tree of dataclasses below ``root`` can be set, even if the composed YAML does not
-    contain it or its section: ``key=value`` and ``+key=value`` become ``++key=value``. Options of
-    config groups, ``~key``, ``hydra.*`` and hydra's options are returned unchanged.
+    Any key of the dataclasses below ``root`` can be set, also if the composed YAML lacks the key:
+    ``key=value`` and ``+key=value`` become ``++key=value``. Options of config groups, ``~key``,
+    ``hydra.*`` and hydra's options are returned unchanged.
 
     Args:
         arguments: the command line without the name of the script.
@@ -125,10 +121,9 @@ def check_overrides(
         conf_dir: folder of the config groups. If None, options of groups are not checked.
 
     Raises:
-        ConfigError: an argument is not an override, sets an unknown key (the message names the most
-            similar key), or selects an option that its group or the script does not have. The same
-            holds for options in the ``defaults`` of the recipe that ``--config-name`` names.
-            Several errors are shown as one table.
+        ConfigError: an argument is not an override, sets an unknown key, or selects an option that
+            its group or the script lacks, as may the ``defaults`` of the recipe that
+            ``--config-name`` names. Several errors are shown as one table.
     """
     # Arguments.
     folders = _config_folders(arguments, conf_dir)
@@ -185,11 +180,7 @@ def _config_folders(arguments: Sequence[str], conf_dir: Path | None) -> list[Pat
 
 
 def _selected_options(recipe: str, folders: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:
-    """Yield the file, the group and the option of each selection in the ``defaults`` of a recipe.
-
-    The recipes that this recipe extends are included. The base configuration of the training
-    script is left out.
-    """
+    """Yield file, group and option of each selection in a recipe and in the recipes it extends."""
     names, visited = [recipe], set[Path]()
     while names:
         name = names.pop(0).removesuffix(".yaml")
@@ -270,10 +261,7 @@ def _accepted(
 
 def _malformed(argument: str, error: HydraException) -> str:
     if "=" not in argument:
-        return (
-            f"{argument}: is not of the form key=value. A recipe is selected with "
-            "--config-name recipes/NAME"
-        )
+        return f"{argument}: not key=value. A recipe is selected with --config-name recipes/NAME"
     key, _, value = argument.partition("=")
     reason = str(error).splitlines()[0]
     return (
@@ -283,10 +271,7 @@ def _malformed(argument: str, error: HydraException) -> str:
 
 
 def _check_option(label: str, group: str, value: Any, root: type, folders: Sequence[Path]) -> None:
-    """Refuse an option that a config group, or the script of ``root``, does not have.
-
-    ``label`` begins the message: the argument, or the file and its selection.
-    """
+    """Refuse an option that a config group, or the script of ``root``, does not have."""
     if not folders:
         return
 
@@ -323,8 +308,8 @@ def _check_option(label: str, group: str, value: Any, root: type, folders: Seque
 def _options_of(root: type, group: str, files: Mapping[str, Path], conf_dir: Path) -> list[str]:
     """Return the options of a config group that the script with the configuration ``root`` reads.
 
-    An option that is a default of scripts, or extends such a default, belongs to these scripts. All
-    other options belong to every script that has the group. ``files``: the file of each option.
+    An option that is a default of scripts, or extends such a default, belongs to these scripts.
+    Every script has all other options.
     """
     name = f"{root.__module__}:{root.__qualname__}"
     scripts = {base.replace("base", "gpt") for base, path in BASES.items() if path == name}

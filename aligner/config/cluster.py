@@ -55,17 +55,13 @@ class ClusterConfig:
         # Workers in the processes of the run.
         layouts_differ = run.value_parallel != run.model.parallel
         if self.engine == "local":
-            for name in ("address", "value_workers"):
-                if (value := getattr(self, name)) is not None:
+            for name in ("address", "value_workers", "env_vars"):
+                if (value := getattr(self, name)) not in (None, {}):
+                    unset = "{} (export the variables)" if name == "env_vars" else "null"
                     yield (
                         f"{key}.{name}={value} needs {key}.engine=ray, but {key}.engine=local. Set "
-                        f"the engine, or set {key}.{name}=null"
+                        f"the engine, or set {key}.{name}={unset}"
                     )
-            if self.env_vars:
-                yield (
-                    f"{key}.env_vars={self.env_vars} needs {key}.engine=ray. Set the engine, or "
-                    "set the variables in the environment of the command"
-                )
             if layouts_differ:
                 sizes = ", ".join(
                     f"critic.{name}={shown(size)}"
@@ -81,9 +77,8 @@ class ClusterConfig:
         # Workers in actors of Ray.
         if self.value_workers is not None and self.colocated:
             yield (
-                f"{key}.value_workers={self.value_workers} needs {key}.colocated=false, because a "
-                "colocated critic has as many workers as the policy. Set it, or set "
-                f"{key}.value_workers=null"
+                f"{key}.value_workers={self.value_workers}: a colocated critic has as many workers "
+                f"as the policy. Set {key}.colocated=false, or {key}.value_workers=null"
             )
         size, workers = run.value_parallel.model_parallel_size, run.value_world_size
         is_set = self.value_workers is not None

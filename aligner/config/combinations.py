@@ -1,8 +1,8 @@
 """Rules that involve more than one value of a configuration.
 
-A rule belongs to the section of its field. The section's ``problems(key, run)`` yields a message
-for each broken rule, and `ReadIf` in the type of a field states which runs read the field. ``key``
-is the dotted key of the section, ``run`` the complete configuration.
+The method ``problems(key, run)`` of a section yields a message for each broken rule, where ``key``
+is the dotted key of the section and ``run`` the complete configuration. `ReadIf` in the type of a
+field states which runs read the field.
 """
 
 import dataclasses
@@ -14,16 +14,10 @@ from aligner.config.parse import defaults_of, field_types, join, section_in
 
 @dataclasses.dataclass(frozen=True)
 class ReadIf:
-    """Condition under which a run reads a field, as part of the type of the field.
+    """Condition under which a run reads a field. Other runs accept only the field's default."""
 
-    If a run does not meet the condition, only the default of the field is accepted.
-    """
-
-    condition: Callable[[Any], bool]
-    """Function of the complete configuration."""
-
-    reason: str
-    """End of the sentence that begins with the key and its value."""
+    condition: Callable[[Any], bool]  # of the complete configuration
+    reason: str  # end of the sentence that begins with the key and its value
 
 
 def broken_rules(section: Any, key: str, run: Any) -> Iterator[str]:

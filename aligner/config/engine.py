@@ -1,9 +1,8 @@
 """Base class of rollout engines, which sample rollouts in place of the policy.
 
-An engine is defined by one class, a subclass of `EngineConfig`. Its fields are the engine's keys,
-its rules are checked with the configuration, and its method `start` starts the engine. The table
-`aligner.catalog.ENGINES` lists the engines of the library, each with a section of its name in
-`generation`. The key `generation.backend` selects one, or names the path of a user-defined class.
+A subclass of `EngineConfig` defines an engine: its fields are the engine's keys, and `start` starts
+the engine. `aligner.catalog.ENGINES` lists the engines of the library, whose names are sections of
+`generation`. The key `generation.backend` selects an engine or a user-defined class.
 """
 
 from collections.abc import Iterator
@@ -72,20 +71,12 @@ class EngineConfig:
         return None
 
     def engine_problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield a message for each rule that a run with this engine breaks.
-
-        Args:
-            key: dotted key of the engine's settings.
-            run: the complete configuration.
-        """
+        """Yield a message for each broken rule. ``key``: dotted key of the engine's settings."""
         yield from ()
 
     def recording_problems(self, record: str, key: str, run: Any) -> Iterator[str]:
         """Yield a message for each reason why the engine cannot record filtered tokens.
 
-        Args:
-            record: key and value of the setting, which begin a message.
-            key: dotted key of the algorithm's section of the policy.
-            run: the complete configuration.
+        ``record`` begins a message. ``key``: dotted key of the algorithm's section of the policy.
         """
         yield f"{record}: {self.title} does not record filtered tokens. Set it to 0"

@@ -136,9 +136,8 @@ class EnvironmentConfig:
         """Key and value that define the environment, for messages."""
         if self.command is not None:
             return f"environment.command={shlex.join(self.words)!r}"
-        if self.tools:
-            return f"environment.tools={list(self.tools)}"
-        return f"environment.factory={self.factory}"
+        tools = f"environment.tools={list(self.tools)}"
+        return tools if self.tools else f"environment.factory={self.factory}"
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report settings that the kind does not support, and limits without room for a prompt."""
@@ -148,7 +147,7 @@ class EnvironmentConfig:
 
         if self.tools and (self.factory or self.command or self.kind != "messages"):
             yield (
-                f"{key}.tools={list(self.tools)} are an environment of {key}.kind=messages. Set "
+                f"{key}.tools={list(self.tools)} are an environment of kind=messages. Set "
                 f"{key}.factory and {key}.command to null, and leave {key}.kind out"
             )
 

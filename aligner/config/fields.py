@@ -1,8 +1,6 @@
-"""Types of fields, which define the valid values.
+"""Types of fields, which pydantic validates in ``parse.build``.
 
-For example, ``Count`` is an ``int`` to a type checker, and an integer of at least 1 to pydantic,
-which validates it in ``parse.build``. Booleans, texts and numbers are strict: ``"8"`` is not a
-number, and 1 is not a boolean.
+Booleans, texts and numbers are strict: ``"8"`` is not a number, and 1 is not a boolean.
 """
 
 import os
@@ -37,18 +35,12 @@ REQUIRED_BY_SCRIPTS = "required by scripts"
 
 
 def aliases(spellings: Mapping[str, Any]) -> BeforeValidator:
-    """Accept other spellings of values, and replace them by the values."""
-    return BeforeValidator(
-        lambda value: spellings.get(value, value) if isinstance(value, str) else value
-    )
+    """Replace other spellings of values by the values."""
+    return BeforeValidator(lambda x: spellings.get(x, x) if isinstance(x, str) else x)
 
 
 def one_of(names: Collection[str], *, or_path: str = "") -> AfterValidator:
-    """Accept the strings in ``names``. With ``or_path``, also accept the path of user code.
-
-    ``or_path``: the form of a path that error messages show, for instance
-    ``package.module:Class``. If it is empty, paths are refused.
-    """
+    """Accept the strings in ``names``, and paths of user code if ``or_path`` shows their form."""
 
     def check(text: str) -> str:
         if text in names or (or_path and re.search("[:.]", text)):
@@ -99,12 +91,10 @@ Source = Annotated[
     StrictStr,
     not_empty("a .jsonl or .parquet file or a generator function (package.module:function)"),
 ]
-Function = Annotated[
-    StrictStr, not_empty("a function, package.module:function or path/to/file.py:function")
-]
-UserClass = Annotated[
-    StrictStr, not_empty("a class, package.module:Class or path/to/file.py:Class")
-]
+_FUNCTION = "a function, package.module:function or path/to/file.py:function"
+Function = Annotated[StrictStr, not_empty(_FUNCTION)]
+_CLASS = "a class, package.module:Class or path/to/file.py:Class"
+UserClass = Annotated[StrictStr, not_empty(_CLASS)]
 Integer = Annotated[StrictInt, BeforeValidator(_integer)]
 Count = Annotated[Integer, Interval(ge=1)]
 SpecialTokensInText = Literal["keep", "refuse", "escape"]

@@ -92,10 +92,8 @@ class GenerationConfig:
 
     def resources(self, *, has_gpu: bool) -> EngineResources | None:
         """Return devices and memory of the engines, or None if they use the policy's processes."""
-        engine = self.engine
-        if engine is None:
-            return None
-        return engine.resources(has_gpu=has_gpu, ahead=self.async_rollouts)
+        engine, ahead = self.engine, self.async_rollouts
+        return None if engine is None else engine.resources(has_gpu=has_gpu, ahead=ahead)
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report invalid engines, and asynchronous rollouts without a correction."""
@@ -126,9 +124,8 @@ class GenerationConfig:
             return
         if run.trainer.ppo.dynamic_sampling.enabled:
             yield (
-                f"{key}.async_rollouts=true samples one rollout ahead, but the number of rollouts "
-                "per step is unknown with trainer.ppo.dynamic_sampling.enabled=true. Set one of "
-                "them to false"
+                f"{key}.async_rollouts=true samples one rollout ahead, but with trainer.ppo."
+                "dynamic_sampling.enabled=true their number is unknown. Set one of them to false"
             )
         # Correction of the older weights.
         if ppo.truncated_importance_sampling is None and not ppo.correction.is_on:

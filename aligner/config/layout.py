@@ -39,18 +39,15 @@ class ParallelConfig:
 
     @property
     def sequence_multiple(self) -> int:
-        """Multiple to which the tokens of a sequence are padded.
-
-        Context parallelism splits each sequence into two chunks per rank.
-        """
+        """Multiple to which a sequence is padded: two chunks per context-parallel rank."""
         return 2 * self.context if self.context > 1 else 1
 
     def row_multiple(self, sequence_length_round: int = 1) -> int:
-        """Return the multiple to which lengths on one context-parallel rank are padded.
+        """Return the multiple of lengths on one context-parallel rank.
 
-        Sequence parallelism splits a row over the tensor-parallel ranks. ``sequence_length_round``
-        is the multiple that dynamic batching requires.
+        ``sequence_length_round``: the multiple that dynamic batching requires.
         """
+        # Sequence parallelism splits a row over the tensor-parallel ranks.
         shares = self.tensor if self.sequence_parallel else 1
         return math.lcm(shares, sequence_length_round)
 
@@ -62,12 +59,8 @@ class ParallelConfig:
 def check_layout(
     architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int, section: str = "model"
 ) -> None:
-    """Refuse an invalid layout, and suggest similar sizes that are valid.
-
-    ``section``: key of the layout's section in the configuration.
-    """
-    problems = [*_layout_problems(architecture, parallel, world_size, section)]
-    if problems:
+    """Refuse an invalid layout, and suggest similar sizes. ``section``: key of the layout."""
+    if problems := [*_layout_problems(architecture, parallel, world_size, section)]:
         raise LayoutError("\n".join(problems))
 
 
@@ -80,8 +73,7 @@ def _layout_problems(
         yield (
             f"{world_size} processes cannot be split into tensor {parallel.tensor} x pipeline "
             f"{parallel.pipeline} x context {parallel.context} = {size}. Start "
-            f"{multiples_near(world_size, size)} processes (trainer.devices x "
-            "trainer.num_nodes) or change the sizes"
+            f"{multiples_near(world_size, size)} (trainer.devices x num_nodes), or change the sizes"
         )
 
     # Tensor and sequence parallelism.

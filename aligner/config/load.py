@@ -48,9 +48,8 @@ def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # ty
 def with_built_in_task(config: DictConfig) -> str:
     """Set the arithmetic task if a run names no reward, and either no data or the task's data.
 
-    A run with an environment and without data gets rows without columns.
-
-    Return a note about it for the console, or an empty text if nothing was set.
+    A run with an environment and without data gets rows without columns. Returns a note for the
+    console, which is empty if nothing was set.
     """
     plain = OmegaConf.to_container(config)  # interpolations are not resolved yet
 
@@ -124,10 +123,7 @@ def _with_batches(
 
 
 def _global_batch(config: BaseRunConfig) -> int | None:
-    """Return the size of the fewest equal parts of the samples that a step learns from.
-
-    Return None if there are no such parts, or if the step does not sample.
-    """
+    """Return the size of the fewest equal parts of a step's samples, or None without such parts."""
     if isinstance(config, RSRunConfig):
         rs = config.model.rs
         learned = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
@@ -173,7 +169,6 @@ def plain_mapping(values: Mapping[str, Any], keys: Sequence[str] | None = None) 
     ``keys``: the keys to convert. Other keys are left out, and their interpolations may be invalid.
     """
     selected = [key for key in values if keys is None or key in keys]
-    # A mapping without interpolations.
     if not isinstance(values, DictConfig):
         return {key: values[key] for key in selected}
     plain = {}
@@ -194,10 +189,9 @@ def plain_mapping(values: Mapping[str, Any], keys: Sequence[str] | None = None) 
 def section_of(
     kinds: Sequence[type[Section]], values: Mapping[str, Any], prefix: str = "model"
 ) -> Section:
-    """Convert a mapping to the first of several dataclasses that has all its keys.
+    """Convert a mapping to the first dataclass that has all its keys, or raise the first's error.
 
-    If none has all keys, the error of the first dataclass is raised. ``prefix``: dotted key of the
-    section, for messages.
+    ``prefix``: dotted key of the section, for messages.
     """
     kind = next((kind for kind in kinds if set(values) <= set(field_types(kind))), kinds[0])
     return build(kind, values, prefix)

@@ -127,10 +127,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def _without_inert(values: Mapping[Any, Any], prefix: str, missing: list[str]) -> dict[Any, Any]:
-    """Return ``values`` without missing values and without keys that change nothing.
-
-    The dotted keys of missing values are appended to ``missing``.
-    """
+    """Leave out keys without effect and missing values, whose keys are appended to ``missing``."""
     settings = {}
     for name, value in values.items():
         key = join(prefix, name)
@@ -163,10 +160,7 @@ def arms_of(hint: Any) -> Iterator[Any]:
 
 
 def section_in(hint: Any) -> type | None:
-    """Return the dataclass or ``TypedDict`` in a type ``X`` or ``X | None``.
-
-    Return None for the type of a value.
-    """
+    """Return the dataclass or ``TypedDict`` in a type ``X`` or ``X | None``, if there is one."""
     arms = (arm for arm in arms_of(hint) if isinstance(arm, type))
     return next((arm for arm in arms if dataclasses.is_dataclass(arm) or is_typeddict(arm)), None)
 
@@ -181,12 +175,8 @@ def keys_below(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def type_below(hint: Any, step: str | int) -> Any:
-    """Return the type of the value at a key or an index of a ``hint``.
-
-    Return None if the type does not contain the key or the index.
-    """
+    """Return the type of the value at a key or an index of a ``hint``, or None if it has none."""
     for arm in arms_of(hint):
-        # A section, a mapping or a list, in this order.
         origin, args, section = get_origin(arm), get_args(arm), section_in(arm)
         if arm is Any:
             return Any
@@ -233,14 +223,11 @@ def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str
 
 def _problems(cls: Any, errors: Sequence[Mapping[str, Any]], prefix: str) -> Iterator[str]:
     """Yield a message for each unknown key and for each invalid value."""
-    # A value of a union has consecutive errors, of all types of the union.
-    # Join them to groups, by their keys.
+    # A value of a union has consecutive errors, one or more of each type.
     groups: list[list[_Problem]] = []
     for error in errors:
         problem = _problem(cls, error, prefix)
-        first = groups[-1][0].key if groups else None
-        is_same = first is not None and re.match(rf"{re.escape(first)}([.\[]|$)", problem.key)
-        if is_same:
+        if groups and re.match(rf"{re.escape(groups[-1][0].key)}([.\[]|$)", problem.key):
             groups[-1].append(problem)
         else:
             groups.append([problem])
@@ -258,8 +245,6 @@ def _problems(cls: Any, errors: Sequence[Mapping[str, Any]], prefix: str) -> Ite
 
 
 class _Problem(NamedTuple):
-    """An error of pydantic about one value."""
-
     key: str
     text: str
     is_other_kind: bool  # the value is of another kind than expected, such as text for a number
@@ -287,10 +272,7 @@ def _problem(cls: Any, error: Mapping[str, Any], prefix: str) -> _Problem:
 
 
 def _key_and_type(hint: Any, path: Sequence[str | int], key: str) -> tuple[str, Any]:
-    """Return the dotted key and the type at the end of a path in pydantic's form.
-
-    The path also contains the arms of unions, which are not part of the key.
-    """
+    """Return the dotted key and the type at the end of a path, which also has arms of unions."""
     for step in path:
         below = type_below(hint, step)
         if below is not None:
@@ -328,10 +310,7 @@ def _range(hint: Any) -> str:
 
 
 def defaults_of(config: Any) -> dict[str, Any]:
-    """Return the defaults of the keys of a configuration as JSON values, without required keys.
-
-    ``config``: a dataclass. The defaults of required sections are those of their keys.
-    """
+    """Return the defaults of the keys of a dataclass as JSON values, without required keys."""
     defaults: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -349,18 +328,15 @@ def without_new_defaults(
 ) -> dict[str, Any]:
     """Return ``current`` without keys that ``saved`` lacks and that have their default value.
 
-    All three are configurations as nested mappings. The keys of a section that is null in ``saved``
-    are kept, because that section was switched off.
+    The keys of a section that is null in ``saved`` are kept: that section was switched off.
     """
     result: dict[str, Any] = {}
     for key, value in current.items():
-        is_new, default = key not in saved, defaults.get(key)
-        if is_new and key in defaults and value == default:
+        if key not in saved and key in defaults and value == defaults[key]:
             continue
-        saved_value = {} if is_new else saved[key]
-        if isinstance(value, Mapping) and isinstance(saved_value, Mapping):
-            inner = default if isinstance(default, Mapping) else {}
-            value = without_new_defaults(value, saved_value, inner)
+        section = saved.get(key, {})
+        if isinstance(value, Mapping) and isinstance(section, Mapping):
+            value = without_new_defaults(value, section, defaults.get(key) or {})
         result[key] = value
     return result
 

@@ -43,17 +43,11 @@ class RewardModelConfig:
     docs/reward.md#one-backbone-with-the-critic."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Yield a message for a wrong count of workers, and for a backbone that cannot be shared.
-
-        ``workers`` must be a multiple of the size of the policy's layout.
-        """
+        """Report workers that do not fill the policy's layout, and backbones that differ."""
         # Separate workers.
         size = run.model.parallel.model_parallel_size
         if self.workers is not None and run.cluster.engine != "ray":
-            yield (
-                f"{key}.workers={self.workers} needs cluster.engine=ray. Set it, or set "
-                f"{key}.workers=null"
-            )
+            yield f"{key}.workers={self.workers} needs cluster.engine=ray. Set it, or workers=null"
         elif self.workers is not None and self.workers % size:
             yield (
                 f"{key}.workers={self.workers} is not a multiple of tensor x pipeline x context = "
@@ -69,8 +63,8 @@ class RewardModelConfig:
             yield f"{key} needs a critic, but this run has none. Set it to false"
         if run.value_parallel != run.model.parallel:
             yield (
-                f"{key} needs a critic in the policy's layout, but the critic's layout differs. "
-                "Set the critic's sizes to null, or share_body_with_critic to false"
+                f"{key} needs a critic in the policy's layout, but the layouts differ. Set the "
+                "critic's sizes to null, or share_body_with_critic to false"
             )
         if run.policy.backend != "megatron":
             yield (
@@ -85,9 +79,8 @@ class RewardModelConfig:
         for name, unset in (("workers", None), ("offload_weights", False)):
             if value := getattr(self, name):
                 yield (
-                    f"{key} scores on the critic's workers, but reward.model.{name}={shown(value)} "
-                    f"needs separate workers. Set {name} to {shown(unset)}, or "
-                    "share_body_with_critic to false"
+                    f"reward.model.{name}={shown(value)} needs separate workers, but {key} uses "
+                    f"the critic's. Set {name}={shown(unset)}, or share_body_with_critic=false"
                 )
 
 
@@ -172,10 +165,8 @@ class RewardConfig:
             "server": "reward=server reward.server.url=http://host:5555",
         }
         if self.kind in examples and getattr(self, self.kind) is None:
-            yield (
-                f"{key}.kind={self.kind} needs {key}.{self.kind}. Set it, for example "
-                f"{examples[self.kind]}"
-            )
+            section = f"{key}.{self.kind}"
+            yield f"{key}.kind={self.kind} needs {section}. Set it: {examples[self.kind]}"
         for source in ("model", "server"):
             if source != self.kind and getattr(self, source) is not None:
                 yield (
@@ -183,10 +174,8 @@ class RewardConfig:
                     f"{key}.kind={source}, or {key}.{source}=null"
                 )
         if self.attribute_weights is not None and self.kind not in ("model", "server"):
-            yield (
-                f"{key}.attribute_weights needs a reward model or a server, but {key}.kind="
-                f"{self.kind}. Set it to null"
-            )
+            rated = f"{key}.kind=model or server, not {self.kind}"
+            yield f"{key}.attribute_weights needs {rated}. Set it to null"
 
         # Environment.
         if (self.kind == "environment") != run.environment.is_set:

@@ -109,17 +109,13 @@ class BaseRunConfig:
         return False
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report batch sizes that are not a multiple of the number of data-parallel ranks."""
+        """Report global batches that the data-parallel ranks do not divide."""
         return self.share_problems(self.trainer.world_size, self.value_world_size)
 
     def share_problems(self, world_size: int, value_world_size: int = 0) -> Iterator[str]:
-        """Yield a message for each global batch that the data-parallel ranks do not divide.
+        """Report global batches that do not divide over the processes of the policy and the critic.
 
         Token budgets accept any number of sequences.
-
-        Args:
-            world_size: processes of the policy.
-            value_world_size: processes of the critic.
         """
         for role, section in self.trained_roles.items() if not self.model.token_budgets else ():
             # The critic may have another layout and other workers.
@@ -173,11 +169,8 @@ class SamplingRunConfig(BaseRunConfig):
 
     @property
     def monitor(self) -> str:
-        """Metric that determines the best run state.
-
-        Without a verifier ``accuracy`` is the share of rewards of at least 1, which is not
-        meaningful for the scores of a reward model.
-        """
+        """Metric that determines the best run state."""
+        # Without a verifier, accuracy would be the share of a reward model's scores of at least 1.
         if self.exp_manager.monitor is None and self.reward.function is None:
             return "val_rollouts/rewards"
         return super().monitor
@@ -259,11 +252,10 @@ class RSRunConfig(SamplingRunConfig):
         selected = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
         if selected % batch:
             yield (
-                f"a step selects {selected} responses (model.rs.num_rollout_samples="
+                f"{selected} selected responses (model.rs.num_rollout_samples="
                 f"{rs.num_rollout_samples} / num_rollouts_per_prompt={rs.num_rollouts_per_prompt} "
-                f"x top_n_rollouts={rs.top_n_rollouts}), which is not a multiple of "
-                f"model.global_batch_size={batch}. Use "
-                f"{multiples_near(selected, batch)}"
+                f"x top_n_rollouts={rs.top_n_rollouts}) are not a multiple of "
+                f"model.global_batch_size={batch}. Use {multiples_near(selected, batch)}"
             )
 
 
@@ -291,10 +283,7 @@ class SupervisedRunConfig(BaseRunConfig):
         yield from self.length_problems(self.data.max_length or 1)
 
     def length_problems(self, longest: int) -> Iterator[str]:
-        """Yield a message for each token budget that the longest example exceeds.
-
-        ``longest``: tokens of the longest row.
-        """
+        """Yield a message for each token budget that rows of ``longest`` tokens exceed."""
         multiple = self.model.length_multiple
         for name, tokens in self.model.token_limits.items():
             rows = self.rows_per_example if name.endswith("train_mb_tokens") else 1

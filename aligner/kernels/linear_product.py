@@ -1,26 +1,19 @@
 """Products of linear layers: fast float32 products on CPUs, and products with float32 sums.
 
-`linear_product`: torch multiplies float32 matrices with MKL. For the shapes of a transformer's
-linear layers oneDNN takes a sixth to a third less time on the tested processors (figures:
-benchmarks/LOG.md). But it adds the terms of a sum one after the other, which doubles the rounding
-error of long sums. It is therefore used for gradients of inputs, and for outputs with few terms.
-MKL computes the gradient of the weight, a product over rows, because it is faster there.
-megatron-core's parallel linears use `linear_product` too.
+`linear_product`: for float32 linears of a transformer, oneDNN is a sixth to a third faster than
+torch's MKL (benchmarks/LOG.md), but adds the terms of a sum one by one, with twice the rounding
+error in long sums. It computes gradients of inputs, and outputs with few terms. MKL computes the
+gradient of the weight.
 
-`packed_linears`: the few-row products of decoding. A CPU matrix product of 16 to 64 rows spends
-much of its time rearranging the weight. oneDNN's prepacked weights are rearranged once per weight
-update (one pass over the weights), and the product runs 1.3 to 2 times as fast at these sizes. A
-packed weight needs as much memory as the weight. A weight that fits in the processor's cache is not
-packed, because there the call around oneDNN's product costs more than the rearranging. It is only
-transposed once, into the order in which MKL is fastest. The result of a row is the same, bit for
-bit, for any number of rows (with torch 2.10, whose oneDNN is 3.7, only if the sums are short).
+`packed_linears`: products of 16 to 64 rows in decoding. oneDNN's prepacked weights are rearranged
+once per weight update and run 1.3 to 2 times as fast, for the memory of another weight. A weight
+that fits in the processor's cache is only transposed, into the order in which MKL is fastest. A
+row's result is the same, bit for bit, for any number of rows (with torch 2.10 only if sums are
+short).
 
-`wide_linear`: sums and results are float32, also for bfloat16 matrices. A GPU multiplies bfloat16
-numbers exactly, sums in float32 and can return the float32 sums (`torch.mm` with ``out_dtype``).
-The results equal those of float32 copies of the matrices, at the speed of bfloat16. On other
-devices the matrices are converted. In backward one factor, the gradient of the logits, is float32.
-It is rounded to bfloat16 once, with a relative error of 2^-9, as in every library that stores
-bfloat16 logits. Sums over it are float32 again.
+`wide_linear`: sums and results are float32, also for bfloat16 matrices. A GPU returns the float32
+sums of exact bfloat16 products (`torch.mm` with ``out_dtype``), other devices convert the matrices.
+In backward the gradient of the logits is rounded to bfloat16 once, with a relative error of 2^-9.
 """
 
 import contextlib
@@ -65,8 +58,7 @@ class Origin(NamedTuple):
     """A function that recomputes a tensor from saved tensors: ``function(*sources)``.
 
     The sources, float ``[...]``, are saved for backward in any case. A linear whose input, float
-    ``[..., n]``, has a known origin saves the sources instead of the input, and recomputes the
-    input bit for bit for the gradient of the weight.
+    ``[..., n]``, has a known origin saves no input and recomputes it bit for bit.
     """
 
     function: Callable[..., Tensor]
@@ -117,8 +109,8 @@ class _LinearProduct(torch.autograd.Function):
 def linear_product(x: Tensor, weight: Tensor, origin: Origin | None = None) -> Tensor:
     """Multiply ``x`` float [..., in] by ``weight`` [out, in] to [..., out].
 
-    ``origin``: origin of ``x``, whose sources are saved instead of ``x``. Its function returns the
-    elements of ``x`` in their order, in any shape.
+    ``origin``: origin of ``x``, whose function returns the elements of ``x`` in order, in any
+    shape.
     """
     if origin is None:
         return _LinearProduct.apply(x, weight, None)
@@ -211,14 +203,12 @@ _ROWS = 16  # their products run on a multiple of these rows, so that one kernel
 
 
 class Product:
-    """``x @ weight^T`` in a form that is fast for few rows of ``x``.
+    """``x @ weight^T`` for ``weight`` float [out, in], fast for few rows of ``x``.
 
-    The first call packs a large weight, if torch supports it. Later changes to the weight do not
-    reach the packed copy.
+    The first call packs a large weight. Later changes to the weight do not reach the packed copy.
     """
 
     def __init__(self, weight: Tensor) -> None:
-        """``weight``: float [out, in]."""
         self.weight = weight.detach()
         self._outputs = weight.shape[0]
         size = weight.numel() * weight.element_size()
@@ -263,10 +253,9 @@ class Product:
 
 
 class GatedProduct:
-    """SwiGLU, ``silu(x @ gate^T) * (x @ up^T)``, as two products fused with its two steps."""
+    """SwiGLU, ``silu(x @ gate^T) * (x @ up^T)``, in two fused products. ``weight``: [2 * F, in]."""
 
     def __init__(self, weight: Tensor) -> None:
-        """``weight``: float [2 * F, in], the gate in the first half."""
         self._both = Product(weight)
         self._gate, self._up = (Product(half) for half in weight.chunk(2))
 
@@ -299,10 +288,9 @@ def _two_rows(row: Tensor) -> Tensor:
 def packed_linears(model: nn.Module) -> Iterator[dict[nn.Module, Product]]:
     """Run megatron-core's parallel linear layers in ``model`` on packed weights, without gradients.
 
-    Yields the product of every replaced layer. Weights are packed on entry, with adapters merged
-    into them, so enter again after every update. Layers that cannot be packed, and experts that
-    communicate themselves, are not replaced. Sequence parallelism must be off, because decoding
-    passes have fewer tokens than the group has ranks.
+    Yields the product of every replaced layer. Weights are packed on entry with merged adapters, so
+    enter again after every update. Experts that communicate themselves are not replaced. Sequence
+    parallelism must be off.
     """
     products: dict[nn.Module, Product] = {}
     try:

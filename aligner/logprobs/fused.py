@@ -2,26 +2,21 @@
 
 Forward: one pass over the vocabulary in tiles updates, per token, the running maximum ``m``, the
 sum ``s = Σ exp(l - m)`` and, for the entropy, ``u = Σ exp(l - m)·(l - m)`` of the logits ``l``
-(online softmax, Milakov & Gimelshein, 2018). Then ``logprob = l_target - m - log s`` and
-``entropy = log s - u / s``.
+(online softmax, Milakov & Gimelshein, 2018). Then ``logprob = l_target - m - log s`` and ``entropy
+= log s - u / s``.
 
 Backward: the tiles are recomputed and converted to the gradient of the logits in place::
 
     dl_v = g·([v = target] - p_v) - e·p_v·(log p_v + entropy)
 
-with ``g`` and ``e`` the gradients of logprob and entropy. The method needs four matrix products,
-log-softmax and gather need three, but every elementwise pass stays in cache.
+with ``g`` and ``e`` the gradients of logprob and entropy. The vocabulary is the outer loop, so each
+row of the weight's gradient is complete after its tile and accumulates in float32 without a copy.
 
-The vocabulary is the outer loop, so each row of the weight's gradient is complete after its tile,
-and float32 accumulation needs no float32 copy of the gradient.
-
-Sums are float32 (float64 for float64 inputs). A GPU multiplies bfloat16 states and weights without
-conversion, because each product is exact in float32. In backward the gradient of each logit is
-computed in float32 and rounded to bfloat16 (`aligner.kernels.linear_product`). Other devices
-convert states and weights to float32 block by block, and only the result is rounded.
+Sums are float32 (float64 for float64 inputs). A GPU multiplies bfloat16 without conversion and
+rounds the gradient of each logit to bfloat16 (`aligner.kernels.linear_product`). Other devices
+convert states and weights to float32 block by block.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +57,8 @@ def row_statistics(
 ) -> RowStatistics:
     """Compute statistics of ``hidden`` [N, H], ``weight`` [V_local, H], ``target`` int64 [N].
 
-    ``restriction``: tokens that enter the softmax. Default: all. An excluded target enters too if
-    ``keep_target`` is true. Otherwise its log-prob is -inf. Logits are divided by ``divisor``, then
+    ``restriction``: tokens that enter the softmax, by default all. With ``keep_target`` an excluded
+    target enters too, otherwise its log-prob is -inf. Logits are divided by ``divisor``, then
     bounded by ``cap`` (`soft_cap_`).
     """
     # Logits of the targets, which also initialise the running maximum.
@@ -157,11 +152,7 @@ def _target_column(local: Tensor, owned: Tensor, columns: slice) -> tuple[Tensor
 
 
 class _LogitGradient(NamedTuple):
-    """Inputs of the gradient of a tile of logits per token, all [N].
-
-    The gradient is ``row_factor · tile``. Constant row factors are applied to [N, H], not to
-    [N, V].
-    """
+    """Inputs of a logit tile's gradient, ``row_factor · tile``, per token, all [N]."""
 
     log_normalizer: Tensor
     row_factor: Tensor
@@ -226,17 +217,11 @@ def input_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute gradients of float ``hidden`` [N, H] (this shard's part) and the local ``weight``.
 
-    ``requires``: which of the two gradients to compute. ``grad_logprobs`` and ``grad_entropy``:
-    float [N]. Other arguments: arguments and result of `row_statistics`.
+    ``requires``: which of the two to compute. ``grad_logprobs``, ``grad_entropy``: float [N].
     """
     requires_hidden, requires_weight = requires
     gradient = _logit_gradient(
-        statistics,
-        target,
-        shard,
-        grad_logprobs,
-        grad_entropy,
-        restricted=restriction is not None,
+        statistics, target, shard, grad_logprobs, grad_entropy, restricted=restriction is not None
     )
     tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor, cap)
     inputs = tiles.factor(hidden)
@@ -311,17 +296,6 @@ def _gradient_tile(
     return tile if slope is None else tile.mul_(slope)
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Options of `row_statistics`."""
-
-    keep_target: bool
-    chunk_size: int | None
-    with_entropy: bool
-    divisor: float
-    cap: float | None
-
-
 class _HiddenStatesToLogprobs(torch.autograd.Function):
     """Log-probs and entropy of (hidden, weight), differentiable in both inputs."""
 
@@ -333,14 +307,17 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
         target: Tensor,
         shard: VocabShard,
         restriction: Restriction | None,
-        options: _Options,
+        keep_target: bool,
+        with_entropy: bool,
+        tiling: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
+        options = {"keep_target": keep_target, "with_entropy": with_entropy, **tiling}
         statistics = row_statistics(
-            hidden, weight, target, shard, restriction=restriction, **vars(options)
+            hidden, weight, target, shard, restriction=restriction, **options
         )
-        restricted = (None, None, None) if restriction is None else restriction.tensors()
+        restricted = [None] * 3 if restriction is None else vars(restriction).values()
         ctx.save_for_backward(hidden, weight, target, *restricted, *statistics)
-        ctx.shard, ctx.options = shard, options
+        ctx.shard, ctx.tiling = shard, tiling
         ctx.set_materialize_grads(False)  # backward is cheaper without a gradient of the entropy
         return statistics.logprobs, statistics.entropy
 
@@ -358,11 +335,9 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
             *grads,
             requires=ctx.needs_input_grad[:2],
             restriction=restriction,
-            chunk_size=ctx.options.chunk_size,
-            divisor=ctx.options.divisor,
-            cap=ctx.options.cap,
+            **ctx.tiling,
         )
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, *[None] * 6
 
 
 def hidden_states_to_logprobs(
@@ -382,25 +357,22 @@ def hidden_states_to_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-prob of each target and the entropy of the sampling distribution.
 
-    ``hidden``: float [N, H], the states that predict the targets (the caller selects and shifts).
-    ``weight``: float [V_local, H], the output layer, with ``tp_group`` its local rows.
-    ``target``: int64 [N], global ids below ``vocab_size``. ``vocab_size``: the global vocabulary
-    without padding rows, which are outside the softmax and get gradient 0.
+    ``hidden``: float [N, H], the states that predict the targets. ``weight``: float [V_local, H],
+    the (local) output layer. ``target``: int64 [N], global ids. ``vocab_size``: the global
+    vocabulary without padding rows, which are outside the softmax and get gradient 0.
 
     ``temperature`` divides the logits, then ``cap`` bounds them (`soft_cap_`). ``top_k`` (0, -1:
     off), then ``top_p`` (1: off) restrict the distribution, which is renormalised over the kept
-    tokens. The target always counts as kept, so that the log-prob is finite even if the filter
-    excludes the target now (-inf in NeMo-RL).
-    ``kept_ids``: int [N, K], ids that the sampler kept, padded with -1. A row with at least one id
-    is renormalised over its ids instead.
-    ``chunk_size``: maximum number of tokens per step. None derives it from the memory of a tile.
+    tokens. The target always counts as kept, so that its log-prob is finite (-inf in NeMo-RL).
+    ``kept_ids``: int [N, K], ids that the sampler kept, padded with -1. A row with an id is
+    renormalised over its ids instead. ``chunk_size``: maximum number of tokens per step. None
+    derives it from the memory of a tile.
 
-    Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs).
-    Gradients are exact for a fixed set of kept tokens, except for bfloat16 inputs on a GPU, for
-    which the gradient of each logit is rounded to bfloat16. With tensor parallelism every rank
-    returns the same values and the gradient of its rows of ``weight``. The gradient of ``hidden``
-    is the *local part*, which the caller sums over the group (as megatron-core's copy-to-region or
-    gather-from-sequence-region).
+    Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs). Gradients
+    are exact for a fixed set of kept tokens, but rounded per logit for bfloat16 on a GPU. With
+    tensor parallelism every rank returns the same values and the gradient of its rows of
+    ``weight``. The gradient of ``hidden`` is the *local part*, which the caller sums over the
+    group.
     """
     sampling = TrainingSamplingParams(top_k, top_p, temperature, keep_target=True)
     shard = VocabShard.of(weight, vocab_size, tp_group)
@@ -432,13 +404,10 @@ def shard_logprobs(
     """Compute `hidden_states_to_logprobs` for any shard and both values of ``keep_target``.
 
     ``hidden``: float [N, H]. ``weight``: float [V_local, H]. ``target``: int64 [N], global ids.
-    Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs).
     """
-    assert hidden.ndim == 2, hidden.shape
-    assert weight.ndim == 2, weight.shape
-    assert target.ndim == 1, target.shape
+    assert hidden.ndim == weight.ndim == 2, (hidden.shape, weight.shape)
     assert hidden.shape[1] == weight.shape[1], (hidden.shape, weight.shape)
-    assert hidden.shape[0] == target.shape[0], (hidden.shape, target.shape)
+    assert hidden.shape[:1] == target.shape, (hidden.shape, target.shape)
     divisor = 1.0
     if has_wide_products(hidden, weight):
         divisor = sampling.temperature
@@ -446,5 +415,7 @@ def shard_logprobs(
         # In float32, because scaled bfloat16 states would be rounded.
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / sampling.temperature
     restriction = restriction_of(hidden, weight, shard, sampling, divisor, kept_ids, cap)
-    options = _Options(sampling.keep_target, chunk_size, with_entropy, divisor, cap)
-    return _HiddenStatesToLogprobs.apply(hidden, weight, target, shard, restriction, options)
+    tiling = {"chunk_size": chunk_size, "divisor": divisor, "cap": cap}
+    return _HiddenStatesToLogprobs.apply(
+        hidden, weight, target, shard, restriction, sampling.keep_target, with_entropy, tiling
+    )

@@ -1,7 +1,5 @@
 """The local output layer: its rows, tiled products, and modules that replace it.
 
-A replacement module makes a megatron-core GPTModel return hidden states instead of logits.
-
 Shape legend: ``N`` selected tokens, ``S`` length, ``B`` sequences, ``H`` hidden, ``V`` real
 vocabulary, ``V_local`` rows of the local weight (padding rows included).
 """
@@ -41,9 +39,8 @@ def tile_bytes(device_type: str) -> int:
 class VocabShard:
     """Part of the vocabulary in the local weight.
 
-    ``start``: global id of row 0. ``columns``: number of leading rows that are real tokens. The
-    following rows are padding outside the softmax. ``group``: the tensor-parallel group, None if
-    this process stores the whole vocabulary.
+    ``start``: global id of row 0. ``columns``: leading rows that are real tokens, before padding
+    outside the softmax. ``group``: the tensor-parallel group, None for the whole vocabulary.
     """
 
     start: int
@@ -100,8 +97,7 @@ class VocabShard:
 def sequence_chunks(logits: Tensor, chunk_size: int | None) -> Iterator[slice]:
     """Yield slices of dimension -2 of [..., S, V_local], ``chunk_size`` positions each.
 
-    The default ``chunk_size`` bounds the float32 memory of a chunk. Slices are equal on all ranks
-    with logits of the same shape, so the loop may contain collectives.
+    The default bounds the float32 memory of a chunk. Slices are equal on all ranks.
     """
     length = logits.shape[-2]
     if chunk_size is None:
@@ -113,11 +109,11 @@ def sequence_chunks(logits: Tensor, chunk_size: int | None) -> Iterator[slice]:
 
 
 class Tiles:
-    """Partition of [N, columns] into tiles of bounded, reused memory.
+    """Partition of ``hidden`` [N, H] @ ``weight`` [V_local, H]^T into tiles of reused memory.
 
     ``dtype`` is the type of the arithmetic, float32 at least. Inputs of lower precision are
-    converted block by block, so products accumulate in float32 without a float32 copy of the
-    weight. If the device multiplies such inputs directly (``narrow``), they are not converted.
+    converted block by block, or not at all if the device multiplies them (``narrow``). Logits are
+    divided by ``divisor`` and bounded by ``cap``.
     """
 
     def __init__(
@@ -129,10 +125,6 @@ class Tiles:
         divisor: float = 1.0,
         cap: float | None = None,
     ) -> None:
-        """Tile the product of ``hidden`` [N, H] and ``weight`` [V_local, H] / ``divisor``.
-
-        ``cap``: bound of the logits, see `soft_cap_`.
-        """
         device = hidden.device
         self.narrow = has_wide_products(hidden, weight)
         self.divisor, self.cap = divisor, cap
@@ -183,7 +175,7 @@ def soft_cap_(logits: Tensor, cap: float | None) -> Tensor:
 class OutputLayerBypass(nn.Module):
     """Replacement of the output layer that returns the hidden states.
 
-    ``weight``: megatron-core reads this attribute on the last pipeline stage with tied embeddings.
+    megatron-core reads ``weight`` on the last pipeline stage with tied embeddings.
     """
 
     def __init__(self, original: nn.Module | None = None) -> None:
@@ -197,36 +189,27 @@ class OutputLayerBypass(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Return ``hidden`` float ``[S, B, H]`` and ignore the arguments of an output layer."""
-        del args, kwargs
         if self._original[0] is not None:
             ready_weight(self._original[0])
         return hidden, None
 
 
 def ready_weight(module: nn.Module) -> Tensor:
-    """Wait for the module's weight as a call of the module does, and return it.
-
-    With ``overlap_param_gather`` weights arrive in the background, and a pre-forward hook of each
-    module waits for the module's weight.
-    """
+    """Return the module's weight after its pre-forward hooks, which wait for gathered weights."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
     return module.weight
 
 
 class CapturingOutputLayer(nn.Module):
-    """Replacement of the output layer that stores the hidden states and returns a small tensor.
-
-    ``captured_hidden``: receives the hidden states, float ``[S, B, H]``, as ``hidden_states``.
-    """
+    """Replacement of the output layer that stores hidden states ``[S, B, H]`` in a dict."""
 
     def __init__(self, captured_hidden: dict[str, Tensor]) -> None:
         super().__init__()
         self.captured_hidden = captured_hidden
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Store float ``[S, B, H]`` and return a placeholder ``[S, B, 1]``."""
-        del args, kwargs
+        """Store ``hidden_states``, float ``[S, B, H]``, and return a placeholder ``[S, B, 1]``."""
         self.captured_hidden["hidden_states"] = hidden_states
         return hidden_states[..., :1], None
 

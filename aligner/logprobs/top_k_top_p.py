@@ -31,12 +31,9 @@ EXCLUDED = -1e30
 class TrainingSamplingParams:
     """Sampling parameters of a rollout, for log-probs of the same distribution.
 
-    ``top_k``: None, 0 or -1 is off. ``top_p``: 1 is off. ``temperature`` divides the logits, which
-    must not be divided already.
-
-    ``keep_target``: treatment of a target that the filter excludes. With False, the published
-    behaviour, the log-prob is -inf. With True, the behaviour of this library's trainers, the target
-    counts as kept and the log-prob is finite.
+    ``top_k``: None, 0 or -1 is off. ``top_p``: 1 is off. ``temperature`` divides undivided logits.
+    ``keep_target``: an excluded target counts as kept, with a finite log-prob, as in this library's
+    trainers. By default its log-prob is -inf, as published.
     """
 
     top_k: int | None = None
@@ -71,9 +68,9 @@ class TrainingSamplingParams:
 class Restriction:
     """Tokens that enter the softmax at ``N`` positions in addition to the targets.
 
-    ``thresholds``: float [N]. Logits below the threshold are excluded. ``kept_columns``: int64
-    [N, K], columns of the local shard that the sampler kept, padded with values outside the shard.
-    None without a record. ``is_recorded``: bool [N], rows with a record in ``kept_columns``.
+    ``thresholds``: float [N], the smallest kept logit. ``kept_columns``: int64 [N, K], columns of
+    the local shard that the sampler kept, padded with values outside the shard, if recorded.
+    ``is_recorded``: bool [N], rows with a record.
     """
 
     thresholds: Tensor
@@ -81,19 +78,13 @@ class Restriction:
     is_recorded: Tensor | None = None
 
     def exclude(
-        self,
-        logits: Tensor,
-        rows: slice,
-        columns: slice,
-        target_column: Tensor,
-        is_inside: Tensor,
+        self, logits: Tensor, rows: slice, columns: slice, target_column: Tensor, is_inside: Tensor
     ) -> None:
         """Overwrite excluded tokens and the targets in a tile [n, v] of ``rows`` and ``columns``.
 
-        ``target_column``: int64 [n, 1], columns of the targets in the tile. ``is_inside``: bool
-        [n, 1], the target is in the tile. Targets are added separately, because a target's logit is
-        rounded twice (tile and dot product). If the roundings fall on different sides of the
-        threshold, the target would count twice or never.
+        ``target_column``: int64 [n, 1], targets in the tile. ``is_inside``: bool [n, 1]. Targets
+        are added separately, because a target's logit is rounded twice (tile and dot product),
+        which could count it twice or never at the threshold.
         """
         logits.masked_fill_(logits < self.thresholds[rows].unsqueeze(1), EXCLUDED)
         if self.kept_columns is not None and self.is_recorded is not None:
@@ -109,10 +100,6 @@ class Restriction:
         target_logits = torch.where(is_inside, EXCLUDED, logits.gather(1, target_column))
         logits.scatter_(1, target_column, target_logits)
 
-    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the fields in constructor order, for autograd."""
-        return self.thresholds, self.kept_columns, self.is_recorded
-
 
 @torch.no_grad()
 def restriction_of(
@@ -127,13 +114,11 @@ def restriction_of(
     """Compute the restriction of ``hidden`` [N, H], or None if every token counts.
 
     Logits are divided by ``divisor`` and bounded by ``cap``. ``kept_ids``: int [N, K], global ids
-    that the sampler kept, padded with -1. Rows without an id, and all rows if ``kept_ids`` is None,
-    are not recorded, so the set is recomputed from the trainer's logits.
+    that the sampler kept, padded with -1. Sets of rows without an id are recomputed from the
+    trainer's logits.
 
-    A recomputed set differs from the sampler's set at its edge, if engines round differently, if
-    the weights have changed, and always for the reference model. Sampler and trainer then
-    renormalise over different sets. Over the recorded set, ratios and KL are exact (keep sampling
-    mask, DeepSeek-V3.2, 2025).
+    A recomputed set differs at its edge if engines round differently or weights have changed. Over
+    the recorded set, ratios and KL are exact (keep sampling mask, DeepSeek-V3.2, 2025).
     """
     if not sampling.restricts:
         return None
@@ -163,8 +148,7 @@ def keep_thresholds(
 ) -> Tensor:
     """Compute the threshold of each row's logits / ``divisor``, float [N], for ``hidden`` [N, H].
 
-    ``cap``: bound of the logits, see `soft_cap_`. Only the logits of a few tokens are in memory at
-    a time.
+    ``cap``: see `soft_cap_`. Only the logits of a few tokens are in memory at a time.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     budget = _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES_ACCELERATOR)
@@ -189,8 +173,7 @@ def shard_thresholds(
 ) -> Tensor:
     """Compute the threshold of each row, [n], on every rank, overwriting ``logits`` [n, V_local].
 
-    Sorting needs complete rows, so each rank receives the rows of its share of the tokens. All
-    ranks pass the same number of columns. Padding columns must be -inf.
+    Each rank sorts complete rows of its share of tokens. Padding columns must be -inf.
     """
     if group is None:
         return threshold(logits, top_k, top_p)
@@ -204,8 +187,8 @@ def threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """Compute the threshold of each row of float [n, V]: top-k, then top-p of the remaining tokens.
 
     Top-p keeps the fewest most probable tokens whose total probability is at least ``top_p``. The
-    threshold is midway between the smallest kept logit and the next lower logit, so that recomputed
-    logits with other rounding errors fall on the same side. Overwrites ``logits``.
+    threshold is midway between the smallest kept and the next lower logit, so that other rounding
+    errors do not matter. Overwrites ``logits``.
     """
     columns = logits.shape[1]
     top_count = min(top_k, columns) if top_k > 0 else columns
@@ -227,8 +210,7 @@ def threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 def running_sum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Sum float [n, m] up to and including each column, in ``dtype``, by default the input's.
 
-    The result of `torch.cumsum`. PyTorch has no deterministic kernel for it on GPUs: if
-    deterministic operations were requested there, products with triangles of ones replace it.
+    If deterministic operations are requested on a GPU, products replace `torch.cumsum`.
     """
     if values.is_cuda and torch.are_deterministic_algorithms_enabled():
         return sum_by_products(values).to(dtype or values.dtype)
@@ -238,8 +220,8 @@ def running_sum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def sum_by_products(values: Tensor) -> Tensor:
     """Compute `running_sum` as matrix products, float64 [n, m].
 
-    The sums of a row of at most 2,048 columns never fall, and adding a zero does not change them,
-    because such a row is one product.
+    A row of at most 2,048 columns is one product, so that its sums never fall and zeros change
+    nothing.
     """
     rows, columns = values.shape
     width = columns if columns <= _WIDEST else _BLOCK

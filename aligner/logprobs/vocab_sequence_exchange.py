@@ -20,21 +20,14 @@ Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
 def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
     """Exchange [BS, V_local] of each rank for [BS_local, V], complete rows of some tokens.
 
-    The dtype is any. The function is differentiable, and backward is the inverse exchange. Rank r
-    gets the r-th of the equal parts of the flattened tokens, with columns in rank order.
-
-    Raises:
-        LayoutError: the logits are not two-dimensional, or BS is not a multiple of the group size.
+    The dtype is any. Backward is the inverse exchange. Rank r gets the r-th part of the tokens.
+    Raises LayoutError unless logits have two dimensions and BS is a multiple of the group size.
     """
     return _Exchange.apply(vocab_parallel_logits, tp_group, _vocab_to_sequence, _sequence_to_vocab)
 
 
 def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """Convert [BS_local, V] of each rank to [BS, V_local], the inverse of `all_to_all_vp2sq`.
-
-    Raises:
-        LayoutError: the logits are not two-dimensional, or V is not a multiple of the group size.
-    """
+    """Convert [BS_local, V] of each rank to [BS, V_local], the inverse of `all_to_all_vp2sq`."""
     return _Exchange.apply(seq_parallel_logits, tp_group, _sequence_to_vocab, _vocab_to_sequence)
 
 

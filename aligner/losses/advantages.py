@@ -18,37 +18,28 @@ Without a critic, an advantage is a response's reward relative to the rewards of
 ================================  =================================================================
 
 ``B`` responses, ``S`` tokens. ``rewards`` float [B]. ``groups`` int64 [B], equal for responses to
-the same prompt (in any order, groups of any size). ``sample_mask`` [B], 1 if the sample counts. A
-sample that does not count gets advantage 0 and enters no baseline. Its reward may be any value.
+the same prompt, in any order. ``sample_mask`` [B], 1 if the sample counts. Other samples get
+advantage 0 and enter no baseline. Their reward may be any value.
 
-A KL penalty (``penalty``) is subtracted from the reward before the baseline. The penalty affects
-neither the test whether a group has signal nor ``grpo``'s deviation: both use the rewards before
-the penalty. In a group of equal rewards only the noise of the KL estimate remains, and division by
-the deviation of that noise would produce full-size advantages. Such a group gets exactly 0 if the
-group is the baseline (with ``reinforce_plus_plus_baseline`` before whitening). The penalty is
-allowed with ``grpo``: because the deviation is computed from the rewards alone, the penalty keeps
-the policy near the reference as with ``rloo`` and ``dr_grpo``.
+A KL penalty (``penalty``) is subtracted from the reward before the baseline. Whether a group has
+signal, and ``grpo``'s deviation, depend on the rewards alone: in a group of equal rewards, division
+by the deviation of the KL estimate's noise would produce full-size advantages. Such a group gets
+exactly 0 if the group is the baseline (``reinforce_plus_plus_baseline``: before whitening).
 
-Conversations consist of turns. Turn k of sample i is worth ``G_{i,k}``, the rewards that sample i
-earns from turn k on (less the penalty from turn k on). The baseline is the mean of ``G_{j,k}`` over
-the *other* samples j of the group that reach turn k. If no other sample reaches turn k, the
-baseline is the mean of ``G_{j,l}`` at the last turn l before k that other samples reach. Without
-such a turn the advantage is 0. The baseline is unbiased for any lengths: given the state before
-turn k, neither the set of other samples that reach turn k or turn l nor their rewards depend on the
-action of sample i in turn k. (Centring the rewards of each turn index and summing the results is
-biased: the sum subtracts one mean per additional turn, and the policy decides how many turns there
-are.) ``rloo`` is this formula. ``dr_grpo`` and ``grpo`` multiply by (n - 1)/n with n samples in the
-group, as for single responses. ``grpo`` also divides by the largest deviation of the returns that
-are compared in the group, so that no advantage is above sqrt(n) and turns keep their proportions.
-``reinforce`` has no baseline.
+Conversations consist of turns. Turn k of sample i is worth ``G_{i,k}``, the rewards (less the
+penalty) that sample i earns from turn k on. The baseline is the mean of ``G_{j,k}`` over the
+*other* samples j of the group that reach turn k, or else of ``G_{j,l}`` at the last turn l before k
+that other samples reach. Without such a turn the advantage is 0. The baseline is unbiased for any
+lengths, because it does not depend on the action of sample i in turn k. ``rloo`` is this formula.
+``dr_grpo`` and ``grpo`` multiply by (n - 1)/n with n samples in the group. ``grpo`` also divides by
+the largest deviation of compared returns in the group, so that no advantage is above sqrt(n) and
+turns keep their proportions. ``reinforce`` has no baseline.
 
 Sums of rewards are float64. Values that differ by at most `TOLERANCE` are equal.
 
-Differences between peers: the standard deviation is unbiased (verl, TRL, OpenRLHF). The constant
-1e-6 is added to the deviation (verl, while TRL adds 1e-4 and OpenRLHF 1e-9, and NeMo-RL adds the
-constant unless the deviation is 0). A group of one gets 0 if the group is the baseline (NeMo-RL,
-TRL, verl's vectorised RLOO, while verl's other functions keep the reward). Whitening uses the
-unbiased variance (verl, while OpenRLHF and NeMo-RL use the population variance).
+Differences between peers: the standard deviation and the variance of whitening are unbiased (verl,
+while OpenRLHF and NeMo-RL whiten with the population variance). The constant 1e-6 is added to the
+deviation (verl, TRL 1e-4, OpenRLHF 1e-9). A group of one gets 0 (NeMo-RL, TRL).
 """
 
 import math
@@ -72,12 +63,11 @@ def token_rewards(
 ) -> Tensor:
     """Compute ``r_t = R · [t is the last generated token] - β · kl_t``, 0 at masked positions.
 
-    ``rewards``: float [B], one per sample, or [B, S], one per token. Rewards of tokens keep their
-    positions. ``kl``: float [B, S], or None without a KL penalty.
-    ``token_mask``: [B, S]. A row without a generated token gets no reward. ``turn_ids``: int64
-    [B, S], only for conversations: the last token is the last token of the last turn. Returns
-    float [B, S]. (verl, OpenRLHF, NeMo-RL and NeMo-Aligner put the reward at the same position,
-    while TRL's PPO puts the reward one column later.)
+    ``rewards``: float [B], one per sample, or [B, S], one per token, which keep their positions.
+    ``kl``: float [B, S], or None without a KL penalty. ``token_mask``: [B, S]. A row without a
+    generated token gets no reward. ``turn_ids``: int64 [B, S], only for conversations: the last
+    token is the last token of the last turn. Returns float [B, S]. (TRL's PPO puts the reward one
+    column later.)
     """
     assert rewards.ndim in (1, 2), rewards.shape
     assert token_mask.ndim == 2, token_mask.shape
@@ -116,19 +106,18 @@ def generalized_advantage_estimate(
     turn_ids: Tensor | None = None,
     timestep: Literal["token", "turn"] = "turn",
 ) -> tuple[Tensor, Tensor]:
-    """Compute advantages and returns, 0 where the mask is 0.
+    """Compute advantages and returns, float [B, S] each, not whitened, 0 where the mask is 0.
 
     ``δ_t = r_t + γ·V_{t+1} - V_t``, ``A_t = δ_t + γλ·A_{t+1}``, ``return_t = A_t + V_t``. Here
     ``t+1`` is the *next generated token*: value and advantage are carried across holes in the mask
     (as in verl and NeMo-RL, while in OpenRLHF and NeMo-Aligner a hole is a step with reward 0 and
-    value 0). After the last generated token both are 0. With ``turn_ids`` the next token is the
-    next token of the same turn, or the first token of the next turn, at any column of the row.
+    value 0). After the last generated token both are 0.
 
     ``values``, ``rewards``: float [B, S], any value at masked positions. ``mask``: [B, S].
-    ``turn_ids``: int64 [B, S], index of the turn that generated a token. With ``turn_ids`` and
-    ``timestep="turn"``, γ and λ count turns: both apply between the last token of a turn and the
-    first token of the next turn, and are 1 within a turn. The computation is in float32 at least.
-    Returns advantages and returns, float [B, S] each, which are not whitened.
+    ``turn_ids``: int64 [B, S], index of the turn that generated a token, in any column. Tokens
+    follow in the order of turns. With ``turn_ids`` and ``timestep="turn"``, γ and λ apply only
+    between the last token of a turn and the first token of the next turn. The computation is in
+    float32 at least.
     """
     assert values.ndim == 2, values.shape
     assert values.shape == rewards.shape == mask.shape, (values.shape, rewards.shape, mask.shape)
@@ -160,9 +149,9 @@ def generalized_advantage_estimate(
 def discounted_sums(x: Tensor, discount: float) -> Tensor:
     """Compute ``y[:, t] = sum_{s >= t} discount^(s-t) · x[:, s]`` for float [B, S].
 
-    The sums are computed by doubling: after pass ``k`` every ``y_t`` covers ``2^k`` terms, so that
-    ``log2(S)`` passes over contiguous memory replace a loop over ``S``. Sums are pairwise, with
-    smaller rounding errors than a loop's. Terms with a weight below the rounding error are omitted.
+    After pass ``k`` every ``y_t`` covers ``2^k`` terms, so that ``log2(S)`` passes replace a loop
+    over ``S``, with smaller rounding errors. Terms with a weight below the rounding error are
+    omitted.
     """
     length = x.shape[1]
     negligible = torch.finfo(x.dtype).eps * 1e-3
@@ -195,11 +184,9 @@ def discounted_returns(
 ) -> Tensor:
     """Compute ``G_t = r_t + γ·G_{t+1}`` over generated tokens, 0 at masked positions.
 
-    The sum is carried across holes in the mask.
-
-    ``rewards``: float [B, S], any value at masked positions. ``mask``: [B, S].
-    ``turn_ids``: int64 [B, S], the order of tokens as in `generalized_advantage_estimate`.
-    Computed in float32 at least. (verl's convention, while OpenRLHF discounts a hole like a step.)
+    ``rewards``: float [B, S], any value at masked positions. ``mask``: [B, S]. ``turn_ids``: int64
+    [B, S], the order of tokens as in `generalized_advantage_estimate`. Holes in the mask are
+    skipped (verl, while OpenRLHF discounts a hole). Computed in float32 at least.
     """
     # Without values, and with λ = 1, an advantage is the return.
     zero = torch.zeros((), dtype=rewards.dtype, device=rewards.device).expand_as(rewards)
@@ -211,17 +198,15 @@ def discounted_returns(
 def soft_overlong_penalty(lengths: Tensor, is_end: Tensor, max_length: int, cache: int) -> Tensor:
     """Compute a reward term: 0 for short responses, down to -1 for responses at the limit.
 
-    DAPO's soft punishment (Yu et al., 2025, eq. 13) falls linearly from 0 to -1 over the last
-    ``cache`` tokens before ``max_length``::
+    DAPO's soft punishment (Yu et al., 2025, eq. 13) over the last ``cache`` tokens before
+    ``max_length``::
 
         min(0, (max_length - cache - length) / cache)
 
-    A response that did not end was cut at the limit and gets -1, whatever its length. With
-    ``cache=0`` only such responses are punished. (verl and OpenRLHF read only the length, which is
-    the same if every response that did not end has the full length.)
-
-    ``lengths``: int64 [B], generated tokens. ``is_end``: bool [B], the response ended by itself.
-    ``max_length``: limit of a response in tokens. Returns float32 [B].
+    A response that did not end gets -1. With ``cache=0`` only such responses are punished. (verl
+    and OpenRLHF read only the length.) ``lengths``: int64 [B], generated tokens. ``is_end``: bool
+    [B], the response ended by itself. ``max_length``: limit of a response in tokens. Returns
+    float32 [B].
     """
     if not 0 <= cache <= max_length:
         raise ConfigError(
@@ -252,9 +237,8 @@ def group_advantages(
 ) -> Tensor:
     """Compute one advantage per response, float [B] in the dtype of ``rewards``.
 
-    The module's docstring explains the estimators. A group whose rewards are all equal gets exactly
-    0 from every estimator with a group baseline. ``penalty``: float [B], subtracted from each
-    reward. Only ``reinforce`` reads ``batch_baseline``.
+    A group of equal rewards gets exactly 0 from every estimator with a group baseline. ``penalty``:
+    float [B], subtracted from each reward. Only ``reinforce`` reads ``batch_baseline``.
     """
     check_critic_free(estimator, batch_baseline=batch_baseline)
     assert rewards.ndim == 1, rewards.shape
@@ -300,10 +284,9 @@ def token_advantages(
 
     ``token_mask``: [B, S], 1 if the token was generated. ``penalty``: float [B, S], subtracted from
     the reward at each token (β·kl), any value at masked positions. REINFORCE++ charges the penalty
-    token by token, the other estimators charge the sum over the response, before the baseline (as
-    TRL's RLOO and verl, while NeMo-RL's REINFORCE++ subtracts the penalty from the advantage of the
-    same token only). Only REINFORCE++ reads ``discount``. ``turn_ids``: int64 [B, S], only for
-    conversations: the order of tokens. If ``rewards`` are float [B, S], turns are compared
+    token by token, other estimators charge the sum over the response, before the baseline (TRL's
+    RLOO, verl). Only REINFORCE++ reads ``discount``. ``turn_ids``: int64 [B, S], the order of
+    tokens in conversations. If ``rewards`` are float [B, S], turns are compared
     (`turn_advantages`).
     """
     check_critic_free(estimator, batch_baseline=batch_baseline, discount=discount)
@@ -338,17 +321,12 @@ def turn_advantages(
     *,
     penalty: Tensor | None = None,
 ) -> Tensor:
-    """Compute advantages of turns without a critic, float [B, S].
-
-    They are 0 outside turns and in samples that are masked.
+    """Compute advantages of turns without a critic, float [B, S], 0 outside turns and if masked.
 
     ``turn_rewards``: float [B, S], the rewards of a turn at tokens of the turn. ``turn_ids``: int64
     [B, S], index of the turn that generated a token, from 1, or 0 without a turn. ``penalty``:
     float [B, S], subtracted from the reward at each token. Positions outside turns may be any
-    value.
-
-    The module's docstring explains the formula. Turns of equal worth in all samples of a group get
-    exactly 0, and so does a group of one if the group is the baseline.
+    value. Turns of equal worth in a group, and a group of one, get exactly 0 from a group baseline.
     """
     check_critic_free(estimator)
     assert turn_rewards.shape == turn_ids.shape, (turn_rewards.shape, turn_ids.shape)
@@ -392,12 +370,10 @@ def has_reward_variance(
 ) -> Tensor:
     """Return bool [B], True for unmasked samples whose group has unequal rewards.
 
-    Masked samples of a group are not compared. Rewards that differ by rounding are equal
-    (`TOLERANCE`). Samples with False learn nothing from a group baseline, so DAPO (Yu et al., 2025)
-    replaces them with samples of other prompts.
-
-    ``rewards``: float [B], for DAPO the verdict of the verifier before any shaping by length. With
-    ``turn_ids`` int64 [B, S], ``rewards`` are [B, S] and turns are compared (`turn_advantages`).
+    Rewards that differ by rounding are equal (`TOLERANCE`). Samples with False learn nothing from a
+    group baseline, so DAPO (Yu et al., 2025) replaces them. ``rewards``: float [B], before any
+    shaping by length. With ``turn_ids`` int64 [B, S], ``rewards`` are [B, S] and turns are
+    compared.
     """
     counts = sample_mask.bool()
     if turn_ids is not None:

@@ -17,9 +17,7 @@ second moment          in a global batch, the tokens of the largest ``d²`` get 
 =====================  ============================================================================
 
 Weights multiply the surrogate of the policy loss, without gradient. A token of weight 0 still
-counts in the denominator of the loss (as in IcePop and TRL, while verl, and AReaL with M2PO, remove
-rejected tokens from the denominator) and in the KL and entropy terms.
-
+counts in the loss's denominator (IcePop and TRL, not verl) and in the KL and entropy terms.
 Log-ratios are clamped to ±20 before ``exp``, as in verl, so every weight is finite.
 
 Shape legend: ``B`` sequences, ``S`` padded length. Masks are True if a token was generated and the
@@ -28,7 +26,7 @@ sample counts. Masked positions may be any value.
 
 import math
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -46,9 +44,8 @@ def importance_weights(
 ) -> Tensor:
     """Compute importance weights without bounds, float [B, S].
 
-    ``log_ratio`` float [B, S], ``mask`` bool [B, S].
-    ``token``: ``exp(d)``, 1 at masked positions. ``sequence``: the product over the tokens of a
-    response, the same at every position of the row.
+    ``log_ratio`` float [B, S], ``mask`` bool [B, S]. ``token``: ``exp(d)``, 1 at masked positions.
+    ``sequence``: the product over a response's tokens, at every position of the row.
     """
     log_ratio = torch.where(mask, log_ratio, 0)
     if level == "sequence":
@@ -73,7 +70,7 @@ def geometric_rejection(log_ratio: Tensor, mask: Tensor, bounds: Bounds) -> Tens
     """Return bool [B], True if ``exp(mean d)`` of the response is outside ``bounds``.
 
     ``log_ratio`` float [B, S], ``mask`` bool [B, S]. A response without a token is not rejected.
-    verl calls this test ``seq_mean_k1``, with bounds of the reciprocal.
+    verl's ``seq_mean_k1`` has bounds of the reciprocal.
     """
     mean = row_means(torch.where(mask, log_ratio, 0), mask)
     return is_outside(_bounded_exp(mean), bounds) & mask.any(1)
@@ -83,9 +80,8 @@ def second_moment_mask(log_ratio: Tensor, mask: Tensor, limit: float) -> Tensor:
     """Return bool [B, S], True at the tokens that M2PO keeps (arXiv 2510.01161).
 
     ``log_ratio`` float [B, S] and ``mask`` bool [B, S] of a whole global batch. M2PO removes the
-    fewest tokens of the largest ``d²`` whose removal brings the mean of ``d²`` over the other
-    tokens to ``limit`` or below. Of equal tokens the earlier token is removed first. False at
-    masked positions.
+    fewest tokens, by the largest ``d²``, so that the mean of ``d²`` over the others is at most
+    ``limit``. Of equal tokens the earlier is removed first. False at masked positions.
     """
     flat = mask.flatten().nonzero().squeeze(1)
     squares = log_ratio.flatten()[flat].double().square()
@@ -103,8 +99,8 @@ def second_moment_mask(log_ratio: Tensor, mask: Tensor, limit: float) -> Tensor:
 def second_moment_masks(batch: Mapping[str, Tensor], limit: float, rows: int) -> Tensor:
     """Apply `second_moment_mask` to each update of a rollout, ``rows`` adjacent rows each.
 
-    ``batch`` contains ``prev_logprobs``, ``generation_logprobs`` and ``token_mask`` float [B, S]
-    and ``sample_mask`` float [B]. Returns the column ``second_moment_mask``, float32 [B, S].
+    ``batch``: ``prev_logprobs``, ``generation_logprobs``, ``token_mask`` float [B, S],
+    ``sample_mask`` float [B]. Returns float32 [B, S].
     """
     mask = batch["token_mask"].bool() & batch["sample_mask"].bool()[:, None]
     log_ratio = batch["prev_logprobs"] - batch["generation_logprobs"]
@@ -112,31 +108,17 @@ def second_moment_masks(batch: Mapping[str, Tensor], limit: float, rows: int) ->
     return torch.cat([second_moment_mask(*part, limit) for part in parts]).float()
 
 
-class Corrected(NamedTuple):
-    """Result of `correct`.
-
-    ``weights``: float [B, S] without gradient, or None if every weight is 1. ``metrics``: what the
-    micro-batch adds to each metric, scalars.
-    """
-
-    weights: Tensor | None
-    metrics: dict[str, Tensor]
-
-
 def correct(
     correction: CorrectionConfig,
     log_ratio: Tensor,
     average: BatchAverage,
     moment_mask: Tensor | None = None,
-) -> Corrected:
-    """Compute the weights of a micro-batch's tokens, and metrics of these weights.
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Compute the weights of a micro-batch's tokens, float [B, S] or None for 1, and metrics.
 
-    Args:
-        correction: the section ``model.ppo.correction``.
-        log_ratio: float [B, S], the trainer's log-prob minus the sampler's, without gradient.
-        average: mean over the counting tokens of the global batch, with this micro-batch's mask.
-        moment_mask: the column ``second_moment_mask`` [B, S], needed with
-            ``correction.second_moment``.
+    ``log_ratio``: float [B, S], the trainer's log-prob minus the sampler's, without gradient.
+    ``average``: mean over the counting tokens of the global batch, with this micro-batch's mask.
+    ``moment_mask``: [B, S], needed with ``correction.second_moment``.
 
     Metrics are means over tokens: ``importance_weight`` and ``importance_weight_square`` of the
     applied weights, ``weights_outside`` (the bounds), ``tokens_rejected`` (in rejected responses)
@@ -168,7 +150,7 @@ def correct(
     if weights is not None:
         metrics["importance_weight"] = average(weights)
         metrics["importance_weight_square"] = average(weights.square())
-    return Corrected(weights, metrics)
+    return weights, metrics
 
 
 def gap_metrics(log_ratio: Tensor, average: BatchAverage) -> dict[str, Tensor]:
@@ -199,10 +181,10 @@ def gap_metrics(log_ratio: Tensor, average: BatchAverage) -> dict[str, Tensor]:
 
 
 def effective_sample_size(mean: float, mean_square: float) -> float:
-    """Compute the effective sample size per sample, ``(Σ w)² / (n · Σ w²)``.
+    """Compute the effective sample size per sample, ``(Σ w)² / (n · Σ w²)``, 1 for equal weights.
 
-    ``mean``, ``mean_square``: means of the weights and of the squared weights over one update. 1
-    means equal weights. NaN means that every weight is 0.
+    ``mean``, ``mean_square``: means of weights and squares over one update. NaN if every weight is
+    0.
     """
     return mean**2 / mean_square if mean_square else math.nan
 

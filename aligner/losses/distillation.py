@@ -25,14 +25,13 @@ class DistillationLoss:
         mixed      w·forward + (1 - w)·backward      w = mixed_weight
 
     With ``zero_outside_topk`` p is normalised over the whole vocabulary, as if the teacher assigned
-    probability 0 to all other tokens. The rest is then ``Σ_outside p·(log p - log ε)`` with
-    ``log ε`` = -100 (nats per unit of probability, while the true KL is infinite). Without
-    ``zero_outside_topk`` p is renormalised over the k tokens and the rest is 0: the loss does not
-    depend on the other tokens. If k is the vocabulary size, both are the KL divergence itself.
+    probability 0 to other tokens, and the rest is ``Σ_outside p·(log p - log ε)`` with ``log ε`` =
+    -100 nats (the true KL is infinite). Otherwise p is renormalised over the k tokens and the rest
+    is 0.
 
-    The formulas, the constant and the names are from NeMo-RL (`DistillationLossFn`, ``reverse``
-    there for backward). Hinton et al., 2015, describe forward. Gu et al., 2023 (MiniLLM) and
-    Agarwal et al., 2023 (GKD) describe backward and mixed.
+    The formulas are from NeMo-RL (`DistillationLossFn`, ``reverse`` for backward). Hinton et al.,
+    2015, describe forward, Gu et al., 2023 (MiniLLM) and Agarwal et al., 2023 (GKD) backward and
+    mixed.
 
     Metrics are means over all tokens: ``loss``, ``forward_kl``, ``backward_kl`` (except with
     ``kl="forward"``) and ``topk_probability``, the student's probability of the k tokens.
@@ -55,9 +54,8 @@ class DistillationLoss:
         """Compute what one micro-batch adds to the loss and to the metrics.
 
         ``outputs.values_or_logprobs``: float [B, S, k], the student's log-probs of
-        ``teacher_topk_indices``, normalised over the whole vocabulary. ``outputs.entropy``:
-        [B, S]. ``batch``: ``teacher_topk_logits`` [B, S, k], ``token_mask`` [B, S] and
-        ``sample_mask`` [B].
+        ``teacher_topk_indices`` over the whole vocabulary. ``outputs.entropy``: [B, S]. ``batch``:
+        ``teacher_topk_logits`` [B, S, k], ``token_mask`` [B, S] and ``sample_mask`` [B].
         """
         counted = (batch["token_mask"] * batch["sample_mask"][:, None]) > 0
         counted[:, 0] = False  # no position predicts the first token

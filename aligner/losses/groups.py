@@ -19,15 +19,11 @@ def compare_turns(
 ) -> tuple[Tensor, Tensor]:
     """Subtract from each turn's return the mean return of the group's other samples.
 
-    Args:
-        worth: float64 [B, K], return of each turn before the KL penalty.
-        charged: float64 [B, K], return of each turn after the KL penalty.
-        has_turn: bool [B, K], true if the sample reaches the turn.
-        groups: int64 [B], group of each sample.
+    ``worth``, ``charged``: float64 [B, K], return of each turn before and after the KL penalty.
+    ``has_turn``: bool [B, K], the sample reaches the turn. ``groups``: int64 [B].
 
-    Returns:
-        The advantages, float64 [B, K], 0 where the returns of the group are equal, and the largest
-        standard deviation of a turn in the sample's group, float64 [B, 1].
+    Returns the advantages, float64 [B, K], 0 where the returns of the group are equal, and the
+    largest standard deviation of a turn in the sample's group, float64 [B, 1].
     """
     index = torch.arange(has_turn.shape[1], device=has_turn.device).expand(has_turn.shape)
 

@@ -1,8 +1,7 @@
 """NeMo-RL's published interface of losses, adapted to the roles of this library.
 
 A published loss is any callable ``(input, data, global_valid_seqs, global_valid_toks)`` that
-returns ``(loss, metrics)``. `as_loss` converts a published loss to an `aligner.types.LossFunction`,
-so that ``train`` accepts both interfaces.
+returns ``(loss, metrics)``. `as_loss` converts it to an `aligner.types.LossFunction`.
 """
 
 import enum
@@ -27,9 +26,9 @@ class LossInputType(enum.Enum):
     """Kind of the first input of a published loss.
 
     ``LOGIT``: a policy's logits divided by the sampling temperature, float32 ``[B, S, V]``, at
-    position t those of token t + 1. For a critic, its values ``[B, S]``. ``LOGPROB``: a policy's
-    log-probs, float32 ``[B, S - 1]``, at position t that of token t + 1, or 0 if the token's
-    ``token_mask`` is 0.
+    position t those of token t + 1, or a critic's values ``[B, S]``. ``LOGPROB``: a policy's
+    log-probs, float32 ``[B, S - 1]``, at position t that of token t + 1, or 0 if the token is
+    masked.
     """
 
     LOGIT = "logit"
@@ -43,12 +42,12 @@ class PublishedLoss:
     ``data`` contains the columns of a micro-batch, cut to the longest row. ``global_valid_seqs``
     and ``global_valid_toks`` are float32 scalars of the global batch: ``sum(sample_mask)`` and
     ``sum(token_mask * sample_mask)``, at least 1. Losses and metrics are summed over micro-batches
-    and ranks, so the function must divide by one of the two scalars. Metrics whose names end in
-    ``_min`` or ``_max`` are combined by minimum or maximum.
+    and ranks, so the function must divide by one of them. Names ending in ``_min`` or ``_max`` are
+    combined by minimum or maximum.
 
-    If the signature contains ``data``, ``global_valid_seqs`` and ``global_valid_toks`` in any
-    order, the remaining parameter receives the input and all arguments are passed by keyword.
-    Otherwise the four arguments are positional.
+    If the signature contains ``data``, ``global_valid_seqs`` and ``global_valid_toks``, the
+    remaining parameter receives the input and all arguments are keywords. Otherwise they are
+    positional.
     """
 
     function: LossFunction
@@ -78,17 +77,12 @@ class PublishedLoss:
                 "aligner.losses.distillation for distillation"
             ) from None
 
-    @property
-    def reads_logits(self) -> bool:
-        """True if the function reads all logits of a policy."""
-        return self.input_type is LossInputType.LOGIT
-
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Call the function on logits, values or log-probs ``[B, S]`` of one micro-batch."""
         model_output = outputs.values_or_logprobs
-        if not self.reads_logits:
+        if self.input_type is LossInputType.LOGPROB:
             model_output = model_output[:, 1:]
         arguments = {
             "data": BatchedDataDict(batch),
@@ -134,7 +128,7 @@ def as_loss(loss_fn: Any) -> types.LossFunction:
 
 def reads_logits(loss_fn: types.LossFunction) -> bool:
     """Return whether ``loss_fn`` reads all logits of a policy."""
-    return isinstance(loss_fn, PublishedLoss) and loss_fn.reads_logits
+    return isinstance(loss_fn, PublishedLoss) and loss_fn.input_type is LossInputType.LOGIT
 
 
 def loss_and_metrics(

@@ -10,13 +10,9 @@ With ``k1 = log p(token) - log p_ref(token)`` of a token sampled from the policy
 ``abs``   ``|k1|``            a distance, not an estimate
 ========  ==================  ==================================================
 
-As a term of a loss, the estimate is differentiated pathwise, through the log-prob of the sampled
-token. This gradient belongs to another quantity than the value: for ``k1`` the gradient has mean 0,
-for ``k2`` it is the gradient of KL(policy || reference), for ``k3`` of KL(reference || policy), and
-for ``abs`` of neither (its size does not depend on the distance of the policies).
-
-No value is clamped by default. verl, OpenRLHF and NeMo-RL each clamp different quantities, TRL and
-NeMo-Aligner clamp nothing.
+As a term of a loss, the estimate is differentiated through the log-prob of the sampled token. For
+``k1`` this gradient has mean 0, for ``k2`` it is the gradient of KL(policy || reference), for
+``k3`` of KL(reference || policy), and for ``abs`` of neither. No value is clamped by default.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,8 +46,8 @@ def kl_estimate(
     """Estimate KL(policy || reference) at each token, differentiable in ``logprobs``.
 
     ``logprobs``, ``ref_logprobs``: float [B, S], any equal shapes. ``input_clamp`` bounds ``|k1|``
-    before the estimator, ``output_clamp`` bounds the estimate. Clamped positions get gradient 0.
-    The caller must drop masked positions.
+    before the estimator, ``output_clamp`` the estimate. Clamped positions get gradient 0. The
+    caller must drop masked positions.
     """
     assert logprobs.shape == ref_logprobs.shape, (logprobs.shape, ref_logprobs.shape)
     check_choice("kl estimator", estimator, _ESTIMATORS)
@@ -99,8 +95,8 @@ class FixedKLController:
 class AdaptiveKLController(FixedKLController):
     """Controller of β for a target KL (Ziegler et al., 2019, "Fine-Tuning Language Models...").
 
-    ``β ← β · (1 + clip(KL / target - 1, ±0.2) · n_samples / horizon)``. KL is summed over the
-    tokens of a sample and averaged over samples (§2.2 of the paper).
+    ``β ← β · (1 + clip(KL / target - 1, ±0.2) · n_samples / horizon)``. KL is summed over a
+    sample's tokens and averaged over samples (§2.2 of the paper).
     """
 
     def __init__(self, coefficient: float, target: float, horizon: int) -> None:

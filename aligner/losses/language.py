@@ -14,12 +14,9 @@ from aligner.types import Denominators, TokenOutputs
 class NegativeLogLikelihoodLoss:
     """Loss of supervised fine-tuning and rejection sampling, ``-Σ mask·logprob / valid tokens``.
 
-    ``token_mask`` is 1 at the tokens of the response, end-of-sequence token included. Every token
-    of the global batch weighs the same (NeMo-RL, verl, while in NeMo-Aligner and Hugging Face's
-    default a token weighs more in a micro-batch with few tokens).
-
-    Metrics are means over all tokens: ``loss`` in nats per token and ``token_probability``
-    (``exp(logprob)``, where 1 means that the response is memorised).
+    ``token_mask`` is 1 at the response's tokens, end-of-sequence token included. Every token of the
+    global batch weighs the same (NeMo-RL, verl). Metrics are means over all tokens: ``loss`` in
+    nats per token and ``token_probability`` (``exp(logprob)``).
     """
 
     needs_entropy: ClassVar[bool] = False

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import ConfigError
@@ -33,67 +32,32 @@ from aligner.types import Denominators
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """Sum ``values`` over the elements with ``mask`` 1, over ``dim`` (default: all dimensions).
-
-    ``values``: [...], of any dtype. ``mask``: [...], of the same shape.
-    """
+    """Sum ``values`` [...] where ``mask`` [...] is 1, over ``dim`` (default: all dimensions)."""
     assert values.shape == mask.shape, (values.shape, mask.shape)
     masked = torch.where(mask.bool(), values, 0)
     return masked.sum() if dim is None else masked.sum(dim)
 
 
-def masked_mean(
-    values: Tensor, mask: Tensor, denominator: Tensor | float, dim: int | None = None
-) -> Tensor:
-    """Compute ``sum(mask * values) / denominator`` with the arguments of `masked_sum`.
+def masked_whiten(values: Tensor, mask: Tensor, *, over: Tensor | None = None) -> Tensor:
+    """Compute ``(values - mean) * rsqrt(variance + 1e-8)``, 0 at masked positions.
 
-    The caller provides the denominator, a scalar or a tensor in the shape of the sum (usually a
-    count over the whole global batch), because a mean over one micro-batch must not be averaged
-    again.
+    ``values``: float [...]. ``mask``: [...]. Mean and unbiased variance (verl, TRL) are over all
+    unmasked elements, or over elements with ``over`` [...] equal to 1, in float64 and in two
+    passes. The variance of one element is 0.
     """
-    return masked_sum(values, mask, dim) / denominator
-
-
-def masked_moments(
-    values: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute mean and unbiased variance over all unmasked elements of all ranks of ``group``.
-
-    ``values``: float [...]. ``mask``: [...], of the same shape. Two passes accumulate in float64.
-    Without unmasked elements both results are 0. The variance of a single element is 0. With
-    ``group=None`` only elements of this process count. Returns two float64 scalars.
-    """
-    count = mask.bool().sum().double()
-    first = _all_ranks(torch.stack([count, _sum64(values, mask)]), group)
-    count, mean = first[0], first[1] / first[0].clamp(min=1)
-    squares = _all_ranks(_sum64(_less(values, mean).square(), mask), group)
-    return mean, squares / (count - 1).clamp(min=1)
-
-
-def masked_whiten(
-    values: Tensor,
-    mask: Tensor,
-    group: dist.ProcessGroup | None = None,
-    eps: float = 1e-8,
-    *,
-    over: Tensor | None = None,
-) -> Tensor:
-    """Compute ``(values - mean) * rsqrt(variance + eps)``, 0 at masked positions.
-
-    ``values``: float [...]. ``mask``: [...], of the same shape. Mean and unbiased variance are over
-    all unmasked elements of all ranks of ``group`` (the convention of verl and TRL, while OpenRLHF
-    and NeMo-Aligner use the population variance), or over elements with ``over`` [...] equal to 1.
-    """
-    mean, variance = masked_moments(values, mask if over is None else over, group)
-    scale = torch.rsqrt(variance + eps)
+    counted = mask if over is None else over
+    count = counted.bool().sum().double()
+    mean = _sum64(values, counted) / count.clamp(min=1)
+    variance = _sum64(_less(values, mean).square(), counted) / (count - 1).clamp(min=1)
+    scale = torch.rsqrt(variance + 1e-8)
     return torch.where(mask.bool(), _less(values, mean) * scale.to(values.dtype), 0)
 
 
 def _less(values: Tensor, mean: Tensor) -> Tensor:
     """Compute ``values - mean`` in the dtype of ``values``, as exact as with the float64 ``mean``.
 
-    The mean is subtracted in two parts, because the rounding error of a rounded mean is large
-    relative to small deviations of large values.
+    A mean rounded to that dtype would hide small deviations of large values, so it is subtracted in
+    two parts.
     """
     rounded = mean.to(values.dtype)
     return values - rounded - (mean - rounded).to(values.dtype)
@@ -101,12 +65,6 @@ def _less(values: Tensor, mean: Tensor) -> Tensor:
 
 def _sum64(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), values, 0).sum(dtype=torch.float64)
-
-
-def _all_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if group is not None:
-        dist.all_reduce(value, group=group)
-    return value
 
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
@@ -128,11 +86,11 @@ class BatchAverage:
     def __call__(self, values: Tensor) -> Tensor:
         """Return the summand of float ``values`` [B, S]. Masked positions may be any value."""
         if self.aggregation == "token_mean":
-            return masked_mean(values, self.mask, self.denominators.valid_tokens)
+            return masked_sum(values, self.mask) / self.denominators.valid_tokens
         if self.aggregation == "sequence_mean":
             return row_means(values, self.mask).sum() / self.denominators.valid_seqs
         assert self.max_response_length is not None
-        per_token = masked_mean(values, self.mask, self.denominators.valid_seqs)
+        per_token = masked_sum(values, self.mask) / self.denominators.valid_seqs
         return per_token / self.max_response_length
 
 
@@ -144,8 +102,8 @@ def row_means(values: Tensor, mask: Tensor) -> Tensor:
 def counted_tokens(batch: Mapping[str, Tensor], *per_token: Tensor) -> Tensor:
     """Return bool [B, S], True if the token was generated and its sample is not masked.
 
-    ``batch`` contains ``token_mask`` [B, S] and ``sample_mask`` [B]. ``per_token``: float [B, S],
-    tensors whose shapes are compared with the mask.
+    ``batch`` contains ``token_mask`` [B, S] and ``sample_mask`` [B]. ``per_token``: tensors of the
+    mask's shape.
     """
     token_mask, sample_mask = batch["token_mask"], batch["sample_mask"]
     shapes = [token_mask.shape, *(tensor.shape for tensor in per_token)]

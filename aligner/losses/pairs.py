@@ -1,8 +1,7 @@
 """Pairs of a chosen and a rejected response, in adjacent rows.
 
-Row 2i is the chosen response of pair i and row 2i + 1 the rejected response, as in NeMo-RL (TRL and
-NeMo-Aligner put all chosen rows first). A slice of an even number of rows therefore consists of
-complete pairs. Both rows of a pair are in the same micro-batch and have the same ``sample_mask``.
+Row 2i is the chosen response of pair i and row 2i + 1 the rejected response, as in NeMo-RL. Both
+rows of a pair are in the same micro-batch and have the same ``sample_mask``.
 """
 
 from collections.abc import Mapping
@@ -19,8 +18,8 @@ from aligner.types import Denominators
 class Pairs:
     """Pairs of a micro-batch, with means over the unmasked pairs of the global batch.
 
-    ``counts``: bool [B / 2], True if the pair is not masked. ``total``: number of unmasked pairs of
-    the global batch.
+    ``counts``: bool [B / 2], the pair is not masked. ``total``: unmasked pairs of the global batch,
+    a scalar.
     """
 
     counts: Tensor
@@ -38,8 +37,7 @@ class Pairs:
 def pairs_of(batch: Mapping[str, Tensor], denominators: Denominators) -> Pairs:
     """Return the pairs whose rows both count by float32 ``sample_mask`` [B].
 
-    Raises:
-        DataError: the micro-batch has an odd number of rows.
+    Raises DataError if the micro-batch has an odd number of rows.
     """
     rows = batch["sample_mask"].shape[0]
     if rows % 2:

@@ -42,31 +42,25 @@ class PPOPolicyLoss:
     the other values of ``aggregation``. Options that make the loss of another algorithm:
 
     - ``ratio_level="sequence"`` (GSPO, Zheng et al., 2025): all tokens of a row share
-      ``ρ = exp(mean over the row of logprob - prev_logprob)``. The gradient passes through that
-      mean, as in NeMo-RL, TRL and OpenRLHF. In verl each token gets the gradient with its own
-      advantage, which is the same if advantages are constant in a row. GSPO itself averages with
-      ``sequence_mean``.
-    - ``surrogate="cispo"`` (MiniMax-M1, 2025): ``-sg(clip(ρ, ...))·A·logprob``. The clipped ratio
-      is a weight without gradient, so every token learns (as in verl and NeMo-RL). With
-      ``ratio_eps_low=1`` only the upper bound remains, as in TRL.
+      ``ρ = exp(mean over the row of logprob - prev_logprob)``, with the gradient through that mean
+      (as in NeMo-RL, TRL and OpenRLHF). GSPO itself averages with ``sequence_mean``.
+    - ``surrogate="cispo"`` (MiniMax-M1, 2025): ``-sg(clip(ρ, ...))·A·logprob``, a weight without
+      gradient, so every token learns. With ``ratio_eps_low=1`` only the upper bound remains (TRL).
     - ``correction``: weights and masks for rollouts that another policy sampled
       (`losses.corrections`). ``prev_logprobs`` are log-probs of that policy. ``importance_cap`` is
-      short for weights of ``ratio_level``, truncated at the cap. At sequence level all tokens of a
-      row share one weight (as in NeMo-RL).
+      short for weights of ``ratio_level``, truncated at the cap.
 
     ``kl`` is an estimate of ``losses.kl`` against ``ref_logprobs`` with a pathwise gradient (as in
-    verl and TRL, while NeMo-RL adds a score-function term). With ``k1`` that gradient has mean 0
-    and does not restrain the policy, so runs refuse ``k1``. The log-ratio is not clamped (as in
-    NeMo-RL and TRL, while verl and OpenRLHF clamp to ±20).
+    verl and TRL, while NeMo-RL adds a score-function term). The gradient of ``k1`` does not
+    restrain the policy, so runs refuse ``k1``. The log-ratio is not clamped.
 
     Metrics are ``loss`` and these means over all tokens of the global batch: ``ppo_ratio`` (ρ),
     ``ppo_ratio_clamped``, ``clip_fraction``, ``approx_kl`` (k3 of the rollout policy from the
     current policy), and by option ``dual_clip_fraction``, ``entropy``, ``kl_loss`` (before the
-    coefficient) and the metrics of `losses.corrections.correct`. If the batch contains
-    ``generation_logprobs``, also the metrics of `losses.corrections.gap_metrics`.
-    ``clip_fraction`` counts tokens whose clipped term is the larger (these tokens get no gradient),
-    with cispo tokens whose weight was clipped. ``ppo_ratio_max`` and ``logprob_gap_max`` are
-    maxima, 0 without a token.
+    coefficient) and the metrics of `losses.corrections.correct`, with ``generation_logprobs`` also
+    those of `losses.corrections.gap_metrics`. ``clip_fraction`` counts tokens whose clipped term is
+    the larger (these get no gradient), with cispo tokens whose weight was clipped.
+    ``ppo_ratio_max`` and ``logprob_gap_max`` are maxima, 0 without a token.
     """
 
     ratio_eps_low: float = 0.2
@@ -115,9 +109,9 @@ class PPOPolicyLoss:
         """Compute what one micro-batch adds to the loss and to the metrics.
 
         ``outputs.values_or_logprobs``: float [B, S]. ``batch``: ``advantages`` [B, S],
-        ``token_mask`` [B, S], ``sample_mask`` [B] and ``prev_logprobs`` [B, S]. If an option needs
-        them, also ``ref_logprobs`` and ``generation_logprobs``, both [B, S]. An on-policy
-        mini-batch may lack ``prev_logprobs``. The detached current log-probs are then used.
+        ``token_mask`` [B, S], ``sample_mask`` [B] and ``prev_logprobs`` [B, S], by default the
+        detached current log-probs. If an option needs them, also ``ref_logprobs`` and
+        ``generation_logprobs``, both [B, S].
         """
         logprobs, advantages = outputs.values_or_logprobs, batch["advantages"]
         prev_logprobs = batch.get("prev_logprobs", logprobs.detach())
@@ -192,8 +186,7 @@ def clip_surrogate(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the negated pessimistic bound of PPO's objective, float [B, S], and its metrics.
 
-    ``ratio``: float [B, S], 1 at masked positions. ``advantages``: float [B, S], 0 at masked
-    positions. ``logprobs`` is not read.
+    ``ratio``, ``advantages``: float [B, S], 1 and 0 at masked positions. ``logprobs`` is not read.
     """
     clamped = ratio.clamp(1 - loss.ratio_eps_low, 1 + loss.ratio_eps_high)
     free, clipped = -advantages * ratio, -advantages * clamped

@@ -41,12 +41,11 @@ class PairwiseLoss(ABC):
     """Base of pairwise losses. A loss is a mean over pairs, plus an optional SFT term.
 
     ``sft_weight`` adds ``-mean log π`` of the chosen response: the mean over its tokens, then over
-    pairs (OpenRLHF, and NeMo-Aligner with averaging, while NeMo-Aligner's default sums over tokens,
-    TRL averages over all chosen tokens of a micro-batch).
+    pairs (OpenRLHF, NeMo-Aligner with averaging).
 
     Metrics are means over pairs: ``loss``, ``preference_loss``, ``rewards_chosen``,
-    ``rewards_rejected``, ``rewards_margin``, ``accuracy`` (the chosen response gets the higher
-    reward, by more than ``β·TIE``), and with an SFT term ``sft_loss`` (unweighted).
+    ``rewards_rejected``, ``rewards_margin``, ``accuracy`` (margins above ``β·TIE``), and with an
+    SFT term ``sft_loss`` (unweighted).
     """
 
     beta: Positive = 0.1
@@ -63,8 +62,8 @@ class PairwiseLoss(ABC):
         """Compute what a micro-batch of ``B / 2`` pairs adds to the loss and to the metrics.
 
         ``outputs.values_or_logprobs``: float [B, S]. ``batch``: ``token_mask`` [B, S], 1 at the
-        response's tokens, and ``sample_mask`` [B], the same for both rows of a pair. If the loss
-        reads a reference, also ``ref_logprobs`` float [B, S].
+        response's tokens, ``sample_mask`` [B], equal in a pair, and with a reference
+        ``ref_logprobs`` float [B, S].
         """
         # Rewards of both rows of each pair.
         logprobs = outputs.values_or_logprobs
@@ -97,8 +96,7 @@ class PairwiseLoss(ABC):
 class ReferenceLoss(PairwiseLoss):
     """Pairwise loss whose reward is the log-ratio to a reference.
 
-    ``average_logprobs``: use the mean over the response's tokens, not the sum (an option of every
-    loss in NeMo-Aligner and NeMo-RL).
+    ``average_logprobs``: use the mean over the response's tokens instead of the sum.
     """
 
     average_logprobs: bool = False
@@ -116,9 +114,8 @@ class ReferenceLoss(PairwiseLoss):
 class DPOLoss(ReferenceLoss):
     """``-(1-ε)·log σ(m) - ε·log σ(-m)`` (Rafailov et al., 2023).
 
-    ``label_smoothing`` ε: the assumed share of pairs with swapped labels (cDPO, Mitchell, 2023, as
-    in OpenRLHF and TRL's CPO. TRL's DPO lacks cDPO: its "robust" is the unbiased variant of
-    Chowdhury et al., 2024).
+    ``label_smoothing`` ε: the assumed share of swapped labels (cDPO, Mitchell, 2023. TRL's "robust"
+    is the unbiased variant of Chowdhury et al., 2024).
     """
 
     label_smoothing: MinorShare = 0.0  # at 0.5 or more the rejected responses would be preferred
@@ -173,9 +170,7 @@ class RPOLoss(ReferenceLoss):
 class SimPOLoss(PairwiseLoss):
     """``-log σ(β·(mean log π_chosen - mean log π_rejected) - γ)`` (Meng et al., 2024).
 
-    The loss reads no reference. Log-probabilities are means over the response's tokens, so that
-    long responses get no advantage. ``target_margin`` is γ itself, not γ/β (as in the paper and in
-    TRL's CPO).
+    Log-probabilities are means over the response's tokens. ``target_margin`` is γ itself, not γ/β.
     """
 
     beta: float = 2.0
@@ -204,12 +199,12 @@ class KTOLoss:
         λ_D · (1 - σ(β·(r - z)))    for desirable rows
         λ_U · (1 - σ(β·(z - r)))    for undesirable rows
 
-    The loss is the mean over the sequences of the global batch. ``z`` estimates KL(π ‖ π_ref)
-    without gradient, see `kto_kl_baseline`. The estimate is a mean over the global batch. In the
-    paper and TRL it is a mean over each micro-batch or rank.
+    The loss is the mean over the sequences of the global batch. ``z`` estimates KL(π ‖ π_ref) over
+    the global batch without gradient (`kto_kl_baseline`, in the paper and TRL over each micro-batch
+    or rank).
 
-    Metrics are means over sequences: ``loss``, ``rewards`` (``β·r``), ``rewards_margin``
-    (``±β·(r - z)``, + for desirable rows), ``accuracy`` (the margin is above ``β·TIE``),
+    Metrics are means over sequences: ``loss``, ``rewards`` (``β·r``), ``rewards_margin`` (``±β·(r -
+    z)``, + for desirable rows), ``accuracy`` (the margin is above ``β·TIE``),
     ``desirable_fraction`` and ``kl_baseline``.
     """
 
@@ -229,7 +224,7 @@ class KTOLoss:
 
         ``outputs.values_or_logprobs``: float [B, S]. ``batch``: ``ref_logprobs`` [B, S],
         ``token_mask`` [B, S], ``sample_mask`` [B], ``desirable`` [B] (1 means good) and
-        ``kl_baseline`` float [B], which is ``z`` in every row of the global batch.
+        ``kl_baseline`` float [B], ``z`` in every row.
         """
         logprobs, ref_logprobs = outputs.values_or_logprobs, batch["ref_logprobs"]
         mask = counted_tokens(batch, logprobs, ref_logprobs)
@@ -264,12 +259,9 @@ def kto_kl_baseline(
     """Compute ``z = max(0, mean over rows of Σ mask·(logprob - ref_logprob))``, a scalar.
 
     The rows of the global batch are *mismatched*: each prompt is followed by the response to
-    another prompt (in TRL the prompt of the previous row), so that the log-ratios show preferences
-    of the policy that do not depend on the prompt. Both log-probs use the weights before the
-    update.
-
-    ``logprobs``, ``ref_logprobs``: float [B, S]. ``token_mask``: [B, S], 1 at the tokens of the
-    mismatched response. ``sample_mask``: [B].
+    another prompt, so that log-ratios show preferences that do not depend on the prompt. Both
+    log-probs use the weights before the update. ``logprobs``, ``ref_logprobs``: float [B, S].
+    ``token_mask``: [B, S], 1 at the tokens of the mismatched response. ``sample_mask``: [B].
     """
     masks = {"token_mask": token_mask, "sample_mask": sample_mask}
     mask = counted_tokens(masks, logprobs, ref_logprobs)

@@ -26,9 +26,9 @@ class BradleyTerryLoss:
         margin    -log σ(d - s)     (Llama 2, Touvron et al., 2023, TRL, OpenRLHF)
         scaled    -s·log σ(d)       (HelpSteer2-Preference, Wang et al., 2024)
 
-    The loss is the mean over the pairs of the global batch. `losses.pairs` describes the layout of
-    a batch. A negative strength means that the rejected response is better. ``scaled`` would fall
-    without bound for such a pair, so its weight is 0 (runs refuse the data).
+    The loss is the mean over the pairs of the global batch (`losses.pairs`). A negative strength
+    means that the rejected response is better. Its weight in ``scaled`` is 0, because the loss
+    would fall without bound.
 
     Metrics are means over pairs: ``loss``, ``rewards_chosen``, ``rewards_rejected``,
     ``rewards_margin`` (d) and ``accuracy``.
@@ -47,8 +47,8 @@ class BradleyTerryLoss:
         """Compute what a micro-batch of ``B / 2`` pairs adds to the loss and to the metrics.
 
         ``outputs.values_or_logprobs``: float [B, S], the head's output at every token, not shifted.
-        ``batch``: ``input_lengths`` int64 [B] and ``sample_mask`` [B]. Except for ``plain``, also
-        ``preference_strengths`` float [B], which are read at chosen rows.
+        ``batch``: ``input_lengths`` int64 [B], ``sample_mask`` [B], and except for ``plain`` also
+        ``preference_strengths`` float [B], read at chosen rows.
         """
         pairs = pairs_of(batch, denominators)
         scores = sequence_scores(outputs.values_or_logprobs, batch["input_lengths"])
@@ -72,10 +72,7 @@ class AttributeRegressionLoss:
     """Squared error to ratings of ``K`` attributes. Ratings may be missing (SteerLM).
 
     ``mean over sequences of (mean over the rated attributes of (score - rating)²)``: every sequence
-    of the global batch weighs the same for any number of ratings. (NeMo-Aligner averages over all
-    ratings of a micro-batch, which is the same if no rating is missing.) A sequence without any
-    rating must have ``sample_mask`` 0.
-
+    of the global batch weighs the same. A sequence without any rating must have ``sample_mask`` 0.
     Metrics are means over sequences: ``loss`` and ``absolute_error``.
     """
 
@@ -87,10 +84,9 @@ class AttributeRegressionLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute what one micro-batch adds to the loss and to the metrics.
 
-        ``outputs.values_or_logprobs``: the head's output at every token, not shifted, float
-        [B, S, K], or [B, S] for a single attribute. ``batch``: ``input_lengths`` int64 [B],
-        ``attributes`` float [B, K], ``attribute_mask`` [B, K] (1 means rated) and ``sample_mask``
-        [B].
+        ``outputs.values_or_logprobs``: the head's output at every token, not shifted, float [B, S,
+        K], or [B, S] for one attribute. ``batch``: ``input_lengths`` int64 [B], ``attributes``
+        float [B, K], ``attribute_mask`` [B, K] (1 means rated), ``sample_mask`` [B].
         """
         # Scores and ratings of rated attributes, [B, K].
         scores = sequence_scores(outputs.values_or_logprobs, batch["input_lengths"])
@@ -109,10 +105,9 @@ class AttributeRegressionLoss:
 
 
 def sequence_scores(outputs: Tensor, lengths: Tensor) -> Tensor:
-    """Return the head's output at the last token of each sequence.
+    """Return the head's output at the last token of each sequence, float [B] or [B, K].
 
-    ``outputs``: float [B, S] or [B, S, K], not shifted. ``lengths``: int64 [B], at least 1. Returns
-    float [B] or [B, K].
+    ``outputs``: float [B, S] or [B, S, K], not shifted. ``lengths``: int64 [B], at least 1.
     """
     assert outputs.ndim in (2, 3), outputs.shape
     assert lengths.shape == outputs.shape[:1], (lengths.shape, outputs.shape)

@@ -1,8 +1,7 @@
 """The user's policy loss, a class at the path ``model.ppo.loss``.
 
-The class is imported by its path in the process that reads the configuration and in every worker.
-The process that reads the configuration also tests the loss on a synthetic batch before any model
-is built.
+Every process imports the class by its path. The process that reads the configuration also tests the
+loss on a synthetic batch before any model is built.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,13 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.importing import (
-    check_call,
-    construct,
-    load_function,
-    named_by,
-    user_errors,
-)
+from aligner.importing import check_call, construct, load_function, named_by, user_errors
 from aligner.losses.interfaces import loss_and_metrics
 from aligner.types import Denominators, TokenOutputs
 
@@ -81,11 +74,7 @@ class UserPolicyLoss:
     rows_per_group: ClassVar[int] = 1
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        """Import the class ``name`` and call it with ``options``.
-
-        Raises:
-            ConfigError: the class cannot be imported or constructed, or is not a loss.
-        """
+        """Import the class ``name`` and call it with ``options``, else raise ConfigError."""
         self.name, self.options = name, dict(options)
         self._loss = _construct(load_function(name, key=KEY, kind="class"), name, self.options)
         self.needs_entropy = bool(getattr(self._loss, "needs_entropy", False))
@@ -115,19 +104,14 @@ def user_policy_loss(
 ) -> UserPolicyLoss:
     """Construct the loss ``name`` and test it on a synthetic batch.
 
-    Args:
-        name: ``package.module:Class`` or ``path/to/file.py:Class``.
-        kwargs: ``model.ppo.loss_kwargs``, passed to the constructor.
-        built_in: options of the built-in loss. The constructor receives the options that its
-            signature names.
-        changed_settings: options that each non-default setting changes, by the setting as
-            ``key=value``. The constructor or ``kwargs`` must name one of the setting's options.
-        has_reference: whether batches of the run contain ``ref_logprobs``.
+    ``name``: ``package.module:Class`` or ``path/to/file.py:Class``. ``kwargs``: passed to the
+    constructor. ``built_in``: options of the built-in loss, passed if the signature names them.
+    ``changed_settings``: options that each non-default setting (``key=value``) changes, one of
+    which the constructor or ``kwargs`` must name. ``has_reference``: batches contain
+    ``ref_logprobs``.
 
-    Raises:
-        ConfigError: the loss cannot be imported or constructed, reads no option of a changed
-            setting, raises, has no gradient, depends on the split into micro-batches, or depends
-            on tokens whose mask is 0.
+    Raises ConfigError if the loss cannot be constructed, ignores a changed setting, raises, has no
+    gradient, or depends on the split into micro-batches or on masked tokens.
     """
     factory = load_function(name, key=KEY, kind="class")
     option_names = named_by(factory, built_in)

@@ -24,11 +24,9 @@ class PPOValueLoss:
         loss = ½ · Σ mask · max((V - R)², (V_prev + clip(V - V_prev, ±value_clip) - R)²)
                / global valid tokens
 
-    Values are padded, [B, S]: ``values[:, t]`` is the value of the state *before* token ``t``,
-    the head's output shifted right by one. ``value_clip=None`` is the plain squared error.
-
-    Metrics are means over all tokens: ``loss`` and ``clip_fraction`` (tokens whose clipped
-    term is the larger).
+    Values are padded, [B, S]: ``values[:, t]`` is the value of the state *before* token ``t``.
+    ``value_clip=None`` is the plain squared error. Metrics are means over all tokens: ``loss`` and
+    ``clip_fraction`` (tokens whose clipped term is the larger).
     """
 
     value_clip: Positive | None = 0.2  # None: off
@@ -43,9 +41,8 @@ class PPOValueLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute what one micro-batch adds to the loss and to the metrics.
 
-        ``outputs.values_or_logprobs``: float [B, S]. ``batch``: ``returns`` [B, S],
-        ``token_mask`` [B, S] and ``sample_mask`` [B]. With clipping, also the rollout's ``values``
-        [B, S].
+        ``outputs.values_or_logprobs``: float [B, S]. ``batch``: ``returns`` [B, S], ``token_mask``
+        [B, S], ``sample_mask`` [B], and with clipping the rollout's ``values`` [B, S].
         """
         predicted, returns = outputs.values_or_logprobs, batch["returns"]
         mask = counted_tokens(batch, predicted, returns)
@@ -74,8 +71,7 @@ class MseValueLossConfig(TypedDict, total=False):
 class MseValueLossFn:
     """Value loss with NeMo-RL's published interface: `PPOValueLoss` times ``scale``.
 
-    Args:
-        cfg: ``scale`` and ``cliprange``. The default is half the squared error.
+    ``cfg``: ``scale`` and ``cliprange``. The default is half the squared error.
     """
 
     input_type = LossInputType.LOGIT
@@ -96,12 +92,9 @@ class MseValueLossFn:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute what one micro-batch adds to the loss and to the metrics.
 
-        Args:
-            logits: values float32 ``[B, S]`` or ``[B, S, 1]``, of the states before each token.
-            data: ``returns`` and ``token_mask`` ``[B, S]``, ``sample_mask`` ``[B]``. With clipping,
-                also the rollout's ``values`` ``[B, S]``.
-            global_valid_seqs: unused.
-            global_valid_toks: denominator of the mean, the tokens of the global batch.
+        ``logits``: values float32 ``[B, S]`` or ``[B, S, 1]``, of the states before each token.
+        ``data``: as the batch of `PPOValueLoss`. ``global_valid_toks``: denominator of the mean, a
+        scalar.
         """
         values = logits.squeeze(-1) if logits.ndim == 3 else logits
         denominators = Denominators(valid_tokens=global_valid_toks, valid_seqs=global_valid_seqs)
@@ -127,11 +120,7 @@ class RightShiftedLoss:
 
     def __init__(self, loss_fn: Any) -> None:
         self.loss_fn = as_loss(loss_fn)
-
-    @property
-    def rows_per_group(self) -> int:
-        """``rows_per_group`` of the loss."""
-        return self.loss_fn.rows_per_group
+        self.rows_per_group = self.loss_fn.rows_per_group
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators

@@ -15,9 +15,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import aligner
 from aligner.api.objects import as_setting, is_rows, write_rows
-from aligner.api.train import _override
 from aligner.config.cli import _unescaped
 from aligner.errors import ConfigError, DataError
+from aligner.foreign_keys import as_override
 
 BONUS = 2.0
 
@@ -235,14 +235,14 @@ def test_paths_and_generator_functions_are_no_rows(data):
     ],
 )
 def test_overrides_are_read_as_they_were_given(value):
-    argument = _unescaped(f"key={_override(value)}")
+    argument = _unescaped(f"key={as_override(value)}")
     assert OverridesParser.create().parse_override(argument).value() == value
 
 
 def test_an_interpolation_in_a_text_stays_text():
     from omegaconf import OmegaConf
 
-    text = OverridesParser.create().parse_override(f"key={_override('a ${x} b')}").value()
+    text = OverridesParser.create().parse_override(f"key={as_override('a ${x} b')}").value()
     assert OmegaConf.create({"key": str(text)}).key == "a ${x} b"
 
 

@@ -78,14 +78,7 @@ def learn(model: str, teacher: str, layout: str) -> dict[str, object]:
     cluster = LocalCluster(initialize_parallel(config.model.parallel))
     run = RunSettings(gradient_clip_val=0.0)
     student, handle = (
-        Policy(
-            cluster,
-            role,
-            tokenizer,
-            run=run,
-            init_optimizer=learns,
-            init_reference_model=False,
-        )
+        Policy(cluster, role, tokenizer, run=run, init_optimizer=learns, init_reference_model=False)
         for role, learns in ((config.model, True), (teacher_config(config), False))
     )
     kind = PromptDataset if config.trainer.distill.on_policy else ExampleDataset

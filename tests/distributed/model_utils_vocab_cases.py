@@ -68,11 +68,7 @@ def padded_columns(case):
     case.compare(output, wanted, local, whole, upstream)
     k = min(real, 3)
     values, ids = mu.distributed_vocab_topk(
-        local.detach(),
-        k,
-        case.layout.tp_group,
-        vocab_start_index=span[0],
-        vocab_end_index=span[1],
+        local.detach(), k, case.layout.tp_group, vocab_start_index=span[0], vocab_end_index=span[1]
     )
     torch.testing.assert_close(values.double(), logits.detach()[..., :real].topk(k).values)
     assert (ids < real).all()

@@ -53,11 +53,7 @@ GPT = dataclasses.replace(  # tied, with biases and learned positions
     bias_linear=True,
     tie_embeddings=True,
 )
-MODELS = {
-    "llama": LLAMA,
-    "tied llama": dataclasses.replace(LLAMA, tie_embeddings=True),
-    "gpt": GPT,
-}
+MODELS = {"llama": LLAMA, "tied llama": dataclasses.replace(LLAMA, tie_embeddings=True), "gpt": GPT}
 CASES = {  # role, model, precision
     "untied": (MegatronGPTActorModel, "llama", "32"),
     "tied": (MegatronGPTActorModel, "gpt", "32"),
@@ -125,12 +121,7 @@ def train(role: MegatronGPTModel, updates: int) -> None:
 
 def store(folder: Path, role: MegatronGPTModel) -> RunStateStore:
     state = role.parallel
-    return RunStateStore(
-        folder,
-        save_top_k=2,
-        rank=state.rank,
-        exchange=gather_objects,
-    )
+    return RunStateStore(folder, save_top_k=2, rank=state.rank, exchange=gather_objects)
 
 
 def worker_of(role: MegatronGPTModel) -> StatefulWorker:

@@ -27,11 +27,7 @@ LAYOUTS = {
         "pipe 2": "1,2,1,0",
         "context 2": "1,1,2,0",
     },
-    4: {
-        "tensor 2, pipe 2": "2,2,1,1",
-        "pipe 4": "1,4,1,0",
-        "pipe 2, context 2": "1,2,2,0",
-    },
+    4: {"tensor 2, pipe 2": "2,2,1,1", "pipe 4": "1,4,1,0", "pipe 2, context 2": "1,2,2,0"},
 }
 FURTHER = pytest.mark.extended  # four processes on a small machine take long
 CELLS = [

@@ -34,9 +34,7 @@ LAYOUTS = {
         "data 2, in the background": "1,1,1,none,overlap",
         "tensor 2, experts 2": "2,1,2,full",
     },
-    4: {
-        "pipe 2, data 2, experts 2": "1,2,2,selective",
-    },
+    4: {"pipe 2, data 2, experts 2": "1,2,2,selective"},
 }
 FURTHER = {  # by `make test-extended`: four processes on a small machine take long
     4: {
@@ -44,7 +42,7 @@ FURTHER = {  # by `make test-extended`: four processes on a small machine take l
         "data 4, experts 2": "1,1,2,none",
         "tensor 2, data 2": "2,1,1,none",
         "tensor 2, data 2, experts 4": "2,1,4,none",
-    },
+    }
 }
 CELLS = [
     pytest.param(ranks, layout, id=name, marks=marks)

@@ -24,35 +24,28 @@ class Algorithm(NamedTuple):
 def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
     """Return the algorithm of a configuration in the form of `BaseRunConfig.as_dict`.
 
-    The configuration may be that of a run saved by an earlier version.
+    The configuration may be of a run that an earlier version saved.
     """
-    # Section of the trainer.
     sections = ("ppo", "rs", "sft", "dpo", "reward_model", "distill")
     trainer = config["trainer"]
     section = next(name for name in sections if name in trainer)
     loop = trainer[section]
-
-    # Name, with the variant of the algorithm.
-    names = {
-        "rs": "Rejection sampling",
-        "sft": "Fine-tuning",
-        "dpo": f"Preference optimisation ({loop.get('loss', 'dpo').upper()})",
-        "reward_model": f"Reward model ({loop.get('loss', '').replace('_', ' ')})",
-    }
     if section == "ppo":
         estimator = loop.get("advantage", {}).get("estimator", "gae")
         entry = ESTIMATORS.get(estimator)
         name = f"Policy gradients ({estimator})" if entry is None else entry.title
-        variants = _variants(loop, config.get("model", {}).get("ppo", {}))
-        if estimator == "grpo" and variants:
-            name = ", ".join(variants)
-        elif variants:
-            name += f" ({', '.join(variants)})"
-    elif section == "distill":
-        source = "on-policy" if loop.get("on_policy") else "offline"
-        name = f"Distillation ({source}, {loop.get('kl')} KL)"
+        variants = ", ".join(_variants(loop, config.get("model", {}).get("ppo", {})))
+        if variants:
+            name = variants if estimator == "grpo" else f"{name} ({variants})"
     else:
-        name = names[section]
+        source = "on-policy" if loop.get("on_policy") else "offline"
+        name = {
+            "rs": "Rejection sampling",
+            "sft": "Fine-tuning",
+            "dpo": f"Preference optimisation ({loop.get('loss', 'dpo').upper()})",
+            "reward_model": f"Reward model ({loop.get('loss', '').replace('_', ' ')})",
+            "distill": f"Distillation ({source}, {loop.get('kl')} KL)",
+        }[section]
     return Algorithm(name, section, config.get("critic") is not None)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import StrictBool, StrictStr
 
@@ -69,12 +69,8 @@ class StudentSamplingConfig:
 class StudentConfig(TrainedModelConfig):
     """The trained model of a distillation."""
 
+    rollout_key: ClassVar[str] = "model.distill"
     distill: StudentSamplingConfig = field(default_factory=StudentSamplingConfig)
-
-    @property
-    def rollout_key(self) -> str:
-        """Key of the section with the sampling options."""
-        return "model.distill"
 
     @property
     def rollout(self) -> RolloutConfig:

@@ -10,15 +10,7 @@ from pydantic import StrictBool, StrictFloat, StrictStr
 from aligner.catalog import ESTIMATORS
 from aligner.config.algorithms.process import TrainingConfig
 from aligner.config.combinations import ReadIf
-from aligner.config.fields import (
-    Count,
-    Fraction,
-    Integer,
-    Natural,
-    NonNegative,
-    Positive,
-    one_of,
-)
+from aligner.config.fields import Count, Fraction, Integer, Natural, NonNegative, Positive, one_of
 from aligner.config.roles.sampling import KLEstimator
 
 
@@ -75,14 +67,9 @@ class AdvantageConfig:
         return self.estimator if entry is None else entry.function
 
     @property
-    def is_function(self) -> bool:
-        """True if the estimator is a function, not a built-in formula."""
-        return self.function is not None
-
-    @property
     def reads_gae_lambda(self) -> bool:
         """True if the estimator may use γ and λ."""
-        return self.estimator == "gae" or self.is_function
+        return self.estimator == "gae" or self.function is not None
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report an estimator without its requirements, and options of other estimators."""
@@ -90,15 +77,14 @@ class AdvantageConfig:
         estimator = f"{key}.estimator={self.estimator}"
         if self.estimator == "gae" and run.critic is None:
             yield f"{estimator} needs a critic, but critic is null. Set the section, or use rloo"
-        if self.estimator != "gae" and not self.is_function and run.critic is not None:
+        if self.estimator != "gae" and self.function is None and run.critic is not None:
             yield (
-                f"{estimator} uses no critic, but the section critic is set. Run aligner "
-                "train-reinforce (examples/train_gpt_reinforce.py), whose critic is null, or set "
-                "critic=null"
+                f"{estimator} uses no critic, but the section critic is set. Set critic=null, or "
+                "run aligner train-reinforce (examples/train_gpt_reinforce.py)"
             )
 
         # Options of single estimators.
-        if self.kwargs and not self.is_function:
+        if self.kwargs and self.function is None:
             yield (
                 f"{key}.kwargs={dict(self.kwargs)} needs a user-defined estimator, but "
                 f"{estimator}. Leave it out, or set {key}.estimator to the path of a function"
@@ -107,8 +93,7 @@ class AdvantageConfig:
         if entry is not None and entry.compares_group and per_prompt < 2:
             yield (
                 f"{estimator} compares responses to one prompt, but "
-                f"model.ppo.num_rollouts_per_prompt={per_prompt}. Set it to 2 or more (usually 4 "
-                "to 16)"
+                f"model.ppo.num_rollouts_per_prompt={per_prompt}. Set it to 4 to 16, at least 2"
             )
         if self.batch_baseline and self.estimator != "reinforce":
             yield f"{key}.batch_baseline=true needs reinforce, but {estimator}. Set it to false"
@@ -117,7 +102,7 @@ class AdvantageConfig:
         if self.credit != "turn":
             return
         if not run.has_environment:
-            yield _without_turns(f"{key}.credit")
+            yield f"{key}.credit{_NEED_TURNS}"
         if self.reads_gae_lambda:
             yield (
                 f"{key}.credit=turn needs an estimator that compares groups, but {estimator}. "
@@ -130,8 +115,7 @@ class AdvantageConfig:
             )
 
 
-def _without_turns(key: str) -> str:
-    return f"{key}=turn needs conversations, but environment.factory is null. Leave it out"
+_NEED_TURNS = "=turn needs conversations, but environment.factory is null. Leave it out"
 
 
 @dataclass(frozen=True)
@@ -188,22 +172,17 @@ class RewardShapingConfig:
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
         """Report a penalty on all lengths, and shaping that conversations do not support."""
-        cache, longest = self.overlong_cache, run.model.ppo.length_params.max_length
+        cache, lengths = self.overlong_cache, "model.ppo.length_params"
+        longest = run.model.ppo.length_params.max_length
         if cache is not None and cache > longest:
-            yield (
-                f"{key}.overlong_cache={cache} exceeds model.ppo.length_params.max_length="
-                f"{longest}. Lower it"
-            )
+            yield f"{key}.overlong_cache={cache} exceeds {lengths}.max_length={longest}. Lower it"
         if cache is not None and run.has_environment:
             yield (
                 f"{key}.overlong_cache={cache} applies to single responses, but "
                 "environment.factory is set. Set it to null"
             )
         if self.shift != 0 and run.has_environment:
-            yield (
-                f"{key}.shift={self.shift:g} would be added in every turn and so reward the number "
-                "of turns. Set it to 0"
-            )
+            yield f"{key}.shift={self.shift:g} would reward the number of turns. Set it to 0"
 
 
 @dataclass(frozen=True)
@@ -310,10 +289,8 @@ class TrainerPPOConfig(SamplingLoopConfig):
         advantage = self.advantage
         estimator = f"{key}.advantage.estimator={advantage.estimator}"
         if self.critic_warmup_steps and run.critic is None:
-            yield (
-                f"{key}.critic_warmup_steps={self.critic_warmup_steps} needs a critic, but "
-                f"{estimator} uses none. Set it to 0"
-            )
+            warmup = f"{key}.critic_warmup_steps={self.critic_warmup_steps}"
+            yield f"{warmup} needs a critic, but {estimator} uses none. Set it to 0"
         if self.normalize_advantages and not advantage.reads_gae_lambda:
             yield (
                 f"{key}.normalize_advantages=true subtracts the mean over all tokens, also where "
@@ -329,11 +306,11 @@ class TrainerPPOConfig(SamplingLoopConfig):
 
         # Turns of conversations.
         if self.timestep == "turn" and not run.has_environment:
-            yield _without_turns(f"{key}.timestep")
+            yield f"{key}.timestep{_NEED_TURNS}"
         if self.timestep == "turn" and advantage.estimator != "gae":
             yield (
                 f"{key}.timestep=turn works only with gae, but {estimator}. Set it to token"
-                + ("" if advantage.is_function else f", and {key}.advantage.credit=turn")
+                + ("" if advantage.function is not None else f", and {key}.advantage.credit=turn")
             )
 
 

@@ -34,11 +34,7 @@ from aligner.config.roles.peft import PeftConfig
 from aligner.config.roles.policy import BackendConfig
 from aligner.config.roles.sampling import PolicyRSConfig
 from aligner.config.run import RSRunConfig
-from aligner.config.validation import (
-    FINAL_ANSWER,
-    AnswerSamplingConfig,
-    answer_problems,
-)
+from aligner.config.validation import FINAL_ANSWER, AnswerSamplingConfig, answer_problems
 from aligner.foreign_keys import shown
 
 
@@ -261,8 +257,8 @@ class EvaluateConfig(PromptedConfig):
             )
         if self.data.prompts is None and not self.data.sets:
             yield (
-                "data.prompts.source: not given, and no data.sets. Name a .jsonl or .parquet file "
-                "or a generator function (package.module:function)"
+                "data.prompts.source: not set, and no data.sets. Set it to a .jsonl or .parquet "
+                "file or a generator function (package.module:function)"
             )
 
 
@@ -271,16 +267,12 @@ def as_run(
 ) -> RSRunConfig:
     """Return a rejection-sampling run without steps, for which models and engines are built.
 
-    ``restore_from_path``, ``peft`` and ``tokenizer`` describe the model. They differ from
-    ``config.model`` if it names the directory of a run.
+    The other arguments describe the model. They differ from ``config.model`` for a run's directory.
     """
     # Sections that every command has.
     sampling_options, rows = config.sampling.sampling_options, config.sampling.batch_size
     layout = asdict(config.model) | {"restore_from_path": restore_from_path, "peft": peft}
     layout["tokenizer"] = config.model.tokenizer or tokenizer
-    process = {
-        option.name: getattr(config.trainer, option.name) for option in fields(ProcessConfig)
-    }
 
     # Sections that only some commands have. A run requires a reward, which is not called here.
     reward, folder, environment = RewardConfig(function=FINAL_ANSWER), ".", EnvironmentConfig()
@@ -291,9 +283,8 @@ def as_run(
     data: dict[str, Any] = {}
     source = None
     if isinstance(config, PromptedConfig):
-        data = asdict(config.data)
-        del data["prompts"], data["sets"]
         source = config.data.prompts
+        data = {key.name: getattr(config.data, key.name) for key in fields(AnsweredColumns)}
 
     # The run, and the rules of the sections that the command sets.
     run = RSRunConfig(
@@ -307,7 +298,7 @@ def as_run(
                 sampling_params=sampling_options.sampling,
             ),
         ),
-        trainer=RSTrainerConfig(**process),
+        trainer=RSTrainerConfig(**asdict(config.trainer)),
         seed=config.seed,
         cluster=config.cluster,
         policy=config.policy,

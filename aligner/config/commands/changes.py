@@ -17,11 +17,7 @@ def overrides_of(changes: Mapping[str, Any]) -> list[str]:
 
 
 def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield changes of the configuration, each independent of the others.
-
-    ``saving``: yield only changes that save memory on a device. Otherwise bf16 and larger
-    tensor-parallel groups of a node follow at the end.
-    """
+    """Yield independent changes. ``saving``: only changes that save memory on a device."""
     # Recomputation.
     model = config.model
     level = _GRANULARITIES.index(model.activations_checkpoint_granularity)
@@ -43,30 +39,23 @@ def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[d
             yield changes
 
     # Storage in host memory.
+    critic = config.critic if isinstance(config, RunConfig) else None
     if isinstance(config, SamplingRunConfig) and not model.rollout.offload_adam_states:
         yield {f"{model.rollout_key}.offload_adam_states": True}
-    critic = config.critic if isinstance(config, RunConfig) else None
     if critic is not None and not critic.offload_weights:
         yield {"critic.offload_weights": True, "critic.offload_adam_states": True}
-    if isinstance(config, RunConfig) and critic is not None and not model.rollout.offload_weights:
+    if critic is not None and not model.rollout.offload_weights:
         yield {f"{model.rollout_key}.offload_weights": True}
     if isinstance(config, RunConfig) and config.model.reference.mode == "keep":
         yield {"model.reference.mode": "swap"}
 
-    # Layout and precision.
+    # Layout and precision, at last larger tensor-parallel groups that fit a node.
     if model.tensor_model_parallel_size > 1 and not model.sequence_parallel:
         yield {"model.sequence_parallel": True}
-    if not saving:
-        yield from _faster_changes(config)
-
-
-def _faster_changes(config: BaseRunConfig) -> Iterator[dict[str, Any]]:
-    """Yield bf16, and each larger tensor-parallel group that fits a node."""
-    model = config.model
-    if config.trainer.precision == "32":
+    if not saving and config.trainer.precision == "32":
         yield {"trainer.precision": "bf16"}
     tensor = 2 * model.tensor_model_parallel_size
-    while tensor <= config.trainer.devices:
+    while not saving and tensor <= config.trainer.devices:
         sequences = {"model.sequence_parallel": True} if config.policy.backend == "megatron" else {}
         yield {TENSOR: tensor, **sequences}
         tensor *= 2

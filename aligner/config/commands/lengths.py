@@ -27,12 +27,10 @@ def longest_lengths(
 
     Args:
         config: configuration of a training run.
-        positions: most positions of the model. None means no limit.
-        prompt: tokens of a prompt. None means the longest prompt that the configuration accepts and
-            that leaves room for the response.
-        length: tokens of a response, or of an example. None means as configured.
-        read: tokens of the longest prompt or example in the data. It is used if the configuration
-            sets no limit. None means that the data were not read.
+        positions: most positions of the model, None for no limit.
+        prompt: tokens of a prompt, None for the longest that leaves room for the response.
+        length: tokens of a response or an example, None for the configured length.
+        read: tokens of the longest prompt or example in the data, if they were read.
 
     Raises:
         ConfigError: prompt and response together exceed the positions of the model.

@@ -2,19 +2,12 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Interval
 from pydantic import StrictBool, StrictFloat
 
-from aligner.config.fields import (
-    DERIVED,
-    BatchSize,
-    Count,
-    FilePath,
-    ModelPath,
-    Positive,
-)
+from aligner.config.fields import DERIVED, BatchSize, Count, FilePath, ModelPath, Positive
 from aligner.config.layout import LayerOptions, LayerSpec, ParallelConfig
 from aligner.config.roles.optim import OptimConfig
 from aligner.config.roles.peft import PeftConfig
@@ -96,6 +89,8 @@ class DynamicBatchingConfig(TokenBudgets):
 @dataclass(frozen=True)
 class TrainedModelConfig:
     """A model that a run trains. Its parallel layout applies to all roles of the run."""
+
+    rollout_key: ClassVar[str] = ""  # of the sampling options, if the model samples
 
     restore_from_path: ModelPath
     """The model to train: a `.nemo` file, an unpacked `.nemo`, or a Hugging Face directory."""
@@ -196,11 +191,6 @@ class TrainedModelConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     @property
-    def rollout_key(self) -> str:
-        """Key of the section with the sampling options. Empty if the model does not sample."""
-        return ""
-
-    @property
     def rollout(self) -> RolloutConfig:
         """Sampling options of rollouts. Defaults if the algorithm does not sample."""
         return RolloutConfig(forward_micro_batch_size=self.micro_batch_size)
@@ -276,13 +266,9 @@ class TrainedModelConfig:
 class ModelConfig(TrainedModelConfig):
     """The policy of a PPO run."""
 
+    rollout_key: ClassVar[str] = "model.ppo"
     ppo: PolicyPPOConfig = field(default_factory=PolicyPPOConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-
-    @property
-    def rollout_key(self) -> str:
-        """Key of the section with the sampling options."""
-        return "model.ppo"
 
     @property
     def rollout(self) -> RolloutConfig:
@@ -299,12 +285,8 @@ class ModelConfig(TrainedModelConfig):
 class RSModelConfig(TrainedModelConfig):
     """The policy of a rejection-sampling run."""
 
+    rollout_key: ClassVar[str] = "model.rs"
     rs: PolicyRSConfig = field(default_factory=PolicyRSConfig)
-
-    @property
-    def rollout_key(self) -> str:
-        """Key of the section with the sampling options."""
-        return "model.rs"
 
     @property
     def rollout(self) -> RolloutConfig:
@@ -314,11 +296,7 @@ class RSModelConfig(TrainedModelConfig):
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The critic: the policy's architecture with a value head.
-
-    It uses the policy's parallel layout, unless its sizes are set. A different layout needs
-    separate workers, ``cluster.engine=ray``.
-    """
+    """The policy's architecture with a value head, by default in the policy's layout."""
 
     restore_from_path: FilePath | None = None
     """A `.nemo` file. `null` means the policy's file, with a new value head that outputs 0. The

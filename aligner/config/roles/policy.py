@@ -107,16 +107,15 @@ def _adapter_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
         )
 
     # Layers and communication.
-    if model.fp8 is not None:
-        yield (
-            f"model.fp8={model.fp8} needs Transformer Engine's linears, and adapters need "
-            f"megatron-core's. Set model.fp8=null, or {full_training}"
-        )
-    if model.layer_spec == "transformer_engine":
-        yield (
-            "model.layer_spec=transformer_engine: adapters need megatron-core's linears. Set "
-            f"model.layer_spec=auto, or {full_training}"
-        )
+    for name, value, remedy in (
+        ("fp8", model.fp8, "null"),
+        ("layer_spec", model.layer_spec, "auto"),
+    ):
+        if value not in (None, "auto", "local"):
+            yield (
+                f"model.{name}={value} needs Transformer Engine's linears, and adapters need "
+                f"megatron-core's. Set model.{name}={remedy}, or {full_training}"
+            )
     if model.overlap_param_gather:
         yield (
             "model.overlap_param_gather=true does not work with model.peft.peft_scheme=lora, whose "

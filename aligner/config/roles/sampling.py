@@ -100,9 +100,8 @@ class KLLossConfig:
         """Report an estimator without gradient."""
         if self.coef > 0 and self.estimator == "k1":
             yield (
-                f"{key}.estimator=k1: the mean of its gradient is 0, so that the term does not "
-                "change the policy. Use k2 (gradient of the reverse KL) or k3 (gradient of the "
-                "forward KL)"
+                f"{key}.estimator=k1 has a mean gradient of 0 and does not change the policy. Use "
+                "k2 (gradient of the reverse KL) or k3 (gradient of the forward KL)"
             )
 
 

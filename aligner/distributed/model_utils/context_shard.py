@@ -1,11 +1,10 @@
 """Sharding of sequences over context-parallel ranks, and the inverse, also of packed sequences.
 
-A sequence is cut into 2·CP equal chunks. Rank r stores chunks r and 2·CP - 1 - r, so that with
-causal attention all ranks compute the same amount.
+A sequence is cut into 2·CP equal chunks. Rank r stores chunks r and 2·CP - 1 - r, so that all ranks
+compute the same amount of causal attention.
 
 Shape legend: ``n`` packed sequences, ``T`` packed tokens, ``T_cp = T / CP`` packed tokens on this
-rank. The padded length of each packed sequence is a multiple of 2·CP. Its tokens on a rank are
-contiguous, in the order of the chunks. Indices are computed on the device of the tokens.
+rank, contiguous per sequence and in chunk order. Padded lengths are multiples of 2·CP.
 """
 
 from typing import Any
@@ -26,11 +25,8 @@ def _get_tokens_on_this_cp_rank(
 ) -> Tensor:
     """Concatenate chunks ``cp_rank`` and ``2 * cp_size - 1 - cp_rank`` of dimension ``seq_dim``.
 
-    ``input_ids``: any dtype, [..., S, ...] with S a multiple of ``2 * cp_size`` (or ``cp_size`` 1).
-    Returns [..., S / cp_size, ...].
-
-    Raises:
-        LayoutError: S is not a multiple of ``2 * cp_size``.
+    ``input_ids``: any dtype, [..., S, ...]. Returns [..., S / cp_size, ...]. Raises LayoutError if
+    S is not a multiple of ``2 * cp_size`` (and ``cp_size`` not 1).
     """
     if cp_size == 1:
         return input_ids
@@ -48,9 +44,9 @@ def _get_tokens_on_this_cp_rank(
 class AllGatherCPTensor(torch.autograd.Function):
     """Gather of every rank's chunks in sequence order.
 
-    Backward is the exact adjoint: gradients are summed over the ranks, and each rank gets the sum
-    at its chunks. A loss that every rank computes from the whole sequence therefore counts CP
-    times. The mean of data parallelism over data x context ranks compensates for this factor.
+    Backward is the exact adjoint: each rank gets the sum of all ranks' gradients at its chunks. A
+    loss that every rank computes from the whole sequence counts CP times, which the mean over data
+    x context ranks compensates.
     """
 
     @staticmethod
@@ -90,10 +86,7 @@ def _reorder(tensor: Tensor, order: list[int]) -> Tensor:
 def allgather_cp_sharded_tensor(
     tensor: Tensor, cp_group: dist.ProcessGroup, seq_dim: int = 1
 ) -> Tensor:
-    """Gather [..., S / CP, ...] to [..., S, ...] by `AllGatherCPTensor`, differentiable.
-
-    ``tensor``: any dtype.
-    """
+    """Gather [..., S / CP, ...] to [..., S, ...], any dtype, by `AllGatherCPTensor`."""
     return AllGatherCPTensor.apply(tensor, cp_group, seq_dim)
 
 
@@ -130,9 +123,8 @@ def packed_targets(
 ) -> Tensor:
     """Return the token that each local position predicts, int64 [T_cp], from int64 [T].
 
-    ``cu_seqlens_padded``: integers [n + 1], the starts of the sequences, then the end of the last
-    sequence. The last position of a sequence predicts its first token. `unpack` drops this
-    prediction.
+    ``cu_seqlens_padded``: integers [n + 1], sequence starts and the last end. The last position of
+    a sequence predicts its first token, which `unpack` drops.
     """
     rank, ranks = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
     boundaries = cu_seqlens_padded.to(target.device, torch.int64)
@@ -156,9 +148,8 @@ def unpack(
 ) -> Tensor:
     """Gather each rank's packed float [T_cp] into padded rows [n, unpacked_seqlen - 1].
 
-    The last position of each sequence is dropped, and positions after the end of a sequence are 0.
-    A sequence longer than ``unpacked_seqlen`` is cut. The function is differentiable: gradients are
-    summed over the context-parallel ranks (`AllGatherCPTensor`).
+    The last position of each sequence is dropped, positions after a sequence are 0, and a sequence
+    longer than ``unpacked_seqlen`` is cut. Gradients are summed over context-parallel ranks.
     """
     boundaries = cu_seqlens_padded.to(values.device, torch.int64)
     starts, lengths = boundaries[:-1].unsqueeze(1), boundaries.diff().unsqueeze(1)

@@ -32,16 +32,13 @@ def get_distillation_topk_logprobs_from_logits(
     process's ``vocab_parallel_rank``, or a DTensor [B, S, V] on a mesh with ``tp`` (and ``cp``).
     ``teacher_topk_logits``: float [B, S, k]. ``teacher_topk_indices``: int64 [B, S, k], global ids.
 
-    ``zero_outside_topk``: True normalises the student over the whole vocabulary, as if the teacher
-    assigned probability 0 to all other tokens. False renormalises the student over the k tokens.
-    The teacher is always renormalised over the k tokens.
+    ``zero_outside_topk``: True normalises the student over the whole vocabulary, False over the k
+    tokens. The teacher is always renormalised over the k tokens.
 
     Returns ``(student [B, S-1, k], teacher [B, S-1, k], H [B, S-1] | None)``, float32. Position t
     describes token t + 1. With ``calculate_entropy`` H is the student's ``Σ_v p_v log p_v`` over
-    the whole vocabulary. Student and H are differentiable.
-
-    Raises:
-        LayoutError: k is 0, or the group is given without the rank.
+    the whole vocabulary. Student and H are differentiable. Raises LayoutError if k is 0, or the
+    rank is missing.
     """
     if teacher_topk_indices.shape[-1] == 0:
         raise LayoutError("teacher_topk_indices has 0 tokens per position. Distil at least 1")

@@ -1,8 +1,7 @@
 """Softmax and log-softmax of logits whose vocabulary is sharded over tensor-parallel ranks.
 
-Arithmetic is float32 (float64 for float64 logits) for every dtype of the logits. The computation
-proceeds in chunks of the sequence, which avoids a float32 copy of the logits. A logit of -inf has
-probability 0.
+Arithmetic is float32 (float64 for float64 logits), in chunks of the sequence, without a float32
+copy of the logits. A logit of -inf has probability 0.
 """
 
 from typing import Any
@@ -35,16 +34,16 @@ def _compute_distributed_log_softmax(
 ) -> Tensor:
     """Compute log-probs over the whole vocabulary of float [B, S, V_local], same shape and dtype.
 
-    Differentiable. Each rank contributes the gradient of its columns of the output.
+    Each rank contributes the gradient of its columns of the output.
     """
     shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
     return _DistributedSoftmax.apply(vocab_parallel_logits, shard, True)
 
 
 def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Compute probabilities over the whole vocabulary of float [B, S, V_local], same shape, dtype.
+    """Compute probabilities as `_compute_distributed_log_softmax` computes log-probs.
 
-    Differentiable. Each rank contributes the gradient of its columns of the output.
+    The logits are float [B, S, V_local].
     """
     shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
     return _DistributedSoftmax.apply(vocab_parallel_logits, shard, False)

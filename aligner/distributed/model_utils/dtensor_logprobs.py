@@ -26,11 +26,9 @@ def get_logprobs_from_vocab_parallel_logits(
 ) -> Tensor:
     """Compute log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], on every rank.
 
-    ``vocab_parallel_logits``: float [B, S, V] sharded over ``tp`` by its last dimension. V need not
-    be a multiple of the mesh size. Other arguments: `dtensor_from_parallel_logits_to_logprobs`.
-
-    Raises:
-        LayoutError: ``seq_index`` is given, but the mesh has no ``cp`` dimension.
+    ``vocab_parallel_logits``: float [B, S, V], sharded over ``tp`` by the last dimension, V of any
+    size. Other arguments: `dtensor_from_parallel_logits_to_logprobs`. Raises LayoutError if
+    ``seq_index`` is given and the mesh has no ``cp`` dimension.
     """
     mesh = vocab_parallel_logits.device_mesh
     names = mesh.mesh_dim_names or ()
@@ -84,15 +82,12 @@ def dtensor_from_parallel_logits_to_logprobs(
     """Compute log-probs of all tokens after the first, float32 [B, S-1], on every rank.
 
     ``vocab_parallel_logits``: the local float [B, S / CP, V_local]. The first ``vocab_end_index -
-    vocab_start_index`` columns are these global ids. ``target``: int64 [B, S], unshifted. If the
-    logits are sharded over ``cp``, a DTensor sharded in the same way in the order ``seq_index``
-    int64 [S]. Other arguments: `from_parallel_logits_to_logprobs`.
+    vocab_start_index`` columns are these global ids. ``target``: int64 [B, S], unshifted. If logits
+    are sharded over ``cp``, a DTensor sharded in the same way in the order ``seq_index`` int64 [S].
+    Other arguments: `from_parallel_logits_to_logprobs`.
 
-    In backward, each rank uses only the gradient of its own copy of the result. Gradients are not
-    summed over ``cp``. This is exact if all ranks compute the same loss.
-
-    Raises:
-        LayoutError: ``target`` is sharded over ``cp`` and ``seq_index`` is missing.
+    Backward uses each rank's gradient of its own copy, without a sum over ``cp``, which is exact if
+    all ranks compute the same loss. Raises LayoutError if ``seq_index`` is missing.
     """
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params

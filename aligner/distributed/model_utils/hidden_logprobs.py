@@ -18,12 +18,7 @@ from aligner.distributed.model_utils.context_shard import (
     unpack,
 )
 from aligner.errors import LayoutError
-from aligner.logprobs.fused import (
-    RowStatistics,
-    input_gradients,
-    row_statistics,
-    shard_logprobs,
-)
+from aligner.logprobs.fused import RowStatistics, input_gradients, row_statistics, shard_logprobs
 from aligner.logprobs.output_layer import VocabShard
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams
 from aligner.parallel.collectives import SumGradient, gather_first, reduce_scatter_first
@@ -47,38 +42,22 @@ def from_parallel_hidden_states_to_logprobs(
     unpacked_seqlen: int | None = None,
     sequence_parallel: bool = True,
 ) -> Tensor:
-    """Compute log-probs of ``target[:, 1:]`` from hidden states.
+    """Compute log-probs of ``target[:, 1:]`` from hidden states, one tile of logits at a time.
 
     The result is float32 [B, S-1], or [n, unpacked_seqlen - 1] for packed sequences.
 
-    The values equal `from_parallel_logits_to_logprobs` (packed: `…_packed_sequences`) of the
-    logits, but only one tile of the logits is in memory at a time.
+    ``tensor_parallel_hidden_states``: float [S_cp / TP, B, H] with ``sequence_parallel``, else
+    [S_cp, B, H], equal on all tensor-parallel ranks. ``output_weight_layer``: float [V_local, H].
+    The first ``vocab_end_index - vocab_start_index`` rows are these global ids. ``output_weight``
+    replaces it, such as the tied embedding. ``runtime_gather_output`` is unused. ``target``: int64
+    [B, S], unshifted, complete on every rank, or packed [1, T]. ``inference_only``: save nothing
+    for backward. ``cp_group`` shards the sequence (`context_shard`). ``chunk_size``: maximum number
+    of tokens per step. ``sampling_params``: distribution of the log-probs. ``cu_seqlens_padded``:
+    integers [n + 1], boundaries of packed sequences in [T] (B is 1).
 
-    Args:
-        tensor_parallel_hidden_states: float [S_cp / TP, B, H] with ``sequence_parallel``, else
-            [S_cp, B, H], the same on all tensor-parallel ranks.
-        output_weight_layer: float [V_local, H], the output layer's weight. The first
-            ``vocab_end_index - vocab_start_index`` rows are these global ids.
-        output_weight: replaces ``output_weight_layer`` if given, such as the tied embedding weight.
-        runtime_gather_output: megatron-core's argument, unused, because every rank returns all
-            log-probs.
-        target: int64 [B, S], unshifted, complete on every rank, or packed [1, T].
-        vocab_start_index: first global id of the local weight.
-        vocab_end_index: last global id of the local weight, plus 1.
-        tp_group: group that shards the vocabulary (and the sequence).
-        inference_only: save nothing for backward.
-        cp_group: group that shards the sequence, in the chunks of `context_shard`.
-        chunk_size: maximum number of tokens per step. None derives it from the memory of a tile.
-        sampling_params: temperature, top-k and top-p of the distribution of the log-probs.
-        cu_seqlens_padded: integers [n + 1], boundaries of packed sequences in [T] (B is 1).
-        unpacked_seqlen: length of the rows of unpacked sequences.
-        sequence_parallel: whether the hidden states are sharded over ``tp_group``.
-
-    The gradients of hidden states and weight are exact if all tensor-parallel ranks compute the
-    same loss, and are summed over the context-parallel ranks (`AllGatherCPTensor`).
-
-    Raises:
-        LayoutError: no weight, or ``cu_seqlens_padded`` without ``unpacked_seqlen``.
+    Gradients are exact if all tensor-parallel ranks compute the same loss, and are summed over
+    context-parallel ranks (`AllGatherCPTensor`). Raises LayoutError without a weight, or for
+    ``cu_seqlens_padded`` without ``unpacked_seqlen``.
     """
     del runtime_gather_output  # logits are not materialised
     weight = output_weight if output_weight is not None else output_weight_layer
@@ -138,10 +117,8 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         """Compute log-probs, float32 [B, S].
 
         ``tensor_parallel_hidden_states``: float [S / TP, B, H], sharded by sequence parallelism.
-        ``target``: int64 [B, S], already shifted, global ids.
-        ``output_weight_layer``: float [V_local, H]. The first ``vocab_end_index -
-        vocab_start_index`` rows are these global ids, the other rows are padding. ``chunk_size``:
-        maximum number of tokens per step. ``inference_only``: save nothing for backward.
+        ``target``: int64 [B, S], already shifted, global ids. Other arguments:
+        `from_parallel_hidden_states_to_logprobs`.
         """
         # Tokens in the order of the hidden states, [S, B].
         hidden = gather_first(tensor_parallel_hidden_states, tp_group)

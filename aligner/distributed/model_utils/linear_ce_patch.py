@@ -1,7 +1,6 @@
-"""Patch of megatron-core's GPTModel that returns log-probs instead of logits.
+"""Patch of megatron-core's GPTModel, for the whole process, that returns log-probs.
 
-The patch changes the class for the whole process, for code that calls `GPTModel` directly. The
-roles of this library do not need the patch, because they compute log-probs of selected positions.
+Roles do not need the patch, because they compute log-probs of selected positions.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -51,13 +50,9 @@ def _gpt_forward_with_linear_ce_fusion(
     """Call ``GPTModel.forward``, or compute log-probs of the labels.
 
     With ``return_logprobs_for_linear_ce_fusion``, ``labels`` int64 [B, S] are the unshifted tokens,
-    complete on every rank. The result is float32 [B, S-1]. Padding columns of the vocabulary enter
-    the softmax, as in the logits. Packed (``packed_seq_params``, labels [1, T]): [n, max_seqlen_q -
-    1]. Pipeline stages before the last return their hidden states. Other arguments are passed to
-    megatron-core.
-
-    Raises:
-        ConfigError: log-probs are requested without labels.
+    complete on every rank, and the result is float32 [B, S-1]. Packed (``packed_seq_params``,
+    labels [1, T]): [n, max_seqlen_q - 1]. Padding columns of the vocabulary enter the softmax.
+    Pipeline stages before the last return hidden states. Raises ConfigError without labels.
     """
     arguments = {
         "input_ids": input_ids,

@@ -1,14 +1,12 @@
 """Log-probs of selected tokens from logits whose vocabulary is sharded over tensor-parallel ranks.
 
-All published functions use the same arithmetic. Forward: in chunks of the sequence and in float32,
-each rank reduces its columns to one partial normaliser per position and selects the logits that it
-owns. These small tensors are combined over the ranks once. Backward: the softmax is recomputed from
-the saved logits (not copied) and the normaliser, without communication::
+Forward: in chunks of the sequence and in float32, each rank reduces its columns to one partial
+normaliser per position and selects its logits. These small tensors are combined over the ranks
+once. Backward recomputes the softmax from the saved logits and normaliser, without communication::
 
     dl_v = Σ_k g_k · [v = index_k] - p_v · Σ_k g_k
 
-Every rank returns the same values and gets the gradient of its columns, which is exact if all ranks
-compute the same loss.
+Every rank returns the same values. Its gradient is exact if all ranks compute the same loss.
 
 Shape legend: logits [B, S, V_local] (or [N, V_local]), ``K`` selected tokens per position.
 """
@@ -48,19 +46,17 @@ class LogprobPlan:
         return cls(shard, chunk_size, sampling or TrainingSamplingParams())
 
     def chunk(self, logits: Tensor, rows: slice) -> Tensor:
-        """Return columns [..., n, columns] of positions ``rows`` of ``logits`` [..., S, V_local].
+        """Return positions ``rows`` of ``logits`` [..., S, V_local] without padding columns.
 
-        Padding columns are omitted. The result is in the dtype of the arithmetic, divided by the
-        temperature.
+        The result is in the dtype of the arithmetic, divided by the temperature.
         """
         chunk = logits[..., rows, : self.shard.columns].to(arithmetic_dtype(logits))
         return chunk if self.sampling.temperature == 1.0 else chunk / self.sampling.temperature
 
     def thresholds(self, chunk: Tensor, width: int) -> Tensor | None:
-        """Compute the smallest kept logit per position of ``chunk``, or None without a filter.
+        """Compute the smallest kept logit per position of ``chunk`` [..., n, columns], if filtered.
 
-        ``chunk``: float [..., n, columns]. This is a collective, so chunks are padded to ``width``,
-        the same number of columns on every rank.
+        This is a collective, so chunks are padded to ``width``, the same on every rank.
         """
         if not self.sampling.restricts:
             return None
@@ -76,8 +72,8 @@ class LogprobPlan:
     ) -> Tensor:
         """Set ``chunk`` [..., n, columns] to -inf below ``limits`` [..., n].
 
-        With ``keep_target`` the selected tokens stay: columns ``local`` int64 [..., n, K] with
-        ``owned`` bool [..., n, K].
+        With ``keep_target`` the selected tokens stay: columns ``local``, ``owned``, [..., n, K]
+        each.
         """
         if limits is None or chunk.shape[-1] == 0:
             return chunk
@@ -141,8 +137,7 @@ class _Logprobs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradient of local logits, float [B, S, V_local], from [B, S(, K)].
 
-        With top-k or top-p the gradient is exact for a fixed set of kept tokens, and 0 for other
-        tokens.
+        With top-k or top-p the gradient is exact for a fixed set of kept tokens.
         """
         logits, indices, normalizer, thresholds = ctx.saved_tensors
         upstream = grad_outputs[0].view(indices.shape)
@@ -196,9 +191,8 @@ class DistributedLogprob(_Logprobs):
         """Compute log-probs float32 [B, S] (float64 for float64 logits).
 
         ``vocab_parallel_logits``: float [B, S, V_local]. The first ``vocab_end_index -
-        vocab_start_index`` columns are these global ids, the other columns are padding outside the
-        softmax. ``target``: int64 [B, S], already shifted. ``inference_only``: save nothing for
-        backward.
+        vocab_start_index`` columns are these global ids, others are padding outside the softmax.
+        ``target``: int64 [B, S], already shifted. ``inference_only``: save nothing for backward.
         """
         plan = LogprobPlan.between(vocab_start_index, vocab_end_index, group)
         return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
@@ -237,10 +231,7 @@ class ChunkedDistributedGatherLogprob(_Logprobs):
         tp_group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute log-probs float32 [B, S, K] of ``global_indices`` int64 [B, S, K], may repeat.
-
-        Other arguments: `ChunkedDistributedLogprob`.
-        """
+        """Compute log-probs float32 [B, S, K] of ``global_indices`` int64 [B, S, K], may repeat."""
         plan = LogprobPlan.between(vocab_start_index, vocab_end_index, tp_group, chunk_size)
         return logprob_forward(ctx, vocab_parallel_logits, global_indices, plan, inference_only)
 
@@ -248,9 +239,8 @@ class ChunkedDistributedGatherLogprob(_Logprobs):
 class DistributedLogprobWithSampling(_Logprobs):
     """Log-probs of the distribution after top-k and top-p, with a derived chunk size.
 
-    Each rank sorts complete rows for its share of the positions and returns one limit per position,
-    so the softmax and its gradient stay sharded over the vocabulary. The number of positions need
-    not be a multiple of the tensor-parallel size. All columns count, so padding must be -inf.
+    The softmax and its gradient stay sharded over the vocabulary. All columns count, so padding
+    must be -inf.
     """
 
     @staticmethod
@@ -266,13 +256,10 @@ class DistributedLogprobWithSampling(_Logprobs):
         """Compute log-probs float32 [B, S] (float64 for float64 logits).
 
         ``vocab_parallel_logits``: float [B, S, V_local], the r-th part of the vocabulary on rank r.
-        ``target``: int64 [B, S], already shifted, global ids. The log-prob of a target outside the
-        filter is -inf. ``top_k`` (None, 0 or -1: off) is applied first, then ``top_p`` (1: off) to
-        the remaining tokens. Equal logits are kept or excluded together. ``inference_only``: save
-        nothing for backward.
-
-        Raises:
-            ConfigError: ``top_k`` below -1 or ``top_p`` outside (0, 1].
+        ``target``: int64 [B, S], already shifted, global ids, with log-prob -inf outside the
+        filter. ``top_k`` (None, 0 or -1: off) is applied first, then ``top_p`` (1: off) to the
+        remaining tokens. Equal logits are kept or excluded together. Raises ConfigError for other
+        values.
         """
         plan = _sampling_plan(vocab_parallel_logits, tp_group, top_k, top_p, None)
         return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)

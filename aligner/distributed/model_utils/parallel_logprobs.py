@@ -34,12 +34,11 @@ def from_parallel_logits_to_logprobs(
 ) -> Tensor:
     """Compute log-probs of ``target[:, 1:]``, float32 [B, S-1] (float64 for float64 logits).
 
-    ``vocab_parallel_logits``: float [B, S / CP, V_local]. The first ``vocab_end_index -
-    vocab_start_index`` columns are these global ids, the other columns are padding outside the
-    softmax. The sequence may be padded beyond S. ``target``: int64 [B, S], unshifted, complete on
-    every rank. ``chunk_size``: positions per step. None derives it from memory.
-    ``sampling_params``: the distribution of the sampler, temperature included.
-    ``inference_only``: save nothing for backward.
+    ``vocab_parallel_logits``: float [B, S / CP, V_local], padded beyond S if needed. The first
+    ``vocab_end_index - vocab_start_index`` columns are these global ids, others are padding outside
+    the softmax. ``target``: int64 [B, S], unshifted, complete on every rank. ``chunk_size``:
+    positions per step. None derives it from memory. ``sampling_params``: the sampler's
+    distribution, temperature included. ``inference_only``: save nothing for backward.
 
     Every rank returns the complete [B, S-1]. The gradient is exact if all tensor-parallel ranks
     compute the same loss, and is summed over the context-parallel ranks (`AllGatherCPTensor`).
@@ -69,12 +68,10 @@ def from_parallel_logits_to_logprobs_packed_sequences(
 ) -> Tensor:
     """Compute log-probs of packed sequences, unpacked to float32 [n, unpacked_seqlen - 1].
 
-    ``vocab_parallel_logits``: float [1, T / CP, V_local]. Context parallelism cuts each sequence
-    separately into 2·CP chunks, and 2·CP divides its padded length.
-    ``target``: int64 [1, T], unshifted, or with ``target_is_pre_rolled`` [1, T / CP], the token
-    that each local position predicts. ``cu_seqlens_padded``: integers [n + 1], the starts of the
-    sequences in [T], then the end of the last sequence. ``group``: tensor parallel. Other
-    arguments: `from_parallel_logits_to_logprobs`.
+    ``vocab_parallel_logits``: float [1, T / CP, V_local], each sequence cut separately into 2·CP
+    chunks. ``target``: int64 [1, T], unshifted, or with ``target_is_pre_rolled`` [1, T / CP], the
+    token that each local position predicts. ``cu_seqlens_padded``: integers [n + 1], sequence
+    starts in [T] and the last end. Other arguments: `from_parallel_logits_to_logprobs`.
 
     A row contains the log-probs of tokens 1, 2, … of its sequence, including padding tokens, then
     zeros. A sequence longer than ``unpacked_seqlen`` is cut. No value is copied to the host.
@@ -102,11 +99,8 @@ def get_next_token_logprobs_from_logits(
 
     ``input_ids``: int64 [B, S]. ``next_token_logits``: float [B, S, V], with
     ``vocab_parallel_group`` [B, S / CP, V_local], part ``vocab_parallel_rank`` of the padded
-    vocabulary, or a DTensor with ``seq_index`` (int64 [S]), the order of the sequence under context
-    parallelism. The function makes no float32 copy of the logits.
-
-    Raises:
-        LayoutError: ``vocab_parallel_group`` without ``vocab_parallel_rank``.
+    vocabulary, or a DTensor with ``seq_index`` (int64 [S]), the sequence's order under context
+    parallelism. Raises LayoutError if the rank is missing.
     """
     if isinstance(next_token_logits, DTensor) and vocab_parallel_group is None:
         return get_logprobs_from_vocab_parallel_logits(

@@ -1,9 +1,8 @@
 """Entropy and cross-entropy of distributions whose vocabulary is sharded over ranks.
 
-Both are sums over the vocabulary, weighted with probabilities. Each rank sums under the softmax of
-its columns. The partial sums are combined with each rank's share of the probability: one exchange
-of [B, S] values in forward, none in backward. Arithmetic is float32 (float64 for float64 logits),
-in chunks of the sequence.
+Each rank sums under the softmax of its columns, and the partial sums are weighted with each rank's
+share of the probability: one exchange of [B, S] values in forward, none in backward. Arithmetic is
+float32 (float64 for float64 logits), in chunks of the sequence.
 """
 
 from typing import Any
@@ -68,12 +67,9 @@ class DistributedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         """Compute the cross-entropy of the student relative to the target, float32 [B, S].
 
-        Both logits: float [B, S, V_local], sharded in the same way. Only the student gets a
-        gradient. The result is infinite if the student excludes (-inf) a token that the target does
-        not exclude. ``inference_only``: save nothing for backward.
-
-        Raises:
-            LayoutError: the two shapes differ.
+        Both logits: float [B, S, V_local], sharded in the same way, else LayoutError. Only the
+        student gets a gradient. The result is infinite if the student alone excludes (-inf) a
+        token.
         """
         if student_logits.shape != target_logits.shape:
             raise LayoutError(

@@ -26,13 +26,12 @@ def distributed_vocab_topk(
     """Return the ``k`` largest logits of each position over the whole vocabulary, without gradient.
 
     ``vocab_parallel_logits``: float [B, S, V_local]. The first ``vocab_end_index -
-    vocab_start_index`` columns are these global ids. The other columns are padding, which is
-    selected only if there are fewer than ``k`` real tokens. ``k`` is limited to the number of
-    columns of all ranks. ``chunk_size``: positions converted to float32 at a time. None derives it
-    from memory.
+    vocab_start_index`` columns are these global ids, others are padding, selected only without
+    enough tokens. ``chunk_size``: positions converted to float32 at a time, by default derived from
+    memory.
 
-    Returns ``(values float32 [B, S, k] in descending order, global ids int64 [B, S, k])``, the same
-    on every rank.
+    Returns ``(values float32 [B, S, k] in descending order, global ids int64 [B, S, k])`` on every
+    rank. k is at most the number of columns of all ranks.
     """
     logits = vocab_parallel_logits
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
@@ -69,12 +68,9 @@ def gather_logits_at_global_indices(
     """Return logits at ``global_indices`` int64 [B, S, k], float32 [B, S, k] on every rank.
 
     ``vocab_parallel_logits``: float [B, S_cp, V_local]. The first ``vocab_end_index -
-    vocab_start_index`` columns are these global ids, without ``tp_group`` the whole vocabulary.
-    With ``cp_group`` the positions are this rank's chunks of the sequence
-    (`aligner.distributed.model_utils.context_shard`), which may be padded. ``chunk_size``:
-    positions per step in backward.
-
-    Differentiable in the logits. Repeated indices add up.
+    vocab_start_index`` columns are these global ids. With ``cp_group`` the positions are this
+    rank's chunks (`context_shard`), which may be padded. ``chunk_size``: positions per step in
+    backward. Gradients of repeated indices add up.
     """
     shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
     local = scatter_context(global_indices, vocab_parallel_logits.shape[1], cp_group)

@@ -6,15 +6,13 @@ Tensor-parallel sharding of the two matrices:
     row:    A [rank, in / tp], B [out, rank] replicated
 
 Ranks exchange the ``rank`` values per token between A and B. A replicated matrix gets its full
-gradient on every rank. Under sequence parallelism each rank gets the gradient of its tokens, and
-megatron-core sums these because of the ``sequence_parallel`` mark.
+gradient on every rank, under sequence parallelism the gradient of the rank's tokens, which
+megatron-core sums because of the ``sequence_parallel`` mark. Parameters of the linear keep their
+names in checkpoints.
 
-The linear's parameters keep their names, so that checkpoints load with and without adapters.
-
-Dropout of adapter inputs does not depend on the layout. A hash of the seed, the update, the
-adapter, the tokens up to the present token, its position and the feature decides whether a value is
-dropped. Row, micro-batch and rank have no effect, and sequences with a common prefix share its
-dropout.
+A hash of the seed, the update, the adapter, the tokens up to the present token, its position and
+the feature decides the dropout of adapter inputs, which therefore depends on no row, micro-batch or
+rank.
 """
 
 import contextlib
@@ -72,13 +70,10 @@ class TokenDropout:
     ) -> Iterator[None]:
         """Enable dropout in a forward pass inside the block.
 
-        Args:
-            input_ids: int64 ``[b, S]``, right-padded.
-            lengths: int64 ``[b]``.
-            frame_indices: int64 ``[n, L]``, index into ``b * S`` of each token in the model's rows,
-                negative for padding.
-            positions: int64 ``[b, S]``, from 0 in every sequence of a row. None if each row is one
-                sequence.
+        ``input_ids``: int64 ``[b, S]``, right-padded. ``lengths``: int64 ``[b]``.
+        ``frame_indices``: int64 ``[n, L]``, index into ``b * S`` of each token in the model's rows,
+        negative for padding. ``positions``: int64 ``[b, S]``, from 0 in every sequence, if rows
+        contain several.
         """
         column = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         position = column if positions is None else positions
@@ -98,14 +93,10 @@ class TokenDropout:
             self._keys = None
 
     def __call__(self, hidden: Tensor, stream: int, *, part: int, parts: int, first: int) -> Tensor:
-        """Apply dropout to ``hidden``, and scale the remaining values up.
+        """Apply dropout to float ``hidden`` ``[L / parts, n, features]``, and scale the rest up.
 
-        Args:
-            hidden: float ``[L / parts, n, features]``.
-            stream: the adapter's hash seed.
-            part: index of this rank's part of the tokens.
-            parts: number of ranks over which tokens are sharded.
-            first: index of the first feature among the features of all ranks.
+        ``stream``: the adapter's hash seed. ``part``, ``parts``: this rank's part of the sharded
+        tokens. ``first``: index of the first feature among the features of all ranks.
         """
         assert self._keys is not None, "adapter dropout needs the forward pass of a micro-batch"
         keys = self._keys.chunk(parts)[part]
@@ -213,13 +204,8 @@ class LoraRowParallelLinear(AdaptedLinear, RowLinear):
 class RoleAdapters:
     """Adapters of a model. All other weights except a head are frozen.
 
-    Args:
-        gpt: this process's share of the model, built with adapters.
-        architecture: architecture of the model.
-        parallel: parallel layout and groups of this process.
-        lora: configuration of the adapters.
-        seed: seed of A and of dropout.
-        has_head: whether the role also trains a head.
+    ``gpt``: this process's share of the model, built with adapters. ``seed``: seed of A and of
+    dropout. ``has_head``: the role also trains a head.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ def loaded(*overrides, script="gpt_ppo"):
         (["reward.function=a.b:f"], r"reward.function=a.b:f scores single responses"),
         (["environment.max_tokens=64"], "leaves no room for a prompt before a response of"),
         (["data.max_prompt_length=9"], "max_prompt_length=9: the environment provides"),
-        (["trainer.ppo.reward.shift=1"], "would be added in every turn"),
+        (["trainer.ppo.reward.shift=1"], "would reward the number of turns"),
         (["trainer.ppo.reward.overlong_cache=1"], "applies to single responses"),
         (
             ["trainer.ppo.advantage.credit=turn"],

@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from aligner.losses.advantages import (
-    discounted_sums,
-    generalized_advantage_estimate,
-    token_rewards,
-)
+from aligner.losses.advantages import discounted_sums, generalized_advantage_estimate, token_rewards
 
 NAN = float("nan")
 

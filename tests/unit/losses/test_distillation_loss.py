@@ -92,10 +92,7 @@ def test_renormalised_by_hand(kl, expected):
     if kl == "forward":
         slopes = [2 / 3 - 3 / 4, 1 / 3 - 1 / 4]
     else:
-        slopes = [
-            2 / 3 * (math.log(8 / 9) - expected),
-            1 / 3 * (math.log(4 / 3) - expected),
-        ]
+        slopes = [2 / 3 * (math.log(8 / 9) - expected), 1 / 3 * (math.log(4 / 3) - expected)]
     check_by_hand(DistillationLoss(kl, zero_outside_topk=False), expected, slopes)
 
 

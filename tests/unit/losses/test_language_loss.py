@@ -4,13 +4,7 @@ import math
 
 import pytest
 import torch
-from loss_checks import (
-    check_garbage,
-    check_micro_batches,
-    check_nothing_counts,
-    column,
-    evaluate,
-)
+from loss_checks import check_garbage, check_micro_batches, check_nothing_counts, column, evaluate
 
 from aligner.losses.language import NegativeLogLikelihoodLoss
 

@@ -4,20 +4,10 @@ import math
 
 import pytest
 import torch
-from loss_checks import (
-    check_garbage,
-    check_micro_batches,
-    check_nothing_counts,
-    column,
-    evaluate,
-)
+from loss_checks import check_garbage, check_micro_batches, check_nothing_counts, column, evaluate
 
 from aligner.errors import ConfigError
-from aligner.losses.reward import (
-    AttributeRegressionLoss,
-    BradleyTerryLoss,
-    sequence_scores,
-)
+from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss, sequence_scores
 
 
 def sigmoid(x):

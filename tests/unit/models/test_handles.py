@@ -8,12 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from aligner.config import (
-    CriticConfig,
-    DynamicBatchingConfig,
-    ModelConfig,
-    SequencePackingConfig,
-)
+from aligner.config import CriticConfig, DynamicBatchingConfig, ModelConfig, SequencePackingConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.named_sharding import layout_of
 from aligner.distributed.workers import LocalFuture

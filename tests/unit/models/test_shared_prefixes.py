@@ -36,11 +36,7 @@ from aligner.losses.preference import DPOLoss
 from aligner.losses.reward import BradleyTerryLoss
 from aligner.losses.user import UserPolicyLoss
 from aligner.losses.value import PPOValueLoss
-from aligner.models.gpt import (
-    MegatronGPTActorModel,
-    MegatronGPTCriticModel,
-    MegatronGPTRewardModel,
-)
+from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, MegatronGPTRewardModel
 from aligner.models.gpt.forward.token_layout import PADDING, LayoutRules, build_layout
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.groups import initialize_parallel
@@ -271,8 +267,7 @@ def test_equal_sequences_keep_sets_of_their_own(models):
 def test_fewer_tokens_go_through_the_model(models):
     role, seen = load("actor", models("dense")), []
     hook = role.gpt.decoder.register_forward_hook(
-        lambda module, args, kwargs, out: seen.append(out.shape[0] * out.shape[1]),
-        with_kwargs=True,
+        lambda module, args, kwargs, out: seen.append(out.shape[0] * out.shape[1]), with_kwargs=True
     )
     role.infer_tokens(make_batch(), 4)
     hook.remove()

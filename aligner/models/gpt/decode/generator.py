@@ -1,15 +1,13 @@
 """Sampling engine of the actor, with continuous batching of a rollout's prompts.
 
-Every step adds one token to each sequence in flight. When a sequence ends, the next pending
-sequence uses its slot. The tokens of a sample depend only on its prompt, the seed and its sample
-id: the uniform numbers are counter-based (`sampling`), and on CPU every operation computes a row
-bit for bit independently of the other rows (`kv_cache`, `linear_product`). Libraries without this
-property (other processors, GPUs) change the last bits of logits. A token then changes only if its
-uniform number is that close to a boundary.
+A step adds one token to each sequence in flight, and a pending sequence uses the slot of a sequence
+that ended. The tokens of a sample depend only on its prompt, the seed and its sample id: uniform
+numbers are counter-based (`sampling`), and on CPU every operation computes a row bit for bit
+independently of the others. On other processors a changed last bit can change a token only near a
+boundary.
 
-All processes of a model-parallel group call `sample` with the same prompts and get the same result:
-tensor-parallel ranks split every layer, pipeline stages send rows to the next stage, and each
-context-parallel rank computes everything, because sequences are not split.
+All processes of a model-parallel group call `sample` with the same prompts and get the same result.
+Context-parallel ranks each compute everything.
 """
 
 import dataclasses
@@ -61,32 +59,19 @@ class Generator:
         length: LengthParams,
         sampling: SamplingParams,
         max_batch_size: int,
-        tp_group: dist.ProcessGroup | None = None,
         cuda_graphs: bool = True,
         record_kept: int = 0,
     ) -> None:
         """Configure the engine. `sample` allocates its memory.
 
-        Args:
-            model: the model, or this process's share of the model.
-            architecture: architecture of the model.
-            tokenizer: required for stop strings.
-            eos_ids: tokens that end a response.
-            pad_id: padding of ``tokens``. It may equal an EOS id.
-            length: smallest and largest number of new tokens.
-            sampling: parameters of the distribution, and the stop strings.
-            max_batch_size: largest number of sequences that are sampled at the same time.
-            tp_group: ranks that shard the vocabulary. Default: the model's tensor-parallel group.
-            cuda_graphs: on a GPU, launch decoding steps as CUDA graphs if the model is on one
-                process and all layers are dense. The tokens do not change.
-            record_kept: record, with each sampled token, the ids that top-k and top-p kept, if
-                they are at most this many. 0 turns recording off.
+        ``model``: the model, or this process's share. ``tokenizer``: required for stop strings.
+        ``eos_ids``: tokens that end a response. ``max_batch_size``: largest number of sequences in
+        flight. ``cuda_graphs``: launch decoding steps as CUDA graphs, if the model is dense and on
+        one GPU. ``record_kept``: record the ids that top-k and top-p kept for each token, if at
+        most this many (0: off).
 
-        Raises:
-            ConfigError: invalid lengths, ids or stop strings.
+        Raises ConfigError for invalid lengths, ids or stop strings.
         """
-        if max_batch_size < 1:
-            raise ConfigError(f"rollout_micro_batch_size={max_batch_size} must be at least 1")
         outside = [token for token in eos_ids if not 0 <= token < architecture.vocab_size]
         if outside:
             raise ConfigError(
@@ -94,7 +79,7 @@ class Generator:
                 f"{architecture.vocab_size}. Use the model's own tokenizer"
             )
         is_gpt = isinstance(model, GPTModel)
-        self._sampled = SampledGPT(model, architecture, tp_group) if is_gpt else model
+        self._sampled = SampledGPT(model, architecture) if is_gpt else model
         self._architecture = architecture
         self._eos_ids = tuple(eos_ids)
         self._pad_id = pad_id
@@ -122,18 +107,13 @@ class Generator:
     ) -> GenerationOutput:
         """Sample responses to prompts.
 
-        Args:
-            prompts: int64 [B, P], right-padded.
-            prompt_lengths: int64 [B], at least 1.
-            sample_ids: int64 [B]. Rows with the same prompt and id get the same response.
-            seed: seed of the counter-based uniform numbers.
-            greedy: overrides ``sampling.use_greedy``.
-            sampling_options: lengths and sampling of this call. Default: the generator's options.
-            listener: called with every sampled token.
+        ``prompts``: int64 [B, P], right-padded. ``prompt_lengths``: int64 [B], at least 1.
+        ``sample_ids``: int64 [B]. Rows with the same prompt and id get the same response.
+        ``greedy`` overrides ``sampling.use_greedy``, ``sampling_options`` overrides the
+        generator's. ``listener``: called with every sampled token.
 
-        Raises:
-            ConfigError: a prompt and the longest response exceed the model's positions.
-            DataError: a prompt is empty or contains an id outside the vocabulary.
+        Raises ConfigError if prompt and response exceed the model's positions, and DataError for an
+        empty prompt or an id outside the vocabulary.
         """
         stop = self._stop if sampling_options is None else self._stop_strings(sampling_options)
         sampling_options = sampling_options or self._sampling_options
@@ -224,10 +204,7 @@ class Generator:
         self._model, self._responses = None, {}
 
     def _model_for(self, num_slots: int, capacity: int, captured: bool) -> DecodingModel:
-        """Return a model whose cache is large enough. Reuse the last model if possible.
-
-        If weights have moved, graphs cannot be reused, because they contain addresses.
-        """
+        """Return a model whose cache is large enough. Graphs contain addresses of weights."""
         weights = tuple(parameter.data_ptr() for parameter in self._sampled.parameters())
         last = self._model if captured and weights == self._weights else None
         if last is not None and last.cache.fits(num_slots, capacity):
@@ -264,11 +241,7 @@ class Generator:
                 dist.broadcast(result, group=group, group_src=0)
 
     def _stop_strings(self, sampling_options: SamplingOptions) -> StopStrings | None:
-        """Check the options and return the matcher of stop strings, if any.
-
-        Raises:
-            ConfigError: invalid lengths or stop strings.
-        """
+        """Check the options and return the matcher of stop strings, if any."""
         length, sampling = sampling_options.length, sampling_options.sampling
         positions = self._architecture.max_position_embeddings
         if not 1 <= length.max_length < positions:

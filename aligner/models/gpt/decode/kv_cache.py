@@ -1,21 +1,19 @@
 """Key-value cache of the sequences in flight, one slot per sequence.
 
-While the cache is attached to every `CoreAttention` of a model (`CoreAttention.cache`), it computes
-the attention. Before each forward pass the cache is set to the kind of pass: a prefill of several
-prompts, or one more token for each of the first ``n`` slots. Masks are derived from lengths, never
-from token ids.
+The cache is attached to every `CoreAttention` of a model and computes the attention. Before each
+forward pass it is set to a prefill of prompts, or to one more token for each of the first ``n``
+slots. Masks are derived from lengths.
 
 Shape legend: ``n`` rows of a pass, one token each, ``m`` prompts, ``P`` their padded length, ``G``
-key-value heads of this rank, ``R`` query heads per key-value head, ``D`` head width, ``C`` capacity
-in tokens. ``heads`` are [n, G, R + 2, D]: a key-value head's queries, its key, its value.
+key-value heads of this rank, ``R`` query heads per key-value head, ``D`` head width. ``heads`` are
+[n, G, R + 2, D]: a key-value head's queries, its key, its value.
 
-The result of a row does not depend on the other rows or on padding, bit for bit on all tested CPUs,
-if lengths are padded to multiples of `ALIGNMENT`: a sum over masked positions then ends in full
-vectors of zeros. Decoding therefore uses batched products and not `scaled_dot_product_attention`,
-which partitions its work by the batch size.
+The result of a row does not depend on other rows or padding, bit for bit on all tested CPUs, if
+lengths are multiples of `ALIGNMENT`: a sum over masked positions then ends in full vectors of
+zeros. `scaled_dot_product_attention` partitions its work by the batch size, so decoding uses
+batched products.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,8 +63,8 @@ class _Decode:
 class KVCache:
     """Keys and values of every layer on this process.
 
-    A layer's store is [2 * slots * G * C, D]: the keys of all slots, then the values. If a key and
-    its value were adjacent, the memory-bound products would run at half the speed.
+    A layer's store is [2 * slots * G * C, D] for a capacity of C tokens: the keys of all slots,
+    then the values. Adjacent keys and values would halve the speed of the memory-bound products.
     """
 
     def __init__(
@@ -80,40 +78,29 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        scale: float | None = None,
-        windows: Sequence[int | None] = (None,),
+        scale: float,
+        windows: Sequence[int | None],
     ) -> None:
-        """Allocate the cache.
+        """Allocate the cache for ``num_slots`` sequences of at most ``capacity`` tokens.
 
-        Args:
-            layer_numbers: megatron-core's global numbers of the layers on this process.
-            num_slots: largest number of sequences at the same time. Each occupies one slot.
-            capacity: largest number of tokens of a sequence.
-            groups: key-value heads of this rank.
-            queries: query heads per key-value head.
-            head_dim: width of a head.
-            dtype: dtype of keys and values.
-            device: device of keys and values.
-            scale: factor of the scores. Default: ``1 / sqrt(head_dim)``.
-            windows: number of tokens that sliding-window attention of each layer sees, including
-                the current token. None means all. One value is used for all layers.
+        ``layer_numbers``: megatron-core's global numbers of this process's layers. ``scale``:
+        factor of the scores. ``windows``: tokens that each layer sees (None: all).
         """
         # For narrow heads the span includes masked positions, so that one algorithm computes all.
         self._min_span = aligned(-(-_SMALL_PRODUCT // head_dim))
-        self._capacity = max(aligned(capacity), self._min_span)
-        rows = num_slots * groups * self._capacity  # of the keys, and of the values
+        self.capacity = max(aligned(capacity), self._min_span)
+        rows = num_slots * groups * self.capacity  # of the keys, and of the values
         shape = (2 * rows, head_dim)
         # Zeros: a masked position's value is multiplied by 0, which would not remove a NaN.
         self._stores = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
         # First row of each slot's and head's keys and values, [slots * G, 2].
-        first_keys = torch.arange(0, rows, self._capacity, device=device)
+        first_keys = torch.arange(0, rows, self.capacity, device=device)
         self._firsts = torch.stack((first_keys, first_keys + rows), dim=1)
         # Constants of the masks.
-        self._columns = torch.arange(self._capacity, device=device)
+        self._columns = torch.arange(self.capacity, device=device)
         self._zero = torch.zeros((), dtype=dtype, device=device)
         self._minus_inf = torch.full((), -torch.inf, dtype=dtype, device=device)
-        self._scale = scale or 1.0 / math.sqrt(head_dim)
-        windows = list(windows) * (len(layer_numbers) if len(windows) == 1 else 1)
+        self._scale = scale
         self._windows = dict(zip(layer_numbers, windows, strict=True))
         self._groups, self._queries = groups, queries
         # FBGEMM's sum of weighted rows, which torch calls for an embedding bag.
@@ -123,14 +110,9 @@ class KVCache:
         self._fused = device.type != "cpu" and dtype == torch.bfloat16
         self._pass: _Prefill | _Decode | None = None
 
-    @property
-    def capacity(self) -> int:
-        """Maximum of tokens per sequence."""
-        return self._capacity
-
     def fits(self, num_slots: int, capacity: int) -> bool:
         """Return whether the cache has at least ``num_slots`` slots of ``capacity`` tokens."""
-        return len(self._firsts) >= num_slots * self._groups and self._capacity >= capacity
+        return len(self._firsts) >= num_slots * self._groups and self.capacity >= capacity
 
     @property
     def nbytes(self) -> int:
@@ -142,13 +124,8 @@ class KVCache:
     ) -> None:
         """Prepare for a forward pass that stores prompt ``sources[i]`` in slot ``slots[i]``.
 
-        Several slots can store the same prompt (samples of one prompt). The indices are computed on
-        the host, without synchronising with the device.
-
-        Args:
-            lengths: [m], number of tokens of each prompt.
-            slots: [k], indices of slots.
-            sources: [k], index of the prompt that each slot stores.
+        ``lengths``: [m], tokens of each prompt. Several slots can store the same prompt. The host
+        computes the indices without synchronising with the device.
         """
         width = aligned(max(lengths))
         ends = torch.tensor(lengths)
@@ -171,11 +148,9 @@ class KVCache:
         )
 
     def begin_decode(self, positions: Tensor, longest: int) -> None:
-        """Prepare for a forward pass that adds the token at ``positions[i]`` to slot i.
+        """Prepare for a forward pass that adds the token at ``positions[i]``, int64 [n], to slot i.
 
-        Args:
-            positions: int64 [n], number of tokens that are already in slot i.
-            longest: ``positions.max() + 1``, which the caller knows without synchronising.
+        ``longest``: ``positions.max() + 1``, which the caller knows without synchronising.
         """
         span = max(aligned(longest), self._min_span)
         by_group = positions.repeat_interleave(self._groups)[:, None]  # [n * G, 1]
@@ -193,32 +168,19 @@ class KVCache:
             rows = (firsts[:, 1:] + index).int()
             values = rows.repeat_interleave(self._queries, dim=0).flatten()
             starts = torch.arange(0, len(values), span, dtype=torch.int32, device=positions.device)
-        self._pass = _Decode(
-            firsts + by_group,
-            span,
-            bias,
-            values,
-            starts,
-        )
+        self._pass = _Decode(firsts + by_group, span, bias, values, starts)
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` tokens of slots ``source`` int64 [k] to slots ``target``."""
         for store in self._stores.values():
-            slots = store.view(2, -1, self._groups, self._capacity, store.shape[1])
+            slots = store.view(2, -1, self._groups, self.capacity, store.shape[1])
             slots[:, target, :, :length] = slots[:, source, :, :length]
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store key and value, and attend to all visible positions.
+        """Store key and value, and attend to all visible positions, ``[P or 1, m, G * R * D]``.
 
-        Args:
-            layer_number: megatron-core's global number of the layer.
-            query: float ``[P or 1, m, G * R, D]``, rotary embedding applied: right-padded prompts,
-                or one token for each of the first m slots.
-            key: ``[P or 1, m, G, D]``.
-            value: ``[P or 1, m, G, D]``.
-
-        Returns:
-            ``[P or 1, m, G * R * D]``.
+        ``query``: float ``[P or 1, m, G * R, D]``, rotary embedding applied: right-padded prompts,
+        or one token for each of the first m slots. ``key``, ``value``: ``[P or 1, m, G, D]``.
         """
         length, batch, groups, width = key.shape
         by_group = query.reshape(length, batch, groups, -1, width)
@@ -232,10 +194,7 @@ class KVCache:
         return attended.view(batch, length, -1).transpose(0, 1)
 
     def attend_rows(self, layer_number: int, heads: Tensor) -> Tensor:
-        """Compute `attend` for n tokens: contiguous float [n, G, R + 2, D] to [n, G * R * D].
-
-        ``heads`` contains, for each of G key-value heads, R queries, the key and the value.
-        """
+        """Compute `attend` for n tokens: contiguous float [n, G, R + 2, D] to [n, G * R * D]."""
         plan = self._pass
         assert plan is not None
         store = self._stores[layer_number]
@@ -247,7 +206,7 @@ class KVCache:
         by_group = heads.view(rows * groups, count, width)
         store[plan.targets] = by_group[:, -2:]
         # Queries [n * G, R, D], keys and values as views [n * G, span, D], without repetition.
-        by_slot = store.view(2, -1, self._capacity, width)[:, : rows * groups, : plan.span]
+        by_slot = store.view(2, -1, self.capacity, width)[:, : rows * groups, : plan.span]
         keys, values = by_slot.unbind()
         if self._fused:  # one head per group, whose R queries take the place of query positions
             attended = F.scaled_dot_product_attention(

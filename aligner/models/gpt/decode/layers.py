@@ -1,12 +1,9 @@
 """Fast implementation of megatron-core's dense layers for rows without gradients.
 
-At 16 rows the arithmetic of a layer takes about as long as the several dozen small operations and
-the Python code around it in megatron-core's modules. `IncrementalLayer` computes the same function
-from the same parameters in a third of the operations: rotary angles once per pass instead of once
-per layer and tensor, queries and keys rotated together, residuals added inside the products. It
-operates on rows, one token each, so that prompts of different lengths need no padding. It supports
-the weights of our local layers and of Transformer Engine, unsplit or with tensor parallelism. For
-experts and residuals in float32, the modules are used.
+`IncrementalLayer` computes the function of a layer from its parameters in a third of the
+operations, because decoding spends half its time on small operations and Python code. It operates
+on rows, one token each, without padding, for our local layers and Transformer Engine's. Models with
+experts or float32 residuals use the modules.
 
 Shape legend: ``n`` rows, ``H`` hidden, ``G`` key-value heads, ``R`` query heads per key-value head,
 ``D`` head width, ``D_rot`` its rotated part. ``heads`` are [n, G, R + 2, D]: a key-value head's
@@ -50,9 +47,8 @@ class Rotation(NamedTuple):
     ) -> "Rotation":
         """Build the factors of all positions from ``angles``, float [positions, 1, 1, D_rot].
 
-        ``queries``: R, the query heads per key-value head. ``factor``: factor of rotated columns.
-        The factors are not computed per batch: they would depend on the batch size, because the
-        vector and the scalar cosine of a CPU differ in the last bit.
+        ``queries``: R. ``factor``: factor of rotated columns. Factors per batch would depend on the
+        batch size, because a CPU's vector and scalar cosine differ in the last bit.
         """
         half = angles.shape[-1] // 2
         shape = (angles.shape[0], 1, queries + 2, head_dim)
@@ -71,10 +67,7 @@ class Rotation(NamedTuple):
         return self._replace(cos=self.cos[positions], sin=self.sin[positions])
 
     def apply(self, heads: Tensor) -> Tensor:
-        """Rotate ``heads`` float [n, G, R + 2, D], one half of ``D_rot`` against the other.
-
-        Returns a contiguous tensor of the same shape.
-        """
+        """Rotate ``heads`` float [n, G, R + 2, D] to a contiguous tensor of the same shape."""
         if heads.shape[-1] == 2 * self.half:
             swapped = heads.roll(self.half, dims=-1)
         else:
@@ -92,11 +85,7 @@ class IncrementalLayer:
         products: Mapping[nn.Module, Product],
         tp_group: dist.ProcessGroup | None,
     ) -> None:
-        """Extract the layer's parameters.
-
-        ``products``: the linears with packed weights. ``tp_group``: group that shards heads and
-        MLP width, or None.
-        """
+        """Extract the layer's parameters. ``products``: the linears with packed weights."""
         attention, mlp = layer.self_attention, layer.mlp
         self._number: int = attention.core_attention.layer_number
         skipped = layer.config.no_rope_freq
@@ -129,8 +118,7 @@ class IncrementalLayer:
     ) -> Tensor:
         """Map [n, H] to [n, H] and store the rows' keys and values in ``cache``.
 
-        ``selected``: int64 [m], indices of the rows to return, so that the result is [m, H].
-        Default: all rows.
+        ``selected``: int64 [m], rows to return as [m, H]. Default: all.
         """
         mixed = self._qkv(self._input_norm(hidden), self._qkv_bias)
         heads = mixed.view(hidden.shape[0], self._groups, -1, self._head_dim)
@@ -193,10 +181,7 @@ def is_transformer_engine(module: nn.Module) -> bool:
 
 
 def _is_supported(layer: nn.Module, products: Mapping[nn.Module, Product]) -> bool:
-    """Return whether the layer is dense, and of our local spec or Transformer Engine's.
-
-    A module that adds a branch to the residual is not supported.
-    """
+    """Return whether the layer is dense, and of our local spec or Transformer Engine's."""
     if type(layer) is not TransformerLayer or not isinstance(layer.self_attention, SelfAttention):
         return False
     attention, mlp = layer.self_attention, layer.mlp

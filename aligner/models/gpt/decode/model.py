@@ -1,22 +1,16 @@
 """Incremental decoding of a megatron-core GPTModel: prefill and decode on a key-value cache.
 
-If `incremental_layers` supports all layers, it computes them from the model's weights. Otherwise
-the model's modules do. Inside `IncrementalModel.session` they run without gradients, in evaluation
-mode, with a cache in their attention, and with weights packed for few-row products. Sequence
-parallelism is off, because one token cannot be split. 8-bit products are off, because Transformer
-Engine requires multiples of 8 rows.
+`incremental_layers` compute the layers from the model's weights if possible, otherwise the model's
+modules do. In `IncrementalModel.session` sequence parallelism is off, because one token cannot be
+split, and so are 8-bit products, because Transformer Engine requires multiples of 8 rows.
+Context-parallel ranks each compute full sequences.
 
-A pipeline stage runs its layers on the rows that the previous stage sends. Context-parallel ranks
-have the same weights, and each computes full sequences.
-
-Between stages, hidden rows are sent forward and tokens to all stages (`PipelineComm`):
+Pipeline stages send hidden rows forward and tokens to all stages (`PipelineComm`), one pass at a
+time. Every stage tracks the rollout and knows the shape of the next message:
 
     stage 0: embed, layers ──rows [n, H]──► stage 1: layers ── … ──► last stage: layers, sample
        ▲                                       ▲                             │
        └───────────────────────────────────────┴───────── tokens [n] ────────┘
-
-One pass runs at a time. Every stage tracks the rollout and therefore knows the shape of the next
-message.
 """
 
 import contextlib
@@ -51,23 +45,14 @@ _MAX_KEPT_SHARE = 1 / 32  # of the device's memory. Larger caches are freed befo
 
 
 class PipelineComm:
-    """Communication between pipeline stages. With one stage nothing is sent."""
+    """Communication between the pipeline stages of ``group``. One stage sends nothing."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Store ``group``, the pipeline stages in order, and ``device``, where tensors are."""
         self._group = group
         self._device = device
         self._rank, self._last = dist.get_rank(group), dist.get_world_size(group) - 1
-
-    @property
-    def is_first(self) -> bool:
-        """True if this stage computes the embeddings."""
-        return self._rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        """True if this stage samples the tokens."""
-        return self._rank == self._last
+        self.is_first = self._rank == 0  # this stage computes the embeddings
+        self.is_last = self._rank == self._last  # this stage samples the tokens
 
     def receive(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Receive hidden rows of ``shape`` from the previous stage."""
@@ -83,12 +68,9 @@ class PipelineComm:
     def sampled_by_last(
         self, count: int, sample: Callable[[], SampledTokens], record: int = 0
     ) -> SampledTokens:
-        """Call ``sample`` on the last stage and return its result for ``count`` rows on all stages.
+        """Call ``sample`` on the last stage. Return its result for ``count`` rows on all stages.
 
-        ``record``: number of columns of ``kept_ids`` in the result.
-
-        Raises:
-            AlignerError: the error of ``sample``, on every stage.
+        ``record``: columns of ``kept_ids``. An AlignerError of ``sample`` is raised on every stage.
         """
         if self._last == 0:
             return sample()
@@ -124,19 +106,9 @@ class IncrementalModel:
     """Model that computes next-token logits of the sequences in flight, one slot each."""
 
     def __init__(
-        self,
-        gpt: GPTModel,
-        architecture: GPTArchitecture,
-        *,
-        num_slots: int,
-        capacity: int,
-        tp_group: dist.ProcessGroup,
+        self, gpt: GPTModel, architecture: GPTArchitecture, *, num_slots: int, capacity: int
     ) -> None:
-        """Prepare for at most ``num_slots`` sequences of at most ``capacity`` tokens.
-
-        Raises:
-            LayoutError: the model does not use our core attention.
-        """
+        """Prepare for at most ``num_slots`` sequences of at most ``capacity`` tokens."""
         self._attention = [module for module in gpt.modules() if isinstance(module, CoreAttention)]
         if not self._attention:
             raise LayoutError(
@@ -148,6 +120,7 @@ class IncrementalModel:
         parameter = next(gpt.parameters())
         self._device = parameter.device
         self.stages = PipelineComm(gpt.pg_collection.pp, self._device)
+        tp_group = gpt.pg_collection.tp
         # The vocabulary shards: of the embedding (first stage) and the output layer (last stage).
         self._embedded: VocabShard | None = None
         if self.stages.is_first:
@@ -187,17 +160,15 @@ class IncrementalModel:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Enable `prefill`, `decode` and `logits` inside the block.
-
-        Weights are packed on entry and must not change inside.
-        """
+        """Enable `prefill`, `decode` and `logits`. Weights must not change inside the block."""
         was_training = self._gpt.training
         self._gpt.eval()
+        for module in self._attention:
+            module.cache = self.cache
         try:
             with (
                 _decoding_settings(self._gpt),
                 packed_linears(self._gpt) as products,
-                self._attached_cache(),
                 without_gradients(self._gpt),
             ):
                 # The packed weights, for the layers and for the output layer.
@@ -209,6 +180,8 @@ class IncrementalModel:
                 yield
         finally:
             self._project = self._layers = self._final_norm = None
+            for module in self._attention:
+                module.cache = None
             self._gpt.train(was_training)
 
     @property
@@ -221,7 +194,7 @@ class IncrementalModel:
     def can_be_kept(self) -> bool:
         """True inside a session if graphs are worth their memory until the next session.
 
-        A graph that reads copies of weights, for instance with merged adapters, is not kept.
+        A graph that reads copies of weights, such as merged adapters, is not kept.
         """
         parts = [part for layer in self._layers or () for part in vars(layer).values()]
         options = [getattr(part, "keywords", getattr(part, "__dict__", {})) for part in parts]
@@ -231,23 +204,13 @@ class IncrementalModel:
         return self.can_be_captured and small and read <= weights
 
     def prefill(
-        self,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        slots: Sequence[int],
-        sources: Sequence[int],
+        self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
     ) -> Tensor:
-        """Run prompts and store their keys and values in slots.
+        """Run prompts, store keys and values, and return each last token's hidden state [n, H].
 
-        Args:
-            tokens: int64 [n, P] on the host, right-padded. P is a multiple of `kv_cache.ALIGNMENT`.
-            lengths: [n], number of tokens of each prompt.
-            slots: [m], the slots to fill.
-            sources: [m], the index of each slot's prompt.
-
-        Returns:
-            Hidden state of each prompt's last token after this stage, [n, H]. On the last stage
-            these are the final hidden states.
+        ``tokens``: int64 [n, P] on the host, right-padded, P a multiple of `kv_cache.ALIGNMENT`.
+        ``lengths``: [n], tokens of each prompt. ``slots``: [m], the slots to fill. ``sources``:
+        [m], the index of each slot's prompt. The last stage returns the final hidden states.
         """
         self.cache.begin_prefill(lengths, slots, sources)
         ends, positions = torch.tensor(lengths), torch.arange(tokens.shape[1])
@@ -263,16 +226,9 @@ class IncrementalModel:
         return self._run_layers(to_device(tokens[inside]), to_device(positions[inside]), last)
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Add one token to each of the first n slots.
+        """Add token ``tokens[i]`` at index ``positions[i]``, int64 [n] each, to slot i.
 
-        Args:
-            tokens: int64 [n], id of the token to add to each slot.
-            positions: int64 [n], index of each token in its sequence.
-            longest: ``positions.max() + 1``.
-
-        Returns:
-            Hidden states after this stage, [n, H]. On the last stage these are the final hidden
-            states.
+        Returns hidden states after this stage, [n, H]. ``longest``: ``positions.max() + 1``.
         """
         self.cache.begin_decode(positions, longest)
         if self._layers is None:
@@ -283,8 +239,8 @@ class IncrementalModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute next-token logits [n, V] from final hidden states [n, H], without padding.
 
-        Logits of bfloat16 states are float32 on a GPU and bfloat16 on a CPU. Only the last pipeline
-        stage may call it.
+        Logits of bfloat16 states are float32 on a GPU and bfloat16 on a CPU. Only the last stage
+        calls this.
         """
         assert self._project is not None
         assert self._shard is not None
@@ -352,22 +308,12 @@ class IncrementalModel:
             hidden += embedding.position_embeddings(positions)
         return hidden
 
-    @contextlib.contextmanager
-    def _attached_cache(self) -> Iterator[None]:
-        for module in self._attention:
-            module.cache = self.cache
-        try:
-            yield
-        finally:
-            for module in self._attention:
-                module.cache = None
-
 
 def without_gradients(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Return `torch.inference_mode`, or `torch.no_grad` for modules of Transformer Engine.
 
-    Transformer Engine keeps tensors between passes. It may not be able to train with tensors that
-    were created in inference mode.
+    Transformer Engine keeps tensors between passes, and may be unable to train with inference
+    tensors.
     """
     if any(is_transformer_engine(module) for module in model.modules()):
         return torch.no_grad()

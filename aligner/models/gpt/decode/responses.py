@@ -1,11 +1,8 @@
 """Device part of a rollout: the tokens sampled so far, and the step that samples the next tokens.
 
-It reads no value from the device, and a step updates its state in place. On a GPU the host can
-therefore run ahead of the device, and a repeated step is one launch of a CUDA graph. The shape of a
-graph is (rows, span). Both are rounded up, so that few graphs are captured.
-
-A graph contains the addresses of its inputs and outputs. To launch it in a later rollout, the same
-`Responses` are refilled.
+A step reads no value from the device and updates its state in place. On a GPU the host therefore
+runs ahead, and a repeated step is one launch of a CUDA graph. A graph has a fixed shape (rows,
+span), both rounded up, and fixed addresses, so later rollouts refill the same `Responses`.
 
 Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible sequence.
 """
@@ -117,7 +114,7 @@ class Responses:
                 getattr(self, name).copy_(tensor)
 
     def batch(self, samples: Sequence[int], rows: int | None = None) -> Batch:
-        """Return a batch of samples. If ``rows`` is given, pad it to this count with the dummy.
+        """Return a batch of samples, padded to ``rows`` rows with the dummy if given.
 
         With ``rows``, the memory of the last batch with the same ``rows`` is reused.
         """
@@ -142,13 +139,7 @@ class Responses:
         return graph_batch
 
     def sample(
-        self,
-        model: DecodingModel,
-        batch: Batch,
-        hidden: Tensor,
-        *,
-        banning: bool,
-        may_wait: bool,
+        self, model: DecodingModel, batch: Batch, hidden: Tensor, *, banning: bool, may_wait: bool
     ) -> None:
         """Sample and store the next token of each row, from final hidden states [n, H].
 
@@ -198,7 +189,8 @@ class Responses:
         """Sample one more token for the batch, whose samples are in the first n slots.
 
         ``longest``: upper bound of the sequence lengths. ``captured``: use a CUDA graph, for a
-        batch made with ``rows``. The first step of a shape runs without, because it loads kernels.
+        batch made with ``rows``, from the second step of a shape on, because the first loads
+        kernels. ``batch.rows``: int64 [n].
         """
 
         def step() -> None:

@@ -69,13 +69,9 @@ class SampledModel(Protocol):
 class SampledGPT:
     """`SampledModel` of a megatron-core model."""
 
-    def __init__(
-        self, gpt: GPTModel, architecture: GPTArchitecture, tp_group: dist.ProcessGroup | None
-    ) -> None:
-        """See `Generator`."""
+    def __init__(self, gpt: GPTModel, architecture: GPTArchitecture) -> None:
         self._gpt = gpt
         self._architecture = architecture
-        self._tp_group = tp_group or gpt.pg_collection.tp
         self.copies: dist.ProcessGroup | None = gpt.pg_collection.cp
         self.is_pipelined = dist.get_world_size(gpt.pg_collection.pp) > 1
 
@@ -86,11 +82,7 @@ class SampledGPT:
     def decoder(self, num_slots: int, capacity: int) -> IncrementalModel:
         """See `SampledModel.decoder`."""
         return IncrementalModel(
-            self._gpt,
-            self._architecture,
-            num_slots=num_slots,
-            capacity=capacity,
-            tp_group=self._tp_group,
+            self._gpt, self._architecture, num_slots=num_slots, capacity=capacity
         )
 
     def rollout(self) -> contextlib.AbstractContextManager[None]:
@@ -102,14 +94,10 @@ class SampledGPT:
 def synchronized_experts(gpt: GPTModel) -> Iterator[None]:
     """Allow ranks to run different numbers of forward passes inside the block.
 
-    An expert layer exchanges tokens with the other ranks of its group. All ranks must therefore
-    run a layer together, each with any number of tokens, but ranks finish generation at different
-    times. Each pass is announced, and a rank that has finished runs only the expert layers, with
-    one token of zeros, until all ranks have finished.
-
-    All ranks of the expert-parallel group must enter the block, and must not use the group for
-    anything else inside. Without expert parallelism the block has no effect. An error inside does
-    not wait for the other ranks.
+    Ranks run an expert layer together, but finish generation at different times. Each pass is
+    announced, and a rank that has finished runs only the expert layers, with one token of zeros,
+    until all ranks have finished. All ranks of the expert-parallel group enter the block and use
+    the group for nothing else inside. An error inside does not wait for the other ranks.
     """
     layers = [layer.mlp for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
     if not layers or layers[0].ep_group.size() == 1:

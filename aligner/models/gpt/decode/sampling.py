@@ -1,15 +1,12 @@
 """Sampling of the next token.
 
-Sampling is counter-based: the uniform number of a token is a hash of (seed, sample id, position),
-independent of the batch, of slots and of ranks. The token is the inverse CDF at that number over
-the vocabulary in id order.
+The uniform number of a token is a hash of (seed, sample id, position), independent of batch, slots
+and ranks. The token is the inverse CDF at that number over the vocabulary in id order.
 
-The log-prob of a token is under the distribution from which it was drawn: temperature, then top-k,
-then top-p, renormalised over the kept tokens, as in training (`aligner.logprobs.top_k_top_p`).
-Training does not model two options. The ban of end-of-sequence tokens before ``min_length`` does
-not change the log-prob (as in vLLM), so that it is the policy's log-prob, unless the ban changes
-the filter of top-k or top-p. A repetition penalty does change the log-prob, so that recorded
-log-probs differ from recomputed log-probs.
+The log-prob of a token is under the distribution of its draw: temperature, then top-k, then top-p,
+renormalised over the kept tokens, as in training (`aligner.logprobs.top_k_top_p`). The ban of
+end-of-sequence tokens before ``min_length`` does not change the log-prob (as in vLLM), unless it
+changes the filter. A repetition penalty does, so that recorded and recomputed log-probs differ.
 
 Shape legend: ``b`` rows, ``V`` vocabulary without padding columns.
 """
@@ -43,14 +40,9 @@ class SampledTokens(NamedTuple):
 
 
 def counter_uniforms(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return uniform numbers in [0, 1), float64 [b].
+    """Return uniform numbers in [0, 1), float64 [b], the same on all devices.
 
-    They are computed with integers, so that all devices return the same numbers.
-
-    Args:
-        seed: seed of the run and step.
-        sample_ids: int64 [b].
-        positions: int64 [b], the index of the token in its sequence.
+    ``sample_ids``: int64 [b]. ``positions``: int64 [b], index of each token in its sequence.
     """
     state = counter_hash(seed, sample_ids, positions)
     return uniform_bits(state).double() * 2.0**-UNIFORM_BITS
@@ -59,13 +51,9 @@ def counter_uniforms(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor
 def penalise_repetition(logits: Tensor, history_mask: Tensor, penalty: float) -> Tensor:
     """Apply the repetition penalty of CTRL (Keskar et al. 2019) as Hugging Face does.
 
-    The positive logits of tokens that occurred before are divided by ``penalty``, and the negative
-    logits are multiplied by it. The penalty applies to raw logits, before the temperature.
-
-    Args:
-        logits: float [b, V].
-        history_mask: bool [b, V], true if the token occurs in the prompt or the response so far.
-        penalty: a value above 1 discourages repetition.
+    Positive raw ``logits``, float [b, V], are divided by ``penalty``, negative logits multiplied,
+    where bool ``history_mask`` [b, V] is true: the token occurs in the prompt or the response so
+    far.
     """
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(history_mask, penalised, logits)
@@ -85,24 +73,17 @@ def sample_tokens(
 ) -> SampledTokens:
     """Draw one token per row.
 
-    With ``may_wait`` the host reads the device and checks the result. Without it, the caller must
-    later call `check_finite` with the log-probs and, if ``wide`` is true, draw again with
-    ``may_wait``, because the nucleus of some row contains more tokens than the candidates.
+    ``logits``: float [b, V], without padding columns. Their memory may be reused. ``uniforms``:
+    float64 [b] in [0, 1). ``greedy``: choose the most likely token (the first of equals), with its
+    log-prob under ``sampling``. ``history_mask``: bool [b, V], tokens that occurred, required for a
+    repetition penalty. ``banned``: bool [b], rows in which the end-of-sequence tokens ``end_ids``,
+    int64 [e], cannot be drawn. ``record``: largest number of kept ids to return.
 
-    Args:
-        logits: float [b, V], without padding columns. The memory may be reused for the result.
-        uniforms: float64 [b] in [0, 1) (`counter_uniforms`), ignored if ``greedy``.
-        sampling: temperature, top-k, top-p, repetition penalty.
-        greedy: choose the most likely token (the first of equals). Its log-prob is under
-            ``sampling``.
-        history_mask: bool [b, V], tokens that occurred. Required for a repetition penalty.
-        banned: bool [b], rows in which ``end_ids`` cannot be drawn.
-        end_ids: int64 [e], the end-of-sequence tokens. Required with ``banned``.
-        may_wait: whether the host may wait for the device.
-        record: largest number of ids to return of those that top-k and top-p kept. 0: no ids.
+    With ``may_wait`` the host reads the device and checks the result. Otherwise the caller must
+    later call `check_finite` and, if ``wide`` is true, draw again with ``may_wait``, because the
+    nucleus of some row exceeds the candidates.
 
-    Raises:
-        NonFiniteError: the logits of a row are NaN, or infinite without a valid distribution.
+    Raises NonFiniteError if the logits of a row are NaN, or infinite without a valid distribution.
     """
     # Scores: penalty, temperature, ban of end tokens, filter.
     scores = logits.float()
@@ -145,11 +126,7 @@ def _kept_ids(scores: Tensor, limit: int) -> Tensor:
 
 
 def check_finite(logprobs: Tensor) -> None:
-    """Raise if log-probs [b] are not finite. Synchronises with the host.
-
-    Raises:
-        NonFiniteError: as in `sample_tokens`.
-    """
+    """Raise NonFiniteError if log-probs [b] are not finite. Synchronises with the host."""
     if not math.isfinite(logprobs.sum().item()):
         bad = (~logprobs.isfinite()).nonzero().flatten().tolist()
         raise NonFiniteError(
@@ -175,13 +152,9 @@ def inverse_cdf(
 ) -> Tensor:
     """Return the token at which the cumulative probability first exceeds the uniform, int64 [b].
 
-    The search uses two levels, blocks and tokens of a block, so that float64 sums have few terms.
-    For any rounding, a token of probability 0 is never returned.
-
-    Args:
-        probabilities: float32 [b, V], at least one above 0 per row. They need not sum to 1.
-        uniforms: float64 [b] in [0, 1).
-        cumulative: `_cumulative` of the probabilities, if already computed.
+    ``probabilities``: float32 [b, V], at least one above 0 per row, with any sum. ``uniforms``:
+    float64 [b] in [0, 1). The search uses two levels, blocks and tokens of a block, so that float64
+    sums have few terms. A token of probability 0 is never returned.
     """
     if cumulative is None:
         cumulative = _cumulative(probabilities)
@@ -214,8 +187,8 @@ def _blocks(probabilities: Tensor) -> Tensor:
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     """Return the first index at which ``cumulative`` [b, n] exceeds ``target`` [b] (at least 0).
 
-    If rounding puts a target at or above the total, it is replaced by the largest number below the
-    total. The index is then the last increase, never a padded zero.
+    A target that rounding puts at or above the total is replaced by the next number below the
+    total.
     """
     below_total = cumulative[:, -1] * _BELOW_ONE
     limit = torch.minimum(target, below_total)[:, None]
@@ -228,8 +201,7 @@ def _keep_threshold(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the threshold of the top-k/top-p filter, [b], without sorting the vocabulary.
 
-    Without ``may_wait`` also return a bool [], true if the candidates of some row do not contain
-    the complete nucleus.
+    Without ``may_wait`` also return a bool [], true if some nucleus exceeds the candidates.
     """
     columns = scores.shape[1]
     if top_k > 0 or columns <= _NUCLEUS:

@@ -4,16 +4,14 @@
                            ▲                            │ copies
                            └── free slots ◄── read the previous step ◄─┘   (host)
 
-`Rollout` reads the tokens of a step while the next step runs (see `decode.responses`). A sequence
-that ends is therefore in one step more, whose token is removed. This does not change the tokens of
-other samples.
+`Rollout` reads the tokens of a step while the next step runs. A sequence that ends is therefore in
+one step more, whose token is removed.
 
 Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible sequence.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,21 +41,12 @@ class WideNucleusError(AlignerError):
     """A nucleus contains more tokens than the candidates of a step without synchronisation."""
 
 
-@dataclass(frozen=True)
-class _UnreadStep:
-    """A step that the host has not read."""
-
-    samples: list[int]
-    num_new: list[int]  # new tokens of each sample after the step
-    values: HostCopy  # tokens [n], log-probs [n], ``wide`` []
-
-
 class Rollout:
-    """State of B samples from prompt to end. The public tensors contain the results.
+    """State of B samples from prompt to end, with the results.
 
     ``tokens``: int64 [B, S]. ``logprobs``: float32 [B, S]. ``kept_ids``: int32 [B, S, K].
-    ``lengths``: int64 [B], tokens of prompt and response. ``is_end``: bool [B], true if the
-    response ended by itself.
+    ``lengths``: int64 [B], tokens of prompt and response. ``is_end``: bool [B], the response ended
+    by itself.
     """
 
     def __init__(
@@ -74,15 +63,9 @@ class Rollout:
     ) -> None:
         """Queue all samples.
 
-        Args:
-            responses: memory of the results.
-            rows: token ids of each prompt of ``responses``, without padding.
-            rules: rules for sampling the tokens.
-            stop: matcher of stop strings, if any.
-            listener: called with every token.
-            runs_ahead: whether the host reads the result of a step while the next step runs.
-            may_wait: whether the host may also wait for the device within a step.
-            captured: whether to launch steps as CUDA graphs, if the model supports it.
+        ``rows``: token ids of each prompt without padding. ``runs_ahead``: the host reads the
+        result of a step while the next step runs. ``may_wait``: the host may also wait for the
+        device within a step. ``captured``: launch steps as CUDA graphs, if the model supports it.
         """
         # Results: views of the responses without the dummy sample.
         batch = len(rows)
@@ -104,7 +87,9 @@ class Rollout:
         self.num_reported = [0] * batch  # tokens of each sample reported to the listener
         self._eos = set(rules.eos_ids)
         self._runs_ahead, self._may_wait, self._captured = runs_ahead, may_wait, captured
-        self._unread: deque[_UnreadStep] = deque()
+        # Steps that the host has not read: samples, their new tokens after the step, and the copies
+        # of tokens [n], log-probs [n] and ``wide`` [].
+        self._unread: deque[tuple[list[int], list[int], HostCopy]] = deque()
 
         # State of the slots. The last hidden states are of prompts with pending samples.
         self._pending = list(range(batch))[::-1]
@@ -115,9 +100,8 @@ class Rollout:
     def run(self, model: DecodingModel, num_slots: int) -> None:
         """Generate until every sample has ended.
 
-        Raises:
-            NonFiniteError: see `aligner.models.gpt.decode.sampling.sample_tokens`.
-            WideNucleusError: a nucleus needs synchronisation, but ``may_wait`` is false.
+        Raises the errors of `sample_tokens`, and WideNucleusError if a nucleus needs
+        synchronisation, but ``may_wait`` is false.
         """
         while self._pending or self._slots:
             while self._pending and self._fill_slots(model, num_slots):
@@ -152,10 +136,7 @@ class Rollout:
         self._finish_step(samples, batch)
 
     def _fill_slots(self, model: DecodingModel, num_slots: int) -> bool:
-        """Put pending samples into free slots and sample their first tokens.
-
-        Return False if no slot is free.
-        """
+        """Put pending samples into free slots and sample their first tokens. Return success."""
         # Assign samples to slots.
         free = [slot for slot, sample in enumerate(self._slots) if sample is None]
         free += range(len(self._slots), num_slots)
@@ -239,22 +220,22 @@ class Rollout:
             if self._num_new[sample] == self._length.max_length:
                 self._free_slot(sample)
         values = HostCopy(batch.tokens, batch.logprobs, batch.wide)
-        self._unread.append(_UnreadStep(samples, [self._num_new[s] for s in samples], values))
+        self._unread.append((samples, [self._num_new[s] for s in samples], values))
         self._read(unread=1 if self._runs_ahead else 0)
 
     def _read(self, unread: int) -> None:
         """Read results of steps, oldest first, until ``unread`` remain. End finished samples."""
         while len(self._unread) > unread:
-            step = self._unread.popleft()
-            tokens, logprobs, wide = step.values.wait()
+            samples, num_new_tokens, values = self._unread.popleft()
+            tokens, logprobs, wide = values.wait()
             if not self._may_wait:
-                check_finite(logprobs[: len(step.samples)])
+                check_finite(logprobs[: len(samples)])
                 if bool(wide):
                     raise WideNucleusError("top-p keeps more tokens than the candidates of a step")
             # Tokens of samples that ended in an earlier step are ignored.
             ended = []
             listed_logprobs = [] if self._listener is None else logprobs.tolist()
-            entries = zip(step.samples, step.num_new, tokens.tolist(), strict=False)
+            entries = zip(samples, num_new_tokens, tokens.tolist(), strict=False)
             for index, (sample, num_new, token) in enumerate(entries):
                 if sample in self._ended:
                     continue

@@ -1,15 +1,13 @@
 """Forward pass of micro-batches through the model, and backward pass in training.
 
-Only this module implements megatron-core's schedule protocol: a forward step returns
-``(output, closure)``, and the closure computes a loss or a result from the last stage's output. A
-role binds the head of `forward_step`.
+Only this module implements megatron-core's schedule protocol: a forward step returns ``(output,
+closure)``, and the closure computes a loss or a result from the last stage's output.
 
     microbatches ─► forward_step ─► GPTModel (bypassed output layer) ─► hidden [n, L, H]
                                                                             │
                                       head(hidden, microbatch) ◄────────────┘
 
-The model never computes logits: its output layer is bypassed. Heads that need the vocabulary
-project selected positions of the final hidden states (`aligner.logprobs.fused`).
+Heads project selected positions to the vocabulary (`aligner.logprobs.fused`).
 """
 
 import contextlib
@@ -43,24 +41,18 @@ from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
 class PlacedRotary(nn.Module):
-    """Replacement of the rotary embedding that returns the angles of one layout's positions.
-
-    megatron-core's embedding counts positions from the start of the row, or splits the row as
-    Transformer Engine does under context parallelism.
-    """
+    """Replacement of megatron-core's rotary embedding that returns one layout's angles."""
 
     def __init__(self, rotary: nn.Module, layout: TokenLayout) -> None:
         super().__init__()
         self.angles = rotary.get_emb(layout.longest)[layout.positions[0]]
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        """Return the length argument of `forward`, which ignores it."""
-        del args, kwargs
+        """Return the length argument, which `forward` ignores."""
         return self.angles.shape[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the angles ``[L, 1, 1, D]`` of the layout's rows."""
-        del args, kwargs
         return self.angles
 
 
@@ -79,11 +71,10 @@ def placed_positions(gpt: GPTModel, layout: TokenLayout) -> Iterator[None]:
 
 
 def full_hidden_states(gpt: GPTModel, hidden: Tensor, *, vocab_parallel: bool) -> Tensor:
-    """Undo sequence parallelism. Return the rows of `TokenLayout`, float ``[n * L, H]``.
+    """Undo sequence parallelism: float ``[n, L, H]`` to rows of `TokenLayout`, ``[n * L, H]``.
 
-    ``hidden``: float ``[n, L, H]``. ``vocab_parallel``: whether the following computation is
-    sharded over the vocabulary. If so, backward sums the partial gradients of the tensor-parallel
-    ranks. Otherwise every rank computes the full gradient and backward sums nothing.
+    ``vocab_parallel``: the following computation is sharded over the vocabulary, so that backward
+    sums partial gradients of the tensor-parallel ranks.
     """
     if gpt.config.sequence_parallel:
         gathered = gather_from_sequence_parallel_region(
@@ -125,9 +116,8 @@ def split_microbatches(
 ) -> list[Microbatch]:
     """Split a batch into micro-batches of minimal length.
 
-    Per-token tensors ``[B, S]`` are trimmed to the longest sequence of the micro-batch by
-    ``input_lengths``. The host synchronises with the device once, to read lengths, ``token_mask``,
-    ``position_ids`` (if rows may contain several sequences) and token ids (if prefixes are shared).
+    Per-token tensors ``[B, S]`` are trimmed to the micro-batch's longest sequence. The host
+    synchronises with the device once, to read the columns on which the layout depends.
     """
     length = batch["input_ids"].shape[1]
     # One copy to the host for all columns that the layout depends on.
@@ -169,9 +159,8 @@ def forward_step(
 ) -> tuple[Tensor, Callable[..., Any]]:
     """Run megatron-core's forward step for any role.
 
-    Returns this stage's output, and the closure that applies ``head`` when the schedule calls it
-    with the output. On the last stage the output is hidden states ``[n, L, H]``, because the output
-    layer is bypassed.
+    Returns this stage's output, on the last stage hidden states ``[n, L, H]``, and the closure that
+    applies ``head`` to the output.
     """
     microbatch = next(data_iterator)
     hidden = microbatch.hidden if microbatch.hidden is not None else _forward(microbatch, model)
@@ -199,10 +188,7 @@ def loss_head(
     loss_fn: LossFunction,
     denominators: Denominators,
 ) -> Head:
-    """Return a head that computes ``loss_fn`` of ``outputs``.
-
-    ``outputs`` maps float hidden states ``[n, L, H]`` to the outputs of a micro-batch.
-    """
+    """Return a head that computes ``loss_fn`` of ``outputs``, a function of float ``[n, L, H]``."""
 
     def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = loss_fn(outputs(hidden, microbatch), microbatch.columns, denominators)
@@ -220,8 +206,7 @@ def run_microbatches(
 ) -> list[Any]:
     """Run forward and backward, and add gradients, summed over ranks, to the gradient buffers.
 
-    Returns, on the last pipeline stage, what the head of ``step`` returns besides the loss, for
-    each micro-batch. ``forward_only``: see `infer_microbatches`.
+    Returns, on the last pipeline stage, the head's results besides the loss, per micro-batch.
     """
     rows, length = microbatches[0].layout.input_ids.shape
     with accelerator.cuda_literals():
@@ -246,10 +231,7 @@ def infer_microbatches(
 ) -> list[Any]:
     """Run forward without gradients or dropout. Return the head's results on the last stage.
 
-    Dropout is off even if the model is in training mode.
-
-    ``with_graph``: compute hidden states that can be differentiated, as in training. Use it only
-    for models without dropout.
+    ``with_graph``: compute differentiable hidden states, only for models without dropout.
     """
     training = model.training
     model.train(with_graph)

@@ -1,17 +1,13 @@
 """Layout of a micro-batch's tokens in the model, and the map of results back to the batch.
 
-Masks, losses and results are in the frame ``[b, S]``. The model's input is either the frame itself
-(one row per sequence) or, if packed or under context parallelism, one long row of all tokens of
-this rank without padding:
+Masks, losses and results are in the frame ``[b, S]``. The model's input is the frame itself or, if
+packed or under context parallelism, one long row of this rank's tokens without padding:
 
     frame [b, S] ─tokens─► rows [n, L] ─► model ─► hidden rows ─► head ─► frame [b, S]
 
-If sequences share prefixes (`aligner.distributed.sequences`), the long row contains each run of
-tokens once, and a token of it can correspond to several frame indices. If a row of the frame
-contains several sequences, each is a separate sequence of the long row.
-
-The hidden state of a row predicts the next token, which may be on another rank. Every rank fills in
-the results that it computes, and the ranks' frames are summed.
+The long row contains a shared prefix once (`aligner.distributed.sequences`), so that one token may
+correspond to several frame indices. The hidden state of a row predicts the next token, which may be
+on another rank. Every rank fills in its results, and the ranks' frames are summed.
 """
 
 from dataclasses import dataclass
@@ -74,8 +70,8 @@ class LayoutRules:
 class TokenLayout:
     """Places of a micro-batch's tokens in the model's rows and in the caller's padded batch.
 
-    A row index counts the n * L rows of the model's hidden states. A frame index counts the
-    b * S positions of the right-padded batch, the frame.
+    A row index counts the n * L rows of hidden states, a frame index the b * S positions of the
+    frame.
     """
 
     frame: tuple[int, int]  # b, S
@@ -91,17 +87,16 @@ class TokenLayout:
     def all_tokens(self) -> tuple[Tensor, Tensor]:
         """Return the row index and the frame index of each of the N tokens, int64 ``[N]`` each.
 
-        Every frame index occurs once. Sequences with a common prefix share the prefix's rows, so
-        that a row index can occur several times.
+        Every frame index occurs once. Rows of a shared prefix occur several times.
         """
         rows, frame_indices = self._all_tokens()
         return self._to_device(rows), self._to_device(frame_indices)
 
     def predicted_tokens(self, selected: BoolArray | None = None) -> tuple[Tensor, Tensor]:
-        """Return the index of the row that predicts each token, and the token's frame index.
+        """Return the row that predicts each token and the token's frame index, int64 ``[N]`` each.
 
-        Both are int64 ``[N]``. Every frame index occurs once. ``selected``: ``[b, S]``, true for
-        the tokens to return. Default: all.
+        Every frame index occurs once. ``selected``: ``[b, S]``, true for the tokens to return.
+        Default: all.
         """
         rows, frame_indices = self._all_tokens()
         has_next = ~self.ends[frame_indices]
@@ -143,13 +138,9 @@ def build_layout(
 ) -> TokenLayout:
     """Lay out a micro-batch.
 
-    Args:
-        input_ids: int64 ``[b, S]``, right-padded.
-        lengths: int64 ``[b]``, at most ``S``.
-        rules: see `LayoutRules`.
-        tree: prefix tree of the sequences, whose runs are computed once each. If None, sequences
-            share no computation.
-        sequences: sequences of rows that contain several. If None, every row is one sequence.
+    ``input_ids``: int64 ``[b, S]``, right-padded. ``lengths``: int64 ``[b]``, at most ``S``.
+    ``tree``: runs of tokens that are computed once each. ``sequences``: sequences of rows that
+    contain several. By default every row is one sequence and shares nothing.
     """
     rows, width = input_ids.shape
     if tree is not None or sequences is not None or rules.packed or not len(lengths):
@@ -227,12 +218,8 @@ def _shared_tokens(
 ) -> tuple[IntArray, IntArray] | None:
     """Return rows and frame indices of the sequences that contain a run but are not its example.
 
-    Args:
-        runs: the tree.
-        local: rows of each run.
-        inside: whether each row contains a token.
-        position: position of each row in its sequences.
-        starts: frame index of each sequence's first token.
+    ``local``: rows of each run. ``inside``: whether each row contains a token. ``position``: of
+    each row in its sequences. ``starts``: frame index of each sequence's first token.
     """
     not_example = runs.owners != runs.examples[runs.owned]
     if not not_example.any():

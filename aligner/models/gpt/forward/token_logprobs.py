@@ -1,8 +1,7 @@
 """Log-probs computed from hidden states, in the frame of `aligner.types`.
 
-Only selected positions are projected to the vocabulary. `token_logprobs` computes one token per
-position and never materialises logits. For K candidates per position, or the best K, logits of
-some rows exist at a time.
+Only selected positions are projected to the vocabulary. For one token per position, logits are
+never materialised. For K candidates, logits of some rows exist at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,10 +25,7 @@ from aligner.types import TokenOutputs
 
 
 class LogitsForm(NamedTuple):
-    """Form of a model's logits: ``cap * tanh(scale * hidden @ weight.T / cap)``.
-
-    Without a cap, the logits are ``scale * hidden @ weight.T``.
-    """
+    """Form of a model's logits: ``cap * tanh(scale * hidden @ weight.T / cap)``, if capped."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -38,11 +34,9 @@ class LogitsForm(NamedTuple):
 class Projection(NamedTuple):
     """Hidden states and the output layer that computes logits.
 
-    ``rows``: hidden states of the layout's rows, float ``[n * L, H]``, in training with gradients.
-    Under tensor parallelism their gradient is this rank's summand. ``weight``: ``[V / tp, H]``, the
-    same shape on every rank. ``vocab_size``: size of the vocabulary without padding.
-    ``tp_group``: group that shards the vocabulary, or None.
-    ``temperature``: divisor of the logits. ``cap``: their bound after the division, if any.
+    ``rows``: float ``[n * L, H]``. Under tensor parallelism their gradient is this rank's summand.
+    ``weight``: ``[V / tp, H]``. ``vocab_size``: size of the vocabulary without padding.
+    ``temperature``: divisor of the logits. ``cap``: bound of the divided logits.
     """
 
     rows: Tensor
@@ -58,10 +52,7 @@ class Projection(NamedTuple):
         return VocabShard.of(self.weight, self.vocab_size, self.tp_group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits ``[N, V / tp]`` of ``hidden``, float ``[N, H]``.
-
-        The logits are divided by the temperature. Their dtype is float32 or wider.
-        """
+        """Compute logits ``[N, V / tp]`` of float ``[N, H]``, float32 or wider."""
         return _logits(hidden, self.weight, self.temperature, self.cap)
 
 
@@ -80,24 +71,12 @@ def token_logprobs(
     with_entropy: bool = False,
     kept_ids: Tensor | None = None,
 ) -> TokenOutputs:
-    """Compute log-probs (and entropies) of the selected tokens, 0 elsewhere.
+    """Compute log-probs (and entropies) of the selected tokens, float32 ``[B, S]``, 0 elsewhere.
 
-    The hidden state at t - 1 predicts token t. Positions that are not selected (the prompt,
-    padding) are dropped before the output layer.
-
-    Args:
-        projection: hidden states of the layout's rows, and the output layer.
-        input_ids: int64 ``[B, S]``.
-        selected: ``[B, S]`` on the host, true to compute the log-prob of token t. Position 0 is
-            never computed, because no hidden state predicts its token.
-        layout: map of rows to tokens.
-        sampling: top-k and top-p of the distribution from which the tokens were drawn.
-        with_entropy: also return the entropy of that distribution.
-        kept_ids: int ``[B, S, K]``, the ids that top-k and top-p kept when each token was sampled,
-            see `hidden_states_to_logprobs`. None if not recorded.
-
-    Returns:
-        The log-probs and the entropies (or None), float32 ``[B, S]`` each.
+    The hidden state at t - 1 predicts token t. ``input_ids``: int64 ``[B, S]``. ``selected``: ``[B,
+    S]`` on the host, true to compute token t, except position 0, which no hidden state predicts.
+    ``sampling``: top-k and top-p of the distribution. ``kept_ids``: int ``[B, S, K]``, see
+    `hidden_states_to_logprobs`.
     """
     # Only rows that predict a selected token reach the output layer.
     rows, tokens = layout.predicted_tokens(selected)
@@ -123,8 +102,7 @@ def token_logprobs(
 def token_logits(projection: Projection, layout: TokenLayout) -> Tensor:
     """Compute next-token logits, float32 ``[B, S, V]``, 0 beyond a sequence's length.
 
-    Every tensor-parallel rank materialises all logits. If only log-probs are needed, use
-    `token_logprobs`, which describes the arguments.
+    Every tensor-parallel rank materialises all logits.
     """
     rows, tokens = layout.all_tokens()
     logits = projection.logits(layout.take(projection.rows, rows))
@@ -146,9 +124,9 @@ def candidate_logprobs(
 ) -> TokenOutputs:
     """Compute log-probs of K candidate tokens at each selected position, 0 elsewhere.
 
-    Log-probs are normalised over the full vocabulary. ``candidates``: int64 ``[B, S, K]``, token
-    ids at position t for token t. ``with_entropy``: also return the entropy of the distribution.
-    For the other arguments see `token_logprobs`. Returns float32 ``[B, S, K]`` and ``[B, S]``.
+    Log-probs are normalised over the full vocabulary. ``candidates``: int64 ``[B, S, K]``, ids for
+    token t at position t. Returns float32 ``[B, S, K]`` and the entropy ``[B, S]`` or None. Other
+    arguments: see `token_logprobs`.
     """
     # The closure must not capture the projection: the backward pass would keep its rows in memory.
     shard, temperature, cap = projection.shard, projection.temperature, projection.cap
@@ -178,10 +156,9 @@ def candidate_logprobs(
 def best_candidates(
     projection: Projection, selected: BoolArray, layout: TokenLayout, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` most likely tokens at each selected position.
+    """Return the ``count`` most likely tokens at each selected position, 0 elsewhere.
 
-    For the arguments see `token_logprobs`. Returns logits, float32 ``[B, S, count]`` in descending
-    order, and ids, int64 ``[B, S, count]``, 0 elsewhere.
+    Returns logits, float32 ``[B, S, count]`` in descending order, and ids, int64 ``[B, S, count]``.
     """
     # Part by part, so that the logits of all rows never exist at once.
     shard = projection.shard

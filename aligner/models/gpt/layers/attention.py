@@ -1,9 +1,7 @@
-"""Core attention on `scaled_dot_product_attention`.
+"""Core attention on `scaled_dot_product_attention`, in place of megatron-core's unfused one.
 
-It replaces megatron-core's local core attention, which is unfused (it materialises
-``[heads, S, S]`` scores). Generation uses the same module with a key-value cache attached, which
-then computes the attention. In packed and context-parallel passes, `Segments` describe which rows
-attend to each other.
+Generation attaches a key-value cache to the module. In packed and context-parallel passes,
+`Segments` describe which rows attend to each other.
 """
 
 import math
@@ -41,9 +39,8 @@ class AttentionCache(Protocol):
 class SegmentParams(PackedSeqParams):
     """Carrier of `Segments` through megatron-core's layers to `CoreAttention`.
 
-    The segments are an argument and not a setting around the forward pass, because activation
-    recomputation calls the attention again in the backward pass. ``qkv_format`` is not ``thd``:
-    the layers treat the rows as one ordinary sequence.
+    Activation recomputation calls the attention again in the backward pass, so the segments are an
+    argument. ``qkv_format`` is not ``thd``: the layers treat the rows as one sequence.
     """
 
     qkv_format: str = "sbhd"
@@ -53,8 +50,8 @@ class SegmentParams(PackedSeqParams):
 class CoreAttention(MegatronModule):
     """Causal (optionally sliding-window) grouped-query attention.
 
-    Sequences are right-padded, so causality keeps valid positions from seeing padding and no
-    mask is passed. ``cache`` is None in training.
+    Sequences are right-padded, so valid positions never attend to padding and no mask is passed.
+    ``cache`` is None in training.
     """
 
     def __init__(
@@ -64,19 +61,17 @@ class CoreAttention(MegatronModule):
         attn_mask_type: AttnMaskType,
         attention_type: str,
         *,
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        del cp_comm_type, pg_collection  # heads are already this rank's
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
             raise LayoutError(
                 f"core attention is causal self-attention, got {attention_type}, {attn_mask_type}"
             )
         self.layer_number = max(1, layer_number)
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.dropout = config.attention_dropout
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.window: int | None = None
         if is_layer_window_attention(
@@ -95,20 +90,11 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: SegmentParams | None = None,
     ) -> Tensor:
-        """Compute causal attention.
+        """Compute causal attention, ``[S, B, heads * D]``.
 
-        Args:
-            query: float ``[S, B, heads, D]``, rotary embedding applied.
-            key: ``[S, B, groups, D]``.
-            value: ``[S, B, groups, D]``.
-            attention_mask: must be None. See the class.
-            attn_mask_type: must be causal.
-            attention_bias: must be None.
-            packed_seq_params: the sequences in the ``S`` packed rows (``B`` is 1). If None,
-                each batch row is one sequence.
-
-        Returns:
-            ``[S, B, heads * D]``.
+        ``query``: float ``[S, B, heads, D]``, rotary embedding applied. ``key``, ``value``: ``[S,
+        B, groups, D]``. ``packed_seq_params``: the sequences in the ``S`` packed rows (``B`` is 1).
+        Without it each batch row is one sequence. Mask and bias must be None.
         """
         assert attention_mask is None
         assert attention_bias is None
@@ -147,10 +133,7 @@ def attend_rows(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute causal attention, float ``[B, heads, S, D]``.
-
-    ``window``: positions that a query attends to, including its own.
-    """
+    """Compute causal attention, float ``[B, heads, S, D]``. ``window``: see `window_mask`."""
     length = query.shape[2]
     windowed = window is not None and length > window
     mask = window_mask(length, window, query.device) if windowed else None
@@ -193,8 +176,8 @@ def attend_buckets(
 ) -> Tensor:
     """Compute attention within packed sequences, float ``[R, heads, D]``, bucket by bucket.
 
-    ``attend_bucket``: function of a bucket, its queries [n, heads, S, D], keys and values, and
-    ``key_rows``, with the shapes of `attend`.
+    ``attend_bucket`` maps a bucket, its queries [n, heads, S, D], keys, values and ``key_rows`` to
+    the bucket's attention, with the shapes of `attend`.
     """
     slots = [bucket.sequences * bucket.queries for bucket in segments.buckets]
     parts = []
@@ -247,16 +230,11 @@ def attend(
     dropout: float = 0.0,
     key_rows: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention of float ``[B, heads, S, D]``.
+    """Compute attention, float ``[B, heads, S, D]``, the shape of ``query``.
 
-    Args:
-        query: float ``[B, heads, S, D]``.
-        key: float ``[B, groups, S, D]``, or rows ``[R, groups, D]`` if ``key_rows`` is given.
-        value: float, same shape as ``key``.
-        mask: bool, true if the query attends to the key. None means causal attention.
-        scale: factor of the scores.
-        dropout: probability of dropping an attention weight.
-        key_rows: int64 ``[B * S]``, the row of each key.
+    ``key``, ``value``: float ``[B, groups, S, D]``, or rows ``[R, groups, D]`` if ``key_rows`` is
+    given. ``mask``: bool, true if the query attends to the key. None means causal attention.
+    ``scale``: factor of the scores. ``key_rows``: int64 ``[B * S]``, the row of each key.
     """
     if query.device.type == "cpu" and dropout == 0.0 and torch.is_grad_enabled():
         return _CPUFlashAttention.apply(query, key, value, key_rows, mask, scale)

@@ -1,12 +1,8 @@
 """Chains of elementwise operations in few passes over memory: SwiGLU, RMSNorm, rotary embedding.
 
-On a CPU nothing is fused. SwiGLU and RMSNorm have handwritten gradients, because memory traffic
-dominates their cost: autograd over torch's operations writes and reads a tensor for every step of
-the chain rule and joins the gradients of split tensors by another copy.
-
-On a GPU, megatron-core's `jit_fuser` compiles a chain into one kernel. The fused kernel computes
-bf16 in float32 and rounds once, whereas the chain rounds after every operation. The fused result
-differs in the last bit and is closer to the exact value.
+On a CPU, SwiGLU and RMSNorm have handwritten gradients, because autograd reads and writes a tensor
+for every step of the chain rule. On a GPU, megatron-core's `jit_fuser` compiles a chain into one
+kernel, which computes bf16 in float32 and rounds once. The last bit then differs from the chain.
 """
 
 import functools
@@ -81,7 +77,7 @@ class SwiGLU(nn.Module):
         assert config.glu_linear_offset == 0.0
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        """Return `swiglu` of float ``[..., 2 * F]``, which is ``[..., F]``."""
+        """Compute `swiglu` of float ``[..., 2 * F]``."""
         return swiglu(gate_and_up)
 
 
@@ -92,10 +88,7 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _inverse_rms(rows: Tensor, eps: float) -> Tensor:
-    """Return ``1 / rms`` of each of the rows ``[n, H]``, as ``[n, 1]``.
-
-    The function uses the fewest possible operations, because decoding calls it on few rows.
-    """
+    """Return ``1 / rms`` of rows ``[n, H]``, as ``[n, 1]``, in few operations for decoding."""
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     epsilon = _constant(eps, rows.dtype, rows.device)
     return torch.addcmul(epsilon, length, length, value=1.0 / rows.shape[-1]).rsqrt_()
@@ -137,8 +130,8 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 class Norm(nn.Module):
     """LayerNorm, LayerNorm1P (weight stored minus one) or RMSNorm, selected by the config.
 
-    The parameters are marked ``sequence_parallel``, so that megatron-core sums their gradients over
-    the tensor-parallel ranks, each of which processes a part of the sequence.
+    The mark ``sequence_parallel`` makes megatron-core sum the parameters' gradients over
+    tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -190,11 +183,8 @@ class AllHeadsNorm(nn.Module):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, heads: int
     ) -> None:
         super().__init__()
-        self.size, self.ranks, self.eps = (
-            heads * hidden_size,
-            config.tensor_model_parallel_size,
-            eps,
-        )
+        self.size, self.eps = heads * hidden_size, eps
+        self.ranks = config.tensor_model_parallel_size
         weight = nn.Parameter(torch.ones(self.size // self.ranks, dtype=config.params_dtype))
         megatron_layers.set_tensor_model_parallel_attributes(weight, True, 0, 1)
         self.all_heads = nn.ParameterDict({"weight": weight})
@@ -211,10 +201,7 @@ class AllHeadsNorm(nn.Module):
 
 
 class BranchAdd(nn.Module):
-    """Addition of a branch (attention or MLP) to the residual, normalised and multiplied first.
-
-    It replaces megatron-core's bias-dropout-add.
-    """
+    """Addition of a branch to the residual, normalised and multiplied first."""
 
     def __init__(self, config: "GPTConfig") -> None:
         super().__init__()
@@ -224,7 +211,6 @@ class BranchAdd(nn.Module):
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         """Return the function of (branch and its bias, residual, dropout) that adds."""
-        del fused
 
         def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
             out, bias = branch
@@ -294,9 +280,8 @@ class Fusions:
     def of(cls, architecture: GPTArchitecture, enabled: bool) -> "Fusions":
         """Select the chains that can be fused on this machine for this architecture.
 
-        Fusions that change the function are excluded: megatron-core's fused GELU is the tanh
-        approximation, and a fused dropout draws other random numbers than full recomputation
-        repeats. The gradient sum requires the extension of Apex that contains its kernel.
+        Fusions that change the function are excluded, such as megatron-core's fused GELU (tanh
+        approximation) and fused dropout (other random numbers than full recomputation).
         """
         if not (enabled and accelerator.has_gpu()):
             return cls()

@@ -1,14 +1,12 @@
 """Modules of a transformer layer.
 
 With Transformer Engine and a GPU, the layer is megatron-core's Transformer Engine spec with our
-core attention, unless ``model.layer_spec`` selects another spec. Otherwise it is our local spec:
-megatron-core's linear layers, a norm that supports sequence parallelism, and our fused core
-attention. megatron-core's local spec supports neither.
+core attention, unless ``model.layer_spec`` selects another. The local spec has megatron-core's
+linears, `Norm` and `CoreAttention`.
 
-The experts of a layer use one grouped matrix product in each direction instead of one per expert.
-Their weights remain separate parameters as in megatron-core's `SequentialMLP`, so that checkpoints,
-optimizer and run states do not change. The weights are stacked for a product and again for its
-gradient, so that only one layer's copy exists at a time.
+Experts use one grouped matrix product in each direction. Their weights remain the parameters of
+`SequentialMLP`, as in checkpoints, and are stacked again for each product, so that one layer's copy
+exists at a time.
 """
 
 import functools
@@ -92,15 +90,10 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """Apply the experts.
+        """Apply the experts to float ``[n, H]``, rows sorted by expert, without a bias.
 
-        Args:
-            permuted_local_hidden_states: float ``[n, H]``, rows sorted by expert.
-            tokens_per_expert: ``[E]``, rows of each expert.
-            permuted_probs: float ``[n]``, router weight of each row.
-
-        Returns:
-            ``[n, H]``, and None for the bias.
+        ``tokens_per_expert``: ``[E]``. ``permuted_probs``: float ``[n]``, router weight of each
+        row.
         """
         experts, first = self.local_experts, self.local_experts[0]
         # A linear layer that communicates computes more than its product.
@@ -149,8 +142,7 @@ def has_transformer_engine() -> bool:
 def uses_transformer_engine(spec: LayerSpec, lora: LoraConfig | None, config: GPTConfig) -> bool:
     """Return whether layers use Transformer Engine.
 
-    Its fused linears do not support adapters. It has no norms over all heads or after a branch, and
-    no second rotary base.
+    It lacks adapters, norms over all heads or after a branch, and a second rotary base.
     """
     if spec == "transformer_engine" and not has_transformer_engine():
         raise ConfigError(
@@ -179,7 +171,6 @@ def local_layer_spec(
     """Return the spec of a layer of megatron-core linears, `Norm` and `CoreAttention`."""
 
     def linear(name: str, plain: type, adapted: type) -> type | ModuleSpec:
-        """Return the class of a linear layer, with an adapter if ``lora`` names the layer."""
         if lora is None or name not in lora.linears:
             return plain
         return ModuleSpec(module=adapted, params={"lora": lora})

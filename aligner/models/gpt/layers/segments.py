@@ -1,15 +1,13 @@
 """Attention plan of a packed pass, whose rows are the tokens of one sequence after another.
 
-The cost of attention must not grow with the square of the packed length. The sequences are
-therefore grouped into buckets of similar length. Each bucket is a small right-padded batch:
+Sequences are grouped into buckets of similar length, so that the cost of attention does not grow
+with the square of the packed length. Each bucket is a small right-padded batch:
 
     rows [R, heads, D] ─index─► slots [M, heads, D] ─split─► bucket [n, L, heads, D] ─► SDPA
     rows [R, heads, D] ◄─inverse index────────────────────── cat ◄─┘
 
-Under context parallelism the queries are this rank's part of every sequence and the keys are
-gathered from all ranks. If sequences share prefixes, each segment is a run of tokens
-(`aligner.distributed.sequences`): its queries are the tokens of the run, its keys also include the
-tokens of all runs before it.
+Under context parallelism queries are local and keys are gathered from all ranks. If sequences share
+prefixes, a segment is a run of tokens whose keys include all runs before it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -88,15 +86,12 @@ def _gather(source: Tensor, index: Tensor, blank: Tensor) -> Tensor:
 def take_rows(source: Tensor, rows: Tensor) -> Tensor:
     """Return the rows of float ``[R, ...]`` at ``rows``, int64 ``[N]`` with repeats: ``[N, ...]``.
 
-    The gradient of a repeated row is a sum, accumulated in float32 or wider. On a CPU the terms are
-    added in the order of ``rows`` for any number of threads.
+    The gradient of a repeated row is summed in float32 or wider, on a CPU in the order of ``rows``.
     """
     return _TakeRows.apply(source, rows)
 
 
 class _TakeRows(torch.autograd.Function):
-    """Gather forward, sum backward."""
-
     @staticmethod
     def forward(ctx: Any, source: Tensor, rows: Tensor) -> Tensor:
         ctx.rows, ctx.num_rows = rows, source.shape[0]
@@ -119,8 +114,8 @@ def add_rows(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
 class Bucket:
     """Sequences of similar length.
 
-    ``positions``: int64 ``[sequences, queries]``, position of each query among the keys of its
-    sequence. None if query i has position i.
+    ``positions``: int64 ``[sequences, queries]``, position of each query among its sequence's keys.
+    None if query i has position i.
     """
 
     sequences: int
@@ -133,7 +128,7 @@ class Bucket:
         """Return the attention mask, the same tensor for every layer of a pass.
 
         Bool ``[sequences or 1, 1, queries, keys]``, true if the query attends to the key. None
-        means plain causal attention.
+        means causal.
         """
         windowed = window is not None and window < self.keys
         if self.positions is None and not windowed:
@@ -150,10 +145,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Runs:
-    """Pairs of a run of queries and a run of keys. The two runs of a pair have the same end.
+    """Pairs of a query run and a key run with the same end.
 
     Query i of q attends to the first ``k - q + i + 1`` of its k keys. A sequence is one pair. Under
-    context parallelism it is two pairs, one for each chunk of the sequence on this rank.
+    context parallelism each of its two local chunks is a pair.
     """
 
     queries: IntArray  # [m] lengths of runs, which are the local rows in order
@@ -165,10 +160,10 @@ class Runs:
 
 @dataclass(frozen=True)
 class KeyRows:
-    """Rows of the keys of each sequence, among the rows of all context-parallel ranks.
+    """Rows of each sequence's keys, among the rows of all context-parallel ranks.
 
-    The keys of a sequence are the tokens of its prefix, which are in other sequences of the pass,
-    followed by the tokens of the sequence. Position 0 is the first token of the prefix.
+    The keys are the tokens of the sequence's prefix (in other sequences of the pass), then its own
+    tokens.
     """
 
     lengths: IntArray  # [n] padded tokens of each sequence, over all ranks
@@ -187,11 +182,10 @@ class KeyRows:
         return cls(lengths, np.cumsum(local) - local, num_rows, ranks, zeros, zeros, zeros[:0])
 
     def with_prefixes(self, parents: IntArray, tokens: IntArray) -> "KeyRows":
-        """Return a copy in which the prefix of a sequence is its parent with the parent's prefix.
+        """Return a copy in which a sequence's prefix is its parent with the parent's prefix.
 
-        Args:
-            parents: ``[n]``, the index of an earlier sequence, or -1 for no parent.
-            tokens: ``[n]``, number of tokens of each sequence. Padding is in no prefix.
+        ``parents``: ``[n]``, index of an earlier sequence, or -1. ``tokens``: ``[n]``, tokens of
+        each sequence without padding.
         """
         prefixes = {-1: np.empty(0, np.int64)}  # by parent
         for parent in np.unique(parents[parents >= 0]).tolist():
@@ -278,16 +272,10 @@ def build_segments(
 ) -> Segments:
     """Plan the attention of sequences that are packed one after the other.
 
-    Args:
-        lengths: padded length of each sequence, a multiple of ``2 * cp_size`` if ``cp_size > 1``.
-        num_rows: rows on this rank, at least ``lengths.sum() / cp_size``.
-        device: device of the indices.
-        parents: index of the earlier sequence that precedes each sequence, -1 for no parent.
-            Default: no sequence has a parent.
-        tokens: length of each sequence without padding. Required with ``parents``.
-        cp_rank: this rank's index in the context-parallel group.
-        cp_size: size of the context-parallel group.
-        cp_group: context-parallel group.
+    ``lengths``: padded length of each sequence, a multiple of ``2 * cp_size`` if ``cp_size > 1``.
+    ``num_rows``: rows on this rank, at least ``lengths.sum() / cp_size``. ``parents``: index of the
+    earlier sequence that precedes each sequence, -1 for none. ``tokens``: lengths without padding,
+    required with ``parents``.
     """
     rows = KeyRows.of(lengths, num_rows, cp_size)
     if parents is not None and tokens is not None:
@@ -324,10 +312,7 @@ def build_segments(
 
 
 def _bucket_members(lengths: IntArray, prefix_lengths: IntArray) -> list[IntArray]:
-    """Return the indices of each bucket's sequences, of similar length and prefix length.
-
-    Sequences without tokens are in no bucket.
-    """
+    """Return indices of each bucket's sequences. Sequences without tokens are in no bucket."""
     level = _level(lengths) * 1000
     level += np.where(prefix_lengths > 0, 1 + _level(prefix_lengths), 0)
     level[lengths == 0] = -1

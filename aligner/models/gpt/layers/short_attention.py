@@ -1,15 +1,13 @@
 """Self-attention over short sequences on CPU as one operation.
 
-At a hundred tokens per sequence, the overhead of `scaled_dot_product_attention` on a CPU and of the
-operations around it (splitting, rotating, transposing, and their backward passes) exceeds the
-arithmetic. Here queries, keys and values are rotated while they are copied from the output of the
-qkv projection to one buffer, batched matrix products compute the scores, and the backward pass
-writes one gradient. It needs the saved probabilities, ``[heads, S, S]`` per sequence. `MAX_LENGTH`
-therefore bounds ``S``: for longer sequences flash attention is as fast and saves no probabilities.
+For short sequences on a CPU, the overhead of `scaled_dot_product_attention` and of the operations
+around it exceeds the arithmetic. Here queries, keys and values are rotated while they are copied to
+one buffer, batched products compute the scores, and backward writes one gradient. The saved
+probabilities need ``[heads, S, S]`` per sequence, so `MAX_LENGTH` bounds ``S``.
 
 Shape legend: ``S`` length, ``B`` sequences, ``G`` key-value heads, ``R`` query heads per key-value
 head, ``D`` head width, ``D_rot`` its rotated part. Packed heads are ``[B, G, R + 2, S, D]``: each
-key-value head's queries, then its key, then its value.
+key-value head's queries, its key, its value.
 """
 
 import copy
@@ -41,31 +39,16 @@ class HeadRotation(NamedTuple):
     cos: Tensor
     sin: Tensor
 
-    @classmethod
-    def of(cls, angles: Tensor, queries: int, width: int, scale: float) -> "HeadRotation":
-        """Build from megatron-core's angles, float ``[S, 1, 1, D_rot]``, whose halves are equal."""
-        angles = angles.unsqueeze(3)
-        length, rotated = angles.shape[0], angles.shape[-1]
-        cos = angles.new_ones(length, 1, 1, queries + 2, width)
-        cos[..., : queries + 1, :rotated] = angles.cos()
-        cos[..., :queries, :] *= scale
-        sin = angles[..., : rotated // 2].sin().repeat(1, 1, 1, queries + 1, 1)
-        sin[..., :queries, :] *= scale
-        return cls(cos, sin)
-
     def apply(self, heads: Tensor, rotated: Tensor) -> None:
         """Rotate queries and keys of ``heads``, scale the queries, and write all to ``rotated``.
 
-        Both are float ``[S, B, G, R + 2, D]``: the queries of a group, its key and its value.
+        Both are float ``[S, B, G, R + 2, D]``.
         """
         torch.mul(heads, self.cos, out=rotated)
         _add_quarter_turn(heads[..., :-1, :], rotated[..., :-1, :], self.sin)
 
     def undo(self, rotated: Tensor, heads: Tensor, first: int) -> None:
-        """Rotate a gradient back and write the result to ``heads``.
-
-        ``rotated``: float ``[S, B, G, n, D]``, gradient of the ``n`` heads from index ``first``.
-        """
+        """Rotate a gradient, float ``[S, B, G, n, D]``, back to ``heads`` from index ``first``."""
         selected = slice(first, first + rotated.shape[3])
         target = heads[..., selected, :]
         torch.mul(rotated, self.cos[..., selected, :], out=target)
@@ -73,15 +56,10 @@ class HeadRotation(NamedTuple):
 
 
 def _add_quarter_turn(source: Tensor, target: Tensor, sin: Tensor, sign: float = 1.0) -> None:
-    """Add ``source``, rotated by a right angle and multiplied by ``sin``, to ``target`` in place.
+    """Add ``source``, rotated by a right angle (-90° for ``sign=-1``) times ``sin``, to ``target``.
 
-    If ``target`` is ``source * cos``, the result is the rotation. ``sign=-1`` rotates backwards.
-
-    Args:
-        source: ``[..., D]``. Its first ``D_rot / 2`` columns are paired with the next.
-        target: the same shape.
-        sin: ``[..., D_rot / 2]``, broadcast.
-        sign: 1 or -1.
+    ``source``, ``target``: ``[..., D]``, columns i and ``i + D_rot / 2`` paired. ``sin``: ``[...,
+    D_rot / 2]``.
     """
     half = sin.shape[-1]
     first, second = slice(0, half), slice(half, 2 * half)
@@ -149,12 +127,16 @@ def _causal_bias(length: int, queries: int, dtype: torch.dtype) -> Tensor:
 def _head_rotation(
     angles: Tensor, queries: int, width: int, scale: float, dtype: torch.dtype
 ) -> HeadRotation:
-    """Build the rotation factors of ``angles``, with a cache by the tensor's identity.
-
-    The layers of a pass share one tensor, so that only the first layer builds the factors.
-    """
+    """Build the rotation factors of ``angles`` once for all layers, which share the tensor."""
     with torch.inference_mode(False), torch.no_grad():
-        return HeadRotation.of(angles.to(dtype), queries, width, scale)
+        angles = angles.to(dtype).unsqueeze(3)  # whose halves are equal
+        length, rotated = angles.shape[0], angles.shape[-1]
+        cos = angles.new_ones(length, 1, 1, queries + 2, width)
+        cos[..., : queries + 1, :rotated] = angles.cos()
+        cos[..., :queries, :] *= scale
+        sin = angles[..., : rotated // 2].sin().repeat(1, 1, 1, queries + 1, 1)
+        sin[..., :queries, :] *= scale
+        return HeadRotation(cos, sin)
 
 
 def _parts(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,15 +146,10 @@ def _parts(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def short_attention(mixed: Tensor, angles: Tensor, scale: float) -> Tensor:
-    """Compute causal grouped-query attention with rotary embedding.
+    """Compute causal grouped-query attention with rotary embedding, ``[S, B, G * R * D]``.
 
-    Args:
-        mixed: float ``[S, B, G, R + 2, D]``, output of the qkv projection.
-        angles: ``[S, 1, 1, D_rot]``, megatron-core's rotary table.
-        scale: factor of the scores.
-
-    Returns:
-        ``[S, B, G * R * D]``.
+    ``mixed``: float ``[S, B, G, R + 2, D]``, output of the qkv projection. ``angles``: ``[S, 1, 1,
+    D_rot]``, megatron-core's rotary table. ``scale``: factor of the scores.
     """
     queries, width = mixed.shape[3] - 2, mixed.shape[4]
     rotation = _head_rotation(angles, queries, width, scale, mixed.dtype)
@@ -182,7 +159,7 @@ def short_attention(mixed: Tensor, angles: Tensor, scale: float) -> Tensor:
 class ShortSelfAttention(SelfAttention):
     """megatron-core's self-attention that uses `short_attention` for short sequences on CPU.
 
-    Layers with a window may have a rotary base of their own (``config.window_rotary_base``).
+    Windowed layers may have a separate rotary base (``config.window_rotary_base``).
     """
 
     def __init__(self, config: GPTConfig, *args: Any, **kwargs: Any) -> None:

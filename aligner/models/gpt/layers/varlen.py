@@ -1,7 +1,7 @@
 """Packed attention by a GPU's variable-length kernel, from PyTorch or flash-attn.
 
-PyTorch added ``varlen_attn`` in 2.10, scales and sliding windows in 2.11, grouped queries in 2.12.
-Its signature shows the supported options. A missing option is emulated if the result is exact.
+PyTorch added ``varlen_attn`` in 2.10, scales and windows in 2.11, grouped queries in 2.12. A
+missing option is emulated if the result is exact.
 """
 
 import functools
@@ -96,25 +96,12 @@ def can_attend_varlen(query: Tensor, dropout: float, window: int | None) -> bool
 
 
 def attend_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    scale: float,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, window: int | None
 ) -> Tensor:
-    """Compute attention within every sequence.
+    """Compute attention within every sequence, ``[R, heads, D]``, 0 in rows outside of sequences.
 
-    Args:
-        query: float ``[R, heads, D]``, this rank's rows.
-        key: ``[cp_size * R, groups, D]``, rows of all context-parallel ranks.
-        value: same shape as ``key``.
-        segments: plan of the sequences.
-        scale: factor of the scores.
-        window: size of the sliding window, or None.
-
-    Returns:
-        ``[R, heads, D]``, 0 in rows outside of sequences.
+    ``query``: float ``[R, heads, D]``, this rank's rows. ``key``, ``value``: ``[cp_size * R,
+    groups, D]``, rows of all context-parallel ranks. ``scale``: factor of the scores.
     """
     kernel = find_kernel(window)
     assert kernel is not None  # checked by can_attend_varlen
