@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from aligner.environments.pool import Failure
 from aligner.rewards.function.runner import RewardFunction
 
 USER_REWARDS = Path(__file__).with_name("user_rewards.py")
@@ -34,14 +33,6 @@ def load(module):
 def score(function, responses, ground_truths=None, columns=None):
     prompts = [f"prompt {index}" for index in range(len(responses))]
     return function(prompts, responses, ground_truths or [None] * len(responses), columns)
-
-
-def call_all(pool, calls):
-    """Make calls of different slots at the same time. Returns answers and failures."""
-    return [
-        began if isinstance(began, Failure) else pool.receive(call, began)
-        for call, began in zip(calls, pool.begin(calls), strict=True)
-    ]
 
 
 def gone(pid):

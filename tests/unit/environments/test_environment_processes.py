@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from reward_cases import call_all, gone
+from reward_cases import gone
 
 from aligner import child_process
 from aligner.config import PromptSourceConfig
@@ -48,16 +48,16 @@ def step(slot, limit=60.0):
 
 
 def test_conversations_in_slots_of_their_own(pool):
-    started = call_all(pool, [begin(0, name="a"), begin(1, seed=7, name="b")])
+    started = pool.call([begin(0, name="a"), begin(1, seed=7, name="b")])
     assert [one.value.messages[0]["content"] for one in started] == ["row a", "row b"]
-    first = call_all(pool, [step(0), step(1)])
+    first = pool.call([step(0), step(1)])
     assert [one.value for one in first] == [
         Turn([{"role": "user", "content": "you said 5"}], 1.0, False, {"seed": seed})
         for seed in (1, 7)
     ]
-    (second,) = call_all(pool, [step(1)])
+    (second,) = pool.call([step(1)])
     assert (second.value.done, second.value.score) == (True, 2.0)
-    assert call_all(pool, [Call(1, "close", None, 60.0)])[0].value is None
+    assert pool.call([Call(1, "close", None, 60.0)])[0].value is None
     assert pool.pid(0) != pool.pid(1) != os.getpid()
 
 
@@ -77,35 +77,35 @@ def test_conversations_in_slots_of_their_own(pool):
     ],
 )
 def test_a_failure_is_told_and_touches_nobody_else(pool, what, said):
-    call_all(pool, [begin(0, what=what), begin(1)])
+    pool.call([begin(0, what=what), begin(1)])
     other = pool.pid(1)
-    failed, fine = call_all(pool, [step(0), step(1)])
+    failed, fine = pool.call([step(0), step(1)])
     assert isinstance(failed, Failure)
     assert failed.reason == "env_error"
     assert re.search(said, failed.text), failed.text
     assert fine.value.score == 1.0
-    assert isinstance(call_all(pool, [begin(0)])[0], CallAnswer)  # it is started again
+    assert isinstance(pool.call([begin(0)])[0], CallAnswer)  # it is started again
     assert pool.pid(1) == other
 
 
 @pytest.mark.parametrize("what", ["hangs", "forks_many"])
 def test_one_that_hangs_is_killed_with_what_it_started(pool, tmp_path, what):
     marker = tmp_path / "pids"
-    call_all(pool, [begin(0, what=what, marker=str(marker)), begin(1)])
+    pool.call([begin(0, what=what, marker=str(marker)), begin(1)])
     began = time.monotonic()
-    failed, fine = call_all(pool, [step(0, limit=1.0), step(1)])
+    failed, fine = pool.call([step(0, limit=1.0), step(1)])
     assert time.monotonic() - began < 10
     assert (failed.reason, fine.value.score) == ("env_timeout", 1.0)
     assert "did not answer within 1 seconds and was killed" in failed.text
     assert all(gone(int(pid)) for pid in marker.read_text().split())
-    assert isinstance(call_all(pool, [begin(0)])[0], CallAnswer)
+    assert isinstance(pool.call([begin(0)])[0], CallAnswer)
 
 
 def test_a_dead_one_leaves_nothing_behind(pool, tmp_path):
     """Nor does it where its children are no longer its own when it is found dead."""
     marker = tmp_path / "pids"
-    call_all(pool, [begin(0, what="dies_alone", marker=str(marker))])
-    (failed,) = call_all(pool, [step(0)])
+    pool.call([begin(0, what="dies_alone", marker=str(marker))])
+    (failed,) = pool.call([step(0)])
     assert re.search(r"died \(exit code -9\)", failed.text)
     assert gone(int(marker.read_text()))
 
@@ -113,16 +113,16 @@ def test_a_dead_one_leaves_nothing_behind(pool, tmp_path):
 @pytest.mark.parametrize("what", ["stops", "writes_half_an_answer"])
 def test_no_wait_is_without_end(pool, monkeypatch, what):
     monkeypatch.setattr(child_process, "_BODY_LIMIT_S", 0.5)
-    call_all(pool, [begin(0, what=what)])
+    pool.call([begin(0, what=what)])
     began = time.monotonic()
-    (failed,) = call_all(pool, [step(0, limit=0.5)])
+    (failed,) = pool.call([step(0, limit=0.5)])
     assert (failed.reason, time.monotonic() - began < 10) == ("env_timeout", True)
 
 
 @pytest.mark.parametrize("what", ["writes_half_an_answer", "writes_bytes_of_an_answer", "repeats"])
 def test_a_part_of_an_answer_is_no_answer(pool, what):
     """Nor is one to an earlier message; what has come of an answer is kept until the rest is."""
-    call_all(pool, [begin(0, what=what), begin(1)])
+    pool.call([begin(0, what=what), begin(1)])
     calls = [step(0), step(1)]
     assert not any(isinstance(began, Failure) for began in pool.begin(calls))
     began, answered = time.monotonic(), set()
@@ -132,12 +132,12 @@ def test_a_part_of_an_answer_is_no_answer(pool, what):
     assert time.monotonic() - began < 3
     assert pool.receive(calls[1], began).value.score == 1.0
     pool.kill(0)
-    assert isinstance(call_all(pool, [begin(0)])[0], CallAnswer)
+    assert isinstance(pool.call([begin(0)])[0], CallAnswer)
 
 
 def test_an_answer_in_parts_is_one(pool):
     pool.kill(0)  # so that the numbers of its messages begin anew
-    call_all(pool, [begin(0, what="answers_in_parts")])
+    pool.call([begin(0, what="answers_in_parts")])
     call = step(0)
     (began,) = pool.begin([call])
     looks = 0
@@ -150,16 +150,16 @@ def test_an_answer_in_parts_is_one(pool):
 
 def test_one_that_reads_nothing_is_killed_in_time(pool):
     """A message that does not fit into the buffer of a socket."""
-    call_all(pool, [begin(0)])
+    pool.call([begin(0)])
     os.kill(pool.pid(0), signal.SIGSTOP)
     said = {"role": "assistant", "content": "x" * 2**23}
     began = time.monotonic()
-    (failed,) = call_all(pool, [Call(0, "step", said, 0.5)])
+    (failed,) = pool.call([Call(0, "step", said, 0.5)])
     assert (failed.reason, time.monotonic() - began < 10) == ("env_timeout", True)
 
 
 def test_one_that_dies_while_it_starts_fails_its_conversation_only(pool, monkeypatch):
-    call_all(pool, [begin(0), begin(1)])
+    pool.call([begin(0), begin(1)])
     start = child_process.ChildProcess
 
     def dies(program):
@@ -168,21 +168,21 @@ def test_one_that_dies_while_it_starts_fails_its_conversation_only(pool, monkeyp
         return process
 
     os.kill(pool.pid(0), signal.SIGKILL)
-    call_all(pool, [step(0)])
+    pool.call([step(0)])
     monkeypatch.setattr(child_process, "ChildProcess", dies)
-    failed, fine = call_all(pool, [begin(0), begin(1)])
+    failed, fine = pool.call([begin(0), begin(1)])
     assert failed.reason == "env_error"
     assert re.search(r"died \(exit code -9\)", failed.text)
     assert isinstance(fine, CallAnswer)
     monkeypatch.undo()
-    assert isinstance(call_all(pool, [begin(0)])[0], CallAnswer)
+    assert isinstance(pool.call([begin(0)])[0], CallAnswer)
 
 
 def test_memory_is_bounded(module):
     pool = EnvironmentPool(f"{module}:Does", {}, ["what"], memory_mb=256)
     try:
-        call_all(pool, [begin(0, what="eats_memory")])
-        (failed,) = call_all(pool, [step(0)])
+        pool.call([begin(0, what="eats_memory")])
+        (failed,) = pool.call([step(0)])
     finally:
         pool.close()
     assert "raised MemoryError" in failed.text
@@ -201,17 +201,17 @@ def test_tools_that_misbehave(module, tmp_path):
     try:
         for how in ("hangs", "forks_many"):
             marker.unlink(missing_ok=True)
-            call_all(pool, [begin(0, marker=str(marker))])
-            (failed,) = call_all(pool, [use(how, limit=1.5)])
+            pool.call([begin(0, marker=str(marker))])
+            (failed,) = pool.call([use(how, limit=1.5)])
             assert failed.reason == "env_timeout"
             assert all(gone(int(pid)) for pid in marker.read_text().split())
-        call_all(pool, [begin(0, marker="")])
+        pool.call([begin(0, marker="")])
         for how, said in (
             ("floods", "result of misbehave: Turn(messages=[{'role': 'user', 'content': 'xxx"),
             ("eats_memory", "result of misbehave: error: MemoryError"),
             ("raises", "result of misbehave: error: ZeroDivisionError: of the environment"),
         ):
-            (answer,) = call_all(pool, [use(how)])
+            (answer,) = pool.call([use(how)])
             text = answer.value.messages[0]["content"]
             assert text.startswith(said)
             assert len(text) < 4100
@@ -221,7 +221,7 @@ def test_tools_that_misbehave(module, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a file of Linux")
 def test_where_memory_runs_out_environments_go_first(pool):
-    call_all(pool, [begin(0)])
+    pool.call([begin(0)])
     assert Path(f"/proc/{pool.pid(0)}/oom_score_adj").read_text().strip() == "1000"
 
 
@@ -229,24 +229,24 @@ def test_what_was_left_under_way_is_closed_before_the_next(module, tmp_path):
     pool = EnvironmentPool(f"{module}:Closes", {}, ["marker"])
     try:
         for number in range(3):
-            call_all(pool, [begin(0, seed=number, marker=str(tmp_path / "closed"))])
-            assert isinstance(call_all(pool, [step(0)])[0], CallAnswer)
+            pool.call([begin(0, seed=number, marker=str(tmp_path / "closed"))])
+            assert isinstance(pool.call([step(0)])[0], CallAnswer)
     finally:
         pool.close()
     assert (tmp_path / "closed").read_text() == "0 1 "
 
 
 def test_a_fork_answers_nothing(pool):
-    call_all(pool, [begin(0, what="forks")])
-    assert [call_all(pool, [step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
+    pool.call([begin(0, what="forks")])
+    assert [pool.call([step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
 
 
 def test_coroutines_share_a_loop(module):
     pool = EnvironmentPool(f"{module}:Async", {}, [])
     try:
-        call_all(pool, [begin(0)])
-        assert [call_all(pool, [step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
-        assert call_all(pool, [Call(0, "close", None, 60.0)])[0].value is None
+        pool.call([begin(0)])
+        assert [pool.call([step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
+        assert pool.call([Call(0, "close", None, 60.0)])[0].value is None
     finally:
         pool.close()
 
