@@ -1,10 +1,6 @@
 """Bundles on the nodes of a Ray cluster, each with CPUs and optionally a GPU, for workers.
 
-    node A: [bundle 0] [bundle 1]     node B: [bundle 2] [bundle 3]
-               │ policy rank 0           …
-               └ value rank 0    up to max_colocated_worker_groups groups share a bundle
-
-One placement group per node keeps a node's bundles together.
+Up to ``max_colocated_worker_groups`` groups share a bundle. Each node has one placement group.
 """
 
 import contextlib
@@ -56,14 +52,11 @@ class RayVirtualCluster:
             parallel: model-parallel sizes of training workers, unless `start_workers` sets others.
                 None means no model parallelism.
             seed: seed of the random generators of training workers.
-            timeout_s: longest time in seconds that the driver waits for a worker, and that workers
-                wait for each other.
-            log_dir: directory of the workers' logs, which all nodes must see. Default: a temporary
-                directory.
-            env_vars: environment variables of all workers, set before the workers import anything.
+            timeout_s: longest wait in seconds, of the driver for a worker and between workers.
+            log_dir: directory of logs, which all nodes must see. Default: a temporary directory.
+            env_vars: environment variables, set before the workers import anything.
 
-        Raises:
-            WorkerError: the resources are still not available after one minute.
+        Raises `WorkerError` if the resources are not available after one minute.
         """
         import ray
 
@@ -72,25 +65,22 @@ class RayVirtualCluster:
         if use_gpus is None:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             use_gpus = has_gpus and os.environ.get("ALIGNER_FORCE_CPU") != "1"
-        self._use_gpus = use_gpus
+        self.use_gpus = use_gpus
         self._parallel, self._seed = parallel or ParallelConfig(), seed
         self._counts = list(bundle_ct_per_node_list)
         self._bundle = {"CPU": cpus_per_bundle, **({"GPU": 1.0} if use_gpus else {})}
-        # State of the groups that use the bundles.
         self._env_vars = dict(env_vars or {})
+        # Workers of several groups may share a bundle and its GPU, in equal parts.
         self._max_groups = max_colocated_worker_groups
+        self.shares_bundles = self._max_groups > 1
+        share = {
+            kind: floor(1e4 * size / self._max_groups) / 1e4 for kind, size in self._bundle.items()
+        }
+        self.worker_resources = {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0.0)}
         self._groups: list[RayWorkerGroup] = []
         self._owns_logs = log_dir is None
         self.log_dir = (log_dir or Path(tempfile.mkdtemp(prefix="aligner-logs-"))).absolute()
-        self.bundles: list[Bundle] = []
-        self.bundles = self._reserve()
-
-    # Interface for handles --------------------------------------------------------------------
-
-    @property
-    def use_gpus(self) -> bool:
-        """True if each bundle includes a GPU."""
-        return self._use_gpus
+        self.bundles: list[Bundle] = self._reserve()
 
     @property
     def sharding_annotations(self) -> NamedSharding:
@@ -117,9 +107,9 @@ class RayVirtualCluster:
             worker_class: dotted path of the class.
             name_prefix: name of the role in messages and logs.
             layout: layout of the workers. Default: the layout of ``parallel`` on all bundles.
-            python_executable: another interpreter for the workers. Such workers do not train: they
-                get no ``parallel`` and no torch.distributed world. They start after all other
-                groups, so that their measurements of free memory stay valid.
+            python_executable: another interpreter for the workers. Such workers get no ``parallel``
+                and no torch.distributed world. They start after all other groups, so that their
+                measurements of free memory stay valid.
             parallel: model-parallel sizes of this group. Default: the sizes of the cluster.
             workers_per_node: number of bundles to use on each node. Default: all.
             env_vars: environment variables of this group, which override the cluster's.
@@ -128,7 +118,6 @@ class RayVirtualCluster:
         parallel = parallel or self._parallel
         if layout is None:
             layout = self._layout(parallel, len(self.bundles_for(workers_per_node)))
-        # Check for free bundles.
         self._groups = [group for group in self._groups if group.is_alive]
         if len(self._groups) == self._max_groups:
             raise WorkerError(
@@ -159,11 +148,7 @@ class RayVirtualCluster:
         return sum(self._counts)
 
     def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
-        """Return the bundles of a group. ``workers_per_node``: one value, or one per node.
-
-        Raises:
-            ConfigError: a node has fewer bundles, or the list has another length than the nodes.
-        """
+        """Return the bundles of a group. ``workers_per_node``: one value, or one per node."""
         if workers_per_node is None:
             return self.bundles
         counts = (
@@ -171,7 +156,6 @@ class RayVirtualCluster:
             if isinstance(workers_per_node, int)
             else list(workers_per_node)
         )
-        # Check against the bundles of each node.
         fits = len(counts) == len(self._counts) and all(
             0 <= count <= available for count, available in zip(counts, self._counts, strict=True)
         )
@@ -180,7 +164,6 @@ class RayVirtualCluster:
                 f"workers_per_node={workers_per_node}: the nodes of the cluster {self.name} have "
                 f"{self._counts} bundles. Give at most these numbers"
             )
-        # The first bundles of each node.
         selected: list[Bundle] = []
         start = 0
         for count, available in zip(counts, self._counts, strict=True):
@@ -205,19 +188,6 @@ class RayVirtualCluster:
         """Return Ray's placement groups, one per node."""
         return list(dict.fromkeys(bundle.group for bundle in self.bundles))
 
-    @property
-    def shares_bundles(self) -> bool:
-        """True if workers of several groups may share a bundle and its GPU."""
-        return self._max_groups > 1
-
-    @property
-    def worker_resources(self) -> dict[str, float]:
-        """Resources of an actor, Ray's options ``num_cpus`` and ``num_gpus``."""
-        share = {
-            kind: floor(1e4 * size / self._max_groups) / 1e4 for kind, size in self._bundle.items()
-        }
-        return {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0.0)}
-
     def shutdown(self) -> bool:
         """End all workers and release the bundles."""
         for group in self._groups:
@@ -229,21 +199,18 @@ class RayVirtualCluster:
             shutil.rmtree(self.log_dir, ignore_errors=True)
         return True
 
-    # Reservation ------------------------------------------------------------------------------
-
     def _reserve(self) -> list[Bundle]:
         """Reserve the bundles. Retry for up to a minute, because resources may be released."""
         deadline = time.monotonic() + min(_PLACING_S, self.timeout_s)
         while True:
             nodes = self._select_nodes()
-            if nodes is not None:
-                groups = self._reserve_on(nodes)
-                if groups is not None:
-                    return [
-                        Bundle(group, index, node)
-                        for group, node, count in zip(groups, nodes, self._counts, strict=True)
-                        for index in range(count)
-                    ]
+            groups = None if nodes is None else self._reserve_on(nodes)
+            if nodes is not None and groups is not None:
+                return [
+                    Bundle(group, index, node)
+                    for group, node, count in zip(groups, nodes, self._counts, strict=True)
+                    for index in range(count)
+                ]
             if time.monotonic() > deadline:
                 raise WorkerError(self._describe_shortage())
             time.sleep(0.5)
@@ -299,10 +266,8 @@ class RayVirtualCluster:
         import ray
 
         alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        kinds = ("CPU", "GPU")
         nodes = ", ".join(
-            "(" + ", ".join(f"{kind} {node.get(kind, 0):g}" for kind in kinds) + ")"
-            for node in alive
+            f"(CPU {node.get('CPU', 0):g}, GPU {node.get('GPU', 0):g})" for node in alive
         )
         return (
             f"the Ray cluster has no room for {self.name}: required are {self._counts} bundles of "

@@ -2,10 +2,6 @@
 
 The driver sends one shard of data per coordinate of the sharded axes to a group and receives one
 result per coordinate. Each shard goes through Ray's object store once, for any number of workers.
-
-    driver   shard 0 ──► worker 0, worker 1 (its tensor-parallel peer)  ──► result of worker 0
-             shard 1 ──► worker 2, worker 3                             ──► result of worker 2
-
 The workers of a training group form a separate torch.distributed world.
 """
 
@@ -63,18 +59,9 @@ class BundleCluster(Protocol):
     name: str
     timeout_s: float
     log_dir: Path
-
-    @property
-    def use_gpus(self) -> bool:
-        """True if each bundle includes a GPU."""
-
-    @property
-    def shares_bundles(self) -> bool:
-        """True if workers of several groups may share a bundle and its GPU."""
-
-    @property
-    def worker_resources(self) -> Mapping[str, float]:
-        """Ray's resource options of an actor."""
+    use_gpus: bool
+    shares_bundles: bool
+    worker_resources: dict[str, float]
 
     def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
         """Return the bundles of a group. ``workers_per_node``: one value, or one per node."""
@@ -83,7 +70,7 @@ class BundleCluster(Protocol):
 class RayWorkerBuilder:
     """Class of a worker, which may be a dotted path, and the arguments of its constructor.
 
-    If the keyword ``worker_sharding_annotations`` is given, the workers of a group form a
+    With the keyword ``worker_sharding_annotations``, the workers of a group form a
     torch.distributed world of that layout.
     """
 
@@ -110,8 +97,7 @@ class RayWorkerBuilder:
 class MultiWorkerFuture(list["ObjectRef"]):
     """References to the results of a method call on many workers, one per worker.
 
-    ``ray.get`` of the list returns the results of all workers, or raises `WorkerFailure` if a
-    worker raised.
+    ``ray.get`` of the list returns the results of all workers, or raises `WorkerFailure`.
 
     Args:
         method_name: the called method, for messages.
@@ -159,26 +145,22 @@ class RayWorkerGroup:
         seed: int = 1234,
         python_executable: str | None = None,
     ) -> None:
-        """Start one worker on each bundle.
+        """Start one worker on each bundle of ``cluster``, while the driver continues.
 
-        The workers are constructed while the driver continues. `wait_until_started` or the first
-        call raises errors of the construction.
+        `wait_until_started` or the first call raises errors of the construction.
 
         Args:
             cluster: cluster whose bundles the workers use.
             worker_builder: class and arguments of the workers.
             name_prefix: name of the role in messages and log names.
-            workers_per_node: number of bundles to use on each node, one value or one per node.
-                Default: all.
-            sharding_annotations: layout of the workers. Default: only data parallel. The workers
-                use the first bundles, one per rank of the layout.
+            workers_per_node: bundles to use on each node, one value or one per node. Default: all.
+            sharding_annotations: layout of the workers. Default: only data parallel.
             env_vars: additional environment variables, set before the workers import anything.
             parallel: model-parallel sizes of a torch.distributed world that the workers form. They
                 are then constructed with ``parallel=ParallelState``. Default: the builder's layout.
             seed: seed of this world.
-            python_executable: interpreter of the workers. Default: the interpreter of the Ray node.
-                The interpreter needs the same version of Ray. aligner's source is added to its
-                path.
+            python_executable: interpreter of the workers, with the same version of Ray. Default:
+                the interpreter of the Ray node. aligner's source is added to its path.
         """
         bundles = cluster.bundles_for(workers_per_node)
         # Layout and bundles of the workers.
@@ -191,9 +173,8 @@ class RayWorkerGroup:
                 "workers_per_node"
             )
         self.cluster, self.name_prefix = cluster, name_prefix
-        self.sharding_annotations = sharding_annotations
+        self.sharding_annotations, self.is_healthy = sharding_annotations, True
         self._timeout_s = cluster.timeout_s
-        self.is_healthy = True
         self._actors: list[Any] = []
         self._seats: list[Seat] = []
         self._starting: list[Any] = []
@@ -212,15 +193,11 @@ class RayWorkerGroup:
             self.shutdown()
             raise
 
-    # Calls ------------------------------------------------------------------------------------
-
     @property
     def workers(self) -> list[WorkerHandle]:
         """Handles of single workers in rank order, see `WorkerHandle`."""
-        if self._starting:
-            self.wait_until_started()
-        actors = zip(self._actors, self._seats, strict=True)
-        return [WorkerHandle(actor, seat) for actor, seat in actors]
+        self.wait_until_started()
+        return list(map(WorkerHandle, self._actors, self._seats))
 
     @property
     def is_alive(self) -> bool:
@@ -230,8 +207,9 @@ class RayWorkerGroup:
     def wait_until_started(self) -> None:
         """Wait until every worker is constructed, or re-raise an error of a worker."""
         starting, self._starting = self._starting, []
-        with self._unhealthy_on_error():
-            wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
+        if starting:
+            with self._unhealthy_on_error():
+                wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> MultiWorkerFuture:
         """Call a method with the same arguments on every worker and return all results."""
@@ -268,8 +246,7 @@ class RayWorkerGroup:
                 0 is returned.
             common_kwargs: arguments that are the same for every worker.
 
-        Returns:
-            One result per coordinate of the other axes, outermost axis first.
+        Returns one result per coordinate of the other axes, outermost axis first.
         """
         # Check the axes and the number of shards.
         sizes = self.sharding_annotations.shape
@@ -288,7 +265,7 @@ class RayWorkerGroup:
                 continue
             index = tuple(coordinates[axis] for axis in in_sharded_axes)
             if index not in shards:
-                shards[index] = self._put(functools.reduce(operator.getitem, index, data))
+                shards[index] = _put(functools.reduce(operator.getitem, index, data))
             if not any(coordinates[axis] for axis in output_is_replicated):
                 returned.append(len(calls))
             calls.append(self._call(rank, method_name, common, shards[index]))
@@ -301,10 +278,8 @@ class RayWorkerGroup:
 
     def recover(self) -> bool:
         """Wait for every worker to answer, in call order, see `WorkerGroup.recover`."""
-        calls = [
-            (actor.seat.remote(), seat)
-            for actor, seat in zip(self._actors, self._seats, strict=True)
-        ]
+        references = (actor.seat.remote() for actor in self._actors)
+        calls = list(zip(references, self._seats, strict=True))
         try:
             wait_for(calls, f"{self.name_prefix}, after a failure", self._timeout_s)
         except WorkerError:
@@ -313,9 +288,9 @@ class RayWorkerGroup:
         return self.is_healthy
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Call ``cleanup_method`` on each worker, end the processes, and return True on success.
+        """Call ``cleanup_method`` on each worker, unless a call failed. Then end the processes.
 
-        After a failed call ``cleanup_method`` is not called, because workers may not answer.
+        Returns whether the cleanup succeeded.
         """
         if sys.is_finalizing():  # imports are impossible now. Ray ends the workers itself
             return False
@@ -332,7 +307,6 @@ class RayWorkerGroup:
                 future.get_results()
             except AlignerError:
                 is_clean = False
-        # Kill all processes, also after a failed cleanup.
         for actor in self._actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
@@ -353,19 +327,13 @@ class RayWorkerGroup:
             self.is_healthy = False
             raise
 
-    def _put(self, value: Any) -> Any:
-        import ray
-
-        return ray.put(value)
-
     def _arguments(self, kwargs: Mapping[str, Any]) -> Any:
         """Store the arguments of all workers once and return a reference."""
-        return self._put(dict(kwargs)) if kwargs else {}
+        return _put(dict(kwargs)) if kwargs else {}
 
     def _call(self, rank: int, method_name: str, *arguments: Any) -> Any:
-        if self._starting:
-            self.wait_until_started()
-        reference = self._actors[rank].call.remote(method_name, current_step(), *arguments)
+        self.wait_until_started()
+        reference = self._actors[rank].call.remote(method_name, current_step(), (), *arguments)
         return reference, self._seats[rank]
 
     def _future(
@@ -374,8 +342,6 @@ class RayWorkerGroup:
         return MultiWorkerFuture(
             f"{self.name_prefix}.{method_name}", calls, returned, self._timeout_s
         )
-
-    # Starting ---------------------------------------------------------------------------------
 
     def _start_processes(
         self,
@@ -420,11 +386,10 @@ class RayWorkerGroup:
         world = None
         if parallel is not None:
             call = self._actors[0].free_port.remote(), self._seats[0]
-            name = f"{self.name_prefix}, starting"
-            ((host, port),) = wait_for([call], name, self._timeout_s)
+            ((host, port),) = wait_for([call], f"{self.name_prefix}, starting", self._timeout_s)
             world = TorchWorld(parallel, seed, self._timeout_s, len(self._actors), host, port)
         # Construct each worker with its rank in the environment.
-        arguments = self._put((builder.args, builder.kwargs))
+        arguments = _put((builder.args, builder.kwargs))
         for rank, (actor, seat) in enumerate(zip(self._actors, self._seats, strict=True)):
             node = bundles[rank].node
             node_ranks = [peer for peer, bundle in enumerate(bundles) if bundle.node == node]
@@ -437,6 +402,12 @@ class RayWorkerGroup:
             }
             start = actor.start.remote(builder.worker_class, arguments, rank_variables, world)
             self._starting.append((start, seat))
+
+
+def _put(value: Any) -> Any:
+    import ray
+
+    return ray.put(value)
 
 
 def _check_shards(method_name: str, data: Any, sizes: Sequence[int]) -> None:

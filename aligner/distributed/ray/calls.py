@@ -19,8 +19,7 @@ _LOG_LINES = 20
 class WorkerHandle:
     """Handle of one worker: ``handle.method.remote(...)`` starts a call and returns a reference.
 
-    ``ray.get`` of the reference returns the method's result, or raises a
-    `WorkerFailure` with the error.
+    ``ray.get`` of the reference returns the method's result, or raises a `WorkerFailure`.
     """
 
     def __init__(self, actor: Any, seat: Seat) -> None:
@@ -31,7 +30,7 @@ class WorkerHandle:
             raise AttributeError(method_name)
 
         def remote(*args: Any, **kwargs: Any) -> "ObjectRef":
-            return self._actor.call_with.remote(method_name, current_step(), args, kwargs)
+            return self._actor.call.remote(method_name, current_step(), args, kwargs)
 
         return SimpleNamespace(remote=remote)
 

@@ -49,10 +49,7 @@ class TorchWorld:
 
 
 class WorkerFailure(Exception):
-    """Exception of a worker in the form in which it is sent to the driver.
-
-    ``error`` is the exception itself if it is an `AlignerError` that can be pickled.
-    """
+    """Exception of a worker. ``error``: the exception, if it is a picklable `AlignerError`."""
 
     def __init__(self, message: str, trace: str, error: AlignerError | None) -> None:
         super().__init__(message, trace, error)
@@ -72,12 +69,9 @@ class WorkerProcess:
         log: str,
         folder: str,
         environment: Mapping[str, str],
-        workers_on_node: int,
+        workers_on_node: int,  # of this group
     ) -> None:
-        """Set up log, environment, directory and thread count before heavy imports.
-
-        ``workers_on_node``: number of this group's workers on this node.
-        """
+        """Set up log, environment, directory and thread count before heavy imports."""
         self._role, self._rank, self._log = role, rank, log
         _write_output_to(log)
         os.environ.update(environment)
@@ -101,13 +95,11 @@ class WorkerProcess:
         return Seat(self._role, self._rank, socket.gethostname(), node, os.getpid(), self._log)
 
     def free_port(self) -> tuple[str, int]:
-        """Return the address of this node and a port that is reserved while this process lives.
-
-        The socket is bound but never listens. With SO_REUSEADDR on both sockets, rank 0's store can
-        listen on the same port.
-        """
+        """Return the address of this node and a port that is reserved while this process lives."""
         import ray
 
+        # The socket is bound but never listens. With SO_REUSEADDR on both sockets, rank 0's store
+        # can listen on the same port.
         self._reserved_socket = socket.socket()
         self._reserved_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved_socket.bind(("", 0))
@@ -125,34 +117,31 @@ class WorkerProcess:
         ``arguments``: positional and keyword arguments. ``rank_variables``: environment variables
         such as RANK. Raises `WorkerFailure`.
         """
-        os.environ.update(rank_variables)
+        os.environ |= rank_variables
         try:
             positional, keywords = arguments
-            keywords = dict(keywords)
             if world is not None:
-                keywords["parallel"] = _join(world)
+                keywords = {**keywords, "parallel": _join(world)}
                 self._has_world = True
             constructor = pkgutil.resolve_name(":".join(worker_class.rsplit(".", 1)))
             self._worker = constructor(*positional, **keywords)
         except Exception as error:
             raise _failure(error) from None
 
-    def call(self, method_name: str, step: int, kwargs: Mapping[str, Any], *data: Any) -> Any:
+    def call(
+        self,
+        method_name: str,
+        step: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *data: Any,
+    ) -> Any:
         """Call the worker's method and return its result in host memory.
 
-        ``step``: step of the run, for errors. ``data``: the shard, if any.
-
-        Raises:
-            WorkerFailure: the method raised.
+        ``step``: step of the run, for errors. ``data``: the shard, if any. Raises `WorkerFailure`.
         """
-        return self.call_with(
-            method_name, step, (), {**kwargs, **({"data": data[0]} if data else {})}
-        )
-
-    def call_with(
-        self, method_name: str, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Call the worker's method with positional arguments, too. For the rest see `call`."""
+        if data:
+            kwargs = {**kwargs, "data": data[0]}
         try:
             with contextlib.ExitStack() as stack:
                 if step:  # without a step, aligner.distributed need not be importable
