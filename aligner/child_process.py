@@ -6,13 +6,9 @@
 
 The first message is ``(memory limit, *arguments of load)``, the others are ``(message id, *message,
 time limit in seconds)``. An answer is ``[message id, kind, payload]``, made of `aligner.plain`
-values. Its message id is 0 before the first message. This module uses two kinds: ``"ready",
-payload`` after the code is loaded, and ``"refused", [name of an AlignerError, text]``. The loaded
-code defines the other kinds. The parent never unpickles data of a child.
-
-Every wait of the parent has a time limit, independent of the child's behaviour.
-
-This module imports neither torch nor numpy, because every child loads it.
+values: ``[0, "ready", payload]`` after the code is loaded, ``"refused", [name of an AlignerError,
+text]``, or a kind that the code defines. The parent never unpickles data of a child. Every wait of
+the parent has a time limit. This module imports neither torch nor numpy.
 """
 
 import faulthandler
@@ -79,12 +75,11 @@ class Program:
 
 
 class ChildProcess:
-    """A child process that runs a `Program`.
+    """A child process that runs a `Program`, and ends by itself after the death of this process.
 
-    ``multiprocessing.Process`` is not used: spawn would import the training script again, and fork
-    is unsafe with the threads of torch. The descendants of the child are killed with it, and its
-    temporary directory is removed. The child ends by itself after the death of this process. Each
-    message has an id. If user code forks and answers twice, the second answer is ignored.
+    ``multiprocessing.Process`` would import the training script again (spawn) or is unsafe with the
+    threads of torch (fork). The descendants of the child are killed with it, and its temporary
+    directory is removed. If user code forks and answers twice, the second answer is ignored.
     """
 
     def __init__(self, program: Program) -> None:
@@ -138,8 +133,7 @@ class ChildProcess:
     def ask(self, *message: Any, time_limit_s: float) -> None:
         """Send a message with its time limit, which also applies to sending. Then call `receive`.
 
-        Raises:
-            DataError: the message contains an object that cannot be pickled.
+        Raises `DataError` if the message cannot be pickled.
         """
         self._message_id += 1
         body = self._pickled((self._message_id, *message, time_limit_s))
@@ -161,9 +155,8 @@ class ChildProcess:
     def receive(self, deadline: float, time_limit_s: float) -> tuple[str, Any]:
         """Wait for the next answer to the last message, and return its kind and payload.
 
-        Args:
-            deadline: ``time.monotonic()`` at which the wait ends and the child is killed.
-            time_limit_s: the corresponding time limit, for the error.
+        At ``deadline``, by ``time.monotonic()``, the child is killed. ``time_limit_s``: the
+        corresponding time limit, for the error.
         """
         try:
             kind, payload = self._read(deadline)
@@ -191,10 +184,7 @@ class ChildProcess:
         self._stop()
 
     def _read(self, deadline: float) -> tuple[str, Any]:
-        """Return kind and payload of the answer to the last message, also at a second call.
-
-        Answers to earlier messages are dropped.
-        """
+        """Return kind and payload of the last message's answer. Answers to others are dropped."""
         while True:
             if self._message is None:
                 self._message = self._pipe.receive(self._program.most_bytes, deadline)
@@ -256,10 +246,7 @@ class ProcessPool:
         self.loaded = self._processes[0].wait_until_ready()  # payload of ``ready``
 
     def start(self, slots: Sequence[int]) -> dict[int, AlignerError]:
-        """Start the processes of ``slots`` that are not alive, at the same time.
-
-        Returns the error of each slot whose process died or did not load the code in time.
-        """
+        """Start the processes of ``slots`` that are not alive. Return the error of each failure."""
         processes = self._processes
         missing = [slot for slot in slots if slot not in processes or not processes[slot].alive]
         for slot in missing:
@@ -305,7 +292,6 @@ class Channel:
     """The child's end of the connection."""
 
     def __init__(self, descriptor: int) -> None:
-        """Open an inherited socket."""
         os.set_inheritable(descriptor, False)
         self._pipe = _Pipe(socket.socket(fileno=descriptor))
         self._pid = os.getpid()
@@ -328,9 +314,8 @@ class Channel:
 def serve(descriptor: int, load: Callable[..., tuple[Any, Callable[..., Answers]]]) -> None:
     """Answer the parent's messages on an inherited socket until the parent closes it or dies.
 
-    ``load`` is called with the arguments in the first message. It returns the payload of ``ready``
-    and a function. The function is called with each message and yields kinds and payloads of the
-    answers. If ``load`` or the function raises an `AlignerError`, the parent raises it.
+    ``load`` returns the payload of ``ready`` and a function, which is called with each message and
+    yields kinds and payloads of answers. The parent raises an `AlignerError` that either raises.
     """
     # Load the user's code.
     adopt_orphans()
@@ -368,9 +353,8 @@ def serve(descriptor: int, load: Callable[..., tuple[Any, Callable[..., Answers]
 class _Pipe:
     """Messages over a socket, each after a header with its length.
 
-    A deadline is a ``time.monotonic()`` after which TimeoutError is raised. 0 means not to wait,
-    None to wait without limit. Bytes received before a TimeoutError are kept for the next
-    `receive`.
+    After a deadline, by ``time.monotonic()``, TimeoutError is raised, and received bytes are kept
+    for the next `receive`. 0 means not to wait, None to wait without limit.
     """
 
     _HEADER = struct.Struct("!4sQ")
@@ -389,9 +373,7 @@ class _Pipe:
     def receive(self, most_bytes: int | None = None, deadline: float | None = None) -> bytearray:
         """Return the next message, or bytes that do not begin with a header.
 
-        Raises:
-            EOFError: the other end is closed.
-            OverflowError: the message has more than ``most_bytes`` and was not read.
+        Raises EOFError if the other end is closed, OverflowError for more than ``most_bytes``.
         """
         size = self._HEADER.size
         self._read_to(size, deadline)

@@ -23,20 +23,16 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent ends, so that they can be found.
-
-    Only on Linux. On other systems, orphans that left the session are not found.
-    """
+    """Become the parent of descendants whose parent ends, to find them. Only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_tree(pid: int) -> None:
-    """Kill process ``pid``, its process group and all its descendants.
+    """Kill process ``pid``, its process group and all its descendants, and remove scratch folders.
 
-    ``pid`` may be this process, which then ends with its descendants. If ``pid`` is already dead,
-    only its process group is killed. Its other descendants are found by `MARK` (`kill_marked`).
-    Scratch folders of the tree in the temporary directory of ``pid`` are removed.
+    ``pid`` may be this process, which then ends. If ``pid`` is already dead, only its process group
+    is killed, and `kill_marked` finds its other descendants.
     """
     folder = None
     with suppress(psutil.Error):
@@ -87,12 +83,10 @@ def kill_marked(mark: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Kill this process and its descendants after the death of the parent, from a thread.
-
-    A parent may die after it stopped this process to kill it (`kill_tree`). On Linux the kernel
-    then sends SIGCONT, so that the thread continues.
-    """
+    """Kill this process and its descendants after the death of the parent, from a thread."""
     parent = os.getppid()
+    # A parent may die after it stopped this process to kill it (`kill_tree`). The kernel then sends
+    # SIGCONT, so that the thread continues.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 

@@ -97,7 +97,7 @@ def architectures_of(config: BaseRunConfig, plan: PlanConfig) -> dict[str, GPTAr
             architectures[path] = read_architecture(path)
             continue
         try:
-            with open_model(path, backend) as source:
+            with open_model(path, backend, trusted=config.model.trust_remote_code) as source:
                 architectures[path] = source.architecture
         except CheckpointNotFoundError as error:
             if key != "model.restore_from_path" and plan.architecture is not None:

@@ -38,7 +38,6 @@ from aligner.distributed.workers import LocalCluster
 from aligner.errors import LayoutError
 from aligner.observe.metrics import PhaseTimers
 from aligner.parallel.groups import initialize_parallel, shutdown_parallel
-from aligner.rewards.function.runner import RewardFunction
 from aligner.rewards.interface import Reward
 from tests.distributed.layout_worker import OPTIM, ROWS, actor, critic, fill_head, model_config
 
@@ -118,7 +117,7 @@ def make_trainer(model: str, layout: str) -> PPOTrainer:
         config=config,
         policy=policy,
         value=value,
-        reward=Reward(RewardFunction.wrap(letters), tokenizer),
+        reward=Reward.load(config.reward, tokenizer),
         prompts=Prompts(prompts),
         sampler=PromptSampler(len(prompts), PROMPTS, seed=config.seed),
         generation=policy,

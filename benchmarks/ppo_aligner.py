@@ -30,7 +30,6 @@ from aligner.distributed.workers import LocalCluster
 from aligner.examples.tasks.tiny_model import random_weights
 from aligner.observe.metrics import PhaseTimers
 from aligner.parallel.groups import initialize_parallel
-from aligner.rewards.function.runner import RewardFunction
 from aligner.rewards.interface import Reward
 from benchmarks.common import stdout_reserved
 from benchmarks.ppo_shape import (
@@ -85,9 +84,7 @@ def make_trainer(shape: Shape, folder: Path) -> PPOTrainer:
         config=config,
         policy=policy,
         value=value,
-        reward=Reward(
-            RewardFunction.wrap(constant_reward if shape.group == 1 else noise), tokenizer
-        ),
+        reward=Reward.load(config.reward, tokenizer),
         prompts=Prompts(prompts),
         sampler=PromptSampler(len(prompts), shape.batch // shape.group, seed=config.seed),
         generation=policy,
@@ -100,6 +97,7 @@ def make_trainer(shape: Shape, folder: Path) -> PPOTrainer:
 def configuration(shape: Shape, folder: Path) -> RunConfig:
     """Return the defaults with the settings of both sides."""
     of_groups = shape.group > 1
+    reward = "noise" if of_groups else "constant_reward"
     batches: dict[str, Any] = {
         "micro_batch_size": shape.micro_batch,
         "global_batch_size": shape.batch,
@@ -140,7 +138,7 @@ def configuration(shape: Shape, folder: Path) -> RunConfig:
                     "advantage": {"estimator": "grpo" if of_groups else "gae"},
                 }
             },
-            "reward": {"function": "benchmarks.ppo_aligner:constant_reward"},
+            "reward": {"function": f"benchmarks.ppo_aligner:{reward}"},
             "data": {
                 "train": {
                     "source": "benchmarks.ppo_aligner:prompt_rows",

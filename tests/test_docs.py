@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import runpy
+from contextlib import closing
 from typing import get_args
 
 import pytest
@@ -140,7 +141,7 @@ def test_the_reward_function_of_the_page_does_what_the_page_says(tmp_path):
     source = re.search(r"```python\n# my_rewards\.py\n(.*?)```", PPO, re.DOTALL)[1]
     (tmp_path / "my_rewards.py").write_text(source)
     name, kwargs = f"{tmp_path}/my_rewards.py:reward", {"partial": 0.2}
-    with RewardFunction.load(name, kwargs=kwargs) as function:
+    with closing(RewardFunction(name, kwargs=kwargs)) as function:
         ended = {"is_end": [True, True, False, True]}
         scored = function(["p"] * 4, ["21", "22", "21", "no"], ["21"] * 4, ended)
     assert scored.rewards.tolist() == pytest.approx([1.0, 0.2, 0.0, 0.0])

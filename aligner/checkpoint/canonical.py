@@ -24,6 +24,7 @@ OUTPUT_LAYER = "output_layer.weight"
 REWARD_HEAD = ("rm_head.weight", "rm_head.bias")
 LORA = ".lora"  # suffix of an adapter after its linear's name, with two matrices
 LORA_A, LORA_B = f"{LORA}.a", f"{LORA}.b"
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")  # index of the layer, rest of the name
 _VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 
 _LEGACY = (

@@ -54,12 +54,14 @@ def storage_error(path: Path, cause: OSError, size: int | None = None) -> Storag
 
 
 @contextlib.contextmanager
-def storing(path: Path) -> Iterator[None]:
+def storing(path: Path, size: int | None = None) -> Iterator[None]:
     """Convert an `OSError` of the block to the `storage_error` of ``path``."""
     try:
         yield
+    except StorageError:
+        raise
     except OSError as error:
-        raise storage_error(path, error) from error
+        raise storage_error(path, error, size) from error
 
 
 def require_free_space(folder: Path, size: int) -> None:
@@ -139,16 +141,13 @@ def atomic_file(path: str | os.PathLike[str], size: int | None = None) -> Iterat
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with durable_file(partial, size) as file:
-            yield file
-        # The rename and the entry of the directory make the file visible.
-        os.replace(partial, target)
-        sync_path(target.parent)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise storage_error(target, error, size) from error
+        with storing(target, size):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with durable_file(partial, size) as file:
+                yield file
+            # The rename and the entry of the directory make the file visible.
+            os.replace(partial, target)
+            sync_path(target.parent)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()

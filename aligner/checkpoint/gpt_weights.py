@@ -11,6 +11,7 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import (
     EMBEDDING,
+    LAYER,
     LORA_A,
     LORA_B,
     OUTPUT_LAYER,
@@ -32,7 +33,6 @@ from aligner.errors import CheckpointError
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")
 
 
@@ -49,7 +49,7 @@ def canonical_parameters(
         name = canonical_name(key)
         if name is None:
             continue
-        match = _LAYER.match(name)
+        match = LAYER.match(name)
         if match is not None:
             layer = gpt.decoder.layers[int(match[1])]
             name = f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
@@ -139,6 +139,8 @@ class GatheredTensors(LazyTensors):
             group if group is not None and group.size() > 1 else None
             for group in (tp_group, pp_group, ep_group)
         )
+        ep_size = 1 if self._ep is None else self._ep.size()
+        self._experts = (architecture.num_moe_experts or 0) // ep_size  # of a rank
         self._parts = dict(parts)
         if architecture.tie_embeddings:  # the last stage's copy of the first stage's embedding
             self._parts.pop(OUTPUT_LAYER, None)
@@ -176,7 +178,7 @@ class GatheredTensors(LazyTensors):
         result: dict[str, Tensor] = {}
         for name in self:
             tensor: Tensor | None = None  # frees the previous tensor before the next is joined
-            group = self._ep if self._is_shared_expert(name) else self._tp
+            group = self._ep if self._expert(name) else self._tp
             members = [rank] if group is None else dist.get_process_group_ranks(group)
             if first not in members:
                 continue
@@ -198,7 +200,7 @@ class GatheredTensors(LazyTensors):
     def _empty(self, name: str) -> Tensor:
         """Return an uninitialised global tensor, to be received from another stage."""
         _, shape, dtype = self._origins[self._local_name(name)]
-        if not self._is_shared_expert(name):
+        if self._expert(name) is None:
             count = 1 if self._tp is None else self._tp.size()
             parts = [torch.empty(shape, device="meta") for _ in range(count)]
             shape = merge(name, parts, self._architecture).shape
@@ -207,10 +209,9 @@ class GatheredTensors(LazyTensors):
     def _joined(self, name: str) -> Tensor:
         """Join a tensor of this stage from the parts of the stage's ranks."""
         part = self._transform(self._parts[self._local_name(name)])
-        if self._ep is not None and self._is_shared_expert(name):
-            owner = self._expert(name) // self._experts_per_rank
-            tensor = part.contiguous() if owner == self._ep.rank() else torch.empty_like(part)
-            dist.broadcast(tensor, group=self._ep, group_src=owner)
+        if self._ep is not None and (expert := self._expert(name)):
+            tensor = part.contiguous() if expert[0] == self._ep.rank() else torch.empty_like(part)
+            dist.broadcast(tensor, group=self._ep, group_src=expert[0])
             return tensor
         if self._tp is None or split_axis(name) is None or name in REWARD_HEAD:
             return merge(name, [part], self._architecture)  # the same on every rank
@@ -218,26 +219,17 @@ class GatheredTensors(LazyTensors):
         dist.all_gather(parts, part.contiguous(), group=self._tp)
         return merge(name, parts, self._architecture)
 
-    def _is_shared_expert(self, name: str) -> bool:
-        return self._ep is not None and _EXPERT.search(name) is not None
+    def _expert(self, name: str) -> tuple[int, int] | None:
+        """Return the expert-parallel rank of an expert and its index there, None for no expert."""
+        match = _EXPERT.search(name)
+        return None if match is None or self._ep is None else divmod(int(match[1]), self._experts)
 
     def _local_name(self, name: str) -> str:
         """Return the name of this rank's tensor that corresponds to ``name`` on another rank."""
-        if self._ep is None or not self._is_shared_expert(name):
+        expert = self._expert(name)
+        if self._ep is None or expert is None:
             return name
-        count = self._experts_per_rank
-        return _EXPERT.sub(str(self._ep.rank() * count + self._expert(name) % count), name)
-
-    def _expert(self, name: str) -> int:
-        match = _EXPERT.search(name)
-        assert match is not None
-        return int(match[1])
-
-    @property
-    def _experts_per_rank(self) -> int:
-        assert self._ep is not None
-        assert self._architecture.num_moe_experts is not None
-        return self._architecture.num_moe_experts // self._ep.size()
+        return _EXPERT.sub(str(self._ep.rank() * self._experts + expert[1]), name)
 
 
 class GatheredWeights(GatheredTensors):

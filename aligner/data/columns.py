@@ -7,7 +7,7 @@ and exactly one other name of `NAMES` occurs. The first row of a source decides 
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from aligner.data.readers import DataRow
 from aligner.data.tokenizers.decoding import common_prefix
@@ -25,25 +25,15 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class Recognised(NamedTuple):
-    """Names of the columns of a source, and the conversion of its rows.
+def recognised(
+    row: DataRow, data: Any, keys: Collection[str]
+) -> tuple[Any, Callable[[DataRow], list[DataRow]], list[str]]:
+    """Return how the rows of a source are read, whose first row is ``row``.
 
-    ``data``: the section with the names of the columns. ``rows``: function from a row of the source
-    to rows with these columns. ``taken``: descriptions of what was recognised.
-    """
+    ``keys``: keys of the columns that the rows need. Empty if the rows are used unchanged.
 
-    data: Any
-    rows: Callable[[DataRow], list[DataRow]]
-    taken: list[str]
-
-
-def recognised(row: DataRow, data: Any, keys: Collection[str]) -> Recognised:
-    """Return how the rows of a source are read.
-
-    Args:
-        row: first row of the source.
-        data: section with the names of the columns.
-        keys: keys of the columns that the rows need. Empty if the rows are used unchanged.
+    Returns the section ``data`` with the names of the columns, a function from a row of the source
+    to rows with these columns, and descriptions of what was recognised.
     """
     names_by_key = {key: _column_name(row, data, key) for key in keys}
     # Complete chats or text, instead of a prompt and a response.
@@ -85,7 +75,7 @@ def recognised(row: DataRow, data: Any, keys: Collection[str]) -> Recognised:
             result = [new for old in result for new in step(old)]
         return result
 
-    return Recognised(replace(data, **names) if names else data, rows, taken)
+    return replace(data, **names) if names else data, rows, taken
 
 
 def _lacks(names_by_key: Mapping[str, str | None], key: str) -> bool:

@@ -175,11 +175,11 @@ def read_items(
         limit = None if source.limit is None else source.limit - read
         form = None
         for row in islice(read_rows(part, source.arguments), limit):
-            form = form or recognised(row, data, keys)
-            items += [make(new, len(items) + n, form.data) for n, new in enumerate(form.rows(row))]
+            section, rows, names = form = form or recognised(row, data, keys)
+            items += [make(new, len(items) + n, section) for n, new in enumerate(rows(row))]
             read += 1
-        if form is not None and form.taken:
-            taken.append(f"{part}: {', '.join(form.taken)}")
+        if form is not None and names:
+            taken.append(f"{part}: {', '.join(names)}")
         ends.append(len(items))
     if not items:
         raise DataError(f"data: {name} contains no rows")

@@ -1,9 +1,7 @@
-"""The device seam: the only file that knows whether a GPU is present.
+"""The device of this process. No other module knows whether a GPU is present.
 
-All other modules get the device, the collective backend, memory sizes and RNG state from here. The
-seam also lets megatron-core run on a machine without a GPU. The CPU answers the few CUDA calls that
-its GPT code makes unconditionally (`prepare_megatron`). Literal ``device="cuda"`` arguments in its
-optimizer are redirected while the optimizer runs (`cuda_literals`).
+All other modules get the device, the collective backend, memory sizes and RNG state from here.
+`prepare_megatron` and `cuda_literals` let megatron-core run on a machine without a GPU.
 """
 
 import contextlib
@@ -29,10 +27,9 @@ from aligner.device.host_memory import (
     total_bytes,
 )
 
-# Environment variables: 1 requests deterministic operations. 1 if other processes compute on this
-# process's device, in turns.
-_DETERMINISTIC = "ALIGNER_DETERMINISTIC"
-SHARED_DEVICE = "ALIGNER_SHARED_DEVICE"
+# Environment variables.
+_DETERMINISTIC = "ALIGNER_DETERMINISTIC"  # 1 requests deterministic operations
+SHARED_DEVICE = "ALIGNER_SHARED_DEVICE"  # 1: other processes take turns on this process's device
 _IPC_DEVICE = 6  # index of the device among the arguments that rebuild a CUDA tensor
 
 _gpus_hidden = False  # by `gpus_left_to_others`
@@ -48,11 +45,7 @@ def has_gpu() -> bool:
 
 @contextlib.contextmanager
 def gpus_left_to_others() -> Iterator[None]:
-    """Compute on the CPU in the block, even if a GPU is present.
-
-    Any query of a GPU creates a context on it. Its half GiB would be missing for the worker that
-    owns the GPU.
-    """
+    """Compute on the CPU in the block, because any query of a GPU takes half a GiB of it."""
     global _gpus_hidden
     _gpus_hidden = True
     has_gpu.cache_clear()
@@ -112,19 +105,14 @@ def release_memory() -> None:
 
 
 def release_shared_memory() -> None:
-    """Call `release_memory` if other processes take turns on the device (`SHARED_DEVICE`).
-
-    A single process reuses its cached blocks, which is faster than allocating new memory.
-    """
+    """Call `release_memory` if other processes take turns on the device (`SHARED_DEVICE`)."""
     if os.environ.get(SHARED_DEVICE) == "1":
         release_memory()
 
 
 def free_memory_bytes() -> int:
-    """Return the free memory of the device. On a CPU, return the available host memory."""
-    if has_gpu():
-        return torch.cuda.mem_get_info()[0]
-    return available_bytes()
+    """Return the free memory of the device, on a CPU the available host memory."""
+    return torch.cuda.mem_get_info()[0] if has_gpu() else available_bytes()
 
 
 def total_memory_bytes() -> int:
@@ -134,9 +122,7 @@ def total_memory_bytes() -> int:
 
 def description() -> str:
     """Return the name of the device."""
-    if has_gpu():
-        return torch.cuda.get_device_name()
-    return f"CPU, {torch.get_num_threads()} threads"
+    return torch.cuda.get_device_name() if has_gpu() else f"CPU, {torch.get_num_threads()} threads"
 
 
 @dataclass(frozen=True)
@@ -155,12 +141,9 @@ def device_info() -> DeviceInfo:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes that torch uses on a process's GPU. Without a GPU, its resident host memory.
+    """Bytes that torch uses on a process's GPU. Without a GPU, its resident host memory."""
 
-    ``process`` and ``device`` are unique over all machines.
-    """
-
-    process: str
+    process: str  # unique over all machines, as is ``device``
     device: str
     has_gpu: bool
     allocated: int  # peak of tensors since `reset_peak_memory`. Without a GPU: resident
@@ -175,20 +158,11 @@ def memory_use() -> MemoryUse:
     host = os.uname().nodename
     process = f"{host} {os.getpid()}"
     if not has_gpu():
-        peak = peak_resident_bytes()
-        now, free = resident_bytes(), available_bytes()
-        return MemoryUse(process, host, False, peak, peak, now, free, total_bytes())
-    free, total = torch.cuda.mem_get_info()
-    return MemoryUse(
-        process,
-        f"{host} {sharing_key()}",
-        True,
-        torch.cuda.max_memory_allocated(),
-        torch.cuda.max_memory_reserved(),
-        torch.cuda.memory_reserved(),
-        free,
-        total,
-    )
+        peak, now = peak_resident_bytes(), resident_bytes()
+        return MemoryUse(process, host, False, peak, peak, now, available_bytes(), total_bytes())
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    now, memory = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()
+    return MemoryUse(process, f"{host} {sharing_key()}", True, allocated, reserved, now, *memory)
 
 
 def reset_peak_memory() -> None:
@@ -219,11 +193,7 @@ def set_generator_state(state: Tensor | None) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return `generator_state` as ``generator`` and the states of megatron-core as ``tracker``.
-
-    The states of the tracker, uint8 [n] each, serve dropout of tensors that are split over
-    tensor-parallel ranks.
-    """
+    """Return `generator_state`, and as ``tracker`` megatron-core's states for split tensors."""
     return {"generator": generator_state(), "tracker": dict(_rng_tracker().get_states())}
 
 
@@ -245,10 +215,7 @@ def _rng_tracker() -> Any:
 
 
 def make_deterministic() -> None:
-    """Request deterministic operations for this process and its child processes.
-
-    `activate` applies the request, before anything is computed.
-    """
+    """Request deterministic operations, which `activate` applies here and in child processes."""
     os.environ[_DETERMINISTIC] = "1"
 
 
@@ -265,8 +232,7 @@ def is_apart(tensor: Tensor) -> bool:
 def copy_memory(size: int) -> memoryview:
     """Allocate ``size`` bytes of host memory for copies of device memory, locked on a GPU machine.
 
-    If the system refuses the lock, copies are slower but correct. The memory is unlocked and
-    returned to the system with its last view.
+    If the system refuses the lock, copies are slower. The memory is freed with its last view.
     """
     memory = private_memory(size)
     if has_gpu():
@@ -282,10 +248,7 @@ def copy_memory(size: int) -> memoryview:
 
 
 def to_device(tensor: Tensor, where: torch.device | None = None) -> Tensor:
-    """Move a tensor of any shape and dtype to ``where``, by default `device`, without waiting.
-
-    A tensor that is already there is returned unchanged.
-    """
+    """Move a tensor of any shape and dtype to ``where``, by default `device`, without waiting."""
     return tensor.to(where or device(), non_blocking=True)
 
 
@@ -293,7 +256,7 @@ class HostCopy:
     """Asynchronous copies of tensors to the host. Later changes of the tensors have no effect."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        """``tensors``: of any shape and dtype."""
+        """Start to copy ``tensors``, of any shape and dtype."""
         self._copied: torch.cuda.Event | None = None
         if any(tensor.is_cuda for tensor in tensors):
             self._copies = [
@@ -323,8 +286,8 @@ def capture(function: Callable[[], None], memory: Any) -> Callable[[], None]:
     """Capture the kernels of ``function`` as a CUDA graph. Return the function that launches it.
 
     Capturing runs no kernel. ``function`` must not read a value of the device and may only change
-    tensors that exist already. Its allocations live as long as the graph. Graphs that share a
-    `graph_memory` must be launched one after the other and cannot pass each other values there.
+    tensors that exist already. Graphs that share a `graph_memory` must be launched one after the
+    other and cannot pass each other values there.
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -349,10 +312,7 @@ def sharing_key() -> str:
 
 
 def export_tensor(tensor: Tensor) -> Any:
-    """Return a picklable handle with which another process opens a GPU tensor (CUDA IPC).
-
-    ``tensor``: of any shape and dtype.
-    """
+    """Return a picklable handle (CUDA IPC) of a GPU tensor of any shape and dtype."""
     from torch.multiprocessing.reductions import reduce_tensor  # changes how tensors pickle
 
     return reduce_tensor(tensor)
@@ -399,9 +359,8 @@ def cuda_literals() -> contextlib.AbstractContextManager[Any]:
 def prepare_megatron() -> None:
     """Let megatron-core run on this machine, with or without a GPU. Idempotent.
 
-    Call it before the first use of megatron-core. For tensors on a CPU, megatron-core also queries
-    the current CUDA device, synchronises and stores CUDA random states. CPU counterparts replace
-    these calls. Its router reads a name that only Transformer Engine defines, on a GPU too.
+    For tensors on a CPU, megatron-core also queries the current CUDA device, synchronises and
+    stores CUDA random states. CPU counterparts replace these calls.
     """
     megatron_substitutes.define_router_gemm()
     megatron_substitutes.clip_in_place()

@@ -1,8 +1,7 @@
 """Host memory: available bytes, large allocations, and settings of the C library.
 
-glibc maps every large allocation anew and returns it when it is freed. A tensor of some MB then
-causes a page fault for each of its pages, every time one is created. On glibc's heap, freed aligned
-blocks are not reused. Large tensors therefore use an allocator of this library, if it compiles.
+glibc maps every large allocation anew, which causes a page fault for each page of a new tensor.
+On glibc's heap, freed aligned blocks are not reused. Large tensors therefore use `pages.cpp`.
 """
 
 import contextlib
@@ -27,9 +26,9 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Serve allocations below 1 GiB from the heap and never shrink it. Idempotent.
+    """Serve allocations below 1 GiB from the heap and never shrink it. Return False without glibc.
 
-    Returns whether the setting was made: only glibc supports it.
+    Idempotent.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -42,10 +41,9 @@ def keep_freed_memory() -> bool:
 
 @functools.cache
 def reuse_pages() -> str | None:
-    """Serve tensors of 1 MiB and more from pages of freed tensors (`pages.cpp`). Idempotent.
+    """Serve tensors of 1 MiB and more from pages of freed tensors. Return the reason of a failure.
 
-    PyTorch must be imported. Returns None, or the reason for a failure: no compiler, another
-    system.
+    PyTorch must be imported. Idempotent.
     """
     if platform.system() != "Linux":
         return f"not on {platform.system()}"
@@ -68,11 +66,7 @@ class _Mapped(mmap.mmap):
 
 
 def private_memory(size: int, extra_flags: int = 0) -> memoryview:
-    """Map ``size`` bytes of zeros, which are returned to the system with their last view.
-
-    Large pages are not requested: if memory is fragmented, waiting for them takes longer.
-    ``extra_flags``: flags of ``mmap``.
-    """
+    """Map ``size`` bytes of zeros, which are returned to the system with their last view."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | extra_flags
     return memoryview(_Mapped(-1, max(1, size), flags=flags))
 
@@ -83,10 +77,7 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak resident memory since `reset_peak_resident`.
-
-    If the reset failed, it is the peak since the process began.
-    """
+    """Return the peak resident memory since `reset_peak_resident`, or since the process began."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -113,10 +104,9 @@ def total_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Return the host memory that this process can still allocate.
+    """Return the host memory that the machine and its control groups still allow to allocate.
 
-    It is limited by the machine and by its control groups, in which pages of files that can be
-    dropped do not count as used.
+    Pages of files that can be dropped do not count as used.
     """
     available = [psutil.virtual_memory().available]
     for group in _groups():

@@ -18,7 +18,7 @@ def define_router_gemm() -> None:
 
 
 def fuse_gradient_norm() -> None:
-    """Compute the gradient norm in a few kernels without Transformer Engine and Apex.
+    """Compute the gradient norm on the device without Transformer Engine and Apex.
 
     megatron-core's own substitute reads one scalar per parameter on the host.
     """

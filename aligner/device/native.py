@@ -24,10 +24,9 @@ def torch_home() -> Path:
 
 
 def compiled(source: Path) -> Path:
-    """Return the shared library of one C++ file, compiled unless the cache already contains it.
+    """Return the shared library of a C++ file, compiled unless ``~/.cache/aligner`` contains it.
 
-    The cache is ``aligner`` below ``XDG_CACHE_HOME``, default ``~/.cache``. Raises
-    `NativeCodeError` if the library cannot be compiled or stored.
+    ``XDG_CACHE_HOME`` overrides ``~/.cache``. Raises `NativeCodeError` if compiling fails.
     """
     home = torch_home()
     version = importlib.metadata.version("torch")

@@ -24,11 +24,6 @@ from aligner.types import PAD_VALUES
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
 
 ColumnsT = TypeVar("ColumnsT")
-# Attributes of a shard with one entry per global batch.
-_SHARD_ATTRIBUTES = (
-    *("elem_counts_per_gb", "largest_counts_per_gb"),
-    *("micro_batch_indices", "micro_batch_lengths"),
-)
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
@@ -39,7 +34,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     ``elem_counts_per_gb``: number of the shard's rows in each global batch, in order.
     ``largest_counts_per_gb``: number of rows of the largest shard in each global batch.
     ``micro_batch_indices``: [global batch][micro-batch] = [start, end), relative to the first row
-    of the global batch. ``start == end`` in a micro-batch without rows.
+    of the global batch.
     ``micro_batch_lengths``: [global batch][micro-batch], in tokens: the padded width of a dynamic
     micro-batch, the sum of padded lengths of a packed micro-batch, or 0 without rows.
     """
@@ -91,11 +86,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         """Split each global batch, ``batch_size`` adjacent rows, over the shards.
 
         Shard i contains its part of global batch 0, then its part of global batch 1, and so on. A
-        ``batch_size`` of None means one batch of all rows.
-
-        By default a part is a contiguous run of rows, and all parts have the same size. With
-        ``allow_uneven_shards`` the first shards get one more row if the rows do not divide, and
-        the last shards get no row if there are fewer rows than shards.
+        ``batch_size`` of None means one batch of all rows. By default a part is a contiguous run of
+        rows, and all parts have the same size. With ``allow_uneven_shards`` the first shards get
+        one more row if the rows do not divide.
 
         With ``dynamic_batching_args`` or ``sequence_packing_args`` all shards get about the same
         number of tokens in any number of rows, and the same number of micro-batches. The method
@@ -107,7 +100,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             ConfigError: both modes are given, or an argument of a mode is invalid.
             DataError: rows do not divide, a column is missing, or a row exceeds the token budget.
         """
-        # Check the arguments.
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise ConfigError(
                 "dynamic_batching_args and sequence_packing_args are both given, but a micro-batch "
@@ -115,17 +107,21 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             )
         total = self.size
         size = total if batch_size is None else batch_size
-        _check_batches(total, size, shards, allow_uneven_shards)
+        if shards < 1:
+            raise DataError(f"shards={shards} must be at least 1")
+        if total and (size < 1 or (total % size and not allow_uneven_shards)):
+            raise DataError(
+                f"{total} rows are not a multiple of the batch size {size}. Change the batch "
+                "size, or pass allow_uneven_shards=True for a shorter last batch"
+            )
         batches = sharding.global_batches(total, size)
         # Micro-batches by tokens: rows are selected for balanced shards.
         if dynamic_batching_args is not None:
-            return self._planned_shards(
-                dynamic_plan(self.data, dynamic_batching_args, batches, shards)
-            )
+            plans = dynamic_plan(self.data, dynamic_batching_args, batches, shards)
+            return self._planned_shards(plans)
         if sequence_packing_args is not None:
-            return self._planned_shards(
-                packed_plan(self.data, sequence_packing_args, batches, shards)
-            )
+            plans = packed_plan(self.data, sequence_packing_args, batches, shards)
+            return self._planned_shards(plans)
         # Plain shards: contiguous runs of rows.
         if not allow_uneven_shards:
             _check_even(size, shards)
@@ -135,8 +131,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def chunk(self, rank: int, chunks: int) -> "SlicedDataDict":
         """Return part ``rank`` of ``chunks`` equal contiguous parts of the rows.
 
-        Raises:
-            DataError: the number of rows is not a multiple of ``chunks``.
+        Raises `DataError` if the number of rows is not a multiple of ``chunks``.
         """
         _check_even(self.size, chunks)
         if not 0 <= rank < chunks:
@@ -151,9 +146,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> "SlicedDataDict":
         """Return batch ``batch_idx`` of ``batch_size`` rows. The last batch may be shorter.
 
-        Without ``batch_size`` the result is the shard's part of global batch ``batch_idx``,
-        including its micro-batches. A shard with micro-batches ignores ``batch_size``, because its
-        parts differ in size.
+        Without ``batch_size``, or for a shard with micro-batches, the result is the shard's part of
+        global batch ``batch_idx``, including its micro-batches.
         """
         counts = self.elem_counts_per_gb
         if counts is not None and (batch_size is None or self.micro_batch_indices is not None):
@@ -173,10 +167,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def _get_global_batch(self, index: int, counts: list[int]) -> "SlicedDataDict":
         if not 0 <= index < len(counts):
             raise DataError(f"global batch {index} is outside 0..{len(counts) - 1}")
-        # Rows of the global batch, then its entries of the shard attributes.
         start = sum(counts[:index])
         batch = self.slice(start, start + counts[index])
-        for name in _SHARD_ATTRIBUTES:
+        for name in BatchedDataDict.__annotations__:  # attributes of a shard
             per_global_batch = getattr(self, name)
             if per_global_batch is not None:
                 setattr(batch, name, per_global_batch[index : index + 1])
@@ -219,8 +212,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def make_microbatch_iterator(self, microbatch_size: int) -> "Iterator[SlicedDataDict]":
         """Yield consecutive runs of ``microbatch_size`` rows. The last run may be shorter.
 
-        A shard's global batch yields as many micro-batches as the largest shard, if necessary
-        without rows, so that all ranks run the same number of micro-batches.
+        A shard's global batch yields as many micro-batches as the largest shard, some without rows.
         """
         rows = largest = self.size
         if self.largest_counts_per_gb is not None and len(self.largest_counts_per_gb) == 1:
@@ -231,10 +223,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> "Iterator[SlicedDataDict]":
-        """Yield micro-batches of a shard's global batch. Tensors are cut to the padded width.
-
-        The width is rounded up, so tensors may be narrower.
-        """
+        """Yield micro-batches of a shard's global batch. Tensors are cut to the padded width."""
         bounds, lengths = self._only_global_batch()
         for (start, end), length in zip(bounds, lengths, strict=True):
             microbatch = self.slice(start, end)
@@ -260,10 +249,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
 
         Ranks may contribute different numbers of rows, including 0, and tensors of different widths
         (right-padded as in `from_batches`). Result tensors are on the device of this rank's column.
-        Every rank of ``group`` must call this method.
-
-        Raises:
-            DataError: column names or types differ between ranks (raised on every rank).
+        Raises `DataError` on every rank if column names or types differ between ranks.
         """
         rank_columns: list[Any] = [None] * dist.get_world_size(group)
         # Copies, because pickling a view would send the memory of the whole tensor.
@@ -273,7 +259,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         }
         dist.all_gather_object(rank_columns, columns, group=group)
         _check_same_columns(rank_columns)
-        # Join the rows and move tensors to the devices of this rank.
         joined = type(self).from_batches(rank_columns)
         for key, column in self.data.items():
             if isinstance(column, Tensor):
@@ -298,9 +283,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return shards, [row for shard in rows for batch in shard for row in batch]
 
     def _shards(self, rows: Sequence[Sequence[Sequence[int]]]) -> "list[SlicedDataDict]":
-        """Return shards of the rows ``rows[shard][global batch]``."""
-        shards = []
-        largest = [max(map(len, batch)) for batch in zip(*rows, strict=True)]
+        """Return a shard of the rows ``rows[shard][global batch]`` for each index of ``rows``."""
+        shards, largest = [], [max(map(len, batch)) for batch in zip(*rows, strict=True)]
         for batches in rows:
             indices = [row for batch in batches for row in batch]
             shard = SlicedDataDict(self.select_indices(indices).data)
@@ -330,16 +314,6 @@ class SlicedDataDict(BatchedDataDict[Any]):
     """Rows of a batch: the shard of one rank, or one micro-batch."""
 
 
-def _check_batches(total: int, batch_size: int, shards: int, allow_short: bool) -> None:
-    if shards < 1:
-        raise DataError(f"shards={shards} must be at least 1")
-    if total and (batch_size < 1 or (total % batch_size and not allow_short)):
-        raise DataError(
-            f"{total} rows are not a multiple of the batch size {batch_size}. Change the batch "
-            "size, or pass allow_uneven_shards=True for a shorter last batch"
-        )
-
-
 def _check_even(batch_size: int, shards: int) -> None:
     if batch_size % shards:
         raise DataError(
@@ -352,10 +326,8 @@ def columns_of(data: BatchedDataDict, names: Sequence[str]) -> BatchedDataDict:
     """Select the columns ``names``, so that workers receive only the columns they read.
 
     A missing ``token_mask`` is 1 except at the first token of a row. Missing ``sample_ids`` are 0,
-    1, 2, ... With ``input_ids``, ``position_ids`` are selected too, if ``data`` has them.
-
-    Raises:
-        DataError: another column is missing, or ``data`` is not a `BatchedDataDict`.
+    1, 2, ... With ``input_ids``, ``position_ids`` are selected too, if ``data`` has them. Raises
+    `DataError` as `check_columns` does.
     """
     check_columns(data, [name for name in names if name not in _DERIVED])
     if "input_ids" in names and "position_ids" in data:
@@ -394,17 +366,13 @@ _DERIVED: Mapping[str, Callable[[BatchedDataDict], Tensor]] = {
 
 
 def _take(column: Any, index: Tensor) -> Any:
-    """Return the rows at ``index`` int64 [N], in that order."""
     if isinstance(column, Tensor):
         return column[index.to(column.device)]
     return [column[i] for i in index.tolist()]
 
 
 def _join(columns: Sequence[Any], pad_value: int | float) -> Any:
-    """Concatenate the rows of columns. Tensors are right-padded in dimension 1 to the widest.
-
-    A column without rows does not affect the width.
-    """
+    """Concatenate the rows of columns. Tensors are right-padded to the widest column with rows."""
     if not isinstance(columns[0], Tensor):
         return [item for column in columns for item in column]
     filled = [column for column in columns if len(column)] or columns[:1]

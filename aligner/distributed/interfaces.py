@@ -12,7 +12,6 @@ class WorkerFuture(Protocol):
 
     def get_results(self) -> list[Any]:
         """Wait for the call and return one result per group of workers with the same output."""
-        ...
 
 
 class WorkerGroup(Protocol):
@@ -23,7 +22,6 @@ class WorkerGroup(Protocol):
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> WorkerFuture:
         """Call a method with the same arguments on every worker."""
-        ...
 
     def run_all_workers_sharded_data(
         self,
@@ -35,22 +33,15 @@ class WorkerGroup(Protocol):
         common_kwargs: Mapping[str, Any] | None = None,
     ) -> WorkerFuture:
         """Call a method on every worker with the shard at the worker's coordinates."""
-        ...
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
         """Wait for a call and return its results, in order of the sharded axis."""
-        ...
 
     def recover(self) -> bool:
-        """Wait for the answer of all workers after a failed call without collectives.
-
-        Returns True if all workers answer. Then ``is_healthy`` is true, and workers may be called.
-        """
-        ...
+        """Wait for the answer of all workers after a failed call. Return whether all answered."""
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
         """Call ``cleanup_method`` on each worker, then end the workers."""
-        ...
 
 
 class Cluster(Protocol):
@@ -61,21 +52,13 @@ class Cluster(Protocol):
     @property
     def use_gpus(self) -> bool:
         """True if workers compute on GPUs."""
-        ...
 
     @property
     def sharding_annotations(self) -> NamedSharding:
         """Layout of a training group's workers."""
-        ...
 
     def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> WorkerGroup:
-        """Construct ``worker_class`` (a dotted path) with ``kwargs`` on every worker.
-
-        Other keywords are ``parallel``, ``workers_per_node`` and ``env_vars``, and on Ray
-        ``layout`` and ``python_executable``, see `RayVirtualCluster.start_workers`.
-        """
-        ...
+        """Construct ``worker_class`` on every worker, see `RayVirtualCluster.start_workers`."""
 
     def world_size(self) -> int:
         """Return the number of workers."""
-        ...

@@ -2,8 +2,7 @@
 
     lengths [5, 3, 4, 2], capacity 8 ──► bins [[0, 1], [2, 3]]
 
-A packer reads only lengths and never cuts a sequence. Packing is a pure function of the arguments:
-every process that packs the same lengths gets the same bins.
+A packer reads only lengths, so every process that packs the same lengths gets the same bins.
 """
 
 import heapq
@@ -33,11 +32,7 @@ def decreasing(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
 def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
     """Split the bin with the most tokens into balanced halves until there are ``count`` bins.
 
-    A bin of one sequence cannot be split. The first half stays in place, the second half is
-    appended to the end.
-
-    Raises:
-        DataError: there are fewer sequences than ``count``.
+    The second half is appended. Raises `DataError` if there are fewer sequences than ``count``.
     """
     sequences = sum(len(items) for items in bins)
     if count > sequences:
@@ -65,10 +60,7 @@ def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
 
 
 def _halves(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Assign items, longest first, to the half with fewer tokens. No half is empty.
-
-    Each half keeps the order of the items.
-    """
+    """Assign items, longest first, to the half with fewer tokens. Each half keeps their order."""
     halves: tuple[set[int], set[int]] = (set(), set())
     tokens = [0, 0]
     for index in decreasing(items, lengths):
@@ -79,9 +71,7 @@ def _halves(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], li
 
 
 class SequencePacker(ABC):
-    """Base of packers, which assign sequences to bins by the algorithm of a subclass.
-
-    If the algorithm returns too few bins, the fullest bins are split until the count is right.
+    """Base of packers. If an algorithm returns too few bins, the fullest bins are split.
 
     Args:
         bin_capacity: largest number of tokens in a bin, at least 1.
@@ -108,9 +98,7 @@ class SequencePacker(ABC):
     def pack(self, sequence_lengths: Sequence[int]) -> Bins:
         """Return bins of indices into ``sequence_lengths``. Every index is in exactly one bin.
 
-        Raises:
-            DataError: a sequence is longer than the capacity, or there are fewer sequences than
-                required bins.
+        Raises `DataError` for a sequence over the capacity, or fewer sequences than required bins.
         """
         lengths = [int(length) for length in sequence_lengths]
         for index, length in enumerate(lengths):
@@ -120,7 +108,6 @@ class SequencePacker(ABC):
                     f"{self.bin_capacity}. Raise the token budget of a micro-batch or drop the "
                     "sequence"
                 )
-        # Pack, then split bins until the count is valid.
         bins = self._pack(lengths)
         count = bin_count(len(bins), self.min_bin_count, self.bin_count_multiple)
         return split_fullest(bins, lengths, count)
@@ -175,37 +162,24 @@ class FirstFitShufflePacker(SequencePacker):
 
 
 def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Bins:
-    """Pack by first fit in O(n log n) with a tournament tree over the room of bins."""
-    # One leaf per possible bin, inner nodes store the largest room below. Unopened bins have the
-    # full capacity, so the first leaf with room is at most the next bin.
-    leaves = 1 << max(0, len(order) - 1).bit_length()
-    room = [capacity] * (2 * leaves)
+    """Put each sequence, in order, into the first bin with room."""
+    room = np.full(len(order), capacity)  # of every possible bin
     bins: Bins = []
     for index in order:
-        node = 1
-        # Descend to the first leaf with enough room.
-        while node < leaves:
-            node *= 2
-            if room[node] < lengths[index]:  # the left half has no room, so the right half has
-                node += 1
-        # Add the sequence, which may open the next bin.
-        if node - leaves == len(bins):
+        # Unopened bins have the full capacity, so the first bin with room is at most the next bin.
+        first = int(np.argmax(room[: len(bins) + 1] >= lengths[index]))
+        if first == len(bins):
             bins.append([])
-        bins[node - leaves].append(index)
-        room[node] -= lengths[index]
-        # Update the largest room of all parent nodes.
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+        bins[first].append(index)
+        room[first] -= lengths[index]
     return bins
 
 
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
     """Packer of Johnson and Garey, "A 71/60 theorem for bin packing", 1985.
 
-    Every sequence over half the capacity opens a bin. These bins are first filled with one medium
-    sequence (over a third of the capacity) or two small sequences (over a sixth). First fit
-    decreasing packs the remaining sequences.
+    Every sequence over half the capacity opens a bin, which gets one medium sequence (over a third
+    of the capacity) or two small sequences (over a sixth). First fit decreasing packs the rest.
     """
 
     def _pack(self, lengths: Sequence[int]) -> Bins:
@@ -216,7 +190,12 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
         bins = [[index] for index in large]
         room = [self.bin_capacity - lengths[index] for index in large]
         # Fill these bins with one medium or two small sequences, then with any that fit.
-        self._add_medium(bins, room, pool)
+        third = self.bin_capacity // 3
+        for index, items in enumerate(bins):
+            item = pool.take_largest(room[index], longer_than=third)
+            if item is not None:
+                items.append(item)
+                room[index] -= lengths[item]
         self._add_small_pairs(bins, room, pool)
         for index, items in enumerate(bins):
             while (item := pool.take_largest(room[index])) is not None:
@@ -225,20 +204,8 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
         # Pack the remaining sequences into new bins.
         return bins + first_fit(pool.decreasing(), lengths, self.bin_capacity)
 
-    def _add_medium(self, bins: Bins, room: list[int], pool: "_Pool") -> None:
-        """Add to each bin, first to last, the largest medium sequence that fits."""
-        third = self.bin_capacity // 3
-        for index, items in enumerate(bins):
-            item = pool.take_largest(room[index], longer_than=third)
-            if item is not None:
-                items.append(item)
-                room[index] -= pool.lengths[item]
-
     def _add_small_pairs(self, bins: Bins, room: list[int], pool: "_Pool") -> None:
-        """Add two small sequences, the smallest and the largest that fits, to bins without medium.
-
-        The order is last bin to first bin.
-        """
+        """Add the smallest small sequence and the largest that fits to bins without medium."""
         third, sixth = self.bin_capacity // 3, self.bin_capacity // 6
         for index in reversed(range(len(bins))):
             if len(bins[index]) > 1:
@@ -246,7 +213,7 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
             pair = pool.smallest_two(sixth, third)
             if pair is None or sum(pair) > room[index]:
                 continue
-            first = pool.take_smallest(longer_than=sixth)
+            first = pool.take(bisect_right(pool.sizes, sixth))
             free = room[index] - pool.lengths[first]
             # The second smallest sequence is still in the pool and fits.
             second = pool.take_largest(min(free, third), longer_than=sixth)
@@ -261,32 +228,29 @@ class _Pool:
     def __init__(self, decreasing: Sequence[int], lengths: Sequence[int]) -> None:
         self.lengths = lengths
         self._items = list(reversed(decreasing))
-        self._sizes = [lengths[index] for index in self._items]
+        self.sizes = [lengths[index] for index in self._items]
 
     def take_largest(self, at_most: int, longer_than: int = -1) -> int | None:
         """Remove and return the longest with ``longer_than < length <= at_most``, or None."""
-        position = bisect_right(self._sizes, at_most) - 1
-        if position < 0 or self._sizes[position] <= longer_than:
+        position = bisect_right(self.sizes, at_most) - 1
+        if position < 0 or self.sizes[position] <= longer_than:
             return None
-        return self._take(position)
-
-    def take_smallest(self, longer_than: int) -> int:
-        """Remove and return the shortest with ``length > longer_than``, which must exist."""
-        return self._take(bisect_right(self._sizes, longer_than))
+        return self.take(position)
 
     def smallest_two(self, longer_than: int, at_most: int) -> list[int] | None:
         """Return the two smallest lengths with ``longer_than < length <= at_most``, or None."""
-        start = bisect_right(self._sizes, longer_than)
-        if start + 2 > bisect_right(self._sizes, at_most):
+        start = bisect_right(self.sizes, longer_than)
+        if start + 2 > bisect_right(self.sizes, at_most):
             return None
-        return self._sizes[start : start + 2]
+        return self.sizes[start : start + 2]
 
     def decreasing(self) -> list[int]:
         """Return the remaining sequences, longest first."""
         return self._items[::-1]
 
-    def _take(self, position: int) -> int:
-        del self._sizes[position]
+    def take(self, position: int) -> int:
+        """Remove and return the sequence at a position in ``sizes``."""
+        del self.sizes[position]
         return self._items.pop(position)
 
 
@@ -297,14 +261,6 @@ class PackingAlgorithm(Enum):
     FIRST_FIT_DECREASING = "first_fit_decreasing"
     FIRST_FIT_SHUFFLE = "first_fit_shuffle"
     MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
-
-
-_PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
-    PackingAlgorithm.CONCATENATIVE: ConcatenativePacker,
-    PackingAlgorithm.FIRST_FIT_DECREASING: FirstFitDecreasingPacker,
-    PackingAlgorithm.FIRST_FIT_SHUFFLE: FirstFitShufflePacker,
-    PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: ModifiedFirstFitDecreasingPacker,
-}
 
 
 def get_packer(
@@ -321,4 +277,10 @@ def get_packer(
                 f"packing algorithm={algorithm!r} is unknown. Choose one of {', '.join(names)}"
             )
         algorithm = names[algorithm.lower()]
-    return _PACKERS[algorithm](bin_capacity, min_bin_count, bin_count_multiple)
+    packers: dict[PackingAlgorithm, type[SequencePacker]] = {
+        PackingAlgorithm.CONCATENATIVE: ConcatenativePacker,
+        PackingAlgorithm.FIRST_FIT_DECREASING: FirstFitDecreasingPacker,
+        PackingAlgorithm.FIRST_FIT_SHUFFLE: FirstFitShufflePacker,
+        PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: ModifiedFirstFitDecreasingPacker,
+    }
+    return packers[algorithm](bin_capacity, min_bin_count, bin_count_multiple)

@@ -14,13 +14,12 @@ Sequences with a common prefix form a tree:
     a b c                │
     g h          [g h]
 
-The tree is a trie over token ids with chains merged into runs. It is built from the tokens alone,
-so it finds common prefixes of responses to one prompt, forks of a conversation, and the chosen and
-the rejected response of a pair.
+The tree is a trie over token ids with chains merged into runs, built from the tokens alone.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -33,14 +32,10 @@ LEAST_PART = 8  # sharing must save at least 1 in LEAST_PART tokens
 
 
 class Sequences(NamedTuple):
-    """Positions and lengths of the sequences of a batch ``[b, S]``, int64 ``[m]`` each.
+    """Positions and lengths of the sequences of a batch ``[b, S]``, int64 ``[m]`` each."""
 
-    ``offsets``: index of each sequence's first token in the flattened batch. ``lengths``: number of
-    tokens of each sequence.
-    """
-
-    offsets: IntArray
-    lengths: IntArray
+    offsets: IntArray  # index of each sequence's first token in the flattened batch
+    lengths: IntArray  # tokens
 
     @classmethod
     def rows(cls, lengths: IntArray, width: int) -> "Sequences":
@@ -76,10 +71,9 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """Tree of the sequences of a batch, whose nodes are runs of tokens.
+    """Tree of the sequences of a batch, whose nodes are non-empty runs of tokens, parents first.
 
-    A sequence consists of the runs on the path from a root to the sequence's last run. A parent
-    precedes its children. Every run contains at least one token.
+    A sequence consists of the runs on the path from a root to the sequence's last run.
     """
 
     starts: IntArray  # [n] position of a run's first token in its sequences
@@ -97,13 +91,10 @@ class PrefixTree:
 def build_prefix_tree(
     input_ids: IntArray, lengths: IntArray, least_saved: int = LEAST_SAVED
 ) -> PrefixTree:
-    """Build the tree of a batch.
+    """Build the tree of a batch of token ids ``[b, S]``, right-padded, with ``lengths`` ``[b]``.
 
-    Args:
-        input_ids: token ids ``[b, S]``, right-padded.
-        lengths: ``[b]``, at most ``S``.
-        least_saved: minimum number of tokens that a shared run must save. A run saves its length
-            times (number of sequences - 1). A common prefix that saves less is not shared.
+    ``least_saved``: minimum number of tokens that a shared run must save. A run saves its length
+    times (number of sequences - 1). A common prefix that saves less is not shared.
     """
     # In lexicographic order, sequences with a common prefix are adjacent.
     order = _sorted_sequences(input_ids, lengths)
@@ -132,10 +123,8 @@ def build_prefix_tree(
             depth = end
         # Split the range at the first token after the common prefix.
         forks = low + 1 + np.flatnonzero(common[low + 1 : high] == end)
-        bounds = [low, *forks.tolist(), high]
-        stack += [
-            (bounds[i], bounds[i + 1], depth, parent) for i in reversed(range(len(bounds) - 1))
-        ]
+        ranges = list(pairwise([low, *forks.tolist(), high]))
+        stack += [(start, stop, depth, parent) for start, stop in reversed(ranges)]
     # Convert the lists to arrays.
     counts = [len(owners) for owners in sequences]
     starts, sizes, parents = np.array(runs, np.int64).reshape(-1, 3).T
@@ -152,12 +141,10 @@ def build_prefix_tree(
 def shared_prefixes(input_ids: IntArray, lengths: IntArray, multiple: int = 1) -> PrefixTree | None:
     """Build the tree of a batch, or return None if sharing saves too few tokens.
 
-    Arguments as in `build_prefix_tree`. ``multiple``: runs and unshared sequences are padded to a
-    multiple of this value.
+    Arguments as in `build_prefix_tree`. Runs and unshared sequences are padded to a ``multiple``.
     """
     if len(lengths) < 2:
         return None
-    # Compare the tokens without and with sharing.
     unshared = int((-(-lengths // multiple) * multiple).sum())
     tree = build_prefix_tree(input_ids, lengths)
     saved = unshared - tree.num_tokens(multiple)
@@ -184,14 +171,11 @@ def _common_with_previous(input_ids: IntArray, lengths: IntArray) -> IntArray:
 
 
 class RowGroup(NamedTuple):
-    """Adjacent rows of one micro-batch, and the number of tokens in the model.
-
-    ``shares``: whether common prefixes are computed once. If not, ``tokens`` counts every row.
-    """
+    """Adjacent rows of one micro-batch, and the number of tokens in the model."""
 
     rows: range
     tokens: int
-    shares: bool
+    shares: bool  # common prefixes are computed once. If not, ``tokens`` counts every row
 
 
 def prefix_groups(
@@ -206,9 +190,8 @@ def prefix_groups(
 ) -> list[list[RowGroup]]:
     """Group adjacent rows with a common prefix in every global batch.
 
-    A common prefix is computed once per group. A group ends before it exceeds the tokens of a
-    micro-batch. It also ends before its rows, each with its prefix, exceed a shard's part of the
-    batch.
+    A group ends before it exceeds the tokens of a micro-batch, and before its rows, each with its
+    prefix, exceed a shard's part of the batch.
 
     Args:
         input_ids: token ids ``[B, S]``, right-padded. None: no common prefixes.

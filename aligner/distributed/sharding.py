@@ -1,19 +1,12 @@
 """Assignment of the rows of a global batch to shards and micro-batches.
 
-The module computes only indices. Every function is pure, so that all processes of a group compute
-the same plan from the same lengths.
+All processes of a group compute the same plan from the same lengths.
 
     lengths ─► rows of each shard (balanced tokens) ─► micro-batches of each shard (same number)
 
 Shards may contain different numbers of rows, because balanced tokens matter more. A shard with
-fewer rows than micro-batches gets micro-batches without rows at the end.
-
-Padded micro-batches contain the least possible padding (`LengthGroups`). For a given number of
-groups, an optimal solution consists of neighbours in length order, each group as wide as its
-longest row. Dynamic programming over the suffixes of that order finds the optimum.
-
-Micro-batches by tokens are either padded under a budget or packed. The unit of assignment is an
-item: a row, or adjacent rows that stay together because they are compared or share prefixes.
+fewer rows than micro-batches gets micro-batches without rows at the end. The unit of assignment is
+an item: a row, or adjacent rows that stay together because they are compared or share prefixes.
 """
 
 import heapq
@@ -24,27 +17,17 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from aligner.distributed.packing import (
-    at_least,
-    bin_count,
-    get_packer,
-    split_fullest,
-)
-from aligner.distributed.sequences import RowGroup, prefix_groups
+from aligner.distributed.packing import at_least, bin_count, get_packer, split_fullest
+from aligner.distributed.sequences import IntArray, RowGroup, prefix_groups
 from aligner.errors import DataError
 
 
 class MicrobatchPlan(NamedTuple):
-    """Rows of one forward pass.
-
-    ``rows``: row indices. ``length``: the width of a padded micro-batch, or the number of tokens of
-    a packed row, rounded up to the configured multiple. It is 0 without rows.
-    """
+    """Row indices of one forward pass."""
 
     rows: list[int]
-    length: int
+    length: int  # padded width of a micro-batch, or padded tokens of a packed row. 0 without rows
 
 
 ShardPlan = list[list[MicrobatchPlan]]
@@ -67,8 +50,7 @@ def balance_rows(rows: Sequence[int], weights: Sequence[int], shards: int) -> li
     """Assign ``rows`` to shards with about equal sums of ``weights[row]``.
 
     Longest processing time first (Graham 1969): each row, heaviest first, goes to the lightest
-    shard. The sums then differ by at most the weight of the last row of the heaviest shard. Rows of
-    a shard keep their order.
+    shard. Rows of a shard keep their order.
     """
     parts: list[list[int]] = [[] for _ in range(shards)]
     # Weight, number of rows, shard. The number of rows breaks ties, so that empty rows spread too.
@@ -90,10 +72,9 @@ def _plan(
 ) -> list[ShardPlan]:
     """Balance the weights of items over shards, and split each shard into micro-batches.
 
-    ``batches``: item indices of each global batch. ``form`` makes the micro-batches of a shard.
-    Empty micro-batches make their number equal on all shards. Micro-batches are sorted by
-    decreasing length. A rank that runs out of memory then fails at the first micro-batch, and ranks
-    with collectives inside the model (expert parallelism) process similar sizes at the same time.
+    Empty micro-batches make their number equal on all shards. In order of decreasing length, a rank
+    without enough memory fails at the first micro-batch, and ranks with collectives inside the
+    model process similar sizes at the same time.
     """
     plans: list[ShardPlan] = [[] for _ in range(shards)]
     for batch in batches:
@@ -121,11 +102,11 @@ def _padded(lengths: Sequence[int], multiple: int, max_tokens: int) -> list[int]
     return padded
 
 
-IntArray = NDArray[np.int64]
-
-
 class LengthGroups:
-    """Partition of rows into groups of at most ``max_tokens`` tokens, padding included.
+    """Partition of rows into groups of at most ``max_tokens`` tokens with the least padding.
+
+    For a given number of groups, an optimal solution consists of neighbours in length order.
+    Dynamic programming over the suffixes of that order finds the optimum.
 
     Args:
         rows: row indices, in any order.
@@ -151,10 +132,7 @@ class LengthGroups:
         return int(self._min_groups[0])
 
     def cut(self, count: int) -> list[list[int]]:
-        """Return ``count`` groups with the fewest padded tokens in total, longest rows first.
-
-        If there are fewer rows than ``count``, every row is a group.
-        """
+        """Return ``count`` groups (or one per row) with the fewest tokens, longest rows first."""
         count = min(count, len(self._rows))
         best_end = self._solve(count - self.fewest)
         groups = []
@@ -168,8 +146,7 @@ class LengthGroups:
     def _solve(self, spare: int) -> IntArray:
         """Return at ``[j, t]`` the end of the first group of the rows from ``j`` on.
 
-        These rows are cut into ``min_groups[j] + t`` groups, with ``t`` from 0 to ``spare``, the
-        number of groups above the minimum.
+        These rows are cut into ``min_groups[j] + t`` groups, with ``t`` from 0 to ``spare``.
         """
         rows = len(self._rows)
         # tokens[j, t + 1]: minimum for rows j.. in min_groups[j] + t groups (t = -1 is impossible).
@@ -190,29 +167,27 @@ class LengthGroups:
         return best_end
 
 
-class DynamicBatchingArgs(TypedDict):
-    """Arguments of ``shard_by_batch_size`` for padded micro-batches under a token budget."""
-
-    max_tokens_per_microbatch: int  # rows times padded length, per rank
-    sequence_length_round: int  # padded lengths are rounded up to a multiple of this value
+class _TokenBudget(TypedDict):
+    max_tokens_per_microbatch: int  # tokens of a packed row, or rows times padded length
     input_key: str  # column of token ids [B, S]
     input_lengths_key: str  # column of lengths [B]
     rows_per_group: NotRequired[int]  # adjacent rows that stay in one micro-batch, default 1
     shared_prefixes: NotRequired[bool]  # group rows with a common prefix, counted once
 
 
-class SequencePackingArgs(TypedDict):
+class DynamicBatchingArgs(_TokenBudget):
+    """Arguments of ``shard_by_batch_size`` for padded micro-batches under a token budget."""
+
+    sequence_length_round: int  # padded lengths are rounded up to a multiple of this value
+
+
+class SequencePackingArgs(_TokenBudget):
     """Arguments of ``shard_by_batch_size`` for packed rows of several sequences."""
 
-    max_tokens_per_microbatch: int  # tokens of a packed row
-    input_key: str  # column of token ids [B, S]
-    input_lengths_key: str  # column of lengths [B]
     algorithm: str  # name of a packing algorithm
     sequence_length_pad_multiple: int  # each sequence is padded to a multiple of this value
     min_bin_count: NotRequired[int]  # minimum number of packed rows per rank and global batch
     bin_count_multiple: NotRequired[int]  # the number of packed rows is a multiple of this value
-    rows_per_group: NotRequired[int]  # adjacent rows that stay in one packed row, default 1
-    shared_prefixes: NotRequired[bool]  # group rows with a common prefix, counted once
     train_mb_tokens: NotRequired[int]  # unused: callers set max_tokens_per_microbatch by phase
     logprob_mb_tokens: NotRequired[int | None]  # unused
 
@@ -230,10 +205,8 @@ def dynamic_plan(
     """Plan padded micro-batches of at most ``max_tokens_per_microbatch`` tokens with padding.
 
     Items with shared prefixes form one row without padding and are packed into separate
-    micro-batches. ``batches``: rows of each global batch.
-
-    Raises:
-        DataError: a single item exceeds the token budget.
+    micro-batches. ``batches``: rows of each global batch. Raises `DataError` if an item exceeds the
+    token budget.
     """
     multiple = at_least("sequence_length_round", args["sequence_length_round"], 1)
     tokens = args["max_tokens_per_microbatch"]
@@ -252,8 +225,6 @@ def dynamic_plan(
     # Items with shared prefixes are packed. Others are cut into groups of similar length.
     def pack_shared(indices: list[int]) -> list[list[int]]:
         packable = [index for index in indices if index in shared]
-        if not packable:
-            return []
         bins = packer.pack([shared[index] for index in packable])
         return [[packable[i] for i in positions] for positions in bins]
 
@@ -277,11 +248,7 @@ def dynamic_plan(
 def packed_plan(
     columns: Mapping[str, Any], args: SequencePackingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
-    """Plan micro-batches of one packed row each. ``batches``: rows of each global batch.
-
-    Raises:
-        DataError: a single item exceeds the token budget.
-    """
+    """Plan micro-batches of one packed row each. Arguments and errors as in `dynamic_plan`."""
     capacity = at_least("max_tokens_per_microbatch", args["max_tokens_per_microbatch"], 1)
     multiple = at_least("sequence_length_pad_multiple", args["sequence_length_pad_multiple"], 1)
     at_least("rows_per_group", args.get("rows_per_group", 1), 1)
@@ -314,15 +281,22 @@ def packed_plan(
 
 def _items(
     columns: Mapping[str, Any],
-    args: DynamicBatchingArgs | SequencePackingArgs,
+    args: _TokenBudget,
     lengths: Sequence[int],
     batches: Sequence[range],
     multiple: int,
     shards: int,
 ) -> tuple[list[RowGroup], list[range]]:
     """Return all items, and the range of item indices of each global batch."""
-    size = args.get("rows_per_group", 1)
-    _check_divisible(len(lengths), batches, size)
+    size, rows = args.get("rows_per_group", 1), len(lengths)
+    if rows % size:
+        raise DataError(f"{rows} rows are not a multiple of rows_per_group={size}")
+    for batch in batches:
+        if batch.start % size or batch.stop % size:
+            raise DataError(
+                f"a global batch of rows {batch.start} to {batch.stop} splits a group of {size} "
+                f"adjacent rows. Make the batch size a multiple of {size}"
+            )
     # Group rows, then number the groups over all global batches.
     ids = torch.as_tensor(columns[args["input_key"]])
     groups = prefix_groups(
@@ -337,18 +311,6 @@ def _items(
     bounds = accumulate((len(batch) for batch in groups), initial=0)
     items = [item for batch in groups for item in batch]
     return items, [range(start, stop) for start, stop in pairwise(bounds)]
-
-
-def _check_divisible(rows: int, batches: Sequence[range], size: int) -> None:
-    """Refuse batches that split groups of ``size`` adjacent rows."""
-    if rows % size:
-        raise DataError(f"{rows} rows are not a multiple of rows_per_group={size}")
-    for batch in batches:
-        if batch.start % size or batch.stop % size:
-            raise DataError(
-                f"a global batch of rows {batch.start} to {batch.stop} splits a group of {size} "
-                f"adjacent rows. Make the batch size a multiple of {size}"
-            )
 
 
 def _row_lengths(columns: Mapping[str, Any], input_key: str, lengths_key: str) -> list[int]:

@@ -2,23 +2,12 @@
 
 A handle (``Policy``, ``Value``) sends one shard of data per data-parallel coordinate to a group and
 receives one result per data-parallel coordinate. In ``LocalWorkerGroup`` this process is one of the
-workers, and the same handle code runs in every process:
+workers, the same handle code runs in every process, and an all-gather over data parallel returns
+the results of all ranks to every rank. The gather waits at most for the timeout of the process
+group. An exception on one rank is raised on all ranks of its data-parallel group.
 
-    handle in rank 0         handle in rank 1           (same global batch in both)
-      | shard 0                | shard 1
-    worker 0                 worker 1                   worker method with its collectives
-      | result 0               | result 1
-      +------ all-gather over data parallel ------+
-    [result 0, result 1]     [result 0, result 1]
+A handle declares methods that only forward a call to all workers or score the rows of a batch::
 
-Consumes: the shards, the data-parallel process group. Waits for: the same call on every rank, at
-most for the timeout of the process group. An exception on one rank is raised on all ranks of its
-data-parallel group, with the index of the failed rank, after the worker method returns there.
-
-A handle declares methods that only forward a call to all workers or score the rows of a batch.
-Name, signature and docstring come from the worker method::
-
-    prepare_for_training = phase(RoleWorker.prepare_for_training)
     has_finite_weights = on_all_workers(RoleWorker.has_finite_weights)
     get_values = scored_rows(ValueWorker.get_values, ("input_ids", "input_lengths"))
 """
@@ -49,10 +38,7 @@ R = TypeVar("R")
 
 
 def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Make a handle method that calls ``method`` on every worker of the ``worker_group``.
-
-    The handle method returns the result of the first worker, because all results are the same.
-    """
+    """Make a handle method that calls ``method`` on all workers and returns the first result."""
 
     @functools.wraps(method)
     def call(handle: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -62,10 +48,9 @@ def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concate
 
 
 def phase(method: Callable[[Any], R]) -> Callable[..., R]:
-    """Make a handle method like `on_all_workers`, for a method without arguments.
+    """Make a handle method like `on_all_workers`, which ignores its arguments.
 
-    The handle method ignores its arguments, because NeMo-RL publishes the phases of its handles
-    with ``*args, **kwargs``.
+    NeMo-RL publishes the phases of its handles with ``*args, **kwargs``.
     """
 
     @functools.wraps(method)
@@ -83,11 +68,9 @@ def scored_rows(
 ) -> Callable[Concatenate[Any, P], BatchedDataDict]:
     """Make a handle method that scores the rows of a global batch and keeps their order.
 
-    Args:
-        method: worker method with the parameters ``data``, a shard of the columns, and
-            ``micro_batch_size``, sequences per forward pass (default: the handle's ``model``).
-        columns: required columns, see `columns_of`.
-        optional: columns that are sent only if the batch contains them.
+    ``method`` has the parameters ``data``, a shard of the columns, and ``micro_batch_size``,
+    sequences per forward pass. ``columns``: required columns, see `columns_of`. ``optional``:
+    columns that are sent only if the batch contains them.
     """
 
     @functools.wraps(method)
@@ -141,6 +124,9 @@ def run_sharded(
 ) -> tuple[list[R], list[int]]:
     """Call a worker method with one shard of ``data`` per data-parallel rank.
 
+    Returns one result per rank, in order, and for each row of the joined results its index in
+    ``data``.
+
     Args:
         group: the workers.
         method: worker method whose first parameter is ``data``.
@@ -149,11 +135,7 @@ def run_sharded(
             rows are independent. Shards may then be uneven or empty.
         batching: arguments to form micro-batches in the shards. Default: no micro-batches.
         kwargs: arguments of the method.
-
-    Returns:
-        One result per rank, in order, and for each row of the joined results its index in ``data``.
     """
-    # Shard the rows.
     shards: Any = data.shard_by_batch_size(
         group.sharding_annotations.get_axis_size("data_parallel"),
         batch_size=batch_size,
@@ -185,8 +167,7 @@ def micro_batching(
     """Return the configured arguments for micro-batches by tokens, or none.
 
     ``model``: section of the configuration, or None for workers that form micro-batches themselves.
-    ``micro_batch_size``: size that the caller requests. If given, micro-batches by tokens are off.
-    ``rows_per_group``: number of adjacent rows that stay together.
+    A given ``micro_batch_size`` turns micro-batches by tokens off.
     """
     if model is None or model.token_budgets is None or micro_batch_size is not None:
         return {}
@@ -224,15 +205,11 @@ class LocalFuture:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Exception in the form in which it is sent to the other ranks.
-
-    ``error`` is the exception itself if it is an `AlignerError`. Other exceptions may not be
-    picklable, and a rank that cannot send would block its peers.
-    """
+    """Exception in the form in which it is sent to the other ranks."""
 
     rank: int
     message: str
-    error: AlignerError | None
+    error: AlignerError | None  # other exceptions may not be picklable, which would block the peers
 
 
 def _layout(parallel: ParallelState) -> NamedSharding:
@@ -246,15 +223,11 @@ class LocalWorkerGroup:
     is_healthy = True  # calls run in this process, so no worker can be left waiting
 
     def __init__(self, worker: Any, parallel: ParallelState) -> None:
-        self.worker = worker
-        self.parallel = parallel
+        self.worker, self.parallel = worker, parallel
         self.sharding_annotations = _layout(parallel)
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> LocalFuture:
-        """Call ``method_name(**kwargs)`` on this process's worker.
-
-        Every process must make the same call.
-        """
+        """Call ``method_name(**kwargs)`` on this process's worker. Collective."""
         return LocalFuture([getattr(self.worker, method_name)(**kwargs)])
 
     def run_all_workers_sharded_data(
@@ -268,8 +241,8 @@ class LocalWorkerGroup:
     ) -> LocalFuture:
         """Call ``method_name(data=shard, **common_kwargs)`` and gather results over data parallel.
 
-        Every axis is either sharded or replicated. Worker methods return the same result along
-        ``output_is_replicated``, so the call returns one result per data-parallel rank.
+        Data is sharded over data parallel alone. The call returns one result per data-parallel
+        rank.
         """
         size, axes = self.parallel.dp_size, [*replicate_on_axes, *output_is_replicated]
         if list(in_sharded_axes) != ["data_parallel"] or set(axes) - set(MODEL_AXES):
@@ -282,7 +255,7 @@ class LocalWorkerGroup:
         # Call this process's worker, and exchange results or failures over data parallel.
         arguments = {"data": data[self.parallel.dp_rank], **(common_kwargs or {})}
         if size == 1:
-            return LocalFuture([getattr(self.worker, method_name)(**arguments)])
+            return self.run_all_workers_single_data(method_name, **arguments)
         try:
             result = to_host(getattr(self.worker, method_name)(**arguments))
         except Exception as error:
@@ -348,13 +321,13 @@ class LocalCluster:
     ) -> LocalWorkerGroup:
         """Construct ``worker_class(parallel=..., **kwargs)`` in this process.
 
-        Args:
-            worker_class: dotted path of the class.
-            name_prefix: name of the role in messages.
-            parallel: the configured layout, which must be the layout of the processes.
-            workers_per_node: number of workers per machine, which must be its processes' number.
-            env_vars: environment variables, set permanently in this process.
-            kwargs: arguments of the class.
+        Arguments as in `RayVirtualCluster.start_workers`. ``parallel`` must be the layout of the
+        processes, ``workers_per_node`` the number of processes of this machine. ``env_vars`` are
+        set permanently in this process.
+
+        Raises:
+            LayoutError: ``parallel`` is another layout.
+            ConfigError: ``workers_per_node`` is another number.
         """
         # The launcher decided the layout, so the arguments must agree with it.
         if parallel is not None and parallel != self.parallel.config:

@@ -1,8 +1,7 @@
-"""The agent's process: runs a user's function or command, which calls the policy over HTTP.
+"""Process of an agent: a user's function or command, which calls the policy over HTTP.
 
-The messages are those of `aligner.environments.worker`, with one call: ``run`` with ``(base URL,
-API key, seed, columns of the row)``. It returns a ``Turn``: with the reward that the function
-returned, or for a command with a reward of None and the end of its output in ``info``.
+The message ``run`` has ``(base URL, API key, seed, columns of the row)``. Answers are those of
+`aligner.environments.worker`, with a ``Turn``.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ class AgentError(AlignerError):
 def load(
     source: str | Sequence[str], kwargs: Mapping[str, Any], columns: Collection[str], form: None
 ) -> tuple[None, Callable[..., Answers]]:
-    """Load the agent. `aligner.child_process.serve` calls this in the agent's process."""
+    """Load the agent, in its process. ``form`` is not used."""
     del form
     return None, partial(answers_of, Agent(source, kwargs, columns).call)
 

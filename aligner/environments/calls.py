@@ -1,30 +1,8 @@
-"""Tool calls in a policy's text: the formats in which models write them.
-
-``hermes`` (also Qwen): JSON between tags. Results are messages of the role ``tool``. ::
-
-    <tool_call>
-    {"name": "add", "arguments": {"x": 1}}
-    </tool_call>
-
-``llama3``: the message is a JSON object, or several separated by semicolons, optionally after
-``<|python_tag|>``. Results are messages of the role ``tool``, which the template shows as
-``ipython``. ::
-
-    {"name": "add", "parameters": {"x": 1}}
-
-``mistral``: a list after a token, or, since version 11 of the format, a name and arguments after
-each token. Results are messages of the role ``tool`` with a ``tool_call_id`` of nine characters. ::
-
-    [TOOL_CALLS] [{"name": "add", "arguments": {"x": 1}, "id": "a1B2c3D4e"}]
-    [TOOL_CALLS]add[CALL_ID]a1B2c3D4e[ARGS]{"x": 1}
-
-``plain``, for templates without tools: a line per call. Results are lines of a user message. ::
-
-    call add {"x": 1}
+"""Tool calls in a policy's text, in the formats that docs/environments.md describes.
 
 The formats are those of the models' chat templates (transformers' documentation of tool use, and
-the descriptions of prompt formats by Meta and Mistral). The processes of environments load this
-module, so it imports neither torch nor numpy.
+the descriptions of prompt formats by Meta and Mistral). Environments' processes load this module,
+so it imports neither torch nor numpy.
 """
 
 import json

@@ -1,15 +1,11 @@
 """A conversation as tokens: sampled tokens are kept unchanged over all turns.
 
-Prompt of turn n+1 = prompt of turn n + the sampled tokens + the tokens of the new messages. The new
-tokens are the text that the chat template puts after an assistant message: its end, the messages,
-and the generation prompt. Earlier turns are never rendered again. The policy is therefore trained
-on exactly the tokens that it read and sampled, and sampler and trainer compute log-probs of the
-same sequences (verl, SkyRL and TRL join tokens in the same way).
-
-Some templates render earlier turns differently later (they drop thinking or move tools). The next
-prompt then does not start with the tokens so far. The conversation *forks*: it continues with a new
-sequence, the whole history as the template now renders it. The conversation remains one trajectory
-with the rewards of all turns (tinker and prime-rl make a sample of each sequence).
+The prompt of a turn is the prompt of the turn before, its sampled tokens, and the tokens of the new
+messages. Earlier turns are never rendered again, so sampler and trainer compute log-probs of the
+same sequences (verl, SkyRL and TRL join tokens in the same way). If the chat template renders
+earlier turns differently later (it drops thinking or moves tools), the conversation *forks*: it
+continues with a new sequence, the whole history as the template now renders it. A forked
+conversation is one trajectory with the rewards of all turns.
 """
 
 from collections.abc import Sequence

@@ -28,10 +28,9 @@ class Call(NamedTuple):
 
 
 class CallAnswer(NamedTuple):
-    """Return value of a call (a ``Start``, a ``Turn`` or None) and its duration in seconds."""
+    """Return value of a call."""
 
-    value: Any
-    seconds: float
+    value: Start | Turn | None
 
 
 class Failure(NamedTuple):
@@ -142,36 +141,33 @@ class EnvironmentPool(ProcessPool):
         """Wait for the answer to a call that was sent at the time ``began``."""
         process = self._processes[call.slot]
         try:
-            answer = process.receive(began + call.limit_s, call.limit_s)
-            value, seconds = process.parse(partial(_value_of, call), answer)
+            kind, payload = process.receive(began + call.limit_s, call.limit_s)
+            value = process.parse(partial(_value_of, call, kind), payload)
         except EnvironmentCallError as error:
             return _failure(error)
+        if not isinstance(value, str):
+            return CallAnswer(value)
         # The exception may have left the process in any state.
-        if answer[0] in ("raised", "final"):
-            process.close()
-            text = f"{self._key} raised {value} in {call.name}"
-            memory_mb = self._program.memory_mb
-            if value.startswith("MemoryError") and memory_mb is not None:
-                text += f". It may allocate environment.memory_mb={memory_mb} MiB"
-            return Failure("env_error", text, is_final=answer[0] == "final")
-        return CallAnswer(value, seconds)
+        process.close()
+        text = f"{self._key} raised {value} in {call.name}"
+        memory_mb = self._program.memory_mb
+        if value.startswith("MemoryError") and memory_mb is not None:
+            text += f". It may allocate environment.memory_mb={memory_mb} MiB"
+        return Failure("env_error", text, is_final=kind == "final")
 
 
-def _value_of(call: Call, answer: tuple[str, Any]) -> tuple[Any, float]:
-    """Return the value of a call, or the text of its exception, and the duration in seconds.
-
-    The value is checked again, as a child process may send any message.
-    """
-    kind, (value, seconds) = answer
+def _value_of(call: Call, kind: str, payload: Any) -> Start | Turn | str | None:
+    """Return the value of a call, or the text of its exception."""
     if kind in ("raised", "final"):
-        return str(value), float(seconds)
+        return str(payload)
+    # The value is checked again, as a child process may send any message.
     if call.name == "begin":
-        return check_start(Start(**value)), float(seconds)
+        return check_start(Start(**payload))
     if call.name == "close":
-        return None, float(seconds)
+        return None
     characters = len(call.argument["content"]) if call.name == "step" else 0
-    turn = Turn(**{**value, "steps": [tuple(step) for step in value["steps"]]})
-    return check_turn(turn, characters), float(seconds)
+    steps = [tuple(step) for step in payload["steps"]]
+    return check_turn(Turn(**{**payload, "steps": steps}), characters)
 
 
 def _failure(error: AlignerError) -> Failure:

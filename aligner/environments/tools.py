@@ -1,8 +1,4 @@
-"""Tools: Python functions that a policy may call.
-
-Calls are parsed from the policy's text in one of the formats of `aligner.environments.calls`, and
-their results become the next messages.
-"""
+"""Tools: Python functions that a policy may call in its text."""
 
 import inspect
 import json
@@ -134,10 +130,7 @@ def __getattr__(name: str) -> Any:
 
 
 def described(schema: Mapping[str, Any]) -> str:
-    """Return the line that describes a tool in the plain form: a call and the description.
-
-    Missing parts of the schema are empty: ``call now {}: ``.
-    """
+    """Return the line that describes a tool in the plain form, such as ``call now {}: ``."""
     function = schema.get("function", schema)
     properties = (function.get("parameters") or {}).get("properties") or {}
     values = {name: f"<{kind.get('type', 'value')}>" for name, kind in properties.items()}

@@ -89,11 +89,7 @@ class Trajectory:
 
     @property
     def rewards(self) -> list[float]:
-        """Reward of each token up to `length`.
-
-        The reward of a turn is at its last token, the reward of a step at the token that completes
-        the step. All other tokens have 0.
-        """
+        """Reward of each token up to `length`. A turn or step has it at its last token."""
         tokens_of_turn: dict[int, list[int]] = {}
         for index, number in enumerate(self.turn_ids):
             tokens_of_turn.setdefault(number, []).append(index)
@@ -154,10 +150,7 @@ class Trajectory:
         self.end_reason = "failed"
 
     def _step_ends(self, indices: Sequence[int], steps: Sequence[tuple[int, float]]) -> list[int]:
-        """Return the index of the token that completes each step of a turn.
-
-        ``indices``: indices of the turn's tokens, which are consecutive.
-        """
+        """Return the index of the token that completes each step of the turn at ``indices``."""
         if not steps:
             return []
         # Decode in the context of the turn's sequence.

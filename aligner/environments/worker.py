@@ -1,14 +1,12 @@
-"""The environment's process: loads the class once and then runs one conversation at a time.
+"""Process of an environment, which runs one conversation at a time.
 
-Messages of `aligner.child_process` are ``call, argument``. The calls are ``begin`` with ``(seed,
-columns of the row)``, ``step`` with the policy's message, and ``close``. Answers are ``answer,
-(value, seconds)``, ``raised, (text, seconds)`` or, for an error that a repetition would also give,
-``final, (text, seconds)``.
+Messages are ``begin`` with ``(seed, columns of the row)``, ``step`` with the policy's message, and
+``close``. Answers are ``answer, value``, ``raised, text`` or, for an error that a repetition would
+also give, ``final, text``.
 """
 
 import asyncio
 import inspect
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -26,7 +24,7 @@ KEY, COMMAND_KEY = "environment.factory", "environment.command"
 def load(
     factory: str, kwargs: Mapping[str, Any], columns: Collection[str], form: Form | None
 ) -> tuple[None, Callable[..., Answers]]:
-    """Load the class. `aligner.child_process.serve` calls this in the environment's process."""
+    """Load the class, in the environment's process."""
     host = Host(load_factory(factory, kwargs, columns, form), kwargs)
     return None, partial(answers_of, host.call)
 
@@ -34,8 +32,7 @@ def load(
 def answers_of(
     call: Callable[[str, Any], Start | Turn | None], name: str, argument: Any
 ) -> Answers:
-    """Yield the answer to a message: the value or the exception's text, and the duration."""
-    began = time.monotonic()
+    """Yield the answer to a message: the value or the exception's text."""
     value: Any
     try:
         result = call(name, argument)
@@ -46,7 +43,7 @@ def answers_of(
         # The library refused the start of a conversation, and would refuse a repetition.
         kind = "final" if name == "begin" and isinstance(error, AlignerError) else "raised"
         value = describe_exception(error)
-    yield kind, (value, time.monotonic() - began)
+    yield kind, value
 
 
 def load_factory(
@@ -94,8 +91,7 @@ def check_names(
 ) -> None:
     """Raise `ConfigError` if two of ``names``, ``kwargs`` and ``columns`` share a name.
 
-    ``columns``: columns of the data. ``key``: the key with its value, for the message. ``origin``:
-    description, for the message, of what passes the arguments ``names``.
+    The message contains ``key`` and ``origin``, which describes what passes ``names``.
     """
     repeated = sorted({*names, *columns} & kwargs.keys()) + sorted({*names} & {*columns})
     if repeated:
@@ -110,8 +106,7 @@ def check_columns(
 ) -> None:
     """Raise `ConfigError` if a row's columns and ``names`` cannot be the function's arguments.
 
-    ``columns``: names, or the result of `aligner.data.prompts.columns_of_rows`. ``message``: start
-    of the message of the `ConfigError`.
+    ``columns``: names, or the result of `aligner.data.prompts.columns_of_rows`.
     """
     check_call(function, [*names, *columns], message, "Take what it does not need as **columns.")
     for name, row in columns.items() if isinstance(columns, Mapping) else ():
@@ -122,11 +117,7 @@ def check_columns(
 
 
 def check_kwargs(function: Any, kwargs: Mapping[str, Any], key: str) -> None:
-    """Call ``function.check_kwargs(kwargs)``, if there is such a method.
-
-    Raises:
-        ConfigError: the method refuses ``kwargs``. The message begins with ``key``.
-    """
+    """Call ``function.check_kwargs(kwargs)``, if there is such a method."""
     with raised_as(ConfigError, key, AlignerError):
         getattr(function, "check_kwargs", lambda kwargs: None)(kwargs)
 

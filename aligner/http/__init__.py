@@ -1,8 +1,6 @@
 """HTTP servers of the library: for rewards, and for a policy.
 
 event loop (a thread): token, body ─► threads: JSON, tokens ─► JobQueue ─► the model (main thread)
-                  ▲                                                             │
-                  └──────────────────── results or an error ◄───────────────────┘
 
 `listening` limits connections and time, `application` the size of bodies, `queue` the waiting jobs.
 """

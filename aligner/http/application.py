@@ -42,11 +42,7 @@ class Bodies:
     async def read(
         self, request: Request, parse: Callable[[bytearray], Parsed]
     ) -> AsyncIterator[Parsed]:
-        """Parse a request's body with ``parse``. Its size counts until the block ends.
-
-        Raises:
-            HTTPException: 400, 411, 413 or 503.
-        """
+        """Parse a request's body with ``parse``. Its size counts until the block ends."""
 
         def parsed() -> Parsed:
             with self._parsing:
@@ -123,17 +119,10 @@ def http_server(
 ) -> Iterator[tuple[str, int]]:
     """Answer requests in a thread until the block ends. The context is the actual host and port.
 
-    Args:
-        address: host and port. Port 0 chooses a free port.
-        routes: the endpoints.
-        queue: its jobs fail when the block ends.
-        setting: keys of the address with their values, for the error.
-        refusal: returns the body of a refusal, by default ``{"error": cause}``.
-        connections: maximum number of connections, as far as the limit of open files allows. None:
-            `aligner.http.listening.MAX_CONNECTIONS`.
-
-    Raises:
-        ConfigError: the server cannot listen at ``address``.
+    Port 0 chooses a free port. Waiting jobs fail when the block ends. ``setting``: keys of the
+    address with their values, for the error. ``refusal``: returns the body of a refusal.
+    ``connections``: maximum number, as far as the limit of open files allows. Raises `ConfigError`
+    if the server cannot listen at ``address``.
     """
     app = application(routes, refusal)
     with listening(app, address, refusal, setting, connections) as actual_address:

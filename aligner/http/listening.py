@@ -1,8 +1,4 @@
-"""Sockets of the library's servers: uvicorn with limits against slow or greedy clients.
-
-Limits apply to the number of connections, the time until a request has arrived, and the time until
-the client has received the answer. `aligner.http.application` limits the size of requests.
-"""
+"""Sockets of the library's servers: uvicorn with limits of connections, arrival and delivery."""
 
 import asyncio
 import contextlib
@@ -42,7 +38,6 @@ class _Connection(H11Protocol):
     refusal: Refusal
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a request. At the limit of connections, refuse the oldest idle connection."""
         super().connection_made(transport)
         self._since = self.loop.time()
         self._deadline = self.loop.call_later(min(HEADERS_S, ARRIVAL_S), self._expire)
@@ -51,7 +46,7 @@ class _Connection(H11Protocol):
             for peer in self.connections
             if isinstance(peer, _Connection) and not peer.transport.is_closing()
         ]
-        if len(peers) > self.max_connections:
+        if len(peers) > self.max_connections:  # refuse the connection that waits the longest
             idle = [peer for peer in peers if peer is not self and peer.is_arriving]
             oldest = min(idle, key=lambda peer: peer._since, default=self)
             oldest._refuse(503, "too many connections, try again later")
@@ -62,13 +57,11 @@ class _Connection(H11Protocol):
         return self.cycle is None or self.cycle.more_body
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the wait."""
         self._deadline.cancel()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """Wait until the client has received the answer."""
-        self._deadline.cancel()
+        self._deadline.cancel()  # now the client must receive the answer
         self._deadline = self.loop.call_later(ARRIVAL_S, self.transport.abort)
         super().on_response_complete()
 
@@ -110,11 +103,7 @@ class _Connection(H11Protocol):
 
 @contextlib.contextmanager
 def listening(
-    app: FastAPI,
-    address: tuple[str, int],
-    refusal: Refusal,
-    setting: str,
-    connections: int | None = None,
+    app: FastAPI, address: tuple[str, int], refusal: Refusal, setting: str, connections: int | None
 ) -> Iterator[tuple[str, int]]:
     """Answer requests with ``app``. See `aligner.http.application.http_server`."""
     max_connections = _within_open_files(connections or MAX_CONNECTIONS)

@@ -1,9 +1,4 @@
-"""Jobs that wait for a model, and the items that the model processes.
-
-event loop: request ─► Job, an item per result ─► JobQueue ─► Slot per item: the model's thread
-                ▲                                                         │
-                └───────────────────── Job.report ◄───────────────────────┘
-"""
+"""Jobs that wait for a model, and the items that the model processes."""
 
 import threading
 from collections import deque
@@ -17,13 +12,10 @@ ENDING = "the server is ending, try again later"
 
 @dataclass
 class Job(Generic[Item]):
-    """The items of one request.
-
-    ``report`` is called in the model's thread, with each result, or with an error instead of all
-    missing results.
-    """
+    """The items of one request."""
 
     items: Sequence[Item]
+    # Called in the model's thread, with each result, or with an error instead of missing results.
     report: Callable[[Any], None]
     started: int = 0  # number of items that the model has begun, in order
     ended: int = 0  # number of items whose result is complete
@@ -66,13 +58,10 @@ class JobQueue(Generic[Item]):
     """Jobs that wait for a model and take turns."""
 
     def __init__(self, max_items: int, gather_s: float = 0.005, turn: int = 1) -> None:
-        """Create an empty queue.
+        """Create an empty queue for ``max_items`` waiting items. More jobs are refused.
 
-        Args:
-            max_items: maximum number of waiting items. More jobs are refused.
-            gather_s: seconds that a batch waits for more items.
-            turn: maximum number of items that a job adds to a batch before the next job's turn, so
-                that a large job does not delay small ones.
+        ``gather_s``: seconds that a batch waits for more items. ``turn``: maximum number of items
+        that a job adds to a batch before the next job's turn.
         """
         self.max_items, self._gather_s, self._turn = max_items, gather_s, turn
         self._jobs: deque[Job[Item]] = deque()
@@ -97,10 +86,9 @@ class JobQueue(Generic[Item]):
     ) -> list[Slot[Item]]:
         """Return up to ``max_items`` items for one batch, an empty list if the wait timed out.
 
-        A job with remaining items is queued again after the other jobs. An abandoned job is
-        dropped. ``fit_together``: returns whether items can be one batch, if all but the last can.
-        A job whose next item does not fit keeps its place in the queue. ``is_complete``: returns
-        whether a number of waiting items is enough for a batch.
+        A job with remaining items is queued again after the other jobs. ``fit_together``: returns
+        whether items can be one batch, if all but the last can. A job whose next item does not fit
+        keeps its turn. ``is_complete``: returns whether a number of waiting items is enough.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._is_woken, timeout_s)

@@ -50,14 +50,8 @@ class Results(Generic[Result]):
     ) -> AsyncIterator[Result]:
         """Yield the results of a queued job until all its items have ended. Then abandon the job.
 
-        Args:
-            job: the job.
-            deadline: time limit for all results, by the event loop's clock.
-            timeout_message: message after the deadline.
-            is_last: returns whether a result ends its item.
-
-        Raises:
-            HTTPException: 500 if the model failed, 503 after the deadline or if the server ends.
+        ``deadline``: by the event loop's clock. ``is_last``: returns whether a result ends an item.
+        Raises an `HTTPException`: 500 if the model failed, 503 after the deadline or at the end.
         """
         missing = len(job.items)
         try:

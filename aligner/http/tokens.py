@@ -9,15 +9,10 @@ from aligner.errors import ConfigError, raised_as
 
 
 def read_token(variable: str | None, file: str | None, owner: str) -> str | None:
-    """Read a token from an environment variable or a file. Returns None if both are None.
+    """Read a token from an environment variable or a file. Return None if both are None.
 
-    Args:
-        variable: name of the environment variable, from the key ``token_env``.
-        file: path of the file, from the key ``token_file``.
-        owner: server of the token, for messages.
-
-    Raises:
-        ConfigError: the token is missing, or is not a line of printable ASCII.
+    ``owner``: server of the token, for messages. Raises `ConfigError` if the token is missing or
+    not a line of printable ASCII.
     """
     if variable is not None:
         token, source = os.environ.get(variable), f"token_env={variable}"
@@ -40,8 +35,7 @@ def read_token(variable: str | None, file: str | None, owner: str) -> str | None
 def new_token(file: str | None) -> str:
     """Return a random token, and write it to ``file`` with access for the owner only.
 
-    Raises:
-        ConfigError: the file cannot be written.
+    Raises `ConfigError` if the file cannot be written.
     """
     token = secrets.token_urlsafe(24)
     if file is not None:

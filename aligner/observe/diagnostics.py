@@ -1,7 +1,7 @@
-"""Diagnostics of a run's health, as pure functions.
+"""Diagnostics of a run's health.
 
-Shapes: ``B`` samples, ``S`` padded length. Masks are 1 for entries that count and are derived from
-lengths. Scalars are 0-dimensional tensors. An undefined quantity is NaN.
+Shapes: ``B`` samples, ``S`` padded length. Masks are 1 for entries that count. Scalars are
+0-dimensional tensors. An undefined quantity is NaN.
 """
 
 import math
@@ -58,10 +58,9 @@ def gap_verdict(gap: float, precision: str) -> GapVerdict | None:
 
 
 def gap_warnings(metrics: Mapping[str, float], precision: str) -> tuple[str, ...]:
-    """Return a warning if the gap of a step is larger than rounding explains, else nothing.
+    """Return a warning if rounding does not explain the gap of a step, else nothing.
 
-    ``metrics``: metrics by full name of a step that was sampled by the weights before its first
-    update.
+    ``metrics``: metrics by full name. The weights before the step's first update sampled.
     """
     gap = metrics.get("sampler/logprob_gap_mean", _NAN)
     verdict = gap_verdict(gap, precision)
@@ -140,18 +139,11 @@ def repeated_ngram_fraction(
     return (1 - distinct[counted] / totals[counted]).mean()
 
 
-def fraction_terminated(is_end: Tensor, sample_mask: Tensor | None = None) -> Tensor:
-    """Compute the share of the counted samples that terminated. ``is_end``: bool [B]."""
-    return is_end[_bool_mask(sample_mask, is_end)].float().mean()
-
-
 def statistics(values: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
     """Compute ``mean``, ``std``, ``min`` and ``max`` of the entries that count.
 
-    ``std`` is unbiased, and 0 for one entry.
-
     ``values``: [...] of any number type. ``mask``: [...] of the same shape, None counts all.
-    Returns float32 scalars, NaN if no entry counts.
+    Returns float32 scalars, NaN if no entry counts. ``std`` is unbiased, and 0 for one entry.
     """
     counted = values[_bool_mask(mask, values)].double()
     if counted.numel() == 0:
@@ -164,8 +156,8 @@ def statistics(values: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
 def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
     """Compute the ``train_rollouts/`` and ``val_rollouts/`` metrics that need no model.
 
-    The names of the result have no prefix. Every row is a generated sample and counts, because the
-    metrics describe the policy. Of conversations only the rewards of rows that count are used.
+    The names of the result have no prefix. Every row counts, because the metrics describe the
+    policy. Of conversations only the rewards of rows that count are used.
 
     ``batch``: of a rollout (`aligner.types`) ``input_ids`` int64 [B, S], ``input_lengths`` and
     ``prompt_lengths`` int64 [B], ``is_end`` bool [B], ``rewards`` float32 [B]. Of conversations
@@ -183,7 +175,7 @@ def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
         "generation_length": length.pop("mean"),
         **{f"generation_length_{name}": value for name, value in length.items()},
         "prompt_length": prompt_lengths.float().mean(),
-        "fraction_of_samples_properly_ended": fraction_terminated(batch["is_end"]),
+        "fraction_of_samples_properly_ended": batch["is_end"].float().mean(),
         "reward_length_correlation": reward_length_correlation(
             rewards, response_lengths, reward_mask
         ),

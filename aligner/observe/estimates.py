@@ -1,8 +1,8 @@
 """Estimates from several sampled responses to each prompt, with confidence intervals.
 
 Shapes: ``P`` prompts, ``n`` responses to each. Every estimate is the mean over prompts of a value
-that is unbiased for its prompt. Its standard error is the standard error of this mean, because
-prompts are independent samples and responses to one prompt are not.
+that is unbiased for its prompt, with the standard error of this mean. Prompts are independent
+samples, and responses to one prompt are not.
 """
 
 import math

@@ -18,10 +18,9 @@ logger = logging.getLogger(__name__)
 class JsonLines:
     """Lines with one JSON object each, whose integers ``step`` ascend.
 
-    Every `append` is on the disk when it returns. A line that was being written when the process
-    died ends without a newline. Readers ignore it and `truncate_after` removes it. Readers also
-    skip any other damaged line. If such a line must be removed from the middle of the file, a copy
-    of the damaged file is kept in the same folder.
+    Every `append` is on the disk when it returns. Readers skip damaged lines, such as a last line
+    without a newline, which a killed process leaves. `truncate_after` removes damaged lines. If
+    one of them is not the last line, a copy of the file is kept in the same folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,19 +100,12 @@ class JsonLines:
 
 
 def dump_line(record: Mapping[str, Any]) -> str:
-    """Return one line of standard JSON, in which floats have the shortest exact text.
-
-    JSON has no NaN and infinities: these become the strings that Python and pandas parse. Other
-    values are converted by `aligner.plain` at every depth.
-    """
+    """Return one line of standard JSON. NaN and infinities become text that ``float`` parses."""
     return json.dumps(plain(record), allow_nan=False)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the records of a file, without a torn last line and unreadable lines.
-
-    A missing file has no records.
-    """
+    """Read the records of a file, without damaged lines. A missing file has no records."""
     if path.exists():
         yield from (record for record, _ in _records(path) if record is not None)
 

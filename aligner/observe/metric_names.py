@@ -1,8 +1,7 @@
-"""Every metric the library writes: its name, its meaning, and its denominator.
+"""Metrics that the library writes: names, meanings and denominators, from ``metric_names.md``.
 
-The tables are in ``metric_names.md``. A metric can only be written if it is listed there or starts
-with a free prefix, so that page is complete. ``python -m aligner.observe.metric_names`` prints all
-metrics as one table of full names.
+Only metrics of these tables, or with a free prefix, can be written. ``python -m
+aligner.observe.metric_names`` prints all metrics as one table of full names.
 """
 
 import difflib

@@ -1,7 +1,4 @@
-"""Metrics of a run: one JSON line per step, mirrored to TensorBoard and W&B by Lightning.
-
-`PhaseTimers` counts the seconds of each phase of a step.
-"""
+"""Metrics of a run: one JSON line per step, mirrored to TensorBoard and W&B by Lightning."""
 
 import logging
 import secrets
@@ -89,10 +86,7 @@ class MetricsWriter:
         self._loggers: Sequence[Logger] | None = None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append the line of ``step``, which must be later than the last step.
-
-        ``metrics``: Python numbers, NumPy scalars, or tensors with one element.
-        """
+        """Append the line of ``step``. ``metrics``: numbers, or tensors with one element."""
         if self._lines is None:
             return
         check_names(metrics)

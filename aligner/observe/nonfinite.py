@@ -92,10 +92,7 @@ def write_nonfinite(
 def _sample(
     row: int, index: int, tensors: Mapping[str, Tensor], texts: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Describe one sample: its values as text (JSON has no NaN) and its non-finite positions.
-
-    ``row``: index in the batch. ``index``: index in ``tensors`` [offending rows, ...].
-    """
+    """Describe ``row`` of the batch, at ``index`` of ``tensors`` [offending rows, ...]."""
     values = {name: str(value[index].item()) for name, value in tensors.items() if value.ndim == 1}
     positions = {
         name: (~torch.isfinite(value[index])).nonzero()[:, 0].tolist()

@@ -61,11 +61,8 @@ def read_samples(path: Path) -> list[Sample]:
     return samples
 
 
-def sample_table(samples: Sequence[Sample], *, tail: int = 160) -> Table:
-    """Build a console table of one split's samples, of which there is at least one.
-
-    The table shows the last ``tail`` characters of each prompt, and each response.
-    """
+def sample_table(samples: Sequence[Sample]) -> Table:
+    """Build a console table of one split's samples, at least one, with the ends of prompts."""
     kind = "training" if samples[0].split == "train" else "validation"
     title = f"{kind} samples of step {samples[0].step}"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", show_lines=True)
@@ -73,7 +70,7 @@ def sample_table(samples: Sequence[Sample], *, tail: int = 160) -> Table:
         table.add_column(column, style=style, overflow="fold")
     table.add_column("tokens", justify="right")
     for sample in samples:
-        prompt = sample.prompt if len(sample.prompt) <= tail else "…" + sample.prompt[-tail:]
+        prompt = sample.prompt if len(sample.prompt) <= 160 else "…" + sample.prompt[-160:]
         # Show line ends, because it matters where a response ends, but no control codes.
         response = "".join(
             char if char.isprintable() or char == "\n" else "\ufffd"

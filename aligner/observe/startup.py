@@ -113,8 +113,8 @@ def batch_arithmetic(
 ) -> list[str]:
     """Describe the batches of a step in sentences. A sample is a prompt with one response.
 
-    ``passes``: passes of ``roles`` over every rollout. ``train_prompts``: None for a generator
-    without a known end.
+    ``passes``: number of times that ``roles`` train on every rollout. ``train_prompts``: None for a
+    generator without a known end.
     """
     samples, per_prompt = rollout.num_rollout_samples, rollout.num_rollouts_per_prompt
     prompts, per_rank = samples // per_prompt, samples // data_parallel_size
@@ -152,11 +152,7 @@ def batch_arithmetic(
 def saving_sentence(
     roles: Sequence[RoleMemory], *, in_background: bool, processes_here: int, free_bytes: int
 ) -> str:
-    """Describe how run states are written, and the host memory that a copy of one needs.
-
-    ``processes_here``: processes of the run on this machine. ``free_bytes``: free memory of this
-    machine.
-    """
+    """Describe how run states are written, and the host memory of a copy, on this machine."""
     if not in_background:
         return "Run states are written in place (exp_manager.async_save=false)."
     size = sum(role.run_state for role in roles)
@@ -183,19 +179,6 @@ def supervised_arithmetic(
         f"{_count(updates, 'update')}: {_count(updates * batch_size, 'example')}, "
         f"{epochs:.3g} times the {_count(examples, 'training example')}.",
     ]
-
-
-def memory_estimate(summary: StartupSummary) -> dict[str, int]:
-    """Return bytes per process of each role's weights, gradients and optimizer, and other memory.
-
-    Keys are ``<role> weights`` and so on. Parts of 0 bytes are left out.
-    """
-    parts = {
-        f"{role.name} {part}": getattr(role, part)
-        for role in summary.roles
-        for part in ("weights", "gradients", "optimizer")
-    }
-    return {name: size for name, size in {**parts, **summary.working_bytes}.items() if size}
 
 
 def startup_report(summary: StartupSummary) -> Group:
@@ -250,14 +233,11 @@ def _role_table(roles: Sequence[RoleMemory]) -> Table:
 
 
 def _memory_line(summary: StartupSummary) -> Text:
-    total, free = sum(memory_estimate(summary).values()), summary.device.free_bytes
-    working = "".join(
-        f" + {name} {readable_bytes(size)}" for name, size in summary.working_bytes.items()
-    )
-    models = readable_bytes(sum(role.total for role in summary.roles))
-    text = (
-        f"models {models}{working} = about {readable_bytes(total)} of {readable_bytes(free)} free"
-    )
+    models, free = sum(role.total for role in summary.roles), summary.device.free_bytes
+    total = models + sum(summary.working_bytes.values())
+    sizes = [f"models {readable_bytes(models)}"]
+    sizes += [f"{name} {readable_bytes(size)}" for name, size in summary.working_bytes.items()]
+    text = f"{' + '.join(sizes)} = about {readable_bytes(total)} of {readable_bytes(free)} free"
     if summary.device.has_gpu:
         text += ", without the device's context, buffers of NCCL and fragmentation"
     if total <= free:

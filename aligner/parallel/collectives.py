@@ -1,8 +1,4 @@
-"""Collectives of tensors, metrics and small Python objects, and differentiable collectives.
-
-Differentiable ones gather and scatter along the first dimension. Their gradients are the exact
-adjoints.
-"""
+"""Collectives of tensors, metrics and small Python objects, and differentiable collectives."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -18,10 +14,7 @@ T = TypeVar("T")
 
 
 def combine_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Combine micro-batches: ``_max`` and ``_min`` keys by extremum, all other keys by sum.
-
-    Metrics and results are scalars of any number type.
-    """
+    """Combine scalars of micro-batches: ``_max``, ``_min`` keys by extremum, others by sum."""
     total: dict[str, Tensor] = {}
     for part in parts:
         for key, value in part.items():
@@ -37,10 +30,7 @@ def combine_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, float]:
-    """Combine ranks in float64, as `combine_metrics` combines micro-batches.
-
-    ``metrics``: scalars, with the same keys on every rank of ``group``.
-    """
+    """Combine scalars of ranks in float64, as `combine_metrics` does. All ranks have equal keys."""
     reduced: dict[str, float] = {}
     rules = ((dist.ReduceOp.MAX, "_max"), (dist.ReduceOp.MIN, "_min"), (dist.ReduceOp.SUM, ""))
     remaining = set(metrics)
@@ -91,10 +81,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """Run ``action`` on rank 0 and return its result, or raise its error, on every rank.
-
-    For work with side effects, or work that must not be repeated. The result must be picklable.
-    """
+    """Run ``action`` on rank 0. Return its picklable result, or raise its error, on every rank."""
     outcome: tuple[T | None, Exception | None] = (None, None)
     if is_rank_zero():
         try:

@@ -1,9 +1,4 @@
-"""Process groups of every axis of the layout.
-
-`initialize_parallel` starts torch.distributed, from torchrun's environment or for a single process
-without a port, and megatron-core's model-parallel groups. It returns all groups as one value, which
-is passed on explicitly.
-"""
+"""Process groups of every axis of the layout, as one value that is passed on explicitly."""
 
 import os
 from dataclasses import dataclass
@@ -55,10 +50,7 @@ class ParallelState:
 
 
 def describe_layout(config: ParallelConfig, world_size: int) -> str:
-    """Describe the number of processes and the size of every axis.
-
-    Two layouts with the same description keep the same state on each rank.
-    """
+    """Describe the number of processes and every axis. Equal texts mean equal states of ranks."""
     sizes = {
         "tensor": config.tensor,
         "pipeline": config.pipeline,
@@ -74,11 +66,10 @@ def describe_layout(config: ParallelConfig, world_size: int) -> str:
 def initialize_parallel(
     config: ParallelConfig | None = None, *, seed: int = 1234, timeout_s: float = 600.0
 ) -> ParallelState:
-    """Start or join the process groups for ``config``.
+    """Start or join the process groups for ``config``, in torchrun's environment or alone.
 
     A second call with the same sizes returns the same groups. A call with other sizes replaces
-    megatron-core's groups. Raises `LayoutError` if the world size is not a multiple of the
-    model-parallel size.
+    megatron-core's groups. Raises `LayoutError` if the axes do not divide the world size.
     """
     config = config or ParallelConfig()
     timeout = timedelta(seconds=timeout_s)
@@ -93,7 +84,18 @@ def initialize_parallel(
         )
     # Every axis must divide the processes.
     world_size = dist.get_world_size()
-    _check_world(config, world_size)
+    if world_size % config.model_parallel_size:
+        raise LayoutError(
+            f"world size {world_size} is not a multiple of tensor ({config.tensor}) x pipeline "
+            f"({config.pipeline}) x context ({config.context}) = {config.model_parallel_size}. "
+            f"Start a multiple of {config.model_parallel_size} processes or make an axis smaller"
+        )
+    if world_size % (config.pipeline * config.expert):
+        raise LayoutError(
+            f"world size {world_size} is not a multiple of pipeline ({config.pipeline}) x expert "
+            f"({config.expert}) = {config.pipeline * config.expert}. Start a multiple of it or "
+            "make an axis smaller"
+        )
 
     from megatron.core import parallel_state, tensor_parallel
 
@@ -129,22 +131,6 @@ def initialize_parallel(
         ep_group=parallel_state.get_expert_model_parallel_group(),
         model_parallel_group=parallel_state.get_model_parallel_group(),
     )
-
-
-def _check_world(config: ParallelConfig, world_size: int) -> None:
-    """Raise `LayoutError` if the axes do not divide the world size."""
-    if world_size % config.model_parallel_size:
-        raise LayoutError(
-            f"world size {world_size} is not a multiple of tensor ({config.tensor}) x pipeline "
-            f"({config.pipeline}) x context ({config.context}) = {config.model_parallel_size}. "
-            f"Start a multiple of {config.model_parallel_size} processes or make an axis smaller"
-        )
-    if world_size % (config.pipeline * config.expert):
-        raise LayoutError(
-            f"world size {world_size} is not a multiple of pipeline ({config.pipeline}) x expert "
-            f"({config.expert}) = {config.pipeline * config.expert}. Start a multiple of it or "
-            "make an axis smaller"
-        )
 
 
 def joined_parallel(*, sequence_parallel: bool = False) -> ParallelState:

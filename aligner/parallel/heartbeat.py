@@ -1,16 +1,13 @@
 """Watch over the ranks of a run: if one dies, the others stop with an error that names it.
 
-In a run of several processes, a thread of each sends heartbeats to a store that all processes can
-reach and checks its neighbour, the next rank that has not left. It records two failures in the
-store: a neighbour whose process is gone (seen at once on the same machine), and a neighbour whose
-heartbeat has stopped (another machine, a lost network). A rank also records an error that it
-raises. A rank that reads a record prints it and ends. Its main thread gets a moment to unwind. Then
-the process is killed, because a collective that waits for a dead rank may not return before
+A thread of each process sends heartbeats to a store that all processes can reach and checks its
+neighbour, the next rank that has not left. It records a neighbour whose process is gone (seen at
+once on the same machine) or whose heartbeat has stopped. A rank also records an error that it
+raises. A rank that reads a record prints it. Its main thread gets a moment to unwind. Then the
+process is killed, because a collective that waits for a dead rank may not return before
 ``cluster.timeout_s``.
 
     rank 1: beat, check rank 2 ──► store: "rank 2 (host b, pid 7) died: …" ──► all others stop
-
-A thread sends the heartbeats, so a long step does not delay them. One process needs no thread.
 """
 
 import contextlib
@@ -43,10 +40,7 @@ _BROKEN_LINK = ("gloo", "nccl", "connection", "socket", "timed out")
 
 
 def silence_limit(timeout_s: float) -> float:
-    """Return the seconds without a heartbeat after which a rank counts as dead.
-
-    It is a thirtieth of the longest wait in a collective, and at least 10.
-    """
+    """Return the seconds without a heartbeat after which a rank counts as dead, at least 10."""
     return max(_LEAST_SILENCE_S, timeout_s / 30)
 
 
@@ -96,7 +90,7 @@ class RankWatch:
     """
 
     def __init__(self, parallel: ParallelState, timeout_s: float) -> None:
-        """Meet the other ranks (collective). Heartbeats begin with `start`."""
+        """Meet the other ranks (collective), and begin heartbeats and checks."""
         self._silence_s = silence_limit(timeout_s)
         self._world_size = parallel.world_size
         self._process = _Process.current(parallel)
@@ -111,9 +105,6 @@ class RankWatch:
         self._over = threading.Event()
         self._beats: dict[int, tuple[int, float]] = {}  # rank → last heartbeat, time of its change
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
-
-    def start(self) -> None:
-        """Begin heartbeats and checks."""
         self._thread.start()
 
     def failure(self, wait_s: float = 0.0) -> str | None:
@@ -173,8 +164,10 @@ class RankWatch:
             except RuntimeError as error:  # the connection to the store
                 if self._over.is_set():
                     return
-                reason = str(error).partition("\n")[0]
-                failure = f"{self._store_host()} died: its store is gone ({reason})"
+                host, reason = str(self._processes[0]), str(error).partition("\n")[0]
+                if _launcher_keeps_store():
+                    host = "the launcher at {MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+                failure = f"{host} died: its store is gone ({reason})"
             if failure is not None and not failure.startswith(str(self._process)):
                 self._stop(failure)
                 return
@@ -229,28 +222,18 @@ class RankWatch:
     def _has_left(self, process: _Process) -> bool:
         return self._store.add(f"left/{process.rank}", 0) > 0
 
-    def _store_host(self) -> str:
-        if _launcher_keeps_store():
-            return f"the launcher at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        return str(self._processes[0])
-
 
 @contextlib.contextmanager
 def watched_ranks(parallel: ParallelState, timeout_s: float) -> Iterator[None]:
     """End all ranks if one of them dies within the block. All ranks must enter the block.
 
-    Args:
-        parallel: the processes of the run.
-        timeout_s: longest wait in a collective (``cluster.timeout_s``), see `silence_limit`.
-
-    Raises:
-        WorkerError: a collective failed because another rank died. The message names the rank.
+    ``timeout_s``: longest wait in a collective (``cluster.timeout_s``), see `silence_limit`. Raises
+    `WorkerError` with the name of the dead rank.
     """
     if parallel.world_size == 1:
         yield
         return
     watch = RankWatch(parallel, timeout_s)
-    watch.start()
     # Also covers leaving: the launcher's SIGTERM may arrive while a broken link raises an error.
     with _delayed_sigterm(watch):
         try:
@@ -287,10 +270,7 @@ def _delayed_sigterm(watch: RankWatch) -> Iterator[None]:
 
 
 def _new_connection(timeout_s: float) -> dist.Store:
-    """Open a separate connection to the store of the process groups, with a prefix of this run.
-
-    The connection of the default group is busy while a collective is set up.
-    """
+    """Open a connection to the store: the default group's is busy while a collective is set up."""
     run = from_rank_zero(f"{os.getpid()}-{time.time_ns()}")
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],

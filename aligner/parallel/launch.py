@@ -19,16 +19,10 @@ def started_processes(trainer: ProcessConfig, timeout_s: float) -> Iterator[None
     """Start ``trainer.devices`` processes on this node, unless torchrun or Slurm has started them.
 
     Lightning Fabric runs this very command again for every other process, with its rank in the
-    environment, and connects the processes. Each of them enters the block. A single process needs
-    no start.
+    environment, and connects the processes. Each of them enters the block. If a signal ends the
+    first process before the others have met it, each of the others ends with status 1.
 
-    If a signal ended the first process before the others have met it, they would wait for it
-    forever. Within the block, and while the processes meet, each of the others therefore ends with
-    status 1 once the first is gone. After the block `heartbeat.watched_ranks` watches them.
-
-    Args:
-        trainer: numbers of processes and nodes.
-        timeout_s: longest wait for another rank in a collective.
+    ``timeout_s``: longest wait for another rank in a collective.
     """
     if trainer.world_size == 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         yield
@@ -60,8 +54,7 @@ def _launch(trainer: ProcessConfig, timeout_s: float) -> None:
         strategy=DDPStrategy(timeout=timedelta(seconds=timeout_s)),
     )
     fabric.launch()
-    # Slurm and MPI number the processes of a node in different ways, which Lightning knows. Without
-    # this variable every process would use the first GPU.
+    # Slurm and MPI do not set this variable, without which every process would use the first GPU.
     if fabric.local_rank:
         os.environ["LOCAL_RANK"] = str(fabric.local_rank)
 

@@ -1,8 +1,7 @@
-"""`Reward`: the controller's handle of a reward function.
+"""Scores of a rollout's responses by a reward function.
 
-Only rank 0 calls the function, and broadcasts the result, so that a function with side effects or
-random results is called once. A trained reward model (`rewards.model`) and a server
-(`rewards.server.client`) have handles with the same method.
+Only rank 0 calls the function and broadcasts the result. A function with side effects or random
+results is therefore called once.
 """
 
 from collections.abc import Sequence
@@ -16,8 +15,8 @@ from aligner.config import RewardConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, RewardError
-from aligner.parallel.collectives import is_rank_zero, on_rank_zero
-from aligner.rewards.function.runner import RewardFunction, RewardOutput
+from aligner.parallel.collectives import on_rank_zero
+from aligner.rewards.function.runner import RewardFunction
 from aligner.rewards.protocol import Samples
 from aligner.rewards.sequences import response_texts
 
@@ -49,7 +48,10 @@ def rated_responses(
     Raises:
         RewardError: a reward is not finite in float32, though it may be finite in the source.
     """
-    rewards = weighted(scores, weights)
+    scores = scores.float()
+    rewards = scores.flatten()
+    if weights is not None:
+        rewards = (scores.reshape(len(scores), -1) * weights).sum(1)
     infinite = (~rewards.isfinite()).nonzero().flatten().tolist()
     if infinite:
         samples = Samples(list(prompts), responses, [None] * len(responses))
@@ -57,7 +59,8 @@ def rated_responses(
             f"{source} rates {samples.describe(infinite[0])} with {rewards[infinite[0]]}. A reward "
             "must be finite in float32"
         )
-    return ScoredResponses(responses, rewards, attribute_parts(scores, attributes))
+    parts = dict(zip(attributes, scores.T.tolist(), strict=True)) if len(attributes) > 1 else {}
+    return ScoredResponses(responses, rewards, parts)
 
 
 class RewardInterface(Protocol):
@@ -83,7 +86,7 @@ class Reward:
 
         def load() -> None:
             assert config.function is not None, "checked with the configuration"
-            reward._function = RewardFunction.load(
+            reward._function = RewardFunction(
                 config.function,
                 kwargs=config.kwargs,
                 time_limit_s=config.time_limit_s,
@@ -97,15 +100,15 @@ class Reward:
     def check_columns(self, available: frozenset[str]) -> None:
         """Raise `DataError` if the data lacks a column that the function needs."""
         columns = available | {"is_end", "response_lengths"}
-        on_rank_zero(lambda: self._rank_zero_function().check_columns(columns))
+        on_rank_zero(lambda: self._rank_zero_function().signature.check_columns(columns))
 
     def notes(self) -> list[str]:
         """Return a note for the start-up report if the function has another library's form."""
 
         def note() -> list[str]:
             function = self._rank_zero_function()
-            name = f"reward.function={function.name}"
-            return [f"{name} is called in the form of {function.form}"] if function.form else []
+            name, form = function.signature.name, function.signature.form
+            return [f"reward.function={name} is called in the form of {form}"] if form else []
 
         return on_rank_zero(note)
 
@@ -116,18 +119,15 @@ class Reward:
         ``is_end`` bool [B], and the lists ``prompts``, ``ground_truths`` and ``columns`` (a dict
         of the data's other columns for each row).
         """
-        responses = response_texts(self.tokenizer, data) if is_rank_zero() else []
 
-        def score() -> tuple[list[str], RewardOutput]:
-            columns = _columns(data)
+        def score() -> ScoredResponses:
+            responses, columns = response_texts(self.tokenizer, data), _columns(data)
             output = self._rank_zero_function()(
                 data["prompts"], responses, data["ground_truths"], columns
             )
-            return responses, output
+            return ScoredResponses(responses, output.rewards, output.metrics, output.timeouts)
 
-        # All ranks get the texts and the rewards.
-        texts, output = on_rank_zero(score)
-        return ScoredResponses(texts, output.rewards, output.metrics, output.timeouts)
+        return on_rank_zero(score)
 
     def shutdown(self) -> bool:
         """End the function's processes."""
@@ -160,7 +160,6 @@ def check_weights(
     ``attributes``: empty if the source was trained on comparisons, with a single number per sample.
     ``source``: name of the source, for messages.
     """
-    # Without attributes, the source gives one number per sample.
     count = max(1, len(attributes))
     if weights is None:
         if count == 1:
@@ -175,19 +174,3 @@ def check_weights(
             f"rates {count} ({', '.join(attributes) or 'one reward'}). Set a number for each"
         )
     return torch.tensor(weights, dtype=torch.float32)
-
-
-def weighted(scores: Tensor, weights: Tensor | None) -> Tensor:
-    """Return rewards float32 [B] from scores [B] or [B, K]."""
-    scores = scores.float()
-    if weights is None:
-        return scores.flatten()
-    return (scores.reshape(len(scores), -1) * weights).sum(1)
-
-
-def attribute_parts(scores: Tensor, attributes: Sequence[str]) -> dict[str, list[float]]:
-    """Return the column of each attribute in ``scores`` float [B, K], an empty dict if K is 1."""
-    if len(attributes) < 2:
-        return {}
-    columns = scores.float().T.tolist()
-    return dict(zip(attributes, columns, strict=True))

@@ -79,10 +79,9 @@ class ModelReward:
 class VerifiedReward:
     """Rewards of a source, with metrics of a function that verifies them.
 
-    The function's ``accuracy`` (or, if missing, whether its reward is at least 1) becomes the
-    metric of this name, and its reward becomes ``reward_parts/verified``. Neither is trained on. If
-    the source and the verifier have a metric of the same name, the source's is
-    ``reward_parts/rated_<name>``.
+    The function's ``accuracy`` (default: whether its reward is at least 1) becomes the metric of
+    this name, and its reward ``reward_parts/verified``. Neither is trained on. A metric of the
+    source with the name of a metric of the function becomes ``reward_parts/rated_<name>``.
     """
 
     reward: RewardInterface

@@ -1,24 +1,9 @@
 """Contract of a reward function: its arguments and its result.
 
-``def reward(prompts, responses, ground_truths, **columns) -> list[float] | list[dict]``, plain or
-``async def``. All arguments are lists of the same length, with an entry per sample:
-
-* ``prompts``: prompt text as the model saw it, chat template included.
-* ``responses``: response text without the end-of-sequence token.
-* ``ground_truths``: the data's ground truth, None if the data has none. A function of two
-  positional parameters gets them by keyword.
-* ``columns``: keyword arguments. They are the other columns of the data and, from the trainer,
-  ``is_end`` (bool: the response ended with EOS or a stop string) and ``response_lengths`` (int, in
-  tokens). Only columns that the signature names are passed, or all with ``**columns``. The values
-  of ``reward.kwargs`` are keyword arguments, too, and override columns.
-
-It returns a number per sample, finite in float32, or a dict per sample with ``"reward"`` and
-additional metrics. The keys are the same for all samples.
-
-Functions in the forms of other libraries are adapted to this contract (`aligner.rewards.forms`).
-
-Every reward process loads this module and :mod:`aligner.rewards.function.execution`, so they import
-neither torch nor numpy.
+docs/ppo.md describes arguments and results. A function of two positional parameters gets the ground
+truths by keyword. Functions in the forms of other libraries are adapted to this contract
+(`aligner.rewards.forms`). Every reward process loads this module and
+:mod:`aligner.rewards.function.execution`, so they import neither torch nor numpy.
 """
 
 import inspect
@@ -90,23 +75,8 @@ class Signature:
             lists=lists,
         )
 
-    @classmethod
-    def of_plain(cls, fields: Mapping[str, Any]) -> "Signature":
-        """Return the signature from its ``vars``, which were sent as JSON."""
-        lists = {name: tuple(fields[name]) for name in ("named", "required", "first")}
-        return cls(
-            name=str(fields["name"]),
-            takes_all=bool(fields["takes_all"]),
-            form=str(fields["form"]),
-            lists=int(fields["lists"]),
-            **lists,
-        )
-
     def check_columns(self, available: Collection[str]) -> None:
-        """Raise `DataError` if the data lacks a column that the function requires.
-
-        Columns with the name of one of the three lists are refused, too, with ``**columns``.
-        """
+        """Raise `DataError` for a missing column, or a column with the name of a list."""
         repeated = [name for name in self.first if self.takes_all and name in available]
         if repeated:
             raise DataError(
@@ -177,14 +147,10 @@ class Samples:
 def parse_scores(
     scores: Any, samples: Samples, name: str
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Check the result of the function ``name``.
-
-    Returns:
-        (rewards, metrics), with an entry per sample in each list.
+    """Return rewards and metrics, lists of an entry per sample, from the result of ``name``.
 
     Raises:
         RewardError: the number of scores is wrong, a score is not a finite number, or keys differ.
-            The message names the function and the sample.
     """
     scores = scores.tolist() if hasattr(scores, "tolist") else scores  # arrays and tensors
     if not isinstance(scores, list | tuple):

@@ -1,11 +1,9 @@
 """Sequences that a reward model scores, in the form of its training data.
 
 A sequence is ``prompt + response + EOS``, encoded with the reward model's tokenizer. If the model's
-file names another token that ended all training sequences (the end of a turn in a chat template),
-that token replaces EOS. The score is read at this token. A stop string that ended the response is
-removed. A response that was cut by the length limit also gets the end token, as scores at other
-tokens are meaningless. PPO can penalise such responses by ``trainer.ppo.improper_end``, rejection
-sampling cannot.
+file names another token that ended all training sequences, that token replaces EOS. The score is
+read at this token. A response that the length limit cut also gets the token, as scores at other
+tokens are meaningless.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,13 +29,9 @@ class SequenceEncoder:
         add_bos: bool = False,
         end_id: int | None = None,
     ) -> None:
-        """Set up.
+        """Set up for the ``tokenizer`` of a reward model with ``max_length`` positions.
 
-        Args:
-            tokenizer: tokenizer of the reward model.
-            max_length: number of positions of the model.
-            add_bos: begin with BOS unless the text does.
-            end_id: token at the end of sequences, None for EOS.
+        ``add_bos``: begin with BOS unless the text does. ``end_id``: last token, None for EOS.
         """
         if add_bos and tokenizer.bos_id is None:
             raise TokenizerError(
@@ -51,8 +45,8 @@ class SequenceEncoder:
     def of_checkpoint(cls, checkpoint: ModelSource, add_bos: bool | None) -> "SequenceEncoder":
         """Return the encoder for a reward model's file, which contains the form of its sequences.
 
-        ``add_bos``: value in the configuration, or None. It applies to older files without a form,
-        where None means no BOS.
+        ``add_bos``: value in the configuration. It applies to older files without a form, where
+        None means no BOS.
 
         Raises:
             ConfigError: ``add_bos`` differs from the file.
@@ -135,18 +129,14 @@ def _without_stop(
     text: str,
     end_strings: Sequence[str],
 ) -> str:
-    """Remove a stop string that the last token completed, and the text after it.
-
-    Earlier stop strings, before ``min_length``, are part of the response, except repetitions at the
-    end of the text.
-    """
+    """Remove a stop string that the last token completed, and the text after it."""
     if response_ids[-1] in tokenizer.end_ids:
         return text
     text_without_last = decode_response(tokenizer, prompt_ids, response_ids[:-1])
     count = common_prefix(text_without_last, text)
     starts = (text.find(string, max(0, count - len(string) + 1)) for string in end_strings)
     text = text[: min((start for start in starts if start >= 0), default=len(text))]
-    # Repeated stop strings at the end of the text.
+    # Earlier stop strings, before ``min_length``, remain, except repetitions at the end.
     while stop := next((string for string in end_strings if text.endswith(string)), None):
         text = text.removesuffix(stop)
     return text

@@ -1,9 +1,8 @@
 """Answers in OpenAI's format, complete or streamed, built from the tokens of the engine.
 
-Log-probs cover every sampled token, the end token included. They are the engine's: at the sampling
+Log-probs are the engine's, of every sampled token, the end token included: at the sampling
 temperature, over the tokens that top-k and top-p kept. The text of a token is the text that the
-token completes: a character of several tokens belongs to the last of them. End tokens and skipped
-special tokens have no text.
+token completes. End tokens and skipped special tokens have no text.
 """
 
 import secrets
@@ -50,9 +49,8 @@ class Choice:
     ) -> None:
         """Create an empty answer.
 
-        ``is_buffered``: whether no text is shown before the end. ``min_tokens``: number of tokens
-        within which stop strings are ignored. ``skips_special``: whether special tokens have no
-        text.
+        ``is_buffered``: no text is shown before the end. ``min_tokens``: number of tokens within
+        which stop strings are ignored. ``skips_special``: special tokens have no text.
         """
         self.prompt, self.ids, self.logprobs = list(prompt), list[int](), list[float]()
         self.pieces, self.offsets = list[str](), list[int]()
@@ -92,9 +90,8 @@ class Choice:
             self._decoded, self._plain = self._decoded + last, self._plain + last
             self.pieces[-1:] = [piece + last for piece in self.pieces[-1:]]
             self.finish = progress.end
-        shown, start = self._shown(), len(self.text)
-        self.text = shown
-        return shown[start:]
+        start, self.text = len(self.text), self._shown()
+        return self.text[start:]
 
     @property
     def full_text(self) -> str:
@@ -142,15 +139,12 @@ class Choice:
 
 
 class Answer(ABC):
-    """Format of the answers to one request, complete or as a stream of pieces.
-
-    ``nothing``: empty content, which the last piece of a choice has.
-    """
+    """Format of the answers to one request, complete or as a stream of pieces."""
 
     object: str
     piece_object: str
     prefix: str
-    nothing: ClassVar[dict[str, Any]]
+    nothing: ClassVar[dict[str, Any]]  # content of a choice's last piece
 
     def __init__(
         self,
@@ -171,10 +165,8 @@ class Answer(ABC):
         choices = []
         for index, choice in enumerate(self.choices):
             content, finish = self._content(choice)
-            details = self._details(choice)
-            choices.append(
-                CompletionChoice(index=index, **content, finish_reason=finish, **details)
-            )
+            fields = {**content, "finish_reason": finish, **self._details(choice)}
+            choices.append(CompletionChoice(index=index, **fields))
         return self._completion(self.object, choices, usage=self._usage())
 
     def first(self) -> list[Completion]:

@@ -45,16 +45,12 @@ _Sampled = ChatRequest | CompletionRequest
 
 @dataclass
 class Service:
-    """Endpoints of the server. Each raises an `HTTPException` to refuse a request.
-
-    ``timeout_s``: time limit of a request, up to the last token of its answer. ``token``: the
-    bearer token that requests need, unless they have the key of a session.
-    """
+    """Endpoints of the server. Each raises an `HTTPException` to refuse a request."""
 
     served: Served
     queue: JobQueue[Row]
-    timeout_s: float
-    token: str
+    timeout_s: float  # time limit of a request, up to the last token of its answer
+    token: str  # that requests need, unless they have the key of a session
     sessions: Sessions = field(default_factory=Sessions)
     _bodies: Bodies = field(default_factory=Bodies)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -65,7 +61,7 @@ class Service:
         return {"status": "ok"}
 
     async def models(self, request: Request) -> ModelList:
-        """Return the list of models. The list contains one model."""
+        """Return a list of the model."""
         return ModelList(data=[await self.model(request, self.served.name)])
 
     async def model(self, request: Request, name: str) -> ModelInfo:
@@ -102,8 +98,6 @@ class Service:
     async def completions(self, request: Request) -> Response:
         """Answer ``/v1/completions``."""
         return await self._sample(request, CompletionRequest, CompletionAnswer)
-
-    # Sessions ---------------------------------------------------------------------------------
 
     async def begin_session(self, request: Request) -> SessionKey:
         """Begin a session and return the key whose answers it records."""
@@ -144,7 +138,6 @@ class Service:
 
     def _authorised(self, request: Request) -> Session | None:
         """Return the session whose key a request has, None if it has the server's token."""
-        # A session's key, or the server's token.
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self.sessions.with_key(key) if scheme == "Bearer" else None
         if session is None:
@@ -152,8 +145,6 @@ class Service:
                 raise HTTPException(401, "the session has ended or expired. Begin another session")
             check_bearer(request, self.token)
         return session
-
-    # Steps of an answer -----------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def _read(self, request: Request, kind: type[Kind]) -> AsyncIterator[Kind]:
@@ -166,10 +157,7 @@ class Service:
     async def _sample(
         self, request: Request, kind: type[_Sampled], writer: type[Answer]
     ) -> Response:
-        """Have the engine answer a request. The time limit includes reading and encoding.
-
-        body ─► prompts (a thread encodes them) ─► rows (reserved in the session) ─► queue
-        """
+        """Have the engine answer a request. The time limit includes reading and encoding."""
         session = self._authorised(request)
         began = time.monotonic()
         # Read and encode the request.
@@ -183,16 +171,14 @@ class Service:
         choices = [self._choice(row, body, is_buffered=form is not None) for row in rows]
 
         def end(is_complete: bool) -> None:
-            if session is None:
-                return
-            if not is_complete:
+            if session is not None and not is_complete:
                 session.withdraw([row.prompt for row in rows], [row.request for row in rows])
-                return
-            for row, choice in zip(rows, choices, strict=True):
-                assert choice.finish is not None
-                assert row.request is not None
-                tokens = choice.prompt, choice.ids, choice.logprobs
-                session.record(*tokens, choice.finish, choice.full_text, row.request)
+            elif session is not None:
+                for row, choice in zip(rows, choices, strict=True):
+                    assert choice.finish is not None
+                    assert row.request is not None
+                    tokens = choice.prompt, choice.ids, choice.logprobs
+                    session.record(*tokens, choice.finish, choice.full_text, row.request)
 
         # Queue the rows, and wait for their progress.
         results = Results[Progress]()
@@ -240,11 +226,7 @@ class Service:
     def _rows(
         self, body: _Sampled, prompts: Sequence[list[int]], session: Session | None
     ) -> list[Row]:
-        """Return ``n`` adjacent rows for each prompt.
-
-        Raises:
-            DataError: a prompt does not fit, the sampling is not valid, or the session is full.
-        """
+        """Return ``n`` adjacent rows for each prompt, reserved in the session."""
         seed_parts: tuple[object, ...] = ("request", next(self._numbers))
         # Reserve the answers in the session, and release them if the request is refused.
         requests: Sequence[int | None] = [None] * (len(prompts) * body.n)
@@ -277,11 +259,7 @@ class Service:
 def policy_server(
     address: tuple[str, int], service: Service, setting: str
 ) -> AbstractContextManager[tuple[str, int]]:
-    """Answer requests in a thread until the block ends. The context is the actual host and port.
-
-    Raises:
-        ConfigError: the server cannot listen at ``address``.
-    """
+    """Answer requests in a thread until the block ends, see `http_server`."""
     routes: Routes = {
         "GET /health": service.health,
         "GET /v1/models": service.models,
@@ -297,10 +275,5 @@ def policy_server(
     }
     connections = max(MAX_CONNECTIONS, service.queue.max_items)  # one per waiting request
     return http_server(
-        address,
-        routes,
-        service.queue,
-        setting=setting,
-        refusal=refusal,
-        connections=connections,
+        address, routes, service.queue, setting=setting, refusal=refusal, connections=connections
     )

@@ -36,8 +36,6 @@ def refusal(status: int, cause: str) -> dict[str, Any]:
 class Exchange:
     """Has the engine answer one request. Created within the event loop.
 
-    queue ─► engine's thread: progress of ``job`` ─► ``results`` ─► ``answer`` formats the response
-
     The answer must be complete ``timeout_s`` after ``began``, by the event loop's clock. ``end`` is
     called once: with True after a complete answer, with False if there will be none.
     """
@@ -53,10 +51,8 @@ class Exchange:
     async def response(self, queue: JobQueue[Row], request: Request, *, stream: bool) -> Response:
         """Return the answer, complete or as server-sent events.
 
-        Raises:
-            HTTPException: 429 if ``queue`` is full, 500 or 503 if the request failed.
+        Raises an `HTTPException`: 429 if ``queue`` is full, 500 or 503 if the request failed.
         """
-        # A full queue refuses the request at once.
         if not queue.add(self.job):
             self._leave()
             raise HTTPException(429, "too many requests are waiting, try again later")
@@ -91,7 +87,6 @@ class Exchange:
     async def _pieces(self) -> AsyncIterator[str]:
         """Yield server-sent events. An error is the last event."""
         try:
-            # Pieces before, during and after the sampling, each as an event.
             for piece in self.answer.first():
                 yield _event(piece.to_json())
             async for progress in self._progress():

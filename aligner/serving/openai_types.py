@@ -1,8 +1,4 @@
-"""Answers of OpenAI's interface as pydantic models.
-
-The JSON of a completion leaves out fields that were not set. ``token_ids`` and ``prompt_token_ids``
-are at the same places as in vLLM.
-"""
+"""Answers of OpenAI's interface as pydantic models, with token ids where vLLM has them."""
 
 from typing import Any, Literal
 

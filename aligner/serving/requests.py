@@ -64,15 +64,17 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-class _Request(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Request(_Strict):
     model: str | None = None
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(_Strict):
     """``stream_options``."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
@@ -110,7 +112,6 @@ class _Sampled(_Request):
 
         ``longest``: maximum number of new tokens. A temperature of 0 means greedy sampling.
         """
-        # The request's values in the terms of the sampler.
         greedy = None if self.temperature is None else self.temperature == 0
         changes: dict[str, Any] = {
             "use_greedy": greedy,
@@ -147,11 +148,7 @@ class ChatRequest(_Sampled):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """Functions that the model may call.
-
-        Raises:
-            DataError: a tool is not a function with a name and a mapping of parameters.
-        """
+        """Functions that the model may call. Raises `DataError` for another kind of tool."""
         for index, tool in enumerate(self.tools):
             function = tool.get("function")
             if (
@@ -174,11 +171,7 @@ class CompletionRequest(_Sampled):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or as tokens.
-
-        Raises:
-            DataError: the list is empty, or an entry is neither.
-        """
+        """Each prompt, as text or as tokens. Raises `DataError` without prompts, or for others."""
         if isinstance(self.prompt, str) or (self.prompt and _is_ids(self.prompt)):
             return [self.prompt]
         if not self.prompt:
@@ -200,8 +193,7 @@ class TokenizeRequest(_Request):
     def text_prompt(self) -> str | None:
         """The prompt, None if the request has ``messages``.
 
-        Raises:
-            DataError: the request has neither or both, or sets keys of chats with a prompt.
+        Raises `DataError` for a request with neither or both, or with a prompt and keys of chats.
         """
         if (self.prompt is None) == (self.messages is None):
             state = "missing, and messages too" if self.prompt is None else "set, and messages too"
@@ -218,10 +210,9 @@ class DetokenizeRequest(_Request):
     tokens: _Ids
 
 
-class SessionRequest(BaseModel):
+class SessionRequest(_Strict):
     """``POST /v1/sessions``. ``seed``: seed of requests that do not set one."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     seed: int | None = None
 
 
@@ -238,8 +229,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
     """Parse the JSON body of a request. Keys that are null count as absent.
 
-    Raises:
-        DataError: the body is not valid. The message starts with the key.
+    Raises `DataError` if the body is not valid. The message starts with the key.
     """
     value = parse_json(body)
     if not isinstance(value, dict):
@@ -261,8 +251,7 @@ def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:
 def chat_messages(messages: list[dict[str, Any]]) -> list[Message]:
     """Return messages in the form of chat templates: contents as text, empty parts left out.
 
-    Raises:
-        DataError: a part of a message is not text.
+    Raises `DataError` for a part that is not text.
     """
     return [_plain(message, f"messages.{index}") for index, message in enumerate(messages)]
 

@@ -20,21 +20,16 @@ Request = TypeVar("Request", bound=ChatRequest | CompletionRequest)
 
 @dataclass(frozen=True)
 class Served:
-    """The model of a server.
-
-    ``positions``: maximum number of tokens of prompt and answer together. ``defaults``: sampling
-    options that a request does not set. Their length is reduced to fit after the prompt.
-    ``special_tokens_in_text``: treatment of special tokens spelt in requests.
-    """
+    """The model of a server."""
 
     name: str
     tokenizer: Tokenizer
-    positions: int
+    positions: int  # maximum number of tokens of prompt and answer together
     vocab_size: int
-    defaults: SamplingOptions
+    defaults: SamplingOptions  # whose length is reduced to fit after the prompt
     system_prompt: str | None = None
     add_bos: bool = False
-    special_tokens_in_text: SpecialTokensInText = "keep"
+    special_tokens_in_text: SpecialTokensInText = "keep"  # treatment of those spelt in requests
 
     @cached_property
     def form(self) -> Form:
@@ -82,11 +77,8 @@ class Served:
         """Render a chat with the generation prompt. ``template_kwargs`` go to the template.
 
         ``keeps_answers``: do not treat special tokens in assistant messages, which the model wrote.
-
-        Raises:
-            DataError: the messages are not valid, the template ignores a part of them, or a special
-                token is refused.
-            TokenizerError: the tokenizer has no chat template.
+        Raises `DataError` for invalid or ignored parts of messages and for a refused token, and
+        `TokenizerError` without a chat template.
         """
         messages = parse_messages(chat_messages(chat))
         # Treat special tokens, unless the chat is too long and therefore refused later.
@@ -128,8 +120,7 @@ class Served:
     ) -> SamplingOptions:
         """Return the sampling options of an answer to a prompt of tokens.
 
-        Raises:
-            DataError: the prompt is empty, too long, or has ids outside the vocabulary.
+        Raises `DataError` if the prompt is empty, too long, or has ids outside the vocabulary.
         """
         if not prompt:
             raise DataError("the prompt is empty: it has no token")

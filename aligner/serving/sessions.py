@@ -7,8 +7,7 @@ If a prompt starts with all tokens of a recorded sequence, its answer is appende
 A prompt whose text starts with the text of a sequence reuses the token ids of the sequence, even if
 the tokenizer would encode that text differently. Any other prompt (a rewritten history, a second
 answer to the same prompt) starts a new sequence. Tokens that a new sequence shares with an earlier
-sequence are marked as sampled in the earlier sequence only (verl, prime-rl and OpenEnv link turns
-in the same way).
+sequence are marked as sampled in the earlier sequence only.
 """
 
 import math
@@ -37,21 +36,17 @@ _MAX_SESSIONS = 4096
 class RecordedSequence:
     """Token sequence of consecutive turns. ``ids``, ``logprobs``, ``turn_ids``: a value per token.
 
-    ``turn_ids``: index of the turn that sampled the token, from 1. 0 for tokens of prompts.
-    ``logprobs``: log-probs of sampled tokens, 0 for tokens of prompts.
-    ``ends``: reason why each turn ended.
     ``forked_from``: index of the earlier sequence whose first ``shared`` tokens this sequence
     repeats. At least one of these is a sampled token. None without such a sequence.
-    ``text``: text of all tokens, None if it is not known.
     """
 
     ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    turn_ids: list[int] = field(default_factory=list)
-    ends: list[EndKind] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # 0 for tokens of prompts
+    turn_ids: list[int] = field(default_factory=list)  # turn of a sampled token, from 1. 0: prompt
+    ends: list[EndKind] = field(default_factory=list)  # reason why each turn ended
     forked_from: int | None = None
     shared: int = 0
-    text: str | None = None
+    text: str | None = None  # of all tokens, None if it is not known
 
     def is_prefix_of(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt starts with all tokens of the sequence."""
@@ -69,38 +64,27 @@ class RecordedSequence:
 
 
 class RecordedAnswer(NamedTuple):
-    """Location of a recorded answer.
+    """Location of a recorded answer in its sequence."""
 
-    ``request``: index of the answer among all requested answers, from `Session.admit`.
-    ``sequence``: index of its sequence. The answer is the tokens ``begin`` to ``end`` of the
-    sequence, and the tokens ``start`` to ``begin`` before the answer are new prompt tokens.
-    """
-
-    request: int
+    request: int  # index of the answer among all requested answers, from `Session.admit`
     sequence: int
-    start: int
-    begin: int
+    start: int  # of new prompt tokens
+    begin: int  # of the answer's tokens
     end: int
 
 
 class Session:
-    """Recorded answers and rewards of one API key. Thread-safe.
-
-    ``seed``: seed of requests that do not set one. ``sequences``: the recorded sequences.
-    ``answers``: the recorded answers in order of arrival. ``rewards``: maps the number of answers
-    recorded so far to the last reward set at that point. ``exceeded``: the limit that a request
-    exceeded, or None.
-    """
+    """Recorded answers and rewards of one API key. Thread-safe."""
 
     def __init__(self, seed: int | None = None, limits: Limits | None = None) -> None:
         """Create an empty session. A request that exceeds ``limits`` ends the session."""
         # The id is public. Only the key authorises requests.
         self.id, self.key = secrets.token_hex(8), f"session-{secrets.token_urlsafe(24)}"
-        self.seed = seed
+        self.seed = seed  # of requests that do not set one
         self.sequences: list[RecordedSequence] = []
-        self.answers: list[RecordedAnswer] = []
-        self.rewards: dict[int, Turn] = {}
-        self.exceeded: Limit | None = None
+        self.answers: list[RecordedAnswer] = []  # in order of arrival
+        self.rewards: dict[int, Turn] = {}  # number of answers so far → the last reward set then
+        self.exceeded: Limit | None = None  # by a request
         # Requests of the session, reserved answers, and prompts as text.
         self._jobs: list[RowJob] = []
         self._limits = limits
@@ -138,10 +122,7 @@ class Session:
             self._jobs.append(job)
 
     def seed_parts(self, prompts: Sequence[Sequence[int]] = ()) -> tuple[object, ...] | None:
-        """Return the values that seed the sampling of a request, None if the session has no seed.
-
-        A repeated request gets different values. Requests with other prompts have no influence.
-        """
+        """Return the values that seed a request's sampling, None if the session has no seed."""
         if self.seed is None:
             return None
         prompts_id = sample_id(*chain.from_iterable(prompts))
@@ -158,21 +139,19 @@ class Session:
     ) -> list[int]:
         """Encode a prompt, reusing the token ids of the recorded sequence that it extends.
 
-        Args:
-            text: text of the prompt.
-            encode_text: function that encodes a whole prompt.
-            encode_continuation: function that encodes text that follows other text.
+        ``encode_continuation`` encodes text that follows other text.
         """
         # The longest sequence whose text the prompt starts with.
         with self._lock:
-            extended = [sequence for sequence in self.sequences if sequence.text]
-            extended = [sequence for sequence in extended if text.startswith(sequence.text or "")]
-            longest = max(extended, key=lambda sequence: len(sequence.text or ""), default=None)
-            prefix_ids = [] if longest is None else longest.ids[:]
-            prefix_text = "" if longest is None else longest.text or ""
+            known = [(sequence.text, sequence.ids) for sequence in self.sequences if sequence.text]
+            extended = [
+                (known_text, ids) for known_text, ids in known if text.startswith(known_text)
+            ]
+            prefix, prefix_ids = max(extended, key=lambda pair: len(pair[0]), default=("", []))
+            prefix_ids = prefix_ids[:]
         ids = encode_text(text)
         if ids[: len(prefix_ids)] != prefix_ids:  # the tokenizer would encode the answer otherwise
-            ids = [*prefix_ids, *encode_continuation(text[len(prefix_text) :])]
+            ids = [*prefix_ids, *encode_continuation(text[len(prefix) :])]
         with self._lock:
             self._texts[tuple(ids)] = text
         return ids
@@ -180,22 +159,15 @@ class Session:
     def admit(self, prompts: Sequence[Sequence[int]], longest: int, answers: int) -> range:
         """Reserve the answers to a request and return their indices, grouped by prompt.
 
-        `record` or `withdraw` must follow for each answer.
-
-        Args:
-            prompts: token ids of each prompt.
-            longest: maximum number of tokens of an answer.
-            answers: number of answers to each prompt.
-
-        Raises:
-            DataError: the request could exceed a limit. The session is over if `Session` was
-                created with limits.
+        `record` or `withdraw` must follow for each answer. ``longest``: maximum number of tokens of
+        an answer. ``answers``: number of answers to each prompt. Raises `DataError` if the request
+        could exceed a limit. Then a session that was created with limits is over.
         """
         limits = self._limits or Limits(sys.maxsize, _MAX_TOKENS)
         with self._lock:
             # Upper bound of the tokens after this request. If no answer is expected, the recorded
             # tokens are exact, and the sequence that the first prompt extends counts only once.
-            recorded, bound, extended = self._recorded_tokens(), self._bound, 0
+            recorded, bound, extended = sum(len(s.ids) for s in self.sequences), self._bound, 0
             if not self._expected:
                 lengths = (len(s.ids) for s in self.sequences if s.is_prefix_of(prompts[0]))
                 bound, extended = recorded, max(lengths, default=0)
@@ -220,8 +192,7 @@ class Session:
     def withdraw(self, prompts: Sequence[Sequence[int]], requests: Sequence[int | None]) -> None:
         """Release reserved answers of a request that failed or whose client disconnected.
 
-        Released answers use no tokens, but count as answers. ``requests``: index of each answer,
-        from `admit`. ``prompts``: prompt of each answer.
+        Released answers use no tokens, but count as answers. ``requests``: indices from `admit`.
         """
         with self._lock:
             self._expected = {n: key for n, key in self._expected.items() if n not in requests}
@@ -238,8 +209,7 @@ class Session:
     ) -> None:
         """Record an answer to ``prompt``: the sampled tokens ``ids`` and their ``logprobs``.
 
-        ``text``: text of all tokens, the text of an end token included. ``request``: index of the
-        answer, from `admit`.
+        ``text``: text of all tokens, the end token included. ``request``: index from `admit`.
         """
         with self._lock:
             key = tuple(prompt)
@@ -259,16 +229,13 @@ class Session:
             prompt_text = self._texts.get(key)
             sequence.text = None if prompt_text is None else prompt_text + text
             self._drop_texts([prompt])
-            answer = RecordedAnswer(request, index, start, len(prompt), len(sequence.ids))
-            self.answers.append(answer)
+            location = (index, start, len(prompt), len(sequence.ids))
+            self.answers.append(RecordedAnswer(request, *location))
 
     def set_reward(self, reward: Any) -> None:
         """Set the reward of the last recorded answer: a number, None, or a mapping with ``reward``.
 
-        A second reward of the same answer replaces the first.
-
-        Raises:
-            DataError: ``reward`` is not valid.
+        A second reward of an answer replaces the first. Raises `DataError` if it is not valid.
         """
         turn = check_turn(Turn(reward=reward, done=True))
         with self._lock:
@@ -290,9 +257,6 @@ class Session:
                 "trajectories": [sequence.as_json() for sequence in self.sequences],
             }
 
-    def _recorded_tokens(self) -> int:
-        return sum(len(sequence.ids) for sequence in self.sequences)
-
     def _drop_texts(self, prompts: Sequence[Sequence[int]]) -> None:
         """Forget the texts of prompts without an expected answer."""
         waiting = set(self._expected.values())
@@ -312,10 +276,7 @@ class Session:
 
 
 class Sessions:
-    """The sessions of a server.
-
-    A session that was unused for ``idle_s`` seconds and waits for no answer is forgotten.
-    """
+    """The sessions of a server, without those that were unused for ``idle_s`` seconds."""
 
     def __init__(self, idle_s: float = math.inf) -> None:
         self._idle_s = idle_s

@@ -14,14 +14,12 @@ from aligner.serving.openai_types import FunctionCall, MessageToolCall
 def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return the messages in the plain form, for a template that shows neither tools nor calls.
 
-    The functions are described before the first message. Calls become lines of assistant messages,
-    and results become user messages.
+    Calls become lines of assistant messages. Results become user messages.
     """
     names: dict[str, str] = {}
     plain: list[Message] = []
     for message in messages:
         calls = message.get("tool_calls") or []
-        # Calls become lines of the assistant.
         if calls:
             lines = [message["content"]] if message.get("content") else []
             for call in calls:

@@ -1,6 +1,6 @@
 """One rank of `test_any_model_layouts`: one update of models of transformers, sharded by FSDP2.
 
-    torchrun --nproc-per-node N any_model_rank.py FOLDER MODEL_TYPE[+lora] ...
+    torchrun --nproc-per-node N any_model_rank.py FOLDER MODEL_TYPE[+lora|+unchecked] ...
 
 All ranks are data parallel, then all are tensor parallel. Each data-parallel rank scores and learns
 from its share of the rows, with recomputed layers where the model can. Rank 0 writes the log-probs
@@ -20,6 +20,7 @@ from aligner.checkpoint.hf.any_model import empty_model, read_any
 from aligner.config import LoraConfig, OptimConfig, ParallelConfig
 from aligner.errors import LayoutError
 from aligner.losses.policy import PPOPolicyLoss
+from aligner.models.gpt.dtensor import model
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel, shutdown_parallel
@@ -80,8 +81,10 @@ def main() -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     seen = {}
     for model_type in types:
-        name, _, adapters = model_type.partition("+")
-        lora = LoraConfig(adapter_dim=3) if adapters else None  # no divisor of the rows
+        name, _, variant = model_type.partition("+")
+        lora = LoraConfig(adapter_dim=3) if variant == "lora" else None  # no divisor of the rows
+        if variant == "unchecked":
+            model.check_backend = lambda *_: None
         for tensor in {1, ranks}:
             layout = ParallelConfig(tensor=tensor)
             try:

@@ -17,9 +17,10 @@ pytestmark = pytest.mark.integration
 SOME = ["gemma3_text", "deepseek_v3", "mamba2", "zamba", "mixtral+lora"]
 OTHERS = [kind for kind in model_types() if kind not in (*SOME, "modernbert-decoder")]
 GROUPS = [OTHERS[start : start + 10] for start in range(0, len(OTHERS), 10)]
-# Types that transformers' plan splits exactly.
+# Types that tensor parallelism splits exactly. Others are split exactly, or refused.
 _SPLIT = """
-    arcee cohere cohere2 cohere_compass_text cwm ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4
+    arcee cohere cohere2 cohere_compass_text cwm ernie4_5 exaone4 gemma gemma2 gemma3_text
+    gemma3n_text gemma4_unified_text glm glm4 hrm_text qwen3_5_text youtu
     gpt_neox granite helium hyperclovax jais2 llama ministral ministral3 mistral nanochat nemotron
     olmo olmo2 olmo3 olmo_hybrid phi phi3 qwen2 qwen3 seed_oss smollm3 starcoder2 vaultgemma
 """
@@ -42,10 +43,20 @@ def test_two_processes_learn_as_one(types, tmp_path):
         alone = one[model_type, 1]
         assert_same(model_type, alone["logprobs"][::2], alone, two[model_type, 1])
         split = two[model_type, 2]
-        if model_type in SPLIT:
+        if isinstance(split, dict):
             assert_same(model_type, alone["logprobs"], alone, split)
         else:
+            assert model_type not in SPLIT, split
             assert split.startswith("model.tensor_model_parallel_size=2"), split
+
+
+def test_tensor_parallel_ranks_with_different_gradients_are_refused(tmp_path):
+    """Also if the plan was not checked before."""
+    tiny_model("apertus").save_pretrained(tmp_path / "apertus")
+    script = Path(__file__).with_name("any_model_rank.py")
+    run_ranks(script, 2, [tmp_path, "apertus+unchecked"], timeout_s=280)
+    refusal = torch.load(tmp_path / "2.pt")["apertus+unchecked", 2]
+    assert "ranks compute different gradients of model.layers.0.mlp.act_fn.alpha_" in refusal
 
 
 def assert_same(model_type, logprobs, alone, together):

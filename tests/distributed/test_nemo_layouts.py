@@ -21,7 +21,6 @@ import nemo_writers as writers
 from ranks import run_ranks
 from test_nemo_kinds import GPT, LLAMA, distinct_weights
 
-from aligner.checkpoint import gpt_weights
 from aligner.checkpoint.gpt_weights import GatheredWeights, canonical_parameters, load_weights
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.models.gpt.megatron.build import build_gpt
@@ -45,14 +44,14 @@ class Watched(TorchDispatchMode):
         self.bytes = 0  # of new tensors
         self.sent = []
         self.held = 0  # most sent tensors that were alive when the next one was sent
-        send = gpt_weights._send
+        send = torch.distributed.send
 
-        def watched(tensor, group):
+        def watched(tensor, **options):
             self.sent.append(weakref.ref(tensor))
             self.held = max(self.held, sum(ref() is not None for ref in self.sent))
-            send(tensor, group)
+            send(tensor, **options)
 
-        self.patch = mock.patch.object(gpt_weights, "_send", watched)
+        self.patch = mock.patch.object(torch.distributed, "send", watched)
 
     def __enter__(self):
         self.patch.start()

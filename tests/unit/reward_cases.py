@@ -22,7 +22,7 @@ def load(module):
     loaded = []
 
     def do(name, **settings):
-        loaded.append(RewardFunction.load(f"{module}:{name}", **settings))
+        loaded.append(RewardFunction(f"{module}:{name}", **settings))
         return loaded[-1]
 
     yield do

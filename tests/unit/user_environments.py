@@ -135,14 +135,14 @@ class Does(Echo):
 
     def repeats(self, turn):
         """Answers to an earlier message, again and again."""
-        body = json.dumps([1, "answer", [None, 0.1]]).encode()
+        body = json.dumps([1, "answer", None]).encode()
         while True:
             write_all(struct.pack("!4sQ", b"\x93ALN", len(body)) + body)
             time.sleep(0.0005)
 
     def answers_in_parts(self, turn):
         value = {**vars(turn), "info": {"x": "y" * 2**22}}
-        body = json.dumps([2, "answer", [value, 0.1]]).encode()
+        body = json.dumps([2, "answer", value]).encode()
         whole = struct.pack("!4sQ", b"\x93ALN", len(body)) + body
         for begin, end in ((0, 5), (5, 12), (12, 100), (100, 2**21), (2**21, None)):
             write_all(whole[begin:end])

@@ -34,38 +34,22 @@ _PARTIAL, _LAYERS = "partial_rotary_factor", "num_hidden_layers"
 
 @dataclass(frozen=True)
 class Family:
-    """Family of models with one ``model_type``.
-
-    Args:
-        model_type: name of the family in ``config.json``.
-        model_class: class of transformers.
-        table: names and layouts of the tensors.
-        keys: architecture field → key of ``config.json``.
-        defaults: transformers' values for keys that are absent in ``config.json``.
-        fixed: keys with their only supported value, which is written to ``config.json``. An absent
-            key counts as this value.
-        implied: architecture fields that are equal for all models of the family.
-        equal: keys whose value must be the value of another key.
-        rotary_percent: rotated share of a head if ``config.json`` does not give it. None: all, and
-            ``config.json`` may not give another share.
-        scales_embeddings: true if embeddings are multiplied by the root of their width.
-        window_pattern: default of n, where all layers but every n-th have a window. None: all
-            layers are alike.
-        window_rotary_base: default of the rotary base of layers with a window.
-    """
+    """Family of models with one ``model_type``. Keys are keys of ``config.json``."""
 
     model_type: str
-    model_class: str
-    table: Table
-    keys: Mapping[str, str]
-    defaults: Mapping[str, Any]
-    fixed: Mapping[str, Any]
-    implied: Mapping[str, Any] = field(default_factory=dict)
-    equal: Mapping[str, str] = field(default_factory=dict)
+    model_class: str  # of transformers
+    table: Table  # names and layouts of the tensors
+    keys: Mapping[str, str]  # architecture field → key
+    defaults: Mapping[str, Any]  # transformers' values of absent keys
+    fixed: Mapping[str, Any]  # keys with their only supported value, also if the key is absent
+    implied: Mapping[str, Any] = field(default_factory=dict)  # fields with one value in the family
+    equal: Mapping[str, str] = field(default_factory=dict)  # keys that must equal another key
+    # Rotated share of a head by default. None: all, and the configuration may give no other share.
     rotary_percent: float | None = None
-    scales_embeddings: bool = False
+    scales_embeddings: bool = False  # multiplies embeddings by the root of their width
+    # Default of n, where all layers but every n-th have a window. None: all layers are alike.
     window_pattern: int | None = None
-    window_rotary_base: float | None = None
+    window_rotary_base: float | None = None  # default of layers with a window
 
     def variant(self, model_type: str, model_class: str, **changes: Any) -> "Family":
         """Return a family with other names and ``changes``. Mappings are extended."""
@@ -98,8 +82,10 @@ class Family:
             # ``num_experts`` became ``num_local_experts`` in transformers 5.
             experts = fields["num_moe_experts"] or config.get("num_local_experts") or 128
             fields["num_moe_experts"] = experts
-        if "layers_without_rope" in fields:
-            fields["layers_without_rope"] = _layers_without_rope(config)
+        if "layers_without_rope" in fields:  # as given, or every fourth layer
+            count, interval = config[_LAYERS], config.get("no_rope_layer_interval") or 4
+            rotated = config["no_rope_layers"] or [(n + 1) % interval for n in range(count)]
+            fields["layers_without_rope"] = tuple(n for n in range(count) if not rotated[n])
         if self.window_pattern is not None:
             fields |= self._read_windows(config)
         if "attention_scale" in fields and self.model_type.startswith("gemma"):
@@ -253,13 +239,6 @@ def _read_rope_scaling(config: Config, rope: Config) -> RopeScaling | None:
         else:
             settings[name] = value if name == ORIGINAL else float(value)
     return RopeScaling(**settings)
-
-
-def _layers_without_rope(config: Config) -> tuple[int, ...]:
-    """Return the layers of SmolLM 3 without rotation: given, or every fourth one."""
-    count, interval = config[_LAYERS], config.get("no_rope_layer_interval") or 4
-    rotated = config["no_rope_layers"] or [(n + 1) % interval for n in range(count)]
-    return tuple(n for n in range(count) if not rotated[n])
 
 
 def _read_gpt2(config: Config) -> dict[str, Any]:

@@ -96,7 +96,18 @@ class ArchiveReader:
         members: dict[str, tarfile.TarInfo] = {}
         end = 0
         for info in infos:
-            name = _safe_name(self.path, info)
+            # Refuse names and kinds that no checkpoint has.
+            path = PurePosixPath(info.name)
+            kind = ""
+            if path.is_absolute() or ".." in path.parts or "\\" in info.name or "\0" in info.name:
+                kind = "an unsafe path"
+            elif not (info.isreg() or info.isdir()) or info.issparse():  # sparse: not contiguous
+                kind = "a link or a device"
+            if kind:
+                raise CheckpointError(
+                    f"{str(self.path)!r} contains {info.name!r}, {kind}: refused as malicious"
+                )
+            name = path.as_posix()
             end = max(end, info.offset_data + -(-info.size // _BLOCK) * _BLOCK * info.isreg())
             if info.isdir():
                 continue
@@ -222,21 +233,6 @@ def _mapping(stream: IO[bytes]) -> memoryview:
     # Writable, because torch requires it. Private, so that the file never changes.
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _NO_RESERVE
     return memoryview(mmap.mmap(stream.fileno(), 0, flags=flags, prot=protection))
-
-
-def _safe_name(archive: Path, info: tarfile.TarInfo) -> str:
-    """Return the member's normalised name. Raise on names and kinds that no checkpoint has."""
-    path = PurePosixPath(info.name)
-    kind = ""
-    if path.is_absolute() or ".." in path.parts or "\\" in info.name or "\0" in info.name:
-        kind = "an unsafe path"
-    elif not (info.isreg() or info.isdir()) or info.issparse():  # sparse: not contiguous
-        kind = "a link or a device"
-    if kind:
-        raise CheckpointError(
-            f"{str(archive)!r} contains {info.name!r}, {kind}: refused as malicious"
-        )
-    return path.as_posix()
 
 
 class ArchiveWriter:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import (
+    LAYER,
     REWARD_HEAD,
     Shape,
     Weights,
@@ -42,7 +43,6 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import TokenizerError
 
 CONFIG_FILE = "model_config.yaml"
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
@@ -140,7 +140,7 @@ def _stack_position(
     name: str, architecture: GPTArchitecture
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """Return the key without layer and expert, their indices, and the numbers of each."""
-    match = _LAYER.match(name)
+    match = LAYER.match(name)
     if match is None:
         return name, (), ()
     suffix = match[2]

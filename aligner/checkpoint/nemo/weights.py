@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import (
+    LAYER,
     OUTPUT_LAYER,
     REWARD_HEAD,
     LazyTensors,
@@ -35,7 +36,6 @@ WEIGHTS_FILE = "model_weights.ckpt"
 _RANK_FILE = re.compile(
     r"^(?:mp_rank_(?P<mp>\d+)|tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+))/model_weights\.ckpt$"
 )
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 _STACKED = re.compile(r"^decoder\.layers\.(?!\d)(.*)$")
 _STACKED_EXPERTS = ".experts.experts."
 _THREADS = 1  # more threads would compete with the copying thread
@@ -234,22 +234,18 @@ def _load_rank(archive: ArchiveReader, name: str) -> RankState:
         canonical = canonical_name(key)
         if canonical is not None and isinstance(value, StoredTensor):
             result[canonical] = value
-    _join_legacy_gates(result)
-    return result
-
-
-def _join_legacy_gates(state: RankState) -> None:
-    """Stack the separate gate and up of old unfused SwiGLU into ``[gate; up]``."""
-    for name in list(state):
-        match = _LEGACY_UP.match(name)
+    # Stack the separate gate and up of old unfused SwiGLU into ``[gate; up]``.
+    for up in list(result):
+        match = _LEGACY_UP.match(up)
         if match is not None:
             gate = f"{match[1]}linear_fc1.{match[2]}"
-            if gate not in state:
-                raise CheckpointError(f"{name} is present without its gate {gate}")
-            halves = state[gate], state.pop(name)
+            if gate not in result:
+                raise CheckpointError(f"{up} is present without its gate {gate}")
+            halves = result[gate], result.pop(up)
             for record in halves[0].records() + halves[1].records():
                 record.check()
-            state[gate] = StoredTensor(torch.cat([half.tensor() for half in halves]))
+            result[gate] = StoredTensor(torch.cat([half.tensor() for half in halves]))
+    return result
 
 
 def _load_ranks(archive: ArchiveReader) -> list[list[RankState]]:
@@ -277,7 +273,7 @@ def _rank_parts(stages: list[list[RankState]]) -> dict[str, Sequence[Part]]:
         for name in ranks[0]:
             if any(name not in rank for rank in ranks):
                 raise CheckpointError(f"{name} is missing on some tensor-parallel rank of {stage=}")
-            match = _LAYER.match(name)
+            match = LAYER.match(name)
             layers = max(layers, int(match[1]) + 1 if match else 0)
             unique = f"decoder.layers.{int(match[1]) + first_layer}.{match[2]}" if match else name
             parts[unique] = [rank[name] for rank in ranks]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aligner.checkpoint.durable import sync_path, sync_tree, write_json
+from aligner.checkpoint.durable import sync_path, sync_tree
 from aligner.errors import CheckpointError, DamagedStateError, StorageError, raised_as
 
 FORMAT = 3
@@ -70,13 +70,8 @@ def file_checksum(path: Path) -> str:
     return f"{checksum:08x}"
 
 
-def write_checksums(folder: Path, checksums: Mapping[str, int]) -> None:
-    """Write the checksums of the files of ``folder`` into the same folder."""
-    write_json(folder / CHECKSUMS, {name: f"{c:08x}" for name, c in checksums.items()})
-
-
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Read the checksums that `write_checksums` wrote. Empty if the folder has none."""
+    """Read the checksums of the files in ``folder``. Empty if the folder has none."""
     path = folder / CHECKSUMS
     if not path.exists():
         return {}

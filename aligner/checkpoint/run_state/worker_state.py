@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from aligner.checkpoint.background import AbandonedError, BackgroundTask, CopyMemory
-from aligner.checkpoint.durable import atomic_file, durable_file, readable_bytes, require_free_space
+from aligner.checkpoint.durable import atomic_file, readable_bytes, require_free_space, write_json
 from aligner.checkpoint.run_state.files import (
+    CHECKSUMS,
     check_files,
     raised_on_all,
     read_checksums,
     replace_folder,
-    write_checksums,
 )
 from aligner.checkpoint.run_state.tree import (
     bytes_to_copy,
@@ -152,10 +152,8 @@ def _write_share(target: Path, rank: int, tree: Any, stop: threading.Event | Non
     """Write a worker's file and, once the file is on the disk, its mark."""
     share = target / _name(rank)
     checksum = write_tree(share, tree, stop)
-    mark = json.dumps({"checksum": checksum, "size": share.stat().st_size}).encode()
     unsealed = target / f".{_mark(rank)}.partial"
-    with durable_file(unsealed, len(mark)) as file:
-        file.write(mark)
+    write_json(unsealed, {"checksum": checksum, "size": share.stat().st_size})
     # The last access to the folder, which `seal` then allows to be renamed.
     os.replace(unsealed, target / _mark(rank))
 
@@ -182,8 +180,8 @@ def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> 
                 f"{share} has {share.stat().st_size} bytes, but {mark['size']} were written. Is "
                 "this directory the same on all machines?"
             )
-        checksums[share.name] = mark["checksum"]
-    write_checksums(folder, checksums)
+        checksums[share.name] = f"{mark['checksum']:08x}"
+    write_json(folder / CHECKSUMS, checksums)
     for rank in range(num_shares):
         (folder / _mark(rank)).unlink()
 

@@ -1,14 +1,12 @@
 """Cleanup of the processes and files of a run's Ray cluster, also after the run is killed.
 
-`ray_session` starts this process next to the driver. While the driver lives, the process records
-Ray's processes below the driver. After the driver has ended (its end of a pipe closes), the process
-kills the recorded processes that still run and removes their folder. Without the cleanup, Ray ends
-most of its processes minutes later and never removes the folder.
+While the driver lives, this process records Ray's processes below the driver. After the driver has
+ended (its end of a pipe closes), the process kills the recorded processes that still run, removes
+their folder and closes its standard output. Ray itself would end most of them minutes later.
 
     python -m aligner.distributed.ray.reaper DRIVER_PID FOLDER < pipe | pipe
 
-The process is not a child of the driver, because Ray kills the driver's children when it
-disconnects. It closes its standard output after the cleanup.
+The process is not a child of the driver, because Ray kills the driver's children.
 """
 
 import os

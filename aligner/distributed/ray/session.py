@@ -32,9 +32,8 @@ _REAPER_S = 20.0  # limit of the wait for the cleanup
 def ray_session(address: str | None, cpus: float, object_store_mb: int) -> Iterator[None]:
     """Connect to the cluster at ``address`` or ``RAY_ADDRESS``. Without both, start a cluster.
 
-    An existing cluster keeps running. A started cluster ends with the block, and also if this
-    process is killed. The cluster has ``cpus`` of this machine and ``object_store_mb`` MiB for
-    batches. An already connected program keeps its connection.
+    An existing cluster or connection is kept. A started cluster, with ``cpus`` of this machine and
+    ``object_store_mb`` MiB for batches, ends with the block or this process.
 
     Raises:
         ConfigError: no cluster answers at the address.
@@ -92,7 +91,6 @@ def _started(cpus: float, object_store_mb: int) -> Iterator[None]:
         "_temp_dir": folder,
     }
     with _reaper(folder):
-        # Start Ray, with retries.
         for attempt in range(_ATTEMPTS):
             try:
                 ray.init("local", **options)

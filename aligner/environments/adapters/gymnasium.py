@@ -28,9 +28,8 @@ Parser = Callable[[str], Any]
 class GymnasiumEnv:
     """An environment of ``gymnasium.make``.
 
-    A message is an action, and its reward is the reward of the step. A message without an action
-    gets ``invalid_reward`` and is answered with the format of actions. The environment does not
-    step. ``terminated`` and ``truncated`` end the conversation.
+    A message is an action, and its reward is the reward of the step. After a message without an
+    action, the environment does not step and answers with the format of actions.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class GymnasiumEnv:
                 environment renders, with highlights in brackets.
             invalid_reward: reward of a message without an action. If it is not lower than the
                 rewards of valid actions, the policy learns to avoid actions.
-            columns: columns of the row, not used.
         """
         del columns
         gymnasium = imported("gymnasium", "gymnasium")

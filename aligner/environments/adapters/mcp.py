@@ -39,16 +39,12 @@ class MCPEnv(ScoredTools):
         """Start the server and list its tools.
 
         Args:
-            seed: not used, as servers have no seed.
-            prompt: prompt of the row.
             command: command of the server, as a list of words.
             reward: a reward function, named as in ``reward.function`` (docs/ppo.md). The function
                 gets the last message of ``prompt`` and the answer.
             reward_kwargs: additional keyword arguments of the reward function.
-            ground_truth: ground truth of the row.
             tools: names of the tools to offer. None means all.
             variables: environment variables of the server, in addition to MCP's defaults.
-            form: format of tool calls.
             columns: the other columns of the row, for the reward function.
         """
         del seed

@@ -45,7 +45,6 @@ class NeMoRLEnv:
                 processor. None: use the columns ``prompt`` and ``extra_env_info``.
             observation_role: role that replaces ``environment``, which chat templates do not
                 accept.
-            prompt: prompt of the row.
             extra_env_info: metadata of the row. None: all other columns.
             columns: the other columns of the row.
         """

@@ -45,7 +45,6 @@ class OpenEnvEnv:
             instructions: text before the first observation.
             reset: additional arguments of ``reset``.
             client: additional arguments of OpenEnv's client, such as ``message_timeout_s``.
-            columns: columns of the row, not used.
         """
         del columns
         make = imported("openenv.core.generic_client", "openenv").GenericEnvClient

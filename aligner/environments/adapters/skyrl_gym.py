@@ -32,7 +32,6 @@ class SkyRLGymEnv:
         """Make the environment.
 
         Args:
-            seed: not used, as skyrl-gym has no seed.
             prompt: prompt of the row, the argument of ``init``.
             id: name for ``skyrl_gym.make``, or ``path/to/file.py:Class``. None: the column
                 ``env_class`` of the row.

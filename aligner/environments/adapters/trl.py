@@ -54,7 +54,6 @@ class TRLEnv(PromptedTools):
             prompt: prompt of the row. The text that ``reset`` returns is appended to it.
             arguments: keyword arguments of the class.
             reward: a reward function as TRL takes it, required for a class without ``get_reward``.
-            form: format of tool calls.
             max_tool_calling_iterations: maximum number of messages with calls. The next such
                 message ends the conversation. None means no limit besides the run's.
             columns: the other columns of the row, which with ``prompt`` are arguments of ``reset``.
@@ -166,10 +165,4 @@ def _synchronous(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _result_of(value: Any) -> Any:
     """Return ``value``, or its result if it is a coroutine."""
-    if not inspect.isawaitable(value):
-        return value
-
-    async def wait() -> Any:
-        return await value
-
-    return asyncio.run(wait())
+    return asyncio.run(asyncio.wait_for(value, None)) if inspect.isawaitable(value) else value

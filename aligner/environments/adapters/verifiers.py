@@ -54,7 +54,6 @@ class VerifiersEnv:
             prompt: prompt of the row, after the environment's system prompt.
             answer: answer of the row, for the rubric.
             info: info of the row, for the rubric.
-            columns: the other columns of the row, not used.
         """
         del columns
         self._environment = _load(environment, json.dumps(dict(arguments or {}), sort_keys=True))

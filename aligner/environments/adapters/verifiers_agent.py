@@ -50,7 +50,6 @@ class VerifiersAgent:
             agent: settings of verifiers' ``AgentConfig``, such as ``harness`` and ``runtime``. The
                 default runtime is ``subprocess``.
             idx: index of the task in the taskset.
-            columns: the other columns of the row, not used.
 
         Returns:
             A mapping with the ``reward`` of the trace, its metrics and the score of each reward.

@@ -106,11 +106,11 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
-def thin_out(points: list[tuple[int, float]], most: int = _MOST_POINTS) -> list[tuple[int, float]]:
-    """Reduce a line to roughly ``most`` points: the ends, and the extremes of each bucket."""
-    if len(points) <= most:
+def thin_out(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Reduce a line to about `_MOST_POINTS`: the ends, and the extremes of each bucket."""
+    if len(points) <= _MOST_POINTS:
         return points
-    size = math.ceil(2 * len(points) / most)
+    size = math.ceil(2 * len(points) / _MOST_POINTS)
     selected: set[tuple[int, float]] = {points[0], points[-1]}
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
@@ -152,15 +152,19 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
         return None
     all_points = [point for _, points in finite for point in points]
     scale = _Scale.around([*all_points, *((all_points[0][0], value) for value in shows)])
-    thinned = [(line, thin_out(points)) for line, points in finite]
     values = ticks(scale.low, scale.high)
     # The step axis labels whole steps, and always the last step.
     first, last = scale.first, scale.last
     inner = [s for s in ticks(first, last) if s == int(s) and last - s > 0.1 * (last - first)]
-    hover = [
-        {"l": line.label, "s": line.style, "p": [[*scale.at(p), *p] for p in points]}
-        for line, points in thinned
-    ]
+    # Pixels of each line, and the values that the page shows at the pointer.
+    lines, hover = [], []
+    for line, points in finite:
+        thinned = thin_out(points)
+        dots = [scale.at(point) for point in thinned]
+        path = "".join(f"{'L' if i else 'M'}{x} {y}" for i, (x, y) in enumerate(dots))
+        lines.append(Line(line.style, path, dots if len(dots) <= _MOST_DOTS else ()))
+        shown = [[*dot, *point] for dot, point in zip(dots, thinned, strict=True)]
+        hover.append({"l": line.label, "s": line.style, "p": shown})
     return Chart(
         value_ticks=[
             (scale.at((int(scale.first), value))[1], label)
@@ -169,7 +173,7 @@ def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart |
         step_ticks=[
             (scale.at((int(step), scale.low))[0], f"{int(step):,}") for step in [*inner, scale.last]
         ],
-        lines=[_line(line.style, [scale.at(p) for p in points]) for line, points in thinned],
+        lines=lines,
         hover=json.dumps(hover),
     )
 
@@ -202,11 +206,6 @@ class _Scale:
 def _finite(series: Series) -> list[tuple[int, float]]:
     pairs = zip(series.steps, series.values, strict=True)
     return [(step, value) for step, value in pairs if math.isfinite(value)]
-
-
-def _line(style: str, points: Sequence[tuple[float, float]]) -> Line:
-    path = "".join(f"{'L' if i else 'M'}{x} {y}" for i, (x, y) in enumerate(points))
-    return Line(style, path, points if len(points) <= _MOST_DOTS else ())
 
 
 @dataclass(frozen=True)

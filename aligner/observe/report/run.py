@@ -183,10 +183,7 @@ def _overview(series: Mapping[str, Series]) -> list[ChartCard]:
 
 
 def _gap(series: Mapping[str, Series], precision: str) -> tuple[str, dict[str, str]] | None:
-    """Return lead and rows on the gap between sampler and trainer and on rounding. None: no gap.
-
-    The verdict uses the first step, because no update separates its rollout from its training.
-    """
+    """Return lead and rows on the gap between sampler and trainer and on rounding. None: no gap."""
     gaps = series.get("sampler/logprob_gap_mean")
     if gaps is None:
         return None
@@ -200,6 +197,7 @@ def _gap(series: Mapping[str, Series], precision: str) -> tuple[str, dict[str, s
         },
     }
     lead = "Mean absolute difference of their log-probs of the same tokens, in nats."
+    # No update separates the first step's rollout from its training.
     verdict = gap_verdict(gaps.values[0], precision)
     if verdict is not None:
         lead += f" At the beginning it is {verdict.text}"

@@ -1,10 +1,8 @@
-"""Rewards from a server: a client of `wire`, and the trainer's `RewardInterface` with it.
+"""Rewards from a server.
 
-main thread ─► a portal's event loop: concurrent requests, each with retries ─► rows in order
-
-All waits are finite. Temporary failures (no connection, no answer in time, a server that is busy or
-restarting) are retried with growing pauses for ``retry_for_s``. Other failures (a refused token, an
-invalid answer) stop the run at once. The message names the server and the cause on every rank.
+Temporary failures (no connection, no answer in time, a server that is busy or restarting) are
+retried with growing pauses for ``retry_for_s``. Other failures (a refused token, an invalid answer)
+stop the run at once, on every rank.
 """
 
 import asyncio
@@ -157,10 +155,7 @@ class RewardClient:
             raise self._error(f"{request} was answered with {error}") from error
 
     async def _exchange(self, session: httpx.AsyncClient, request: _RewardRequest) -> Any:
-        """Send a request once and return the JSON value of the answer.
-
-        A proxy's page with status 200 or 404 is a temporary failure, as the server may be starting.
-        """
+        """Send a request once and return the JSON value of the answer."""
         # The answer, within the limits of time and size.
         answer = bytearray()
         try:
@@ -177,7 +172,7 @@ class RewardClient:
                 f"no answer to {request} within {self.config.timeout_s:g} s "
                 "(reward.server.timeout_s)"
             ) from error
-        # JSON, or a temporary or permanent failure.
+        # A proxy's page with status 200 or 404 is a temporary failure: the server may be starting.
         if response.status_code == 200:
             try:
                 return parse_json(answer)

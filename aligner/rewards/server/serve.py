@@ -1,7 +1,4 @@
-"""Server of a reward model: its endpoints, its processes, and the loop that scores requests.
-
-Samples of several requests are scored in one batch.
-"""
+"""HTTP server of a reward model. Samples of several requests are scored in one batch."""
 
 import asyncio
 import json
@@ -183,9 +180,8 @@ def score_until(
 ) -> None:
     """Score the waiting requests of rank 0 on all ranks, until ``stopping`` is set on rank 0.
 
-    ``stopping`` is checked between batches of ``batch_size`` sequences. An error of a batch is
-    reported to its clients. If there are other ranks, the error also ends the server, as their
-    state is then unknown.
+    A batch has at most ``batch_size`` sequences. An error of a batch is reported to its clients. If
+    there are other ranks, the error also ends the server, as their state is then unknown.
     """
     while True:
         # Rank 0 broadcasts the batch, which is None at the end and empty after an idle wait.

@@ -5,10 +5,7 @@
                                                        or  {"rewards": [[4.0, 1.2], ...]}
     anything that failed                               4xx or 5xx {"error": "why"}
 
-``attributes`` names the numbers of a reward, in order. It is empty if the model was trained on
-comparisons, with one number. ``docs/reward.md`` describes the protocol in full.
-
-Lists fail fast, as a body may contain millions of errors.
+``docs/reward.md`` describes the protocol. Lists fail fast, as a body may have millions of errors.
 """
 
 from dataclasses import dataclass

@@ -67,7 +67,7 @@ class HerePool:
             value = self.hosts[call.slot].call(call.name, call.argument)
         except Exception as error:
             return Failure("env_error", str(error))
-        return CallAnswer(value, 1.0)
+        return CallAnswer(value)
 
 
 class Babble:

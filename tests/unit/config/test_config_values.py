@@ -20,7 +20,6 @@ from aligner.config.fields import MOST_SECONDS, Fraction, NonNegative
 from aligner.config.parse import build
 from aligner.errors import CheckpointNotFoundError, ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
-from aligner.rewards.function.runner import RewardFunction
 
 CONF = str((Path(__file__).parents[3] / "conf").resolve())
 
@@ -131,10 +130,15 @@ def test_prompts_may_be_empty():
     assert (config.prompt, config.data.system_prompt) == (("",), "")
 
 
-def test_time_limits_of_functions():
-    for seconds in (float("inf"), float("nan"), 2 * MOST_SECONDS, 0):
-        with pytest.raises(ConfigError, match="time_limit_s="):
-            RewardFunction.wrap(lambda *_: [], time_limit_s=seconds)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("time_limit_s", s) for s in (float("inf"), float("nan"), 2 * MOST_SECONDS, 0.0)]
+    + [("max_concurrency", 0)],
+)
+def test_limits_of_reward_functions(key, value):
+    values = {"function": "a:b", key: value}
+    with pytest.raises(ConfigError, match=rf"reward\.{key}: must be"):
+        parse_config({"model": {"restore_from_path": "m.nemo"}, "reward": values}, RunConfig)
 
 
 def test_adapters_larger_than_the_model_are_refused():

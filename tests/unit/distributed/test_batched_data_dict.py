@@ -21,11 +21,8 @@ def test_shards_take_their_part_of_every_global_batch():
     shards = batch(8).shard_by_batch_size(2, batch_size=4)
     assert [s["length"].tolist() for s in shards] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert shards[1]["text"] == ["row 2", "row 3", "row 6", "row 7"]
-
-
-def test_shards_without_batch_size_are_contiguous():
-    shards = batch(4).shard_by_batch_size(2)
-    assert [s["length"].tolist() for s in shards] == [[0, 1], [2, 3]]
+    whole = batch(4).shard_by_batch_size(2)
+    assert [s["length"].tolist() for s in whole] == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -59,15 +56,11 @@ def test_from_batches_pads_to_the_right_with_the_columns_value():
     assert joined["name"] == ["a", "b"]
 
 
-def test_from_batches_pads_dimension_one_of_deeper_tensors():
-    joined = BatchedDataDict.from_batches([{"x": torch.ones(1, 1, 2)}, {"x": torch.ones(1, 2, 2)}])
-    assert joined["x"].tolist() == [[[1, 1], [0, 0]], [[1, 1], [1, 1]]]
-
-
-def test_what_a_filter_kept_is_padded_with_what_is_no_token():
-    narrow, wide = torch.zeros(1, 1, 2, dtype=torch.int32), torch.ones(1, 2, 2, dtype=torch.int32)
-    joined = BatchedDataDict.from_batches([{"kept_ids": narrow}, {"kept_ids": wide}])
-    assert joined["kept_ids"].tolist() == [[[0, 0], [-1, -1]], [[1, 1], [1, 1]]]
+@pytest.mark.parametrize(("name", "padding"), [("x", 0), ("kept_ids", -1)])
+def test_from_batches_pads_dimension_one_of_deeper_tensors(name, padding):
+    narrow, wide = torch.full((1, 1, 2), 7), torch.ones(1, 2, 2, dtype=torch.int64)
+    joined = BatchedDataDict.from_batches([{name: narrow}, {name: wide}])
+    assert joined[name].tolist() == [[[7, 7], [padding, padding]], [[1, 1], [1, 1]]]
 
 
 def test_a_batch_without_rows_does_not_decide_the_width():

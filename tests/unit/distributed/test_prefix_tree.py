@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_sharding import dynamic, packed
 
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.sequences import (
@@ -174,18 +175,10 @@ def rollout_batch(groups=6, rows=4, prompt=64, response=16):
     return BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
 
 
-def arguments(mode, **changes):
-    common = {
-        "max_tokens_per_microbatch": 300,
-        "input_key": "input_ids",
-        "input_lengths_key": "input_lengths",
-        "shared_prefixes": True,
-        **changes,
-    }
+def arguments(mode, shared_prefixes=True):
     if mode == "dynamic":
-        return {"dynamic_batching_args": {**common, "sequence_length_round": 4}}
-    common_options = {"algorithm": "first_fit_decreasing", "sequence_length_pad_multiple": 4}
-    return {"sequence_packing_args": {**common, **common_options}}
+        return dynamic(300, 4, shared_prefixes=shared_prefixes)
+    return packed(300, 4, "first_fit_decreasing", shared_prefixes=shared_prefixes)
 
 
 def micro_batches(shard):

@@ -122,7 +122,7 @@ def test_chains_of_any_depth_and_closed_folders_are_removed(here):
 
 
 def test_a_reward_function_that_is_killed_leaves_no_files(here, user):
-    with RewardFunction.load(f"{user}:reward", time_limit_s=3.0) as function:
+    with closing(RewardFunction(f"{user}:reward", time_limit_s=3.0)) as function:
         function(["p"], ["good"], [None])
         assert list(here.glob("aligner-scratch-*/*/held"))
         with pytest.raises(RewardTimeoutError):

@@ -1,5 +1,8 @@
 """The verifiers that come with the library, one sample at a time."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
 import pytest
 from loaded import load_set
 
@@ -73,7 +76,7 @@ def test_exact_number_with_a_prefix():
 @pytest.mark.integration
 def test_exact_number_needs_a_number_to_compare_with():
     with (
-        RewardFunction.load("aligner.examples.tasks.exact_number:reward") as function,
+        closing(RewardFunction("aligner.examples.tasks.exact_number:reward")) as function,
         pytest.raises(RewardError, match=r"'two' is not a number.* on sample 1"),
     ):
         function(["a", "b"], ["1\n", "2\n"], ["1", "two"], {"is_end": [True, True]})
@@ -128,8 +131,9 @@ def test_math_verify_in_a_box():
 
 
 def test_math_verify_outside_the_main_thread():
-    function = RewardFunction.wrap(math_verify.reward)
-    assert function([""], ["1/2"], ["0.5"]).rewards.tolist() == [1.0]
+    with ThreadPoolExecutor() as threads:
+        (score,) = threads.submit(math_verify.reward, [""], ["1/2"], ["0.5"]).result()
+    assert score["reward"] == 1.0
 
 
 def test_math_verify_refuses_an_unreadable_ground_truth():
@@ -150,7 +154,7 @@ def test_reasoning_gym_from_prompt_to_reward():
     columns = {name: [prompt.columns[name] for prompt in dataset] for name in ("task", "entry")}
     right = [prompt.ground_truth for prompt in dataset]
     texts = [prompt.text for prompt in dataset]
-    with RewardFunction.load("aligner.examples.tasks.reasoning:reward") as function:
+    with closing(RewardFunction("aligner.examples.tasks.reasoning:reward")) as function:
         output = function(texts, [right[0], f"{right[1]}1", ""], right, columns)
     assert output.rewards[0] == 1.0
     assert output.rewards[1] < 1.0

@@ -1,6 +1,7 @@
 """Models that the Python code in their directory builds: only if the user trusts the code."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.dtensor.ways import WORDS
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel
+from aligner_plan.command import architectures_of
 
 pytestmark = pytest.mark.integration
 
@@ -109,6 +111,10 @@ def test_code_precedes_a_table_of_tensors_only_if_it_is_trusted(backend, own_fol
     assert not mark.exists()
     with open_model(folder, backend, trusted=True) as source:
         assert source.architecture.code == str(folder)
+    model = SimpleNamespace(restore_from_path=str(folder), trust_remote_code=True)
+    config = SimpleNamespace(model=model, policy=SimpleNamespace(backend=backend))
+    planned = architectures_of(config, SimpleNamespace(architecture=None))
+    assert planned[str(folder)].code == str(folder)
 
 
 @pytest.mark.parametrize(("is_mean", "way"), [(False, "aligner"), (True, "rows")])

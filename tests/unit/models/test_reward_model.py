@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from aligner.models.gpt.role.reward import SequenceForm, Standardization
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings
 from aligner.models.reward.workers.megatron_reward_worker import MegatronRewardWorker
 from aligner.parallel.groups import initialize_parallel
-from aligner.rewards.interface import attribute_parts, check_weights, weighted
+from aligner.rewards.interface import check_weights, rated_responses
 from aligner.rewards.sequences import SequenceEncoder
 
 ATTRIBUTES = ("helpfulness", "correctness", "length")
@@ -182,11 +183,12 @@ def test_sequences_end_as_those_of_training_did(tmp_path):
 def test_attributes_are_weighted():
     scores = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, -1.0]])
     weights = check_weights([1, 0.5, -1], ATTRIBUTES, "it")
-    assert weighted(scores, weights).tolist() == [-1.0, 1.5]
-    assert attribute_parts(scores, ATTRIBUTES)["correctness"] == [2.0, 1.0]
-    assert attribute_parts(torch.ones(2, 1), ("one",)) == {}
+    rated = partial(rated_responses, ["r", "s"], prompts=["p", "q"], source="it")
+    scored = rated(scores, ATTRIBUTES, weights)
+    assert (scored.rewards.tolist(), scored.parts["correctness"]) == ([-1.0, 1.5], [2.0, 1.0])
+    assert rated(torch.ones(2, 1), ("one",), None).parts == {}
     assert check_weights(None, (), "it") is None
-    assert weighted(torch.tensor([1.0, 2.0]), None).tolist() == [1.0, 2.0]
+    assert rated(torch.tensor([1.0, 2.0]), (), None).rewards.tolist() == [1.0, 2.0]
     with pytest.raises(ConfigError, match=r"rates 3 attributes .helpfulness, correctness, length."):
         check_weights(None, ATTRIBUTES, "it")
     with pytest.raises(ConfigError, match="has 2 numbers, and it rates 3"):

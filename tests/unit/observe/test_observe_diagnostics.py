@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from aligner.observe.diagnostics import (
     explained_variance,
-    fraction_terminated,
     gap_verdict,
     gap_warnings,
     repeated_ngram_fraction,
@@ -86,10 +85,7 @@ def test_repeated_ngrams_with_a_large_vocabulary_do_not_overflow():
     assert repeated_ngram_fraction(ids, torch.zeros(4, dtype=torch.int64), lengths, 8).item() == 0
 
 
-def test_share_ended_and_statistics():
-    ended = torch.tensor([True, False, True, True])
-    assert fraction_terminated(ended).item() == 0.75
-    assert fraction_terminated(ended, torch.tensor([1, 1, 0, 0])).item() == 0.5
+def test_statistics_of_counted_entries():
     found = statistics(torch.tensor([1, 2, 3, 100]), torch.tensor([1, 1, 1, 0]))
     assert {name: value.item() for name, value in found.items()} == {
         "mean": 2.0,

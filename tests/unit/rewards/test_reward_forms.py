@@ -1,21 +1,25 @@
 """Reward functions in the forms of TRL, verl and OpenRLHF, called as their libraries call them."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 import torch
 
 from aligner.data.chat import MESSAGES
 from aligner.errors import ConfigError, DataError, RewardError
+from aligner.rewards.function.execution import LoadedFunction
 from aligner.rewards.function.runner import RewardFunction
+from aligner.rewards.protocol import Samples
 
 CHAT = [{"role": "user", "content": "2+3?"}]
 TRUTHS = ["5", "6"]
 
 
 def scored(function, columns=None, kwargs=None, prompts=("a", "b")):
-    with RewardFunction.wrap(function, kwargs=kwargs) as reward:
-        output = reward(list(prompts), ["x5", "y6"], TRUTHS, columns or {})
-    return reward.form, output.rewards.tolist(), output.metrics
+    loaded = LoadedFunction(function, function.__name__, kwargs or {})
+    samples = Samples(list(prompts), ["x5", "y6"], TRUTHS, columns or {})
+    return loaded.signature.form, *loaded.score(samples)
 
 
 def test_trl_gets_completions_and_columns():
@@ -89,15 +93,18 @@ def verl(data_source, solution_str, ground_truth, extra_info):
 
 def test_refusals_name_function_and_remedy():
     with pytest.raises(DataError, match=r"trl_with_ids.* needs the columns \['completion_ids'\]"):
-        RewardFunction.wrap(trl_with_ids).check_columns({"is_end"})
+        LoadedFunction(trl_with_ids, "trl_with_ids", {}).signature.check_columns({"is_end"})
     with pytest.raises(DataError, match=r"verl.* needs the columns \['extra_info'\]"):
-        RewardFunction.wrap(verl).check_columns({"data_source"})
+        LoadedFunction(verl, "verl", {}).signature.check_columns({"data_source"})
     with pytest.raises(ConfigError, match=r"reward.kwargs: function .*verl.* \['bonus'\]"):
-        RewardFunction.wrap(verl, kwargs={"bonus": 1})
+        LoadedFunction(verl, "verl", {"bonus": 1})
     with pytest.raises(ConfigError, match="must take"):
-        RewardFunction.wrap(lambda completion: [1.0])
-    with pytest.raises(RewardError, match=r"bad.*sample 1 .*response 'y6'"):
-        scored(verl, {"data_source": ["m", "n"], "extra_info": [{}, {}]})
+        LoadedFunction(lambda completion: [1.0], "f", {})
+    columns = {"data_source": ["m", "n"], "extra_info": [{}, {}]}
+    answers = LoadedFunction(verl, "verl", {}).answers(
+        Samples(["a", "b"], ["x", "y"], TRUTHS, columns)
+    )
+    assert dict(answers)["culprit"] == 1
 
     def of_a_batch(solution_str, ground_truth):
         return [1.0] * len(solution_str)
@@ -111,7 +118,7 @@ def test_a_form_reaches_its_process(tmp_path):
         "def reward(completions, level, **kwargs):\n"
         "    return [float(len(c[0]['content']) + n) for c, n in zip(completions, level)]\n"
     )
-    with RewardFunction.load(f"{tmp_path / 'r.py'}:reward") as function:
-        assert function.form == "TRL"
+    with closing(RewardFunction(f"{tmp_path / 'r.py'}:reward")) as function:
+        assert function.signature.form == "TRL"
         output = function(["a"], ["xyz"], [None], {"level": [4], MESSAGES: [CHAT]})
     assert output.rewards.tolist() == [7.0]

@@ -1,4 +1,4 @@
-"""Reward functions in processes and threads: an answer or a refusal, whatever they do."""
+"""Reward functions in processes: an answer or a refusal, whatever they do."""
 
 import os
 import signal
@@ -10,8 +10,7 @@ import reward_cases
 from reward_cases import gone, score
 
 from aligner.errors import RewardError
-from aligner.importing import load_function
-from aligner.rewards.function.runner import ProcessRunner, RewardFunction
+from aligner.rewards.function.runner import RewardFunction
 
 pytestmark = pytest.mark.integration
 
@@ -25,7 +24,6 @@ def test_a_function_that_forks_answers_once(load):
         assert score(function, responses).rewards.tolist() == [float(text) for text in responses]
 
 
-@pytest.mark.parametrize("where", ["process", "thread"])
 @pytest.mark.parametrize(
     ("response", "said"),
     [
@@ -36,10 +34,8 @@ def test_a_function_that_forks_answers_once(load):
         ("huge", r"raised ValueError: z+… and 4998000 characters more"),
     ],
 )
-def test_whatever_is_raised_the_sample_is_named(load, module, where, response, said):
+def test_whatever_is_raised_the_sample_is_named(load, response, said):
     function = load("raises")
-    if where == "thread":
-        function = RewardFunction.wrap(load_function(f"{module}:raises", key="reward.function"))
     with pytest.raises(RewardError, match=rf"{said}.* on sample 1 \(prompt 'prompt 1'") as refusal:
         score(function, ["a", response, "b"])
     assert len(str(refusal.value)) < 3000
@@ -78,7 +74,7 @@ def test_crash_is_told_and_survived(load):
 
 
 def test_closing_ends_the_process(module):
-    runner = ProcessRunner(f"{module}:lengths", {})
+    runner = RewardFunction(f"{module}:lengths")
     (process,) = runner._processes.values()
     assert process.alive
     runner.close()
@@ -94,7 +90,7 @@ def test_no_process_outlives_this_one(module, tmp_path, ending):
 import os, signal, sys, threading, time
 from pathlib import Path
 from aligner.rewards.function.runner import RewardFunction
-function = RewardFunction.load("{module}:hangs", time_limit_s=500)
+function = RewardFunction("{module}:hangs", time_limit_s=500)
 threading.Thread(
     target=function, args=(["p"], ["r"], ["{marker}"]), daemon=True).start()
 while not (Path("{marker}").exists() and len(Path("{marker}").read_text().split()) == 2):

@@ -29,11 +29,6 @@ def test_numbers(load):
 def test_async(load):
     assert score(load("slowly"), ["a", "b"], ["a", "c"]).rewards.tolist() == [1.0, 0.0]
 
-    async def here(prompts, responses, ground_truths):
-        return [2.0] * len(prompts)
-
-    assert score(RewardFunction.wrap(here), ["a"]).rewards.tolist() == [2.0]
-
 
 def test_dicts_become_metrics(load):
     columns = {"level": [1, 2, 3], "is_end": [True, False, True]}
@@ -49,17 +44,13 @@ def test_only_the_columns_it_names(load):
     assert score(function, ["x"] * 2, columns=columns).rewards.tolist() == [10.0, 20.0]
     with pytest.raises(DataError, match=r"needs the columns \['level'\].*found: \['unused'\]"):
         score(function, ["x"] * 2, columns={"unused": [0, 0]})
-    function.check_columns({"level"})
+    function.signature.check_columns({"level"})
     with pytest.raises(DataError, match="level"):
-        function.check_columns(set())
+        function.signature.check_columns(set())
 
 
-@pytest.mark.parametrize("where", ["process", "thread"])
-def test_exception_names_the_sample(load, where):
-    def divides(prompts, responses, ground_truths):
-        return [1 / int(response) for response in responses]
-
-    function = load("divides") if where == "process" else RewardFunction.wrap(divides)
+def test_exception_names_the_sample(load):
+    function = load("divides")
     with pytest.raises(RewardError) as refusal:
         score(function, ["1", "2", "0", "no number"])
     text = str(refusal.value)
@@ -98,14 +89,10 @@ def test_exception_no_single_sample_causes(load):
 def test_functions_that_cannot_be_loaded(module, name, message):
     (module.parent / "broken.py").write_text("1 / 0")
     with pytest.raises(ConfigError, match=message):
-        RewardFunction.load(name.format(module=module, folder=module.parent))
+        RewardFunction(name.format(module=module, folder=module.parent))
 
 
-def test_settings_that_cannot_work(module, load):
-    with pytest.raises(ConfigError, match="time_limit_s=0"):
-        load("lengths", time_limit_s=0)
-    with pytest.raises(ConfigError, match="max_concurrency=0"):
-        load("lengths", max_concurrency=0)
+def test_keyword_arguments_that_the_function_lacks_are_refused(load):
     with pytest.raises(ConfigError, match=r"no keyword arguments \['size'\]; it has .*scale"):
         load("picky", kwargs={"size": 3})
 
@@ -137,9 +124,6 @@ def test_scores_that_are_refused(scores, message):
     samples = Samples(["p", "q"], ["r", "s"], [None, None])
     with pytest.raises(RewardError, match=message):
         parse_scores(scores, samples, "f")
-    wrapped = RewardFunction.wrap(lambda prompts, responses, ground_truths: scores)
-    with pytest.raises(RewardError, match=message):
-        wrapped(samples.prompts, samples.responses, samples.ground_truths)
 
 
 @pytest.mark.parametrize(
@@ -153,16 +137,16 @@ def test_numbers_of_any_kind(scores):
 
 def test_the_largest_and_smallest_numbers_of_float32_are_rewards():
     largest = torch.finfo(torch.float32).max
-    wrapped = RewardFunction.wrap(lambda prompts, *_: [largest, -largest, 1e-320])
-    assert wrapped(["p"] * 3, ["r"] * 3, [None] * 3).rewards.tolist() == [largest, -largest, 0.0]
+    samples = Samples(["p"] * 3, ["r"] * 3, [None] * 3)
+    rewards, _ = parse_scores([largest, -largest, 1e-320], samples, "f")
+    assert torch.tensor(rewards).tolist() == [largest, -largest, 0.0]
 
 
 def test_lists_of_different_lengths_are_refused():
-    function = RewardFunction.wrap(lambda prompts, responses, ground_truths: [1.0, 1.0])
     with pytest.raises(RewardError, match="responses has 1 entries for 2 prompts"):
-        function(["p", "q"], ["r"], [None, None])
+        Samples(["p", "q"], ["r"], [None, None])
     with pytest.raises(RewardError, match="level has 3 entries for 2 prompts"):
-        function(["p", "q"], ["r", "s"], [None, None], {"level": [1, 2, 3]})
+        Samples(["p", "q"], ["r", "s"], [None, None], {"level": [1, 2, 3]})
 
 
 def test_long_texts_are_shortened_in_messages():

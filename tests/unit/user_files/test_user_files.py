@@ -8,7 +8,6 @@ from reward_cases import score
 
 from aligner.errors import ConfigError, DataError, RewardError
 from aligner.importing import load_function
-from aligner.rewards.function.runner import RewardFunction
 
 pytestmark = pytest.mark.integration
 
@@ -30,12 +29,8 @@ def test_objects_of_a_file_travel_and_columns_that_are_not_taken_stay(module, lo
         score(load("takes_checks"), ["a"], columns=columns)
 
 
-@pytest.mark.parametrize("where", ["process", "thread"])
-def test_an_async_function_has_one_loop_for_its_life(load, module, where):
+def test_an_async_function_has_one_loop_for_its_life(load):
     function = load("judged")
-    if where == "thread":
-        judged = load_function(f"{module}:judged", key="reward.function")
-        function = RewardFunction.wrap(judged, max_concurrency=2)
     for responses in (["a", "bb", "ccc"], ["dddd", "e", "ff"]):
         assert score(function, responses).rewards.tolist() == [float(len(r)) for r in responses]
 
@@ -51,8 +46,8 @@ def test_a_failure_of_the_batch_is_not_blamed_on_a_sample(load):
 def test_clashing_columns_and_keys_are_refused(load):
     function = load("clashes")
     with pytest.raises(DataError, match=r"parameters \['data_source'\].*Rename the parameters"):
-        function.check_columns(["data_source", "is_end"])
-    function.check_columns(["level", "is_end"])
+        function.signature.check_columns(["data_source", "is_end"])
+    function.signature.check_columns(["level", "is_end"])
     with pytest.raises(ConfigError, match=r"reward.kwargs.*no keyword arguments \['data_source'\]"):
         load("clashes", kwargs={"data_source": 1})
     with pytest.raises(RewardError, match=r"sample 0 .*the key 3 is not text"):

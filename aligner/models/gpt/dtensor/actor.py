@@ -102,10 +102,9 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
     def model_to_sample_from(self) -> GPTModel | SampledModel:
         """Copy the current weights to a megatron-core model. All ranks must call it.
 
-        The copy exists during rollouts, in the same tensor-parallel layout but not sharded over
-        data-parallel ranks. It samples the same tokens as the megatron backend. Its memory is the
-        weights of a tensor-parallel rank, in the dtype of the forward pass. If only transformers
-        builds the model, the copy is transformers' causal language model.
+        The copy is not sharded over data-parallel ranks. It samples the same tokens as the megatron
+        backend. If only transformers builds the model, the copy is transformers' causal language
+        model, whole on each process.
         """
         if isinstance(self.architecture, TransformersArchitecture):
             weights, buffers = self.gathered_weights(), self.persistent_buffers()

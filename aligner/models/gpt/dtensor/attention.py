@@ -1,8 +1,7 @@
 """Attention of transformers' models by aligner's kernels, for padded and packed passes.
 
-transformers calls two functions that `register` registers under one name. `mask` returns a `Rule`
-in place of a mask tensor, once for each kind of layers, and models pass it to `attention`, which
-computes with this rank's heads. Sequences are right-padded or packed by `Segments`.
+transformers calls `mask`, which returns a `Rule` in place of a mask tensor, once for each kind of
+layers. Layers pass the rule to `attention`, which computes with this rank's heads.
 """
 
 import contextlib
@@ -179,9 +178,8 @@ def attention(
     if rule.current.store is not None:
         key, value, bucket = rule.current.store(rule.current.calls, key, value)
     rule.current.calls += 1
-    is_plain = rule.is_plain and not softcap and s_aux is None
-    if is_plain and query.shape[-1] == value.shape[-1] and bucket is None:
-        return _plain_attention(query, key, value, rule, scale, dropout), None
+    is_plain = rule.is_plain and not softcap and s_aux is None and bucket is None
+    is_plain = is_plain and query.shape[-1] == value.shape[-1]
 
     # Any other rule: scores of one bucket at a time.
     def attend_bucket(
@@ -194,30 +192,24 @@ def attention(
         return _attend_scores(queries, keys, values, seen, scale, dropout, softcap, s_aux)
 
     if segments is None:
-        rows, _, length, _ = query.shape
-        bucket = bucket or Bucket(rows, length, length, None)
-        out = attend_bucket(bucket, query, key, value, None)
+        if is_plain:
+            out = attend_rows(query, key, value, rule.window, scale=scale, dropout=dropout)
+        else:
+            rows, _, length, _ = query.shape
+            bucket = bucket or Bucket(rows, length, length, None)
+            out = attend_bucket(bucket, query, key, value, None)
         return out.transpose(1, 2).contiguous(), None
     assert query.shape[0] == 1
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
-    if not segments.buckets:  # gradients are zeros, not None: other ranks may wait for them
+    if is_plain:
+        window = rule.window
+        out = attend_segments(query, key, value, segments, window, scale=scale, dropout=dropout)
+    elif segments.buckets:
+        out = attend_buckets(query, key, value, segments, attend_bucket)
+    else:  # gradients are zeros, not None: other ranks may wait for them
         zero = (query.sum() + key.sum() + value.sum()) * 0.0
-        return zero.expand(1, *query.shape[:2], value.shape[-1]), None
-    return attend_buckets(query, key, value, segments, attend_bucket)[None], None
-
-
-def _plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, rule: Rule, scale: float, dropout: float
-) -> Tensor:
-    segments = rule.current.segments
-    if segments is None:
-        rows = attend_rows(query, key, value, rule.window, scale=scale, dropout=dropout)
-        return rows.transpose(1, 2).contiguous()
-    assert query.shape[0] == 1
-    query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
-    return attend_segments(query, key, value, segments, rule.window, scale=scale, dropout=dropout)[
-        None
-    ]
+        out = zero.expand(*query.shape[:2], value.shape[-1])
+    return out[None], None
 
 
 def _attend_scores(
@@ -251,16 +243,9 @@ def _attend_scores(
     return mixed.view(rows, heads, length, -1)
 
 
-def recomputed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Rule,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+def recomputed_attention(module: nn.Module, *inputs: Any, **keywords: Any) -> tuple[Tensor, None]:
     """Compute `attention` ``[B, S, heads, E]``, saving only queries, keys and values."""
     if not module.training:
-        return attention(module, query, key, value, attention_mask, **kwargs)
-    call = functools.partial(attention, **kwargs)
-    return checkpoint(call, module, query, key, value, attention_mask, use_reentrant=False)
+        return attention(module, *inputs, **keywords)
+    call = functools.partial(attention, **keywords)
+    return checkpoint(call, module, *inputs, use_reentrant=False)

@@ -1,12 +1,10 @@
 """Build a transformers model as FSDP2 and tensor-parallel DTensors from canonical weights.
 
-The model is built without memory for its weights. Then, layer by layer, weights are loaded, split
-over tensor-parallel ranks and sharded over data-parallel ranks. In addition to its share, a process
-therefore stores at most one full layer (or the embeddings).
+Weights are loaded and sharded layer by layer. In addition to its share, a process therefore stores
+at most one full layer (or the embeddings).
 """
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,6 @@ from torch.distributed.tensor import DTensor, Shard
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.adapters import adapted_weights
 from aligner.checkpoint.hf.any_model import body_path, empty_model, model_config, path_of
-from aligner.config import LoraConfig
 from aligner.device import accelerator
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.gpt.dtensor import attention as dtensor_attention
@@ -30,39 +27,33 @@ from aligner.models.gpt.dtensor.plan import (
     split_vocabulary,
 )
 from aligner.models.gpt.dtensor.shards import ParameterShard
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.gpt.role.value import ValueHead
 from aligner.parallel.groups import ParallelState
-
-Recompute = Literal["full", "selective"]
 
 
 def build_sharded(
     architecture: GPTArchitecture,
     weights: Mapping[str, Tensor] | None,
     parallel: ParallelState,
+    settings: RoleSettings,
     *,
-    dtype: torch.dtype,
-    recompute: Recompute | None = None,
-    head_outputs: int = 0,
-    way: Way = "aligner",
-    lora: LoraConfig | None = None,
-    seed: int = 0,
+    head_outputs: int,
+    way: Way,
 ) -> tuple[TransformersModel, list[ParameterShard]]:
     """Build this process's share of a model.
 
     Args:
         architecture: shape of the model.
-        weights: full tensors by Hugging Face's names, or None to leave weights uninitialised.
+        weights: full float tensors by Hugging Face's names, or None to leave weights uninitialised.
         parallel: parallel layout, with the data- and tensor-parallel groups.
-        dtype: dtype of the forward and backward pass. Stored weights, gradients and the scalar head
-            are float32.
-        recompute: which activations to recompute in backward.
+        settings: dtype of the passes, recomputation, new adapters (next to which all weights except
+            a head are frozen) and their seed. Stored weights, gradients and a head are float32.
         head_outputs: outputs of a head in place of the output layer. 0: an output layer.
         way: how sequences are passed to the body.
-        lora: settings of new adapters, next to which all weights except a head are frozen.
-        seed: seed of the adapters.
     """
-    model = _empty_model(architecture, dtype, recompute, head_outputs, way, lora, seed)
+    dtype = settings.dtype
+    model = _empty_model(architecture, settings, head_outputs, way)
     _move_buffers(model)
     mesh = init_device_mesh(
         accelerator.device().type,
@@ -117,17 +108,11 @@ def _move_buffers(model: nn.Module) -> None:
 
 
 def _empty_model(
-    architecture: GPTArchitecture,
-    dtype: torch.dtype,
-    recompute: Recompute | None,
-    head_outputs: int,
-    way: Way,
-    lora: LoraConfig | None,
-    seed: int,
+    architecture: GPTArchitecture, settings: RoleSettings, head_outputs: int, way: Way
 ) -> TransformersModel:
     """Build the model from transformers' class, without memory for its parameters."""
     dtensor_attention.register()
-    causal = empty_model(architecture, dtype)
+    causal, recompute = empty_model(architecture, settings.dtype), settings.recompute
     key = f"model.activations_checkpoint_granularity={recompute}"
     if way == "aligner":
         is_selective = recompute == "selective"
@@ -159,9 +144,9 @@ def _empty_model(
     model = TransformersModel(
         parts, body, output=output, score=score, layer_classes=layer_classes, way=way
     )
-    if lora is not None:
-        model.adapted = adapted_weights(causal, lora)
-        add_adapters(model, model.adapted, lora, seed)
+    if settings.lora is not None:
+        model.adapted = adapted_weights(causal, settings.lora)
+        add_adapters(model, model.adapted, settings.lora, settings.seed)
     return model
 
 
@@ -185,7 +170,14 @@ def _fill_and_shard(
     buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False))
 
     def shard(block: nn.Module, policy: MixedPrecisionPolicy) -> None:
-        split.update(_split_dims(names[block], block))
+        for name, parameter in block.named_parameters(prefix=names[block]):
+            # Parameters that are already sharded have other meshes.
+            if (
+                isinstance(parameter, DTensor)
+                and parameter.device_mesh.mesh_dim_names == ("tensor",)
+                and isinstance(parameter.placements[0], Shard)
+            ):
+                split[name] = parameter.placements[0].dim
         # The root is resharded too, because its weights can change between forward passes.
         fully_shard(block, mesh=mesh["data"], mp_policy=policy, reshard_after_forward=True)
 
@@ -258,13 +250,3 @@ def _fill_head(head: ValueHead, weights: Mapping[str, Tensor] | None) -> None:
                 )
             value.copy_(weights[name])
         head.register_parameter(leaf, nn.Parameter(value))
-
-
-def _split_dims(prefix: str, block: nn.Module) -> dict[str, int]:
-    dims = {}
-    for name, parameter in block.named_parameters(prefix=prefix):
-        if isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names == ("tensor",):
-            placement = parameter.placements[0]
-            if isinstance(placement, Shard):
-                dims[name] = placement.dim
-    return dims

@@ -1,15 +1,7 @@
 """Incremental decoding of a plain transformers causal language model, whole on this process.
 
-A decoder has the interface of `IncrementalModel` (`decode.model`), so that `Generator` samples from
-any model of transformers. There are three, fastest first:
-
-- `SlotDecoder` (`decoding_slots`): the model runs without a cache. Our attention function stores
-  the keys and values of every attention call. A step is one pass.
-- `GroupDecoder`: transformers' own cache, with any kind of state. Sequences of equal length are the
-  rows of one cache. A step is one pass per length.
-- `FullPassDecoder`: no cache. A step is one pass over the whole sequences.
-
-`choose_decoder` (`sampled_transformers`) tests them on the weights.
+A decoder has the interface of `IncrementalModel` (`decode.model`). `choose_decoder` tests decoders
+on the weights, fastest first: `SlotDecoder`, `GroupDecoder`, `FullPassDecoder`.
 
 Shape legend: ``n`` rows of a pass, ``m`` prompts, ``P`` their padded length, ``V`` vocabulary.
 """
@@ -27,13 +19,15 @@ from torch import Tensor, nn
 from aligner.device import accelerator
 from aligner.kernels.linear_product import Product, has_wide_products, wide_mm
 from aligner.models.gpt.decode.kv_cache import aligned
+from aligner.models.gpt.decode.sampled_model import DecodingModel
 from aligner.models.gpt.decode.sampling import SampledTokens
 
 
-class TransformersDecoder:
-    """Decoder of a plain transformers model (`DecodingModel`), one slot per sequence.
+class TransformersDecoder(DecodingModel):
+    """Decoder of a plain transformers model, one slot per sequence.
 
     ``hidden`` of the interface are logits [n, V], because the model itself scales or caps them.
+    `prefill` returns [m, V] and `decode` returns [n, V].
     """
 
     description: ClassVar[str]  # of the cache, for reports
@@ -57,10 +51,7 @@ class TransformersDecoder:
         """The decoder, which keeps the state of the sequences."""
         return self
 
-    @property
-    def stages(self) -> Self:
-        """The decoder, which is the only pipeline stage."""
-        return self
+    stages = cache  # the only pipeline stage
 
     def sampled_by_last(
         self, count: int, sample: Callable[[], SampledTokens], record: int = 0
@@ -120,16 +111,6 @@ class TransformersDecoder:
         # The model has no module for its output layer, or does not call it.
         return logits[torch.arange(len(last), device=self.device), last], output
 
-    def prefill(
-        self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
-    ) -> Tensor:
-        """Return the logits after each prompt, [m, V], see `IncrementalModel.prefill`."""
-        raise NotImplementedError
-
-    def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Return the logits after one more token, [n, V], see `IncrementalModel.decode`."""
-        raise NotImplementedError
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Return ``hidden`` [n, V], see the class."""
         return hidden
@@ -155,13 +136,13 @@ class FullPassDecoder(TransformersDecoder):
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
     ) -> Tensor:
-        """See `TransformersDecoder.prefill`."""
+        """See `DecodingModel`."""
         tokens = tokens.to(self.device)
         self._tokens[self.index(slots), : tokens.shape[1]] = tokens[self.index(sources)]
         return self.run(tokens, self.index(lengths) - 1, use_cache=False)[0]
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """See `TransformersDecoder.decode`."""
+        """See `DecodingModel`."""
         rows = torch.arange(len(tokens), device=self.device)
         self._tokens[rows, positions] = tokens
         sequences = self._tokens[: len(tokens), :longest]
@@ -187,7 +168,10 @@ _Place = tuple[_Group, int]  # a group, and a row of it
 
 
 class GroupDecoder(TransformersDecoder):
-    """Rows of transformers' caches. Copies of a slot share a row until their next step."""
+    """Rows of transformers' own caches, with any kind of state. A step is one pass per length.
+
+    Copies of a slot share a row until their next step.
+    """
 
     description = "with transformers' cache, sequences of equal length together"
 
@@ -200,7 +184,7 @@ class GroupDecoder(TransformersDecoder):
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
     ) -> Tensor:
-        """See `TransformersDecoder.prefill`."""
+        """See `DecodingModel`."""
         results: dict[int, Tensor] = {}
         for length in sorted(set(lengths)):
             prompts = [index for index, size in enumerate(lengths) if size == length]
@@ -213,7 +197,7 @@ class GroupDecoder(TransformersDecoder):
         return torch.stack([results[index] for index in range(len(lengths))])
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """See `TransformersDecoder.decode`."""
+        """See `DecodingModel`."""
         # A copy of a sequence in flight that is longer than the target begins after the prompt.
         slots_of_length: dict[int, list[int]] = {}
         for slot, length in enumerate(positions.tolist()):

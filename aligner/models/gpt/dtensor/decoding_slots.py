@@ -1,8 +1,7 @@
 """Incremental decoding of a transformers model on our own key-value cache.
 
-The model runs without a cache of its own. Our attention (`attention`) stores the keys and values of
-every call in one slot per sequence, and attends to all of them by the model's own rule for each
-kind of layers (full, window, chunk). Sequences of different lengths are decoded in one pass.
+Our attention (`attention`) stores the keys and values of every call in one slot per sequence.
+Sequences of different lengths are decoded in one pass.
 
 Shape legend: ``n`` rows of a pass, ``s`` tokens of a row, ``C`` capacity in tokens, ``G`` key-value
 heads, ``D`` width of keys or of values.
@@ -51,14 +50,14 @@ class SlotDecoder(TransformersDecoder):
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
     ) -> Tensor:
-        """See `TransformersDecoder.prefill`."""
+        """See `DecodingModel`."""
         self._bucket = None
         self._slots, self._sources = self.index(slots), self.index(sources)
         positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
         return self._run(tokens.to(self.device), positions, self.index(lengths) - 1)
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """See `TransformersDecoder.decode`."""
+        """See `DecodingModel`."""
         positions = positions[:, None]
         self._bucket = Bucket(len(tokens), 1, min(aligned(longest), self.capacity), positions)
         self._slots = torch.arange(len(tokens), device=self.device)

@@ -1,8 +1,7 @@
 """`DTensorModel`: a role on a transformers model sharded by FSDP2 and tensor-parallel DTensors.
 
-It implements the parts that all roles of this backend share: building, passes of micro-batches,
-files and run state. It is the counterpart of `MegatronGPTModel`. Each role defines its outputs as a
-function of the hidden states.
+It is the counterpart of `MegatronGPTModel`. Each role defines its outputs as a function of the
+hidden states.
 """
 
 import dataclasses
@@ -72,8 +71,7 @@ class DTensorModel(RoleModel, LightningModule):
     ) -> None:
         """Build the model from an opened checkpoint. `setup_training` creates the optimizer."""
         super().__init__()
-        self.parallel = parallel
-        self.tokenizer = tokenizer
+        self.parallel, self.tokenizer = parallel, tokenizer
         self.architecture = source.architecture
         check_layout(self.architecture, settings.parallel, parallel.world_size)
         if settings.lora is not None:
@@ -120,12 +118,9 @@ class DTensorModel(RoleModel, LightningModule):
             self.architecture.with_dropout(self.settings.dropout),
             weights,
             self.parallel,
-            dtype=self.settings.dtype,
-            recompute=self.settings.recompute,
+            self.settings,
             head_outputs=self.head_outputs,
             way=self.form.way,
-            lora=self.settings.lora,
-            seed=self.settings.seed,
         )
 
     @property

@@ -1,8 +1,7 @@
 """A transformers model as the root of FSDP2: body, and output layer or scalar head.
 
-Parameters are named as in Hugging Face models (``model.layers.0.…``, ``lm_head.weight``). A scalar
-head is named ``score``. Outputs are computed from the hidden states inside of `forward`, where the
-weights of the output layer are gathered.
+Parameters are named as in Hugging Face models, and a scalar head is named ``score``. Outputs are
+computed inside of `forward`, where the weights of the output layer are gathered.
 """
 
 import math

@@ -1,7 +1,6 @@
 """Optimizer of a sharded model, in which each process updates its local elements.
 
-A step is the same as in megatron-core roles: compute the global norm, skip if it is not finite,
-clip, update with AdamW (or SGD) in float32.
+A step equals that of megatron-core roles.
 """
 
 import math
@@ -68,8 +67,7 @@ class ShardOptimizer(StepOptimizer):
     def step(self, loss_is_finite: bool = True) -> StepOutcome:
         """See `StepOptimizer.step`."""
         # A step that is not finite changes no state.
-        lr = self.lr
-        gradients = self._take_gradients()
+        lr, gradients = self.lr, self._take_gradients()
         norm = self._norm(gradients)
         if not loss_is_finite or not math.isfinite(norm):
             return StepOutcome(grad_norm=norm, lr=lr, skipped=True)

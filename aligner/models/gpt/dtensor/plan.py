@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
 from aligner.checkpoint.hf.any_model import body_path, empty_model, model_config
@@ -16,9 +18,6 @@ from aligner.device import accelerator
 from aligner.errors import ConfigError, LayoutError
 from aligner.models.gpt.dtensor.shards import ParameterShard
 from aligner.parallel.groups import ParallelState
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 # Families whose logits are divided, or whose layers do not tell their attention which rows are one
 # sequence.
@@ -120,18 +119,11 @@ def plan_name(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def split_layer(layer: nn.Module, name: str, plan: Mapping[str, str], mesh: "DeviceMesh") -> None:
+def split_layer(layer: nn.Module, name: str, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     """Split the linears of a decoder layer over ``mesh`` as its ``plan`` says.
 
     ``name``: of the layer in the body.
     """
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
     styles = {
         COLUMNS: ColwiseParallel(),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
@@ -174,18 +166,11 @@ def check_gradients(shards: Sequence[ParameterShard], parallel: ParallelState) -
         )
 
 
-def split_vocabulary(embedding: nn.Module, lm_head: nn.Module | None, mesh: "DeviceMesh") -> None:
+def split_vocabulary(embedding: nn.Module, lm_head: nn.Module | None, mesh: DeviceMesh) -> None:
     """Split the embedding, and the output layer if any, over ``mesh`` by vocabulary.
 
     Tied weights stay tied.
     """
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
     rows = RowwiseParallel(input_layouts=Replicate())
     if lm_head is not None:
         is_tied = lm_head.weight is embedding.weight

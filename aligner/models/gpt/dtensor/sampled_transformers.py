@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,35 +20,22 @@ _PROMPT_LENGTHS = (9, 5)
 _STEPS = 4
 
 
+@dataclass
 class SampledTransformers:
     """`SampledModel` of a transformers causal language model, whole on this process."""
 
+    model: nn.Module  # returns logits
+    decoder_class: type[TransformersDecoder]  # result of `choose_decoder` for these weights
+    copies: dist.ProcessGroup | None = None  # ranks that sample the same prompts, if any
     is_pipelined = False
-
-    def __init__(
-        self,
-        model: nn.Module,
-        decoder: type[TransformersDecoder],
-        copies: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Store the model.
-
-        Args:
-            model: the causal language model, which returns logits.
-            decoder: result of `choose_decoder` for these weights.
-            copies: ranks with the same model that sample the same prompts, if any.
-        """
-        self._model = model
-        self._decoder = decoder
-        self.copies = copies
 
     def parameters(self) -> Iterator[Tensor]:
         """See `SampledModel.parameters`."""
-        return self._model.parameters()
+        return self.model.parameters()
 
     def decoder(self, num_slots: int, capacity: int) -> TransformersDecoder:
         """See `SampledModel.decoder`."""
-        return self._decoder(self._model, num_slots, capacity)
+        return self.decoder_class(self.model, num_slots, capacity)
 
     def rollout(self) -> contextlib.AbstractContextManager[None]:
         """See `SampledModel.rollout`."""

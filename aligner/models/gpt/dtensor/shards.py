@@ -54,7 +54,6 @@ class ParameterShard:
         return tuple(shape)
 
     def _part(self, dim: int) -> range:
-        """Return the indices along ``dim`` of this tensor-parallel rank's part."""
         return rows_of(self.shape[dim], self.parallel.tp_rank, self.parallel.config.tensor)
 
     @property
@@ -82,10 +81,7 @@ class ParameterShard:
 
 
 class GatheredParameters(Mapping[str, Tensor]):
-    """Mapping of names to full parameters, which are gathered when indexed.
-
-    Indexing is collective: all processes must index the same names in the same order.
-    """
+    """Full parameters by name. All processes must index the same names in the same order."""
 
     def __init__(
         self,
@@ -121,10 +117,7 @@ class GatheredParameters(Mapping[str, Tensor]):
 
 
 class SentWeights(Mapping[str, Tensor]):
-    """Weights that rank 0 reads and sends to all processes when they are indexed.
-
-    Indexing is collective: all processes must index the same names in the same order.
-    """
+    """Weights that rank 0 reads and sends. Index them as `GatheredParameters`."""
 
     def __init__(self, weights: Mapping[str, Tensor], parallel: ParallelState) -> None:
         """Send names and shapes. ``weights``: float [out, in] or [out], read on rank 0 only."""

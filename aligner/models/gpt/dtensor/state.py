@@ -1,8 +1,6 @@
 """A sharded model's weights and Adam moments, saved on one layout and restored on any other.
 
 Every process saves its local elements with their tensor-parallel part and their rows of the part.
-Restoring copies, one parameter at a time, this process's elements from the slices of all saving
-processes (memory-mapped files, the file of this process first).
 """
 
 import math

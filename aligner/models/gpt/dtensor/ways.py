@@ -1,8 +1,7 @@
 """Choice of the way in which a loaded transformers model runs, by tests on its weights.
 
-Each better way is compared with single sequences in transformers' attention of the model. A way is
-refused if sequences of a packed row affect each other, or if log-probs differ, as they do for
-attention that `attention` does not compute. No list of types is used.
+A way is refused if sequences of a packed row affect each other, or if log-probs differ from single
+sequences in transformers' attention. No list of types is used.
 """
 
 import copy
