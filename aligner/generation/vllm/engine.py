@@ -333,12 +333,9 @@ def set_environment(settings: VllmConfig) -> None:
 
 
 def _start(architecture: GPTArchitecture, eos_ids: Sequence[int], arguments: dict[str, Any]) -> Any:
-    """Start a ``vllm.LLM`` from a generated ``config.json``.
-
-    The file contains the tokens that end a response. Otherwise vLLM would also treat the family's
-    default as such a token, and ban it before ``min_tokens``.
-    """
+    """Start a ``vllm.LLM`` from a generated ``config.json``."""
     _, config = config_to_hf(architecture)
+    # Otherwise vLLM also ends responses at the family's default, and bans it before min_tokens.
     config["eos_token_id"] = list(eos_ids)
     try:
         from vllm import LLM

@@ -47,11 +47,7 @@ class RefitExtension:
 
 
 def _tie_again(model: nn.Module) -> None:
-    """Tie the output layer to the embedding's new weights.
-
-    The output layer receives no weights, so vLLM leaves it unchanged: on CPU with a packed copy of
-    the old embedding.
-    """
+    """Tie the output layer, which on CPU holds a packed copy of the old embedding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,

@@ -162,11 +162,7 @@ class VllmGeneration(BackgroundGeneration):
 
 
 def _check_allocator(settings: VllmConfig, on_gpus: bool, env_vars: Mapping[str, Any]) -> None:
-    """Raise if expandable segments are enabled and must be shared or released.
-
-    CUDA IPC exports expandable segments slowly or not at all, and vLLM's memory pool, which `sleep`
-    uses, does not support them.
-    """
+    """Raise if expandable segments are enabled, but CUDA IPC or `sleep` cannot handle them."""
     if not on_gpus or (settings.refit == "separate" and not settings.sleep):
         return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):

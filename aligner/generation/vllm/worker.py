@@ -201,10 +201,7 @@ class VllmWorker(RefitReceiver):
 def _meet(
     address: tuple[str, int], index: int, rank: int, settings: VllmConfig
 ) -> dist.ProcessGroup:
-    """Join the other processes of engine ``index`` in a separate torch.distributed world.
-
-    vLLM uses this world. Returns a group of its processes for values on the host.
-    """
+    """Join engine ``index`` in the world that vLLM uses, and return a group for host values."""
     limit = timedelta(seconds=settings.timeout_s)
     size = settings.tensor_parallel_size
     try:

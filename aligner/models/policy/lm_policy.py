@@ -96,11 +96,10 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         # End tokens of a mapping, in addition to those of the tokenizer.
         self._published = published
         if published is not None and published.stop_token_ids:
-            stop_ids = published.stop_token_ids  # in addition to the tokenizer's end tokens
             try:
-                tokenizer = tokenizer.with_end_tokens(stop_ids)
+                tokenizer = tokenizer.with_end_tokens(published.stop_token_ids)
             except TokenizerError as error:
-                key = f"policy.generation.stop_token_ids={list(stop_ids)}"
+                key = f"policy.generation.stop_token_ids={list(published.stop_token_ids)}"
                 raise ConfigError(f"{key}: {error}") from error
         # Workers.
         workers = cluster.start_workers(

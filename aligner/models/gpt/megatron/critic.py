@@ -98,11 +98,8 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
         return values
 
     def _trains_in_one_pass(self, batch: Mapping[str, Tensor]) -> bool:
-        """Return whether an update on these rows is one pass that draws no random numbers.
-
-        Pipeline stages, a backbone shared with a reward model, and experts (which count tokens in
-        training) are excluded too.
-        """
+        """Return whether an update on these rows is one pass that draws no random numbers."""
+        # Experts are excluded because they count tokens in training.
         rows = batch["input_ids"].shape[0]
         return (
             self.optimizer is not None

@@ -192,10 +192,7 @@ class _SavedRole:
         return self._slices[name]
 
     def _saved(self, name: str, kind: str, index: int, elements: range) -> Tensor:
-        """Return elements of part ``index`` in the saved layout.
-
-        If one slice contains all of them, the result is a view of its file.
-        """
+        """Return elements of part ``index`` as saved: a view of the file if one slice has all."""
         # Open files until one slice contains all elements.
         while True:
             pieces = [piece for piece in self._pieces(name) if piece["part"][0] == index]
@@ -342,10 +339,8 @@ class RoleWeights(RoleModel):
         return adapter_shapes(self.architecture, self.settings.lora)
 
     def _owned_slices(self) -> dict[Tensor, OwnedSlice]:
-        """Return the slice of each parameter that this process updates, and frozen ones in full.
-
-        Without an optimizer all parameters are frozen. Weights frozen next to adapters are omitted.
-        """
+        """Return the updated slice of each parameter, and frozen parameters in full."""
+        # Weights frozen next to adapters are omitted.
         slices = () if self.optimizer is None else self.optimizer.owned_slices()
         owned: dict[Tensor, OwnedSlice] = {piece.parameter: piece for piece in slices}
         for parameter in self.gpt.parameters():
