@@ -113,10 +113,7 @@ def batch_sizes(
         tokens, longest = budgets.train_mb_tokens, estimator.longest(config)
         while tokens >= longest:
             sizes.append(
-                {
-                    f"model.{name}.train_mb_tokens": tokens,
-                    f"model.{name}.logprob_mb_tokens": scored,
-                }
+                {f"model.{name}.train_mb_tokens": tokens, f"model.{name}.logprob_mb_tokens": scored}
             )
             tokens //= 2
         return sizes or [{}]

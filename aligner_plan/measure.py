@@ -342,9 +342,7 @@ class _RoleRun:
             stop = contextlib.suppress(_LastToken)
             with stop, mock.patch.object(Responses, "advance", recorded_advance):
                 self.worker.generate(
-                    data,
-                    seed=1,
-                    sampling_options=SamplingOptions(lengths, rollout.sampling_params),
+                    data, seed=1, sampling_options=SamplingOptions(lengths, rollout.sampling_params)
                 )
         return records
 

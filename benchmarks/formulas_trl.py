@@ -141,18 +141,8 @@ def pair_losses(table: Comparisons, inputs: Inputs) -> None:
             lambda leaf: cpo(log_ratios(leaf), "sigmoid", label_smoothing=0.1),
             "",
         ),
-        (
-            "IPO (CPO on log-ratios)",
-            IPOLoss(0.2),
-            lambda leaf: cpo(log_ratios(leaf), "ipo"),
-            "",
-        ),
-        (
-            "IPO, averaged",
-            IPOLoss(0.2, average_logprobs=True),
-            lambda leaf: dpo(leaf, "ipo"),
-            "",
-        ),
+        ("IPO (CPO on log-ratios)", IPOLoss(0.2), lambda leaf: cpo(log_ratios(leaf), "ipo"), ""),
+        ("IPO, averaged", IPOLoss(0.2, average_logprobs=True), lambda leaf: dpo(leaf, "ipo"), ""),
         (
             "IPO (DPO trainer)",
             IPOLoss(0.2),

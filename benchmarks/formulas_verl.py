@@ -197,11 +197,7 @@ def group_advantages(table: Comparisons, inputs: Inputs) -> None:
     functions = core_algos.ADV_ESTIMATOR_REGISTRY
 
     def add(
-        estimator: CriticFreeEstimator,
-        verl: str,
-        groups: Tensor,
-        why: str = "",
-        **options: float,
+        estimator: CriticFreeEstimator, verl: str, groups: Tensor, why: str = "", **options: float
     ) -> None:
         rewards = token_rewards(inputs.rewards, None, inputs.mask, 0.0)
         uneven = groups is inputs.uneven_groups

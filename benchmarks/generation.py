@@ -138,10 +138,7 @@ def measure(
     run_peer(peer, prompts, 4)
     make_generator(gpt, architecture, 4, batch)(prompts)
     pairs = [
-        (
-            rate(lambda: ours(prompts)),
-            rate(lambda: run_peer(peer, prompts, options.new_tokens)),
-        )
+        (rate(lambda: ours(prompts)), rate(lambda: run_peer(peer, prompts, options.new_tokens)))
         for _ in range(options.repeats)
     ]
     return {

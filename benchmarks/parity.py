@@ -30,11 +30,7 @@ REFERENCES = {"shared": "separate"}  # of one process. Of the others: padded
 MODELS = {
     "dense": TINY_ARCHITECTURE,
     "experts": dataclasses.replace(
-        TINY_ARCHITECTURE,
-        num_layers=2,
-        num_moe_experts=4,
-        moe_ffn_hidden_size=64,
-        family="mixtral",
+        TINY_ARCHITECTURE, num_layers=2, num_moe_experts=4, moe_ffn_hidden_size=64, family="mixtral"
     ),
 }
 SCALE = 0.1  # of the random weights: with the usual 0.02 all tokens are nearly alike

@@ -60,10 +60,7 @@ def planned(model: str, layout: str, batches: str) -> Any:
     data_size = 2 if layout == "data2" else 1
     config = varied(
         parse_config(
-            {
-                "model": {"restore_from_path": model},
-                "data": {"train": {"source": "none.jsonl"}},
-            },
+            {"model": {"restore_from_path": model}, "data": {"train": {"source": "none.jsonl"}}},
             SFTRunConfig,
         ),
         {

@@ -167,9 +167,7 @@ def runs() -> list[Published]:
             "Llama 8B, 8 H100", lambda: trained(LLAMA_8B, h100, 8, 16, 2, **fsdp), 16384 / 5762
         ),
         Published(
-            "Llama 8B, 128 H100",
-            lambda: trained(LLAMA_8B, h100, 128, 256, 2, **fsdp),
-            16384 / 5605,
+            "Llama 8B, 128 H100", lambda: trained(LLAMA_8B, h100, 128, 256, 2, **fsdp), 16384 / 5605
         ),
         Published(
             "Llama 70B, 64 A100", lambda: trained(LLAMA_70B, a100, 64, 64, 1, **fsdp), 8192 / 331

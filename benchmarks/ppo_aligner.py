@@ -116,10 +116,7 @@ def configuration(shape: Shape, folder: Path) -> RunConfig:
                     "forward_micro_batch_size": shape.micro_batch,
                     "ppo_epochs": 1,
                     "ratio_eps": RATIO_CLIP,
-                    "length_params": {
-                        "max_length": shape.response,
-                        "min_length": shape.response,
-                    },
+                    "length_params": {"max_length": shape.response, "min_length": shape.response},
                 },
             },
             "critic": None

@@ -23,11 +23,7 @@ _CHANGES = {
             *("trainer.ppo.gae_lambda=0.5", "trainer.ppo.initial_policy_kl_penalty=0.5"),
             *("model.ppo.length_params.max_length=3", "model.ppo.sampling_params.temperature=0.5"),
             *("reward.kwargs.pattern='[a-z].*'", "data.train.arguments.shots=2"),
-            *(
-                "data.train.arguments.high=9",
-                "model.optim.weight_decay=0.5",
-                "critic.value_clip=9",
-            ),
+            *("data.train.arguments.high=9", "model.optim.weight_decay=0.5", "critic.value_clip=9"),
         ),
         False,
     ),

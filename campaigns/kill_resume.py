@@ -28,10 +28,7 @@ class _Case:
     settings: tuple[str, ...] = ()
 
 
-_SLOW = (
-    "reward.function=campaigns.slow_reward:reward",
-    "++reward.kwargs.seconds=0.2",
-)
+_SLOW = ("reward.function=campaigns.slow_reward:reward", "++reward.kwargs.seconds=0.2")
 _GAME = "ppo_tiny_guessing_cpu"
 _SLOW_GAME = (
     *("environment.factory=campaigns.slow_game:SlowGame", "+environment.kwargs.seconds=0.05"),

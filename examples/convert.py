@@ -18,11 +18,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--input", required=True, help="a directory, a .gguf or a .nemo")
-    parser.add_argument(
-        "--output",
-        required=True,
-        help="a .nemo, or a directory to write",
-    )
+    parser.add_argument("--output", required=True, help="a .nemo, or a directory to write")
     options = parser.parse_args()
     from aligner.checkpoint import convert  # imports torch: not for --help
 

@@ -48,12 +48,7 @@ LONGROPE = {
     "max_position_embeddings": 96,
 }
 MIXTRAL = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
-QWEN3_MOE = {
-    "head_dim": 8,
-    "num_experts": 5,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-}
+QWEN3_MOE = {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 CASES = {
     "llama2": ("llama", {"num_key_value_heads": 4}),
     "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),

@@ -9,13 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from aligner.catalog import ALGORITHMS
-from aligner.config import (
-    BaseRunConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    ServeConfig,
-    load_config,
-)
+from aligner.config import BaseRunConfig, EvaluateConfig, GenerateConfig, ServeConfig, load_config
 from aligner.config.parse import field_types
 
 CONF = Path(__file__).parents[1] / "conf"

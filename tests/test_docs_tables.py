@@ -435,10 +435,7 @@ def test_every_row_holds(table):
 
 TRAINING = {"ppo", "reinforce", "rs", "sft", "dpo", "reward", "distill"}  # pages, and scripts
 # Parts of docs/options.md, and the pages of the scripts that take what stands there.
-SHARED = {
-    "Every training run": TRAINING,
-    "Runs that sample and score": {"ppo", "reinforce", "rs"},
-}
+SHARED = {"Every training run": TRAINING, "Runs that sample and score": {"ppo", "reinforce", "rs"}}
 
 
 def keys_of(cell):

@@ -11,11 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from test_layering import (
-    modules,
-    name_of,
-    relative,
-)
+from test_layering import modules, name_of, relative
 
 # A dimension: a name, a number or ``...``, or several with an operator: ``S / CP``, ``R + 2``.
 _TERM = r"[`(]*\w[\w()`]*"

@@ -69,10 +69,7 @@ class ChatRenderer:
         message_end_ids = tokenizer.encode(self._message_end)
         self._end_is_token = tokenizer.turn_end_id in message_end_ids
         call_end_ids = tokenizer.encode(_MESSAGE_END)
-        self._end_ids = [
-            tokenizer.turn_end_id,
-            *(call_end_ids if len(call_end_ids) == 1 else []),
-        ]
+        self._end_ids = [tokenizer.turn_end_id, *(call_end_ids if len(call_end_ids) == 1 else [])]
 
     def opening(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[int]]:
         """Return text and tokens of the first messages with the generation prompt.

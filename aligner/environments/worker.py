@@ -47,10 +47,7 @@ def answers_of(
 
 
 def load_factory(
-    factory: str,
-    kwargs: Mapping[str, Any],
-    columns: Collection[str],
-    form: Form | None = None,
+    factory: str, kwargs: Mapping[str, Any], columns: Collection[str], form: Form | None = None
 ) -> Callable[..., Any]:
     """Return the class that ``environment.factory`` names, with its ``form`` bound if it needs one.
 

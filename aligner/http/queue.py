@@ -1,4 +1,9 @@
-"""Jobs that wait for a model, and the items that the model processes."""
+"""Jobs that wait for a model, and the items that the model processes.
+
+event loop: request ─► Job, an item per result ─► JobQueue ─► Slot per item: the model's thread
+                ▲                                                         │
+                └───────────────────── Job.report ◄───────────────────────┘
+"""
 
 import threading
 from collections import deque

@@ -145,11 +145,7 @@ def _columns(data: BatchedDataDict) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for row in data["columns"] for name in row)
     columns = {name: [row.get(name) for row in data["columns"]] for name in names}
     lengths = data["input_lengths"] - data["prompt_lengths"]
-    return {
-        **columns,
-        "is_end": data["is_end"].tolist(),
-        "response_lengths": lengths.tolist(),
-    }
+    return {**columns, "is_end": data["is_end"].tolist(), "response_lengths": lengths.tolist()}
 
 
 def check_weights(

@@ -41,10 +41,6 @@ def reward(
             right = answer is not None and answer.strip() == str(ground_truth).strip()
         reward = 1.0 if right else format_reward if match else 0.0
         scores.append(
-            {
-                "reward": reward,
-                "accuracy": float(right),
-                "well_formed": float(match is not None),
-            }
+            {"reward": reward, "accuracy": float(right), "well_formed": float(match is not None)}
         )
     return scores

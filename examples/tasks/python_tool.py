@@ -28,11 +28,7 @@ class Interpreter:
     """
 
     def __init__(
-        self,
-        *,
-        timeout_s: float = 5.0,
-        memory_mb: int = 256,
-        isolation: Isolation = "kernel",
+        self, *, timeout_s: float = 5.0, memory_mb: int = 256, isolation: Isolation = "kernel"
     ) -> None:
         if isolation not in get_args(Isolation):
             raise ConfigError(

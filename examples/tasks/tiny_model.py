@@ -81,10 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--scale", type=float, help="standard deviation of the weights")
     options = parser.parse_args(arguments)
     write_tiny_nemo(
-        options.output,
-        seed=options.seed,
-        hidden_size=options.hidden_size,
-        scale=options.scale,
+        options.output, seed=options.seed, hidden_size=options.hidden_size, scale=options.scale
     )
     print(f"wrote {options.output}")
 

@@ -10,12 +10,7 @@ import json
 import sys
 
 import tokenizers
-from renderers import (
-    Llama3Renderer,
-    Llama3RendererConfig,
-    Qwen3Renderer,
-    Qwen3RendererConfig,
-)
+from renderers import Llama3Renderer, Llama3RendererConfig, Qwen3Renderer, Qwen3RendererConfig
 
 CLASSES = {
     "qwen3": (Qwen3Renderer, Qwen3RendererConfig),

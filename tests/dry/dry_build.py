@@ -117,9 +117,7 @@ def placement(offload):
     """Bytes that training keeps, those while others work, and those after it goes on."""
     with DryDevice() as device:
         role, data = updated(
-            TINY_ARCHITECTURE,
-            offload_gradients=offload,
-            length_params=LengthParams(max_length=4),
+            TINY_ARCHITECTURE, offload_gradients=offload, length_params=LengthParams(max_length=4)
         )
         role.finish_training()
         found = {

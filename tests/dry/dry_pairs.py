@@ -57,8 +57,7 @@ def layout_works(backend, dp, tp, pp, cp, ep, lora):
         "sequence_parallel": tp > 1 and backend == "megatron",
     }
     peft = PeftConfig(
-        peft_scheme="lora" if lora else None,
-        lora_tuning=LoraConfig(target_modules=("attention",)),
+        peft_scheme="lora" if lora else None, lora_tuning=LoraConfig(target_modules=("attention",))
     )
     try:
         model = TrainedModelConfig(restore_from_path="model.nemo", peft=peft, **parallel)

@@ -35,11 +35,7 @@ from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.preference import DPOLoss
 from aligner.losses.reward import BradleyTerryLoss
 from aligner.losses.value import PPOValueLoss
-from aligner.models.gpt import (
-    MegatronGPTActorModel,
-    MegatronGPTCriticModel,
-    MegatronGPTRewardModel,
-)
+from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, MegatronGPTRewardModel
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.dtensor.critic import DTensorCriticModel
 from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel

@@ -57,12 +57,7 @@ CASES = {
         "deterministic": True,
     },
     "dtensor actor": {"role": "actor", "backend": "dtensor"},
-    "dtensor critic, DP": {
-        "role": "critic",
-        "backend": "dtensor",
-        "world": 2,
-        "precision": "bf16",
-    },
+    "dtensor critic, DP": {"role": "critic", "backend": "dtensor", "world": 2, "precision": "bf16"},
 }
 # Kernels, and times that the host waits for the device: of an update of two micro-batches, of
 # scoring in one, and of a rollout of 4 tokens. Raise a number only for a reason. A launch of each

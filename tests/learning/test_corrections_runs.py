@@ -68,11 +68,7 @@ CASES = {
     ),
     "CISPO, second moment, two updates": (
         "grpo_tiny_cpu",
-        [
-            f"{KEY}.second_moment=2.0e-6",
-            "model.ppo.surrogate=cispo",
-            "model.global_batch_size=16",
-        ],
+        [f"{KEY}.second_moment=2.0e-6", "model.ppo.surrogate=cispo", "model.global_batch_size=16"],
         "train_optim/tokens_over_second_moment",
     ),
 }

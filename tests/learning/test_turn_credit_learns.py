@@ -4,15 +4,7 @@ import statistics
 
 import pytest
 
-from benchmarks.turn_credit import (
-    CREDITS,
-    LAST,
-    MEASURES,
-    ahead,
-    curve,
-    settings_with,
-    table,
-)
+from benchmarks.turn_credit import CREDITS, LAST, MEASURES, ahead, curve, settings_with, table
 
 SEEDS = (1, 2, 3, 4, 5)
 

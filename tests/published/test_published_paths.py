@@ -10,7 +10,7 @@ from aligner.compat import paths
 PATHS = {
     "aligner.algorithms.interfaces": {"LossFunction": "aligner.losses.interfaces"},
     "aligner.algorithms.logits_sampling_utils": {
-        "TrainingSamplingParams": "aligner.logprobs.top_k_top_p",
+        "TrainingSamplingParams": "aligner.logprobs.top_k_top_p"
     },
     "aligner.algorithms.loss.interfaces": {
         "LossFunction": "aligner.losses.interfaces",
@@ -24,11 +24,11 @@ PATHS = {
         "SequencePackingArgs": "aligner.distributed.sharding",
     },
     "aligner.distributed.model_utils": {
-        "DistributedLogprob": "aligner.distributed.model_utils.logits_logprob",
+        "DistributedLogprob": "aligner.distributed.model_utils.logits_logprob"
     },
     "aligner.distributed.named_sharding": {"NamedSharding": "aligner.distributed.named_sharding"},
     "aligner.distributed.virtual_cluster": {
-        "RayVirtualCluster": "aligner.distributed.virtual_cluster",
+        "RayVirtualCluster": "aligner.distributed.virtual_cluster"
     },
     "aligner.distributed.worker_groups": {
         "LocalCluster": "aligner.distributed.workers",
@@ -43,13 +43,13 @@ PATHS = {
         "GenerationOutputSpec": "aligner.models.interfaces",
     },
     "aligner.models.nlp.gpt.megatron_gpt_rs_actor": {
-        "MegatronGPTRSModel": "aligner.models.gpt.megatron.actor",
+        "MegatronGPTRSModel": "aligner.models.gpt.megatron.actor"
     },
     "aligner.models.policy": {"PolicyConfig": "aligner.compat.nemo_rl"},
     "aligner.models.policy.dtensor_policy_worker": {
         "DTensorPolicyWorker": (
             "aligner.models.policy.workers.dtensor_policy_worker_v2:DTensorPolicyWorkerV2"
-        ),
+        )
     },
     "aligner.models.policy.interfaces": {
         "ColocatablePolicyInterface": "aligner.models.interfaces",
@@ -58,22 +58,22 @@ PATHS = {
     },
     "aligner.models.policy.lm_policy": {"Policy": "aligner.models.policy.lm_policy"},
     "aligner.models.policy.megatron_policy_worker": {
-        "MegatronPolicyWorker": "aligner.models.policy.workers.megatron_policy_worker",
+        "MegatronPolicyWorker": "aligner.models.policy.workers.megatron_policy_worker"
     },
     "aligner.models.policy.workers.base_policy_worker": {
-        "AbstractPolicyWorker": "aligner.models.worker:RoleWorker",
+        "AbstractPolicyWorker": "aligner.models.worker:RoleWorker"
     },
     "aligner.models.policy.workers.dtensor_policy_worker_v2": {
-        "DTensorPolicyWorkerV2": "aligner.models.policy.workers.dtensor_policy_worker_v2",
+        "DTensorPolicyWorkerV2": "aligner.models.policy.workers.dtensor_policy_worker_v2"
     },
     "aligner.models.value.config": {"ValueConfig": "aligner.compat.nemo_rl"},
     "aligner.models.value.interfaces": {"ValueOutputSpec": "aligner.models.interfaces"},
     "aligner.models.value.lm_value": {"Value": "aligner.models.value.lm_value"},
     "aligner.models.value.workers.dtensor_value_worker_v2": {
-        "DTensorValueWorkerV2": "aligner.models.value.workers.dtensor_value_worker_v2",
+        "DTensorValueWorkerV2": "aligner.models.value.workers.dtensor_value_worker_v2"
     },
     "aligner.models.value.workers.megatron_value_worker": {
-        "MegatronValueWorker": "aligner.models.value.workers.megatron_value_worker",
+        "MegatronValueWorker": "aligner.models.value.workers.megatron_value_worker"
     },
     "aligner.utils.utils": {"load_from_nemo": "aligner.models.gpt.megatron.loading"},
     "aligner.data.packing": {
@@ -83,11 +83,11 @@ PATHS = {
     },
     # Of earlier versions of this library, and the worker's names without a version.
     "aligner.batches.batched_data_dict": {
-        "BatchedDataDict": "aligner.distributed.batched_data_dict",
+        "BatchedDataDict": "aligner.distributed.batched_data_dict"
     },
     "aligner.cluster.ray.session": {"ray_session": "aligner.distributed.ray.session"},
     "aligner.cluster.ray.virtual_cluster": {
-        "RayVirtualCluster": "aligner.distributed.virtual_cluster",
+        "RayVirtualCluster": "aligner.distributed.virtual_cluster"
     },
     "aligner.cluster.worker_groups": {
         "LocalCluster": "aligner.distributed.workers",
@@ -104,10 +104,10 @@ PATHS = {
     "aligner.models.policy.workers.dtensor_policy_worker": {
         "DTensorPolicyWorker": (
             "aligner.models.policy.workers.dtensor_policy_worker_v2:DTensorPolicyWorkerV2"
-        ),
+        )
     },
     "aligner.models.policy.workers.megatron_policy_worker": {
-        "MegatronPolicyWorker": "aligner.models.policy.workers.megatron_policy_worker",
+        "MegatronPolicyWorker": "aligner.models.policy.workers.megatron_policy_worker"
     },
     "aligner.models.value": {"ValueConfig": "aligner.compat.nemo_rl"},
 }

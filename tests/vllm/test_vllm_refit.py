@@ -103,11 +103,7 @@ def long_prompts():
     """Four prompts longer than a block of vLLM's cache of keys and values (128 tokens on CPU)."""
     ids = (torch.arange(200) * 7 + torch.arange(4)[:, None]) % 90 + 32
     return BatchedDataDict(
-        {
-            "input_ids": ids,
-            "input_lengths": torch.full((4,), 200),
-            "sample_ids": torch.arange(4),
-        }
+        {"input_ids": ids, "input_lengths": torch.full((4,), 200), "sample_ids": torch.arange(4)}
     )
 
 

@@ -70,11 +70,7 @@ def roles(config, *, backend="megatron", workers=1):
     )
     try:
         policy = Policy(
-            cluster,
-            config.model,
-            tokenizer,
-            backend=backend,
-            init_reference_model=False,
+            cluster, config.model, tokenizer, backend=backend, init_reference_model=False
         )
         yield policy, VllmGeneration(cluster, config, tokenizer, architecture, policy, 256)
     finally:
@@ -87,11 +83,7 @@ def prompts(rows=12, first=0):
     for row, length in enumerate(lengths.tolist()):
         ids[row, :length] = 32 + (torch.arange(length) * 7 + 3 * row + first) % 90
     return BatchedDataDict(
-        {
-            "input_ids": ids,
-            "input_lengths": lengths,
-            "sample_ids": torch.arange(rows) + first,
-        }
+        {"input_ids": ids, "input_lengths": lengths, "sample_ids": torch.arange(rows) + first}
     )
 
 

@@ -11,11 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.algorithms.rollout.rollout import (
-    VALIDATION_SEED_OFFSET,
-    SingleTurn,
-    prompts_batch,
-)
+from aligner.algorithms.rollout.rollout import VALIDATION_SEED_OFFSET, SingleTurn, prompts_batch
 from aligner.algorithms.run.engine import Workers, run_settings
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_room

@@ -6,12 +6,7 @@ from typing import Any
 
 from aligner.algorithms.ppo.user_estimator import UserEstimator
 from aligner.algorithms.run.engine import Clusters, Workers, run_settings
-from aligner.config import (
-    CorrectionConfig,
-    PolicyPPOConfig,
-    RunConfig,
-    TrainerPPOConfig,
-)
+from aligner.config import CorrectionConfig, PolicyPPOConfig, RunConfig, TrainerPPOConfig
 from aligner.errors import ConfigError
 from aligner.losses.kl import AdaptiveKLController, FixedKLController
 from aligner.losses.policy import PPOPolicyLoss

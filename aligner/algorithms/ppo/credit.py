@@ -102,12 +102,7 @@ class Credit:
         return metrics | self._kl_metrics(kl, mask, mean.item(), beta, per_sample), per_sample
 
     def _with_critic(
-        self,
-        batch: BatchedDataDict,
-        shaped: Tensor,
-        kl: Tensor | None,
-        beta: float,
-        states: Tensor,
+        self, batch: BatchedDataDict, shaped: Tensor, kl: Tensor | None, beta: float, states: Tensor
     ) -> dict[str, float]:
         """Add generalised advantage estimates, or the user's, with ``returns`` for the critic."""
         if self.estimator is None:

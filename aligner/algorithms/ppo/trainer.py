@@ -29,12 +29,7 @@ from aligner.algorithms.ppo.build import (
 )
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.ppo.user_estimator import UserEstimator
-from aligner.algorithms.rollout.rollout import (
-    fill_with_varied_groups,
-    prefixed,
-    samples_of,
-    score,
-)
+from aligner.algorithms.rollout.rollout import fill_with_varied_groups, prefixed, samples_of, score
 from aligner.algorithms.rollout.trainer import SamplingInputs, SamplingTrainer
 from aligner.algorithms.run.directory import total_steps
 from aligner.algorithms.run.loop import StepResult

@@ -33,13 +33,7 @@ from aligner.rewards.model import ModelReward, SharedBackboneReward, VerifiedRew
 from aligner.rewards.sequences import SequenceEncoder
 
 # Options that affect a model's start, training or output layer. The critic lacks the output layer.
-_NON_BODY_FIELDS = {
-    "attention_dropout",
-    "family",
-    "hidden_dropout",
-    "init_std",
-    "tie_embeddings",
-}
+_NON_BODY_FIELDS = {"attention_dropout", "family", "hidden_dropout", "init_std", "tie_embeddings"}
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,7 @@ from aligner.checkpoint.adapters import adapter_shapes, check_same, read_adapter
 from aligner.checkpoint.canonical import Shape, expected_shapes
 from aligner.checkpoint.hf.any_model import parameter_shapes, require_megatron
 from aligner.checkpoint.model_source import open_model
-from aligner.config import (
-    BaseRunConfig,
-    SamplingRunConfig,
-    SupervisedRunConfig,
-    TrainedModelConfig,
-)
+from aligner.config import BaseRunConfig, SamplingRunConfig, SupervisedRunConfig, TrainedModelConfig
 from aligner.config.parse import refuse
 from aligner.data.tokenizers.loading import (
     named_tokenizer,
@@ -26,11 +21,7 @@ from aligner.device.host_memory import available_bytes
 from aligner.errors import ConfigError
 from aligner.foreign_keys import IGNORED
 from aligner.logprobs.output_layer import tile_bytes
-from aligner.observe.startup import (
-    RoleMemory,
-    StartupSummary,
-    saving_sentence,
-)
+from aligner.observe.startup import RoleMemory, StartupSummary, saving_sentence
 from aligner.packages import find_packages, untried_versions
 
 

@@ -3,6 +3,13 @@
 Rank 0 writes ``manifest.json`` (step, metric, sizes and checksums), ``state.json`` (entries without
 tensors) and ``NAME.pt`` (an entry with tensors), workers the folders of the roles (`worker_state`).
 The directory is renamed after every file is flushed to the disk. Nothing is unpickled.
+
+Threads write a state while training continues::
+
+    in the step        every rank: wait for the previous state, agree on the directory, copy
+    in the background  every worker: its share, flushed, then its mark
+                       rank 0: its entries, and after all marks the manifest and the rename
+    every step         all ranks: agree on whether a write has failed, and raise its error
 """
 
 import contextlib

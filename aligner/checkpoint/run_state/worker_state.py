@@ -3,6 +3,12 @@
 ``rank_00000.pt`` is a worker's share. Once it is on the disk, the worker writes its size and
 checksum to the mark ``rank_00000.done``, so that no collective runs during training. Rank 0 waits
 for all marks and replaces them by ``checksums.json``.
+
+A worker writes in the step, or in a thread from a copy that was made in the step::
+
+    step      begin: copy the share ── training continues ── failure: raise the thread's error
+    thread         └ write rank_N.pt ── flush ── rename rank_N.done
+    rank 0                                          └ seal: wait for all marks, write checksums
 """
 
 import json

@@ -151,10 +151,7 @@ def action_parser(
         def action_of(digits: str) -> int | None:
             return int(digits) if len(digits) <= 18 and first <= int(digits) <= last else None
 
-        return (
-            _last_match(_INTEGER, action_of),
-            f"Answer with a number from {first} to {last}.",
-        )
+        return (_last_match(_INTEGER, action_of), f"Answer with a number from {first} to {last}.")
     if len(names) != count:
         raise ConfigError(
             f"environment.kwargs.actions={list(names)} has {len(names)} names, and the "

@@ -6,12 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aligner.data.chat import Message
-from aligner.environments.adapters.foreign import (
-    LoopThread,
-    ScoredTools,
-    imported,
-    scorer_of,
-)
+from aligner.environments.adapters.foreign import LoopThread, ScoredTools, imported, scorer_of
 from aligner.environments.calls import Form
 from aligner.errors import ConfigError
 

@@ -26,11 +26,7 @@ from aligner.data.tokenizers.decoding import StopStrings
 from aligner.device import accelerator
 from aligner.errors import ConfigError
 from aligner.generation.vllm.kept import add_sets, check_sets, engine_arguments
-from aligner.generation.vllm.sampling import (
-    logprobs_mode,
-    request_seed,
-    sampling_arguments,
-)
+from aligner.generation.vllm.sampling import logprobs_mode, request_seed, sampling_arguments
 from aligner.generation.vllm.settings import VllmConfig
 
 _ABANDON_INTERVAL = 8  # steps between two agreements of an engine's processes on abandoning a batch

@@ -36,9 +36,7 @@ class ScoreRequest(BaseModel):
 
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Row = Annotated[
-    list[_Number],
-    FailFast(),
-    BeforeValidator(lambda row: row if isinstance(row, list) else [row]),
+    list[_Number], FailFast(), BeforeValidator(lambda row: row if isinstance(row, list) else [row])
 ]
 
 

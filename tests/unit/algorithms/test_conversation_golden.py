@@ -65,11 +65,7 @@ CASES = {
     "max_tokens": ({"factory": f"{FILE}:Game", "max_tokens": 40}, TURNS, None),
     "tools": ({"factory": f"{FILE}:Tools"}, TURNS, None),
     "rewritten": ({"factory": f"{FILE}:Game"}, TURNS, REWRITES),
-    "kept_history": (
-        {"factory": f"{FILE}:Game", "rewritten_history": "keep"},
-        TURNS,
-        REWRITES,
-    ),
+    "kept_history": ({"factory": f"{FILE}:Game", "rewritten_history": "keep"}, TURNS, REWRITES),
     "fails": ({"factory": f"{FILE}:Game"}, rows(None, "raises", "dies", "unscored"), None),
     "hangs": ({"factory": f"{FILE}:Game", "timeout_s": 1.0}, rows("hangs", None), None),
     "failed_zero": (

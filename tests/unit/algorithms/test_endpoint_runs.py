@@ -74,10 +74,7 @@ def test_an_evaluation(tiny_nemo, tmp_path):
     ("overrides", "said"),
     [
         ([], "neither environment.command nor environment.factory"),
-        (
-            ["environment.command=a", "environment.factory=b.py:c"],
-            "environment.factory=b.py:c",
-        ),
+        (["environment.command=a", "environment.factory=b.py:c"], "environment.factory=b.py:c"),
         (["environment.command=''"], "is empty. Set a program"),
         (['environment.command="a \'b"'], "No closing quotation. Write it as a list of words"),
         (["environment.kind=messages", "environment.command=a"], "Set environment.kind=endpoint"),

@@ -70,10 +70,7 @@ def test_turns_need_an_environment():
     with pytest.raises(ConfigError, match=r"timestep=turn works only with gae"):
         loaded("trainer.ppo.timestep=turn", script="gpt_reinforce")
     with pytest.raises(ConfigError, match=r"reward=environment and environment.factory"):
-        load_config(
-            composed("gpt_rs", [*SINGLE, "environment.factory=a.b:Game"]),
-            RSRunConfig,
-        )
+        load_config(composed("gpt_rs", [*SINGLE, "environment.factory=a.b:Game"]), RSRunConfig)
 
 
 def test_the_longest_sequences_are_those_of_a_conversation(tmp_path):

@@ -12,10 +12,7 @@ import pytest
 import torch
 import user_environments as envs
 
-from aligner.algorithms.rollout.environments import (
-    EnvironmentReward,
-    EnvironmentRollouts,
-)
+from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
 from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.config import LengthParams, SamplingParams
 from aligner.config.environment import EnvironmentConfig
@@ -124,9 +121,7 @@ def rollouts_with(config, pool, tokenizer=TOKENIZER, longest=MOST, **data):
     rollout = SimpleNamespace(length_params=LengthParams(longest), sampling_params=SamplingParams())
     data = {"add_bos": False, "special_tokens_in_text": "keep", **data}
     run = SimpleNamespace(
-        environment=config,
-        model=SimpleNamespace(rollout=rollout),
-        data=SimpleNamespace(**data),
+        environment=config, model=SimpleNamespace(rollout=rollout), data=SimpleNamespace(**data)
     )
     return Rollouts(run, tokenizer, None, {}, ExitStack())
 

@@ -135,10 +135,7 @@ def test_what_is_not_scored_is_wrong(tiny_nemo, tmp_path):
         ),
         ({"environment": {**GAME, "max_tokens": 9999}}, r"max_tokens=9999, .* 256 positions"),
         ({"environment": {**GAME, "factory": f"{GAMES}:Chess"}}, "has no class 'Chess'"),
-        (
-            {"data": {"prompts": ROWS, "max_prompt_length": 8}},
-            r"data\.max_prompt_length=8: ",
-        ),
+        ({"data": {"prompts": ROWS, "max_prompt_length": 8}}, r"data\.max_prompt_length=8: "),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tiny_nemo, tmp_path, changes, words):

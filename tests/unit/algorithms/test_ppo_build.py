@@ -15,11 +15,7 @@ from aligner.rewards.interface import ScoredResponses
 
 @pytest.mark.parametrize(
     ("limits", "longest"),
-    [
-        ({}, 8),
-        ({"max_tokens": 200, "max_turns": 3}, 24),
-        ({"max_tokens": 20, "max_turns": 3}, 20),
-    ],
+    [({}, 8), ({"max_tokens": 200, "max_turns": 3}, 24), ({"max_tokens": 20, "max_turns": 3}, 20)],
 )
 def test_fixed_length_is_that_of_the_longest_sample(limits, longest):
     section = (

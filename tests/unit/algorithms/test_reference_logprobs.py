@@ -68,8 +68,7 @@ def test_it_is_asked_once(policy, ask, tiny_nemo):
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
-    [({"size": 6}, "training examples"), ({"precision": "bf16"}, "precision")],
+    ("changed", "named"), [({"size": 6}, "training examples"), ({"precision": "bf16"}, "precision")]
 )
 def test_what_is_stale_is_asked_again(policy, ask, tiny_nemo, changed, named):
     ask(configuration(tiny_nemo))

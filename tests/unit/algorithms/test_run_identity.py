@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from test_run_directory import (  # noqa: F401
-    begun,
-    configured,
-    model,
-    prepared,
-    recipe,
-)
+from test_run_directory import begun, configured, model, prepared, recipe  # noqa: F401
 
 from aligner.algorithms.run.directory import RunDirectory
 from aligner.algorithms.run.run import prepare_log_dir

@@ -68,9 +68,7 @@ def test_a_callback_that_cannot_work_is_refused(here, entry, words):
 
 
 def test_callbacks_of_a_configuration(here):
-    config = configured(
-        trainer__callbacks=["a:B", {"callback": "c.py:D", "kwargs": {"x": 1}}],
-    )
+    config = configured(trainer__callbacks=["a:B", {"callback": "c.py:D", "kwargs": {"x": 1}}])
     assert config.trainer.callbacks == ("a:B", CallbackConfig("c.py:D", {"x": 1}))
     assert config.as_dict()["trainer"]["callbacks"][1] == {"callback": "c.py:D", "kwargs": {"x": 1}}
     with pytest.raises(ConfigError, match=r"trainer\.callbacks.*kwarg"):

@@ -21,11 +21,7 @@ from aligner.checkpoint.run_state.tree import (
     write_tree,
 )
 from aligner.device import accelerator
-from aligner.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    DamagedStateError,
-)
+from aligner.errors import CheckpointError, CheckpointNotFoundError, DamagedStateError
 from aligner.parallel.groups import initialize_parallel
 
 

@@ -135,10 +135,7 @@ def test_configuration_is_frozen():
         ),
         ({"generation__backend": "vllm"}, ["generation.backend=vllm", "megatron"]),
         (
-            {
-                "model__sequence_packing__enabled": True,
-                "model__dynamic_batching__enabled": True,
-            },
+            {"model__sequence_packing__enabled": True, "model__dynamic_batching__enabled": True},
             ["model.sequence_packing.enabled", "model.dynamic_batching.enabled", "exclude"],
         ),
         (
@@ -590,11 +587,7 @@ def architecture(**changes):
         (ParallelConfig(tensor=3), 2, ["2 processes", "Start 3"]),
         (ParallelConfig(sequence_parallel=True), 1, ["model.sequence_parallel=true"]),
         (ParallelConfig(expert=2), 2, ["no experts"]),
-        (
-            ParallelConfig(first_stage=2),
-            1,
-            ["first_pipeline_stage=2", "4 of 6 layers"],
-        ),
+        (ParallelConfig(first_stage=2), 1, ["first_pipeline_stage=2", "4 of 6 layers"]),
         (ParallelConfig(pipeline=3, first_stage=3), 3, ["3 of 6 layers", "2 other stages"]),
         (ParallelConfig(pipeline=2, first_stage=6), 2, ["0 of 6 layers", "1 other stages"]),
         (ParallelConfig(pipeline=2, first_stage=2, last_stage=3), 2, ["1 of 6 layers"]),

@@ -59,11 +59,7 @@ def test_refused(peft, model, message):
 @pytest.mark.parametrize(
     ("tuning", "model", "message"),
     [
-        (
-            {},
-            {"tensor_model_parallel_size": 2},
-            r"size=2: .* not split adapters .* Set it to 1",
-        ),
+        ({}, {"tensor_model_parallel_size": 2}, r"size=2: .* not split adapters .* Set it to 1"),
         ({"adapter_dropout": 0.1}, {}, r"adapter_dropout=0\.1: .*dtensor .* Set it to 0"),
     ],
 )

@@ -249,10 +249,7 @@ def test_the_prompt_of_a_pair_is_what_both_begin_with(
 
 
 def test_pairs_are_labelled_responses(tokenizer, tmp_path):
-    rows = [
-        {"chosen": "2+3=5", "rejected": "2+3=6"},
-        {"chosen": "4+4=8", "rejected": "4+4=1"},
-    ]
+    rows = [{"chosen": "2+3=5", "rejected": "2+3=6"}, {"chosen": "4+4=8", "rejected": "4+4=1"}]
     labelled = load(LabelledDataset, tokenizer, tmp_path, rows)
     found = [(*texts(tokenizer, row.example), row.desirable) for row in labelled]
     assert found == [

@@ -135,10 +135,7 @@ def test_special_ids(byte_level_dir, sentencepiece_file):
 
 def test_rebuilt_from_its_files_and_from_a_pickle(tokenizer):
     ids = tokenizer.encode("7+4=11\n")
-    for copy in (
-        tokenizer_from_files(tokenizer.files()),
-        pickle.loads(pickle.dumps(tokenizer)),
-    ):
+    for copy in (tokenizer_from_files(tokenizer.files()), pickle.loads(pickle.dumps(tokenizer))):
         assert copy.encode("7+4=11\n") == ids
         assert copy.decode(ids) == "7+4=11\n"
         assert copy.files() == tokenizer.files()

@@ -257,11 +257,7 @@ def test_a_policy_scores_over_what_it_recorded(policy):
 @pytest.mark.parametrize(
     ("ppo", "others", "message"),
     [
-        (
-            {"sampling_params": {"top_p": 1.0}},
-            {},
-            r"tokens=8: top_k=0 and top_p=1 keep all",
-        ),
+        ({"sampling_params": {"top_p": 1.0}}, {}, r"tokens=8: top_k=0 and top_p=1 keep all"),
         (
             {"sampling_params": {"top_k": 9}},
             {},

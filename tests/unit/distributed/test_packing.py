@@ -7,11 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.distributed.packing import (
-    FirstFitShufflePacker,
-    PackingAlgorithm,
-    get_packer,
-)
+from aligner.distributed.packing import FirstFitShufflePacker, PackingAlgorithm, get_packer
 from aligner.errors import ConfigError, DataError
 
 ALGORITHMS = list(PackingAlgorithm)

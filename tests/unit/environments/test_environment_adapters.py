@@ -12,11 +12,7 @@ import pytest
 from played import ADAPTERS, Game, kwargs_of, write_files
 
 from aligner.environments.adapters.foreign import LoopThread, as_text
-from aligner.environments.adapters.gymnasium import (
-    GymnasiumEnv,
-    action_parser,
-    without_colours,
-)
+from aligner.environments.adapters.gymnasium import GymnasiumEnv, action_parser, without_colours
 from aligner.environments.adapters.mcp import MCPEnv, result_text
 from aligner.environments.adapters.nemo_rl import NeMoRLEnv, actor_class, reward_of
 from aligner.environments.adapters.skyrl_gym import SkyRLGymEnv

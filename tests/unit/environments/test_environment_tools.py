@@ -7,13 +7,7 @@ from test_chat_data import chatml
 from transformers.utils import get_json_schema
 
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.environments.calls import (
-    ToolCall,
-    before_calls,
-    form_of,
-    parse_calls,
-    structured,
-)
+from aligner.environments.calls import ToolCall, before_calls, form_of, parse_calls, structured
 from aligner.environments.tools import ToolEnv, json_schema
 from aligner.environments.worker import load_factory
 from aligner.errors import ConfigError

@@ -5,12 +5,7 @@ import itertools
 import pytest
 
 from aligner.errors import ConfigError
-from aligner.examples.tasks.games import (
-    NextNumber,
-    SlidingPuzzle,
-    next_numbers,
-    sliding_puzzles,
-)
+from aligner.examples.tasks.games import NextNumber, SlidingPuzzle, next_numbers, sliding_puzzles
 
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 

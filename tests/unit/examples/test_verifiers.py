@@ -166,12 +166,7 @@ def test_reasoning_gym_answer_in_a_tag():
     entry = {"question": "?", "answer": "13", "metadata": {"source_dataset": "simple_equations"}}
     responses = ["<answer>13</answer>", "13", "<answer>13</answer><answer>4</answer>"]
     scores = reasoning.reward(
-        [""] * 3,
-        responses,
-        ["13"] * 3,
-        ["simple_equations"] * 3,
-        [entry] * 3,
-        answer_tag="answer",
+        [""] * 3, responses, ["13"] * 3, ["simple_equations"] * 3, [entry] * 3, answer_tag="answer"
     )
     assert [score["accuracy"] for score in scores] == [1.0, 0.0, 0.0]
 

@@ -12,11 +12,7 @@ from aligner.config import (
     parse_config,
 )
 from aligner.errors import ConfigError
-from aligner.generation.vllm.sampling import (
-    logprobs_mode,
-    request_seed,
-    sampling_arguments,
-)
+from aligner.generation.vllm.sampling import logprobs_mode, request_seed, sampling_arguments
 from aligner.generation.vllm.settings import VllmConfig
 
 RAY = {"cluster": {"engine": "ray"}}

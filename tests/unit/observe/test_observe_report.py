@@ -21,12 +21,7 @@ from aligner.observe.report.chart import (
     ticks,
 )
 from aligner.observe.report.page import messages_of, render, templates
-from aligner.observe.report.run import (
-    RunRecord,
-    before_and_after,
-    render_report,
-    write_report,
-)
+from aligner.observe.report.run import RunRecord, before_and_after, render_report, write_report
 from aligner.observe.samples import Sample, SampleWriter
 from aligner.packages import describe_environment
 

@@ -127,8 +127,7 @@ def test_scores_that_are_refused(scores, message):
 
 
 @pytest.mark.parametrize(
-    "scores",
-    [(1, True), np.array([1.0, 1.0]), torch.ones(2), [np.float32(1), torch.tensor(1)]],
+    "scores", [(1, True), np.array([1.0, 1.0]), torch.ones(2), [np.float32(1), torch.tensor(1)]]
 )
 def test_numbers_of_any_kind(scores):
     samples = Samples(["p", "q"], ["r", "s"], [None, None])

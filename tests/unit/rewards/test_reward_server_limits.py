@@ -245,10 +245,7 @@ def test_bytes_that_are_worked_on_are_bounded(serving, monkeypatch):
 
 @pytest.mark.parametrize(
     ("length", "body", "said"),
-    [
-        (b"9" * 5000, b"", b"bad Content-Length"),
-        (b"500", b"{}", b"received 2 bytes, expected 500"),
-    ],
+    [(b"9" * 5000, b"", b"bad Content-Length"), (b"500", b"{}", b"received 2 bytes, expected 500")],
 )
 def test_odd_lengths_are_answered(serving, length, body, said):
     state = serving()

@@ -20,12 +20,7 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.models.gpt.dtensor import attention as dtensor_attention
 from aligner.models.gpt.dtensor.adapters import add_adapters
 from aligner.models.gpt.dtensor.module import TransformersModel, Way
-from aligner.models.gpt.dtensor.plan import (
-    SUMMED,
-    plan_name,
-    split_layer,
-    split_vocabulary,
-)
+from aligner.models.gpt.dtensor.plan import SUMMED, plan_name, split_layer, split_vocabulary
 from aligner.models.gpt.dtensor.shards import ParameterShard
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.gpt.role.value import ValueHead
@@ -45,7 +40,8 @@ def build_sharded(
 
     Args:
         architecture: shape of the model.
-        weights: full float tensors by Hugging Face's names, or None to leave weights uninitialised.
+        weights: full float tensors [...] by Hugging Face's names, or None to leave weights
+            uninitialised.
         parallel: parallel layout, with the data- and tensor-parallel groups.
         settings: dtype of the passes, recomputation, new adapters (next to which all weights except
             a head are frozen) and their seed. Stored weights, gradients and a head are float32.

@@ -136,13 +136,13 @@ class FullPassDecoder(TransformersDecoder):
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
     ) -> Tensor:
-        """See `DecodingModel`."""
+        """See `DecodingModel`. ``tokens``: int64 [n, P]."""
         tokens = tokens.to(self.device)
         self._tokens[self.index(slots), : tokens.shape[1]] = tokens[self.index(sources)]
         return self.run(tokens, self.index(lengths) - 1, use_cache=False)[0]
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """See `DecodingModel`."""
+        """See `DecodingModel`. ``tokens``, ``positions``: int64 [n]."""
         rows = torch.arange(len(tokens), device=self.device)
         self._tokens[rows, positions] = tokens
         sequences = self._tokens[: len(tokens), :longest]
@@ -184,7 +184,7 @@ class GroupDecoder(TransformersDecoder):
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
     ) -> Tensor:
-        """See `DecodingModel`."""
+        """See `DecodingModel`. ``tokens``: int64 [n, P]."""
         results: dict[int, Tensor] = {}
         for length in sorted(set(lengths)):
             prompts = [index for index, size in enumerate(lengths) if size == length]
@@ -197,7 +197,7 @@ class GroupDecoder(TransformersDecoder):
         return torch.stack([results[index] for index in range(len(lengths))])
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """See `DecodingModel`."""
+        """See `DecodingModel`. ``tokens``, ``positions``: int64 [n]."""
         # A copy of a sequence in flight that is longer than the target begins after the prompt.
         slots_of_length: dict[int, list[int]] = {}
         for slot, length in enumerate(positions.tolist()):

@@ -50,14 +50,14 @@ class SlotDecoder(TransformersDecoder):
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
     ) -> Tensor:
-        """See `DecodingModel`."""
+        """See `DecodingModel`. ``tokens``: int64 [n, P]."""
         self._bucket = None
         self._slots, self._sources = self.index(slots), self.index(sources)
         positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
         return self._run(tokens.to(self.device), positions, self.index(lengths) - 1)
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """See `DecodingModel`."""
+        """See `DecodingModel`. ``tokens``, ``positions``: int64 [n]."""
         positions = positions[:, None]
         self._bucket = Bucket(len(tokens), 1, min(aligned(longest), self.capacity), positions)
         self._slots = torch.arange(len(tokens), device=self.device)

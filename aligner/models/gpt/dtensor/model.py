@@ -17,12 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture, TransformersArchitecture
-from aligner.checkpoint.adapters import (
-    Adapters,
-    adapter_shapes,
-    save_adapters,
-    tensors_to_continue,
-)
+from aligner.checkpoint.adapters import Adapters, adapter_shapes, save_adapters, tensors_to_continue
 from aligner.checkpoint.canonical import REWARD_HEAD, Weights, check_shape
 from aligner.checkpoint.hf.any_model import LoadedWeights, unapplied_settings
 from aligner.checkpoint.hf.families import config_to_hf

@@ -18,11 +18,7 @@ from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.kernels.counter_hash import CallSeeds
 from aligner.logprobs.output_layer import output_weight
 from aligner.losses.language import NegativeLogLikelihoodLoss
-from aligner.models.gpt.forward.schedule import (
-    Microbatch,
-    MicroBatches,
-    full_hidden_states,
-)
+from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches, full_hidden_states
 from aligner.models.gpt.forward.token_logprobs import best_candidates
 from aligner.models.gpt.megatron.model import MegatronGPTModel
 from aligner.models.gpt.role.model import BatchResult

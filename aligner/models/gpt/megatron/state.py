@@ -82,10 +82,7 @@ class _SavedRole:
     """Named slices of all saving processes. Files are opened when needed."""
 
     def __init__(
-        self,
-        states: Sequence[Mapping[str, Any]],
-        rank: int,
-        architecture: GPTArchitecture,
+        self, states: Sequence[Mapping[str, Any]], rank: int, architecture: GPTArchitecture
     ) -> None:
         self._architecture = architecture
         self._slices: dict[str, list[Mapping[str, Any]]] = {}
