@@ -196,7 +196,7 @@ class GPTArchitecture:
         return dataclasses.replace(self, attention_dropout=probability, hidden_dropout=probability)
 
     def padded_vocab_size(self, tensor_parallel_size: int = 1) -> int:
-        """Return the rows of the embedding: the vocabulary, padded to a multiple for all ranks."""
+        """Return the number of embedding rows: the vocabulary, padded to divide over the ranks."""
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 

@@ -73,7 +73,7 @@ class _Loaded:
         """Return the values of each response's tokens, which ``compute`` returns as [B, S]."""
         if len(prompts) != len(responses):
             raise DataError(
-                f"{len(prompts)} prompts and {len(responses)} responses. Give as many responses"
+                f"{len(prompts)} prompts and {len(responses)} responses. Give a response per prompt"
             )
         if not prompts:
             return []

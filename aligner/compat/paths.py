@@ -141,7 +141,7 @@ def _targets(module: str) -> list[str]:
 
 
 def _attribute(module: str, name: str) -> Any:
-    """Return an attribute of a module of the table. ``__all__``: the names of its targets."""
+    """Import an attribute of an aliased module. ``__all__`` lists the module's attributes."""
     if name != "__all__":
         return published(module, name)
     targets = [importlib.import_module(f"aligner.{target}") for target in _targets(module)]

@@ -157,7 +157,7 @@ class RewardConfig:
     reward is the weighted sum of the attributes."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
-        """Report a source without its section, and sections that the run ignores."""
+        """Report a missing section of the reward's source, and sections that the run ignores."""
         # Function, reward model and server.
         examples = {
             "function": "reward.function=my_rewards.py:reward",

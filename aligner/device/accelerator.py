@@ -193,7 +193,7 @@ def set_generator_state(state: Tensor | None) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return `generator_state`, and as ``tracker`` megatron-core's states for split tensors."""
+    """Return `generator_state` and, as ``tracker``, megatron-core's tensor-parallel RNG states."""
     return {"generator": generator_state(), "tracker": dict(_rng_tracker().get_states())}
 
 

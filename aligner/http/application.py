@@ -117,7 +117,7 @@ def http_server(
     refusal: Refusal = lambda status, cause: {"error": cause},
     connections: int | None = None,
 ) -> Iterator[tuple[str, int]]:
-    """Answer requests in a thread until the block ends. The context is the actual host and port.
+    """Answer requests in a thread until the block ends. The context manager yields host and port.
 
     Port 0 chooses a free port. Waiting jobs fail when the block ends. ``setting``: keys of the
     address with their values, for the error. ``refusal``: returns the body of a refusal.

@@ -27,7 +27,7 @@ def read_token(variable: str | None, file: str | None, owner: str) -> str | None
     token = (token or "").strip()
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"{source} holds no token of {owner}. It must be one line of printable ASCII"
+            f"{source} contains no access token of {owner}. A token is one line of printable ASCII"
         )
     return token
 

@@ -35,7 +35,7 @@ class Pairs:
 
 
 def pairs_of(batch: Mapping[str, Tensor], denominators: Denominators) -> Pairs:
-    """Return the pairs whose rows both count by float32 ``sample_mask`` [B].
+    """Return the pairs with ``sample_mask`` (float32 [B]) 1 in both rows.
 
     Raises DataError if the micro-batch has an odd number of rows.
     """

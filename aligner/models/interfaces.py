@@ -312,7 +312,7 @@ class ColocatablePolicyInterface(PolicyInterface):
 
 
 class ValueInterface(RoleHandleInterface, InferencePhases):
-    """A critic over global batches."""
+    """Critic whose methods take and return global batches."""
 
     @abstractmethod
     def get_values(

@@ -58,9 +58,9 @@ def gap_verdict(gap: float, precision: str) -> GapVerdict | None:
 
 
 def gap_warnings(metrics: Mapping[str, float], precision: str) -> tuple[str, ...]:
-    """Return a warning if rounding does not explain the gap of a step, else nothing.
+    """Return a warning if rounding does not explain the sampler's log-prob gap, else nothing.
 
-    ``metrics``: metrics by full name. The weights before the step's first update sampled.
+    ``metrics``: metrics by full name. The rollout was sampled before the step's first update.
     """
     gap = metrics.get("sampler/logprob_gap_mean", _NAN)
     verdict = gap_verdict(gap, precision)

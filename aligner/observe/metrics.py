@@ -44,7 +44,7 @@ class PhaseTimers:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Count the block as part of ``phase``, also if it raises."""
+        """Add the duration of the block to ``phase``, also if the block raises."""
         self._on_enter(phase)
         self._synchronize()
         start = self._clock()

@@ -28,7 +28,7 @@ def reward(
             process, as the limit needs signals, which threads do not receive.
 
     Returns:
-        ``reward``, the equal ``accuracy``, and ``well_formed`` (1 if an answer was found).
+        ``reward``, ``accuracy`` (equal to it), and ``well_formed`` (1 if an answer was found).
     """
     # sympy takes a while to import
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify

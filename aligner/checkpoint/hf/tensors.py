@@ -164,7 +164,7 @@ def norms_after(attention: str, mlp: str, before_mlp: str = "post_attention_laye
 
 
 def _experts_table(block: str, gate: str, up: str, down: str) -> Table:
-    """Return Llama's table with a mixture of experts in ``block`` instead of the MLP."""
+    """Return Llama's tensor names with experts below ``block`` instead of the MLP."""
     expert = f"{_H}.{block}.experts.{{e}}"
     dense = {module: row for module, row in LLAMA_TABLE.items() if module not in _DENSE_MLP}
     return {

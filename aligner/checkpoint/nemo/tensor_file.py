@@ -73,7 +73,7 @@ class StoredTensor:
         return self.view.shape
 
     def records(self) -> list[Record]:
-        """Return the records to compare before the values of `tensor` are used."""
+        """Return the records whose checksums are compared before the tensors are used."""
         return [] if self.record is None else [self.record]
 
     def tensor(self, index: tuple[int, ...] = ()) -> Tensor:

@@ -133,7 +133,7 @@ class TorchDistSource:
         return result
 
     def records(self, key: str, index: tuple[int, ...] = ()) -> list[Record]:
-        """Return the records to compare before the values of `read` are used."""
+        """Return the records whose checksums are compared before the tensors are used."""
         boxes = self._boxes_at(self._tensors[key], index)
         return [record for box, _ in boxes for record in self._box(key, box).records()]
 

@@ -57,7 +57,7 @@ class StackedPart:
         return self.source.shapes[self.key][len(self.index) :]
 
     def records(self) -> list[Record]:
-        """Return the records to compare before the values of `tensor` are used."""
+        """Return the records whose checksums are compared before the tensors are used."""
         return self.source.records(self.key, self.index)
 
     def tensor(self) -> Tensor:

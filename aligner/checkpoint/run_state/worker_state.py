@@ -204,7 +204,7 @@ def save_worker_state(worker: StatefulWorker, folder: str, prefix: str = "") -> 
 
 
 def load_worker_state(worker: StatefulWorker, folder: str) -> None:
-    """Restore the result of `save_worker_state` on any layout, before which all files are checked.
+    """Restore the result of `save_worker_state` on any layout, after a check of all files.
 
     All workers of the role must call it. On another layout the generators keep their seeded states.
     """

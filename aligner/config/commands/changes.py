@@ -17,7 +17,10 @@ def overrides_of(changes: Mapping[str, Any]) -> list[str]:
 
 
 def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield independent changes. ``saving``: only changes that save memory on a device."""
+    """Yield changes of the configuration, each to be tried alone.
+
+    ``saving``: only changes that save memory on a device.
+    """
     # Recomputation.
     model = config.model
     level = _GRANULARITIES.index(model.activations_checkpoint_granularity)
@@ -49,7 +52,7 @@ def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[d
     if isinstance(config, RunConfig) and config.model.reference.mode == "keep":
         yield {"model.reference.mode": "swap"}
 
-    # Layout and precision, at last larger tensor-parallel groups that fit a node.
+    # Layout and precision. Larger tensor-parallel groups come last, within a node.
     if model.tensor_model_parallel_size > 1 and not model.sequence_parallel:
         yield {"model.sequence_parallel": True}
     if not saving and config.trainer.precision == "32":

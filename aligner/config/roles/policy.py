@@ -36,7 +36,7 @@ def check_policy_backend(backend: str, model: TrainedModelConfig) -> None:
 
 
 def model_problems(backend: str, model: TrainedModelConfig) -> Iterator[str]:
-    """Yield a message for each rule that the section ``model`` breaks with a backend."""
+    """Yield a message for each setting of ``model`` that the backend does not support."""
     # Micro-batches and communication.
     if model.sequence_packing.enabled is True and model.dynamic_batching.enabled:
         yield (

@@ -63,7 +63,7 @@ def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
 def _context_of(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], limit: int = _CONTEXT
 ) -> tuple[list[int], str]:
-    """Return the last prompt tokens and their text, or none if they end within a character."""
+    """Return the last prompt tokens and their text, empty if a character is incomplete."""
     context = list(prompt_ids[max(0, len(prompt_ids) - limit) :])
     text = tokenizer.decode(context) if context else ""
     return ([], "") if text.endswith(_INCOMPLETE) else (context, text)

@@ -83,11 +83,11 @@ def dtensor_from_parallel_logits_to_logprobs(
 
     ``vocab_parallel_logits``: the local float [B, S / CP, V_local]. The first ``vocab_end_index -
     vocab_start_index`` columns are these global ids. ``target``: int64 [B, S], unshifted. If logits
-    are sharded over ``cp``, a DTensor sharded in the same way in the order ``seq_index`` int64 [S].
+    are sharded over ``cp``, ``target`` is sharded equally, in the order ``seq_index`` int64 [S].
     Other arguments: `from_parallel_logits_to_logprobs`.
 
     Backward uses each rank's gradient of its own copy, without a sum over ``cp``, which is exact if
-    all ranks compute the same loss. Raises LayoutError if ``seq_index`` is missing.
+    all ranks compute the same loss. Raises LayoutError if ``cp`` needs it.
     """
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params

@@ -123,7 +123,7 @@ class ScoredTools(PromptedTools):
             return
         if cls.answered is ScoredTools.answered:
             raise ConfigError(
-                "environment.kwargs.reward is not set, and tools score nothing. Set a reward "
+                "environment.kwargs.reward is not set, and tools return no reward. Set a reward "
                 "function, such as aligner.examples.tasks.exact_number:reward"
             )
 

@@ -78,8 +78,8 @@ class VerifiersAgent:
             raise DataError(f"the rollout of verifiers failed: {'; '.join(errors)}")
         if len(episode.traces) != 1:
             raise DataError(
-                f"the environment of verifiers ran its agent {len(episode.traces)} times, but only "
-                "one rollout can be scored. Use a taskset that runs it once"
+                f"the verifiers environment ran its agent {len(episode.traces)} times, but only "
+                "one rollout can be scored. Use an environment that runs its agent once"
             )
         # The rewards and the metrics of the rollout.
         (trace,) = episode.traces

@@ -29,7 +29,7 @@ def sampling_arguments(
         "top_p": sampling.top_p,
         **(likeliest if greedy else {}),
         "repetition_penalty": sampling.repetition_penalty,
-        # vLLM bans end tokens while the response has fewer tokens. Our min_length counts the end.
+        # vLLM's min_tokens does not count the end token, but our min_length does.
         "min_tokens": max(0, length.min_length - 1),
         "max_tokens": length.max_length,
         "stop_token_ids": list(eos_ids),

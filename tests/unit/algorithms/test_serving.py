@@ -320,7 +320,7 @@ def test_values_that_change_nothing_are_accepted(served):
         ({"server": {"port": 70000}}, r"server\.port"),
         (
             {"server": {"token_env": "NOT_THERE"}},
-            "token_env=NOT_THERE holds no token of this server",
+            "token_env=NOT_THERE contains no access token of this server",
         ),
         ({"server": {"host": "256.0.0.1"}}, r"server\.host=256\.0\.0\.1 .*cannot listen"),
     ],

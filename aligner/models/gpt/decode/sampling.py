@@ -138,7 +138,8 @@ def check_finite(logprobs: Tensor) -> None:
 def _ban(scores: Tensor, banned: Tensor, end_ids: Tensor) -> Tensor:
     """Set the scores of ``end_ids`` to -inf in ``banned`` rows, in place.
 
-    Returns the log-sum-exp of the original scores, float64 [b], -inf in the other rows.
+    Returns the log-sum-exp of the original scores, float64 [b], and -inf for rows that are not
+    banned.
     """
     end_scores = scores[:, end_ids]
     scores[:, end_ids] = end_scores.masked_fill(banned[:, None], -torch.inf)

@@ -67,7 +67,7 @@ class Rollout:
         result of a step while the next step runs. ``may_wait``: the host may also wait for the
         device within a step. ``captured``: launch steps as CUDA graphs, if the model supports it.
         """
-        # Results: views of the responses without the dummy sample.
+        # Results: views of the responses. The last row, a dummy, belongs to unused slots.
         batch = len(rows)
         self._responses = responses
         self.tokens = self._responses.tokens[:batch]

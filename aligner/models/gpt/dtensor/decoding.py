@@ -1,4 +1,4 @@
-"""Incremental decoding of a plain transformers causal language model, whole on this process.
+"""Incremental decoding with a causal language model of transformers that is not sharded.
 
 A decoder has the interface of `IncrementalModel` (`decode.model`). `choose_decoder` tests decoders
 on the weights, fastest first: `SlotDecoder`, `GroupDecoder`, `FullPassDecoder`.

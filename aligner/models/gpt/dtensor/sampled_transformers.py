@@ -22,7 +22,7 @@ _STEPS = 4
 
 @dataclass
 class SampledTransformers:
-    """`SampledModel` of a transformers causal language model, whole on this process."""
+    """Sampling from a causal language model of transformers that is not sharded."""
 
     model: nn.Module  # returns logits
     decoder_class: type[TransformersDecoder]  # result of `choose_decoder` for these weights

@@ -221,7 +221,7 @@ class BranchAdd(nn.Module):
 
 
 def rms_norm_rows(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute `rms_norm` of float32 ``[n, H]`` without gradients. Every bit is the same."""
+    """Compute `rms_norm` of float32 ``[n, H]`` without gradients, with equal bits."""
     return (rows * _inverse_rms(rows, eps)).mul_(weight)
 
 

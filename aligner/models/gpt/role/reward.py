@@ -30,7 +30,7 @@ class SequenceForm:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "SequenceForm | None":
-        """Read the form from a ``model_config.yaml``, or return None if the key is missing.
+        """Read the form from a ``model_config.yaml``, or return None for a file without a form.
 
         Raises:
             CheckpointError: the values are invalid.
