@@ -255,7 +255,7 @@ class LocalWorkerGroup:
         # Call this process's worker, and exchange results or failures over data parallel.
         arguments = {"data": data[self.parallel.dp_rank], **(common_kwargs or {})}
         if size == 1:
-            return self.run_all_workers_single_data(method_name, **arguments)
+            return LocalFuture([getattr(self.worker, method_name)(**arguments)])
         try:
             result = to_host(getattr(self.worker, method_name)(**arguments))
         except Exception as error:

@@ -176,10 +176,10 @@ class TrainerRewardModelConfig(SupervisedLoopConfig):
                 "their columns, for example data.attribute_columns=[helpfulness]"
             )
         if rates and self.variant != "plain":
-            yield f"{key}.variant={self.variant} needs loss=bradley_terry. Set it to plain"
+            yield f"{key}.variant={self.variant}, but {key}.loss=regression. Set it to plain"
         if rates and self.standardize_on is not None:
             measured = f"{key}.standardize_on={self.standardize_on}"
-            yield f"{measured} needs loss=bradley_terry. Set it to null"
+            yield f"{measured}, but {key}.loss=regression. Set it to null"
 
         # Bradley-Terry on pairs.
         if not rates and data.attribute_columns:
