@@ -2,6 +2,13 @@
 
 Threads copy the output of the script to the caller. The first Ctrl-C is passed on to the script. A
 second Ctrl-C, or the death of the caller, kills the script.
+
+::
+
+    run's process                       caller
+    stdout  ── thread ──►  sys.stdout   (directly if that is a terminal)
+    stderr  ── thread ──►  sys.stderr   (the last lines become the exception)
+    signals ◄── SIGINT ──  KeyboardInterrupt, once. A second one, or the caller's death, kills
 """
 
 import os

@@ -3,6 +3,11 @@
 The driver sends one shard of data per coordinate of the sharded axes to a group and receives one
 result per coordinate. Each shard goes through Ray's object store once, for any number of workers.
 The workers of a training group form a separate torch.distributed world.
+
+::
+
+    driver   shard 0 ──► worker 0, worker 1 (its tensor-parallel peer)  ──► result of worker 0
+             shard 1 ──► worker 2, worker 3                             ──► result of worker 2
 """
 
 import contextlib

@@ -3,6 +3,13 @@
 The inflated file is in ``TMPDIR``. Readers keep a shared lock on it. The first reader inflates it
 under an exclusive lock, then sets mode 0400. The last reader removes it. The file of a killed
 process remains until the next gzip archive is opened.
+
+::
+
+    open ── lock exclusively ── not inflated: inflate, set mode 0400
+      │        └ failed: another process inflates or reads
+      └──── lock shared ── inflated: read ── close ── lock exclusively: remove
+               └ removed or not inflated: again
 """
 
 import contextlib

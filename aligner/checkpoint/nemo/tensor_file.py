@@ -3,6 +3,11 @@
 torch's restricted unpickler rebuilds the tensors as views of the file's mapping. The CRC-32 of a
 tensor's record in the zip file is compared in a thread while the tensor is copied. Files of torch
 before its zip format (1.6) are read when they are opened, and have no CRC-32.
+
+::
+
+    main thread    `Record.begin` ── copy tensors ── `Record.check`, before values are used
+    a thread             └ compute the CRC-32 ──────────┘
 """
 
 import functools

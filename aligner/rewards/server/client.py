@@ -3,6 +3,8 @@
 Temporary failures (no connection, no answer in time, a server that is busy or restarting) are
 retried with growing pauses for ``retry_for_s``. Other failures (a refused token, an invalid answer)
 stop the run at once, on every rank.
+
+main thread ─► a portal's event loop: concurrent requests, each with retries ─► rows in order
 """
 
 import asyncio
