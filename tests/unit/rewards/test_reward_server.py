@@ -140,7 +140,7 @@ def test_a_bad_token_is_refused_at_once(served, monkeypatch, token, caplog):
         monkeypatch.setenv("CLIENT_TOKEN", token)
         options = {"token_env": "CLIENT_TOKEN"}
     if token == "ü":
-        with pytest.raises(ConfigError, match="token_env=CLIENT_TOKEN holds no token"):
+        with pytest.raises(ConfigError, match="token_env=CLIENT_TOKEN contains no access token"):
             client(served[0], **options)
         return
     started = time.monotonic()
@@ -334,7 +334,7 @@ def test_addresses_and_tokens_are_checked_before_anything_is_sent(tmp_path, monk
         client("http://me:hidden@host")
     assert "hidden" not in str(refusal.value)
     file = tmp_path / "token"
-    with pytest.raises(ConfigError, match=r"token_file=.*holds no token"):
+    with pytest.raises(ConfigError, match=r"token_file=.*contains no access token"):
         client("http://host", token_file=str(file))
     file.write_text("abc\n")
     assert read_token(None, str(file), "a server") == "abc"
