@@ -35,8 +35,6 @@ DATA    ?= arithmetic
 SEED    ?= 1
 MINUTES ?= 2
 JOBS    ?= 2
-# Files in their order: those of tests/distributed take longest, and then no process waits at the end.
-DIST    := --dist loadfile --no-loadscope-reorder
 export GSM8K ?= data/gsm8k
 
 .PHONY: ppo pipeline agent unit test setup test-extended test-ray test-gpu test-vllm test-adapters campaign vllm-env adapters-env docs lint clean
@@ -52,10 +50,10 @@ agent: $(READY) $(SMOLLM2)
 	SEED=$(SEED) $(BIN)/python examples/pipeline.py conf/pipelines/agent.yaml
 
 test: $(READY) $(TINY) $(SMOLLM2)
-	$(BIN)/python -m pytest -n $(JOBS) $(DIST) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 unit: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) $(DIST) -m unit tests/unit $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m unit tests/unit $(ARGS)
 
 test-extended: $(READY) $(TINY)
 	$(BIN)/python -m pytest -m extended $(ARGS)

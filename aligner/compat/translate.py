@@ -54,7 +54,8 @@ def translate(path: str | Path) -> str:
     if section is None:
         label = "the file" if is_nemo_rl else "trainer"
         raise ConfigError(
-            f"{path}: {label} has none of the sections {', '.join(sections)}. Give such a file"
+            f"{path}: {label} has none of the sections {', '.join(sections)}. "
+            "Translate a configuration of one of these algorithms"
         )
     algorithm, loop = sections[section]
 

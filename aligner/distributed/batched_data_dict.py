@@ -169,7 +169,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             raise DataError(f"global batch {index} is outside 0..{len(counts) - 1}")
         start = sum(counts[:index])
         batch = self.slice(start, start + counts[index])
-        for name in BatchedDataDict.__annotations__:  # attributes of a shard
+        for name in BatchedDataDict.__annotations__:  # of a shard
             per_global_batch = getattr(self, name)
             if per_global_batch is not None:
                 setattr(batch, name, per_global_batch[index : index + 1])

@@ -28,7 +28,8 @@ def reward(
             process, as the limit needs signals, which threads do not receive.
 
     Returns:
-        ``reward``, ``accuracy`` (equal to it), and ``well_formed`` (1 if an answer was found).
+        ``reward`` and ``accuracy``, which are equal, and ``well_formed`` (1 if the response has an
+        answer).
     """
     # sympy takes a while to import
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify

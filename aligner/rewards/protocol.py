@@ -1,9 +1,24 @@
 """Contract of a reward function: its arguments and its result.
 
-docs/ppo.md describes arguments and results. A function of two positional parameters gets the ground
-truths by keyword. Functions in the forms of other libraries are adapted to this contract
-(`aligner.rewards.forms`). Every reward process loads this module and
-:mod:`aligner.rewards.function.execution`, so they import neither torch nor numpy.
+``def reward(prompts, responses, ground_truths, **columns) -> list[float] | list[dict]``, plain or
+``async def``. All arguments are lists of the same length, with an entry per sample:
+
+* ``prompts``: prompt text as the model saw it, chat template included.
+* ``responses``: response text without the end-of-sequence token.
+* ``ground_truths``: the data's ground truth, None if the data has none. A function of two
+  positional parameters gets them by keyword.
+* ``columns``: keyword arguments. They are the other columns of the data and, from the trainer,
+  ``is_end`` (bool: the response ended with EOS or a stop string) and ``response_lengths`` (int, in
+  tokens). Only columns that the signature names are passed, or all with ``**columns``. The values
+  of ``reward.kwargs`` are keyword arguments, too, and override columns.
+
+It returns a number per sample, finite in float32, or a dict per sample with ``"reward"`` and
+additional metrics. The keys are the same for all samples.
+
+Functions in the forms of other libraries are adapted to this contract (`aligner.rewards.forms`).
+
+Every reward process loads this module and :mod:`aligner.rewards.function.execution`, so they import
+neither torch nor numpy.
 """
 
 import inspect

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import aligner
-from aligner.errors import CheckpointNotFoundError, ConfigError
+from aligner.errors import CheckpointNotFoundError, ConfigError, DataError
 from aligner.observe.metrics import read_metrics
 from aligner.parallel.groups import shutdown_parallel
 
@@ -66,6 +66,9 @@ def test_the_policy_generates_scores_and_is_saved(result, tmp_path):
     assert answers[0] != answers[1]
     logprobs = result.policy.logprobs(["1 + 1 = "] * 2, ["23", "4"])
     assert [len(row) for row in logprobs] == [2, 1]
+    assert result.policy.logprobs([], []) == []
+    with pytest.raises(DataError, match="2 prompts and 1 responses"):
+        result.policy.logprobs(["1 + 1 = "] * 2, ["23"])
     assert torch.equal(torch.get_rng_state(), state)
     assert sys.excepthook is hook
     result.save(tmp_path / "hf")

@@ -9,22 +9,18 @@ bit on the layout that saved it, and the same numbers on another.
 """
 
 import dataclasses
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
+from tiny_transformers import tiny_config, tiny_model
 
 from aligner.checkpoint.hf.families import architecture_from_hf
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
-from tiny_transformers import tiny_config, tiny_model
 
 WORKER = Path(__file__).with_name("dtensor_worker.py")
 TOLERANCE = 1e-5

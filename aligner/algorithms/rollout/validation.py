@@ -31,7 +31,8 @@ class PromptSampling:
     """Settings with which an engine samples responses to prompts.
 
     ``rows`` is the number of responses of one call. Random numbers depend only on ``seed``, the
-    prompt's index and the sample's index. ``sampling_options``: default: the policy's options.
+    prompt's index and the sample's index. ``sampling_options`` replaces the policy's
+    lengths and sampling parameters.
     """
 
     generation: GenerationInterface

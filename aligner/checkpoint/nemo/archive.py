@@ -211,7 +211,9 @@ class ViewStream(io.RawIOBase):
         """Return True."""
         return True
 
-    seekable = readable
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
 
     def readinto(self, target: Any) -> int:
         """Fill ``target`` with the next bytes. Return the number of bytes."""

@@ -87,7 +87,8 @@ def dtensor_from_parallel_logits_to_logprobs(
     Other arguments: `from_parallel_logits_to_logprobs`.
 
     Backward uses each rank's gradient of its own copy, without a sum over ``cp``, which is exact if
-    all ranks compute the same loss. Raises LayoutError if ``cp`` needs it.
+    all ranks compute the same loss. Raises LayoutError if ``cp`` shards the logits
+    and ``seq_index`` is missing.
     """
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params

@@ -162,7 +162,10 @@ class VllmGeneration(BackgroundGeneration):
 
 
 def _check_allocator(settings: VllmConfig, on_gpus: bool, env_vars: Mapping[str, Any]) -> None:
-    """Raise if expandable segments are enabled, but CUDA IPC or `sleep` cannot handle them."""
+    """Raise if expandable segments are enabled with CUDA IPC or `sleep`.
+
+    Handles of CUDA IPC cannot share such segments, and `sleep` cannot release them.
+    """
     if not on_gpus or (settings.refit == "separate" and not settings.sleep):
         return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):

@@ -51,7 +51,10 @@ class TransformersDecoder(DecodingModel):
         """The decoder, which keeps the state of the sequences."""
         return self
 
-    stages = cache  # the only pipeline stage
+    @property
+    def stages(self) -> Self:
+        """The decoder, which is the only pipeline stage."""
+        return self
 
     def sampled_by_last(
         self, count: int, sample: Callable[[], SampledTokens], record: int = 0
