@@ -384,7 +384,7 @@ def test_auxiliary_losses_of_routers_are_left_out_and_reported(is_added, folder_
     role = load(folder_of("mixtral", **aux))
     assert ("router_aux_loss_coef=0.25" in role.way_in_words()) is is_added
     ids = make_batch()["input_ids"][:1]
-    output = build_whole(role.architecture, role.whole_weights(), {}, torch.float32)(
+    output = build_whole(role.architecture, role.whole_weights(), torch.float32)(
         input_ids=ids, labels=ids
     )
     expected = torch.nn.functional.cross_entropy(output.logits[0, :-1], ids[0, 1:])

@@ -323,7 +323,7 @@ def test_generation_has_the_weights_of_the_moment(tiny_nemo):
 
 def test_what_this_backend_does_not_have_is_refused():
     experts = dataclasses.replace(TINY_ARCHITECTURE, num_moe_experts=4, family="mixtral")
-    with pytest.raises(LayoutError, match=r"4 experts.*policy\.backend=megatron"):
+    with pytest.raises(ConfigError, match=r"4 experts.*policy\.backend=megatron"):
         check_backend(experts, ParallelConfig())
     from transformers import GPT2Config
 

@@ -26,7 +26,11 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device.accelerator import HostCopy
 from aligner.errors import ConfigError, DataError
 from aligner.models.gpt.decode.responses import PromptRows, Responses, RolloutRules, with_headroom
-from aligner.models.gpt.decode.sampled_model import DecodingModel, SampledGPT, SampledModel
+from aligner.models.gpt.decode.sampled_model import (
+    DecodingModel,
+    SampledModel,
+    synchronized_experts,
+)
 from aligner.models.gpt.decode.scheduler import Rollout, TokenListener, WideNucleusError
 
 _MAX_CACHED_RULES = 2  # whose graphs are kept: the rules of training and of validation
@@ -79,7 +83,7 @@ class Generator:
                 f"{architecture.vocab_size}. Use the model's own tokenizer"
             )
         is_gpt = isinstance(model, GPTModel)
-        self._sampled = SampledGPT(model, architecture) if is_gpt else model
+        self._sampled = SampledModel.of_gpt(model, architecture) if is_gpt else model
         self._architecture = architecture
         self._eos_ids = tuple(eos_ids)
         self._pad_id = pad_id
@@ -118,7 +122,7 @@ class Generator:
         stop = self._stop if sampling_options is None else self._stop_strings(sampling_options)
         sampling_options = sampling_options or self._sampling_options
         length, sampling = sampling_options.length, sampling_options.sampling
-        device = next(self._sampled.parameters()).device
+        device = next(self._sampled.model.parameters()).device
         batch = PromptRows(prompts.to(device), prompt_lengths.to(device), sample_ids.to(device))
         # The only synchronisation before the first token.
         host, lengths = HostCopy(prompts, prompt_lengths).wait()
@@ -173,7 +177,7 @@ class Generator:
             )
 
         num_slots, keep_graphs = min(self._max_batch_size, len(rows)), False
-        with self._sampled.rollout():
+        with synchronized_experts(self._sampled.model):
             if num_slots == 0:
                 return begin(Responses(prompts, rules), may_wait)
             # Memory: with graphs, the last rollout's if possible.
@@ -205,7 +209,7 @@ class Generator:
 
     def _model_for(self, num_slots: int, capacity: int, captured: bool) -> DecodingModel:
         """Return a model whose cache is large enough. Graphs contain addresses of weights."""
-        weights = tuple(parameter.data_ptr() for parameter in self._sampled.parameters())
+        weights = tuple(parameter.data_ptr() for parameter in self._sampled.model.parameters())
         last = self._model if captured and weights == self._weights else None
         if last is not None and last.cache.fits(num_slots, capacity):
             return last

@@ -106,7 +106,7 @@ class IncrementalModel:
     """Model that computes next-token logits of the sequences in flight, one slot each."""
 
     def __init__(
-        self, gpt: GPTModel, architecture: GPTArchitecture, *, num_slots: int, capacity: int
+        self, gpt: GPTModel, architecture: GPTArchitecture, num_slots: int, capacity: int
     ) -> None:
         """Prepare for at most ``num_slots`` sequences of at most ``capacity`` tokens."""
         self._attention = [module for module in gpt.modules() if isinstance(module, CoreAttention)]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapted_weights
 from aligner.checkpoint.hf.any_model import body_path, empty_model, model_config, path_of
 from aligner.device import accelerator
@@ -78,21 +78,18 @@ def build_sharded(
 
 
 def build_whole(
-    architecture: TransformersArchitecture,
-    weights: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    dtype: torch.dtype,
+    architecture: GPTArchitecture, weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> nn.Module:
     """Build a causal language model of transformers, unsharded, in evaluation mode.
 
     ``weights``: full parameters by the module's names, float [out, in] or [out], of which tied ones
-    have one name. ``buffers``: the persistent buffers, [...]. ``dtype``: dtype of the parameters.
+    have one name, and persistent buffers [...]. ``dtype``: dtype of the parameters.
     """
     causal = empty_model(architecture, dtype)
     _fill(causal, "", weights, {}, dtype)
     for name, buffer in causal.named_buffers():
-        if name in buffers:
-            buffer.copy_(buffers[name])
+        if name in weights:
+            buffer.copy_(weights[name])
     _move_buffers(causal)
     return causal.eval().requires_grad_(False)
 
@@ -163,7 +160,6 @@ def _fill_and_shard(
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     split: dict[str, int] = {}
     filled: dict[nn.Parameter, nn.Parameter] = {}
-    buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False))
 
     def shard(block: nn.Module, policy: MixedPrecisionPolicy) -> None:
         for name, parameter in block.named_parameters(prefix=names[block]):
@@ -186,9 +182,9 @@ def _fill_and_shard(
         _fill_head(model.score, weights)
         shard(model.score, MixedPrecisionPolicy())
     _fill(model, "", weights, filled)
-    if weights is not None:
-        for name in sorted(buffers):
-            model.get_buffer(name).copy_(weights[name])
+    for name, buffer in model.named_buffers():
+        if weights is not None and name in weights:
+            buffer.copy_(weights[name])
     if mesh["tensor"].size() > 1:
         split_vocabulary(model.embedding, model.output_layer, mesh["tensor"])
     shard(model, policy)
