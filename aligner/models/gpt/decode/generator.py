@@ -4,10 +4,8 @@ A step adds one token to each sequence in flight, and a pending sequence uses th
 that ended. The tokens of a sample depend only on its prompt, the seed and its sample id: uniform
 numbers are counter-based (`sampling`), and on CPU every operation computes a row bit for bit
 independently of the others. On other processors a changed last bit can change a token only near a
-boundary.
-
-All processes of a model-parallel group call `sample` with the same prompts and get the same result.
-Context-parallel ranks each compute everything.
+boundary. All processes of a model-parallel group call `sample` with the same prompts and get the
+same result.
 """
 
 import dataclasses
@@ -158,7 +156,7 @@ class Generator:
         stop: StopStrings | None,
         listener: TokenListener | None,
     ) -> Rollout:
-        """Sample responses to ``prompts`` until all have ended. ``rows``: unpadded prompt ids."""
+        """Sample responses to all ``prompts``. ``rows``: unpadded prompt ids."""
         # Modes: on a GPU the host runs ahead of the device, which CUDA graphs require.
         ahead = _runs_ahead(prompts.tokens.device) and not self._sampled.is_pipelined
         may_wait = not ahead or self._may_wait

@@ -1,8 +1,7 @@
 """Key-value cache of the sequences in flight, one slot per sequence.
 
-The cache is attached to every `CoreAttention` of a model and computes the attention. Before each
-forward pass it is set to a prefill of prompts, or to one more token for each of the first ``n``
-slots. Masks are derived from lengths.
+The cache is attached to every `CoreAttention` of a model and computes the attention. Each forward
+pass is a prefill of prompts, or adds one token to each of the first ``n`` slots.
 
 Shape legend: ``n`` rows of a pass, one token each, ``m`` prompts, ``P`` their padded length, ``G``
 key-value heads of this rank, ``R`` query heads per key-value head, ``D`` head width. ``heads`` are
@@ -83,8 +82,8 @@ class KVCache:
     ) -> None:
         """Allocate the cache for ``num_slots`` sequences of at most ``capacity`` tokens.
 
-        ``layer_numbers``: megatron-core's global numbers of this process's layers. ``scale``:
-        factor of the scores. ``windows``: tokens that each layer sees (None: all).
+        ``layer_numbers``: megatron-core's global numbers of this process's layers. ``windows``:
+        tokens that each layer sees (None: all).
         """
         # For narrow heads the span includes masked positions, so that one algorithm computes all.
         self._min_span = aligned(-(-_SMALL_PRODUCT // head_dim))

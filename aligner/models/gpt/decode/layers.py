@@ -1,9 +1,8 @@
 """Fast implementation of megatron-core's dense layers for rows without gradients.
 
-`IncrementalLayer` computes the function of a layer from its parameters in a third of the
-operations, because decoding spends half its time on small operations and Python code. It operates
-on rows, one token each, without padding, for our local layers and Transformer Engine's. Models with
-experts or float32 residuals use the modules.
+`IncrementalLayer` computes a layer in a third of the operations, because decoding spends half its
+time on small operations and Python code. It operates on rows, one token each, without padding, for
+our local layers and Transformer Engine's. Models with experts or float32 residuals use the modules.
 
 Shape legend: ``n`` rows, ``H`` hidden, ``G`` key-value heads, ``R`` query heads per key-value head,
 ``D`` head width, ``D_rot`` its rotated part. ``heads`` are [n, G, R + 2, D]: a key-value head's
