@@ -201,9 +201,9 @@ def test_directories_of_families_with_a_table_get_adapters(model_type, folder_of
 
 def test_a_nemo_gets_no_adapters(tiny_nemo):
     settings = RoleSettings(lora=LoraConfig())
-    with open_model(tiny_nemo, "dtensor", adapted=True) as source:
-        with pytest.raises(ConfigError, match=r"adapters .*\.nemo.*Hugging Face directory"):
-            DTensorActorModel(source, settings, initialize_parallel(), None)
+    text = r"adapters .*\.nemo.*Hugging Face directory"
+    with open_model(tiny_nemo, "dtensor", True) as source, pytest.raises(ConfigError, match=text):
+        DTensorActorModel(source, settings, initialize_parallel(), None)
 
 
 @pytest.mark.parametrize(
