@@ -77,11 +77,9 @@ def check_that_all_learn(
     lora: LoraConfig,
     parallel: ParallelState,
 ) -> None:
-    """Raise if an adapter has no gradient. Call it on all ranks, after a backward pass.
+    """Raise `ConfigError` if an adapter has no gradient. Call it after a backward pass, on all ranks.
 
-    Raises:
-        ConfigError: the code of the model does not call an adapted layer, or no output depends on
-            the layer (the choice of experts or of keys has no gradient).
+    The choice of experts or of keys has no gradient, for example.
     """
     gradients = {shard.name: shard.gradient for shard in shards}
     counts = [gradients[f"{weight.adapter}.b"] is not None for weight in weights]

@@ -1,7 +1,7 @@
-"""Build a transformers model as FSDP2 and tensor-parallel DTensors from canonical weights.
+"""Build a transformers model as FSDP2 and tensor-parallel DTensors.
 
-Weights are loaded and sharded layer by layer. In addition to its share, a process therefore stores
-at most one full layer (or the embeddings).
+Weights are loaded and sharded layer by layer, so that a process stores at most one full layer (or
+the embeddings) in addition to its share.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapted_weights
+from aligner.checkpoint.canonical import check_shape
 from aligner.checkpoint.hf.any_model import body_path, empty_model, model_config, path_of
 from aligner.device import accelerator
 from aligner.errors import CheckpointError, ConfigError
@@ -234,11 +235,7 @@ def _fill_head(head: ValueHead, weights: Mapping[str, Tensor] | None) -> None:
         value = torch.zeros(parameter.shape, device=accelerator.device())
         name = f"score.{leaf}"
         if weights is not None and name in weights:
-            if weights[name].shape != value.shape:
-                raise CheckpointError(
-                    f"{name} has shape {tuple(weights[name].shape)}, but this role needs "
-                    f"{tuple(value.shape)}. Start from a model without a head, or with the same "
-                    "number of outputs"
-                )
-            value.copy_(weights[name])
+            saved = weights[name]
+            check_shape(f"{name} of the checkpoint's head", saved.shape, tuple(value.shape))
+            value.copy_(saved)
         head.register_parameter(leaf, nn.Parameter(value))

@@ -255,12 +255,9 @@ class GroupDecoder(TransformersDecoder):
 
 
 def _select_rows(parts: Sequence[Any], rows: Sequence[Tensor], counts: Sequence[int]) -> Any:
-    """Join rows of parallel caches to a new cache, in any structure of tensors.
+    """Join int64 ``rows`` [k] of parallel caches to a new cache, in any structure of tensors.
 
-    Args:
-        parts: caches, or parts of caches.
-        rows: int64 [k], the rows to take from each.
-        counts: number of rows of each. Tensors with this first dimension have rows.
+    ``counts``: number of rows of each. Tensors with this first dimension have rows.
     """
     first = parts[0]
     if isinstance(first, Tensor):

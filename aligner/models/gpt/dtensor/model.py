@@ -1,8 +1,4 @@
-"""`DTensorModel`: a role on a transformers model sharded by FSDP2 and tensor-parallel DTensors.
-
-It is the counterpart of `MegatronGPTModel`. Each role defines its outputs as a function of the
-hidden states.
-"""
+"""`DTensorModel`: a role on a transformers model sharded by FSDP2 and tensor-parallel DTensors."""
 
 import dataclasses
 import math
@@ -101,10 +97,7 @@ class DTensorModel(RoleModel, LightningModule):
     def build(
         self, weights: Mapping[str, Tensor] | None
     ) -> tuple[TransformersModel, list[ParameterShard]]:
-        """Build this process's shard of a model. Unless None, load ``weights``.
-
-        ``weights``: full tensors by Hugging Face's names, [out, in] or [out], in any float dtype.
-        """
+        """Build this process's shard of a model with these or unset weights (`build_sharded`)."""
         trained = self.settings.optim is not None
         check_dropout(self.settings.dropout, self.architecture, trained=trained)
         return build_sharded(
@@ -329,11 +322,7 @@ class DTensorModel(RoleModel, LightningModule):
 def _runnable(
     settings: RoleSettings, form: ModelForm, architecture: GPTArchitecture
 ) -> RoleSettings:
-    """Return the settings with packing and shared prefixes as the model's way allows.
-
-    Raises:
-        ConfigError: packing is set, but packed sequences of the model affect each other.
-    """
+    """Return the settings with packing and shared prefixes as the model's way allows."""
     packed = settings.sequence_packing
     if packed is True and form.way == "rows":
         faults = "; ".join(f"{WORDS[way]}: {fault}" for way, fault in form.faults.items())

@@ -66,10 +66,7 @@ def check_backend(
 
 
 def _left_out(architecture: GPTArchitecture, plan: Mapping[str, str]) -> list[str]:
-    """Return parameters without a style inside of modules whose columns are split.
-
-    The code of such a module would apply the full parameter to a part of the columns.
-    """
+    """Return whole parameters inside of modules whose columns are split, which cannot use them."""
     if architecture.has_table:
         return []
     model = empty_model(architecture)
