@@ -77,9 +77,10 @@ def check_that_all_learn(
     lora: LoraConfig,
     parallel: ParallelState,
 ) -> None:
-    """Raise `ConfigError` if an adapter has no gradient. Call it after a backward pass, on all ranks.
+    """Raise if an adapter has no gradient. Call it on all ranks, after a backward pass.
 
-    The choice of experts or of keys has no gradient, for example.
+    Raises:
+        ConfigError: the model's code does not call an adapted layer, or no output depends on it.
     """
     gradients = {shard.name: shard.gradient for shard in shards}
     counts = [gradients[f"{weight.adapter}.b"] is not None for weight in weights]
