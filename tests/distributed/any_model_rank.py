@@ -23,7 +23,7 @@ from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.dtensor import model
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
-from aligner.models.gpt.dtensor.reward import DTensorRewardModel
+from aligner.models.gpt.dtensor.critic import DTensorRewardModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 

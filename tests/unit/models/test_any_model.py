@@ -23,9 +23,8 @@ from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.dtensor.build import build_whole
-from aligner.models.gpt.dtensor.critic import DTensorCriticModel
+from aligner.models.gpt.dtensor.critic import DTensorCriticModel, DTensorRewardModel
 from aligner.models.gpt.dtensor.plan import check_backend
-from aligner.models.gpt.dtensor.reward import DTensorRewardModel
 from aligner.models.gpt.role.reward import saved_attributes
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.groups import initialize_parallel
