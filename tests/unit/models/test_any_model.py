@@ -273,7 +273,7 @@ def change_config(folder, **changes):
     ("changes", "message"),
     [
         ({"model_type": "olmo22"}, r"olmo22.*transformers 5.*olmo2"),
-        ({"model_type": "mine", "auto_map": {"AutoModel": "m.M"}}, r"auto_map.*mine.*trust_remote"),
+        ({"model_type": "mine", "auto_map": {"AutoModel": "m.M"}}, r"mine.*auto_map.*trust_remote"),
         ({"model_type": "t5"}, r"t5.*decoder-only"),
         ({"is_encoder_decoder": True}, r"olmo2.*decoder-only"),
         (

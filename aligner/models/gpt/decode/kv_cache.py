@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.device import accelerator
-from aligner.models.gpt.layers.attention import attend, window_mask
+from aligner.models.gpt.layers.attention import attend_rows
 
 ALIGNMENT = 16
 # torch has a separate algorithm for matrix products with fewer multiplications.
@@ -229,13 +229,11 @@ class KVCache:
     def _prefill(self, plan: _Prefill, heads: Tensor, window: int | None) -> Tensor:
         framed = heads[plan.frame]  # [m, P, G, R + 2, D]
         query, key, value = framed.split((heads.shape[2] - 2, 1, 1), dim=3)
-        length = framed.shape[1]
-        windowed = window is not None and length > window
-        out = attend(
+        out = attend_rows(
             query.flatten(2, 3).transpose(1, 2),
             key.squeeze(3).transpose(1, 2),
             value.squeeze(3).transpose(1, 2),
-            window_mask(length, window, heads.device) if windowed else None,
-            self._scale,
+            window,
+            scale=self._scale,
         )
         return out.transpose(1, 2).flatten(0, 1)[plan.rows].flatten(1)

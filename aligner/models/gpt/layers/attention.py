@@ -133,10 +133,15 @@ def attend_rows(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute causal attention, float ``[B, heads, S, D]``. ``window``: see `window_mask`."""
-    length = query.shape[2]
-    windowed = window is not None and length > window
-    mask = window_mask(length, window, query.device) if windowed else None
+    """Compute causal attention, float ``[B, heads, S, D]``.
+
+    ``window``: number of positions that a query attends to, including its own. None: all.
+    """
+    mask, length = None, query.shape[2]
+    if window is not None and length > window:
+        position = torch.arange(length, device=query.device)
+        first = position[:, None] - window + 1
+        mask = (position <= position[:, None]) & (position >= first)
     return attend(query, key, value, mask, scale, dropout)
 
 
@@ -346,11 +351,3 @@ def _join_heads(out: Tensor) -> Tensor:
 def by_sequence(slots: Tensor, sequences: int) -> Tensor:
     """Reshape float ``[sequences * L, heads, D]`` to ``[sequences, heads, L, D]``."""
     return slots.unflatten(0, (sequences, -1)).transpose(1, 2)
-
-
-def window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the causal window mask, bool ``[S, S]``: true for ``i - window < j <= i``."""
-    assert window is not None
-    position = torch.arange(length, device=device)
-    first = position[:, None] - window + 1
-    return (position <= position[:, None]) & (position >= first)
