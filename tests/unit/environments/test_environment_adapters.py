@@ -219,7 +219,9 @@ def test_each_version_of_verifiers_is_sent_to_its_own(monkeypatch):
     with pytest.raises(ConfigError, match=rf"environment.factory='{agent}'.* 'verifiers>=0.4'$"):
         Agent(agent, {"taskset": "t"}, ["prompt"])
     monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(MultiTurnEnv=None))
-    with pytest.raises(ConfigError, match=r"older than 0.4.*adapters.verifiers:VerifiersEnv$"):
+    with pytest.raises(
+        ConfigError, match=r"older than 0.4.*aligner_environments.verifiers:VerifiersEnv$"
+    ):
         Agent(agent, {"taskset": "t"}, ["prompt"])
     monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace())
     with pytest.raises(ConfigError, match=rf"kind=endpoint and environment.factory={agent}\. "):
