@@ -171,10 +171,7 @@ def read_any(folder: Path, *, trusted: bool = False) -> TransformersSource:
 def architecture_of(
     settings: Mapping[str, Any], origin: str, *, trusted: bool = False
 ) -> TransformersArchitecture:
-    """Return the architecture of a ``config.json`` in the directory ``origin``.
-
-    ``trusted``: see `read_any`.
-    """
+    """Return the architecture of a ``config.json`` in the directory ``origin`` (`read_any`)."""
     code = origin if trusted and "auto_map" in settings else ""
     _check_type(settings, origin, bool(code))
     text = json.dumps(dict(settings), sort_keys=True)

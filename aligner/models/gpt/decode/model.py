@@ -192,10 +192,7 @@ class IncrementalModel:
 
     @property
     def can_be_kept(self) -> bool:
-        """True inside a session if graphs are worth their memory until the next session.
-
-        A graph that reads copies of weights, such as merged adapters, is not kept.
-        """
+        """True inside a session if graphs are small and read no merged copies of weights."""
         parts = [part for layer in self._layers or () for part in vars(layer).values()]
         options = [getattr(part, "keywords", getattr(part, "__dict__", {})) for part in parts]
         read = {option["weight"].data_ptr() for option in options if "weight" in option}
@@ -310,11 +307,8 @@ class IncrementalModel:
 
 
 def without_gradients(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return `torch.inference_mode`, or `torch.no_grad` for modules of Transformer Engine.
-
-    Transformer Engine keeps tensors between passes, and may be unable to train with inference
-    tensors.
-    """
+    """Return `torch.inference_mode`, or `torch.no_grad` if modules keep tensors of a pass."""
+    # Transformer Engine may be unable to train with inference tensors of earlier passes.
     if any(is_transformer_engine(module) for module in model.modules()):
         return torch.no_grad()
     return torch.inference_mode()

@@ -151,10 +151,7 @@ def _fill_and_shard(
     dtype: torch.dtype,
     plan: Mapping[str, str],
 ) -> dict[str, int]:
-    """Load and shard the weights, and return the tensor-parallel dimension of split parameters.
-
-    ``plan``: see `split_layer`.
-    """
+    """Load and shard the weights, and return the tensor-parallel dimension of split parameters."""
     names = {module: name for name, module in model.named_modules()}
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:

@@ -248,10 +248,7 @@ class DTensorModel(RoleModel, LightningModule):
         return gathered
 
     def gathered_weights(self) -> GatheredParameters:
-        """Return full weights by the module's names, with adapters merged.
-
-        A weight is gathered when all ranks index its name.
-        """
+        """Return full weights by the module's names, gathered when all ranks index a name."""
         lora = self.settings.lora
         scale = 1.0 if lora is None else lora.scale
         # Files also contain the persistent buffers, which are the same on every rank.

@@ -32,10 +32,7 @@ STYLES = (
 def check_backend(
     architecture: GPTArchitecture, parallel: ParallelConfig, lora: LoraConfig | None = None
 ) -> None:
-    """Raise if this backend does not support the model or the layout. Reads no weights.
-
-    ``lora``: settings of new adapters.
-    """
+    """Raise if this backend does not support model, layout or adapters. Reads no weights."""
     config = model_config(architecture)
     family, plan = config.model_type, config.base_model_tp_plan or {}
     experts = architecture.num_moe_experts
@@ -102,10 +99,7 @@ def plan_name(name: str) -> str:
 
 
 def split_layer(layer: nn.Module, name: str, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Split the linears of a decoder layer over ``mesh`` as its ``plan`` says.
-
-    ``name``: of the layer in the body.
-    """
+    """Split the linears of decoder layer ``name`` over ``mesh`` as the model's ``plan`` says."""
     styles = {
         COLUMNS: ColwiseParallel(),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
@@ -149,10 +143,7 @@ def check_gradients(shards: Sequence[ParameterShard], parallel: ParallelState) -
 
 
 def split_vocabulary(embedding: nn.Module, lm_head: nn.Module | None, mesh: DeviceMesh) -> None:
-    """Split the embedding, and the output layer if any, over ``mesh`` by vocabulary.
-
-    Tied weights stay tied.
-    """
+    """Split the embedding and any output layer by vocabulary. Tied weights stay tied."""
     rows = RowwiseParallel(input_layouts=Replicate())
     if lm_head is not None:
         is_tied = lm_head.weight is embedding.weight

@@ -265,10 +265,7 @@ def attend(
 
 
 class _CPUFlashAttention(torch.autograd.Function):
-    """`scaled_dot_product_attention` on CPU that saves grouped keys and values once.
-
-    PyTorch's function saves a copy for every query head and for every use of a row.
-    """
+    """`scaled_dot_product_attention` on CPU that saves grouped keys and repeated rows once."""
 
     @staticmethod
     def forward(
