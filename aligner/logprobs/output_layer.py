@@ -64,7 +64,7 @@ class VocabShard:
         return cls(start=start, columns=end - start, group=group if ranks > 1 else None)
 
     def localize(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return local rows of global ids int64 [...], 0 if elsewhere, and which are local, bool."""
+        """Return local rows of global ids int64 [...], 0 elsewhere, and which are local, bool."""
         local = target - self.start
         owned = (local >= 0) & (local < self.columns)
         return torch.where(owned, local, 0), owned
