@@ -246,25 +246,28 @@ class Generator:
         """Check the options and return the matcher of stop strings, if any."""
         length, sampling = sampling_options.length, sampling_options.sampling
         positions = self._architecture.max_position_embeddings
+        problem = ""
         if not 1 <= length.max_length < positions:
-            raise ConfigError(
+            problem = (
                 f"length_params.max_length={length.max_length} must be at least 1 and below the "
                 f"model's {positions} positions, of which the prompt needs at least one"
             )
-        if length.min_length > length.max_length:
-            raise ConfigError(
+        elif length.min_length > length.max_length:
+            problem = (
                 f"length_params.min_length={length.min_length} is above "
                 f"length_params.max_length={length.max_length}. Lower min_length"
             )
-        if not all(sampling.end_strings):
-            raise ConfigError("sampling_params.end_strings contains an empty string. Remove it")
-        if not sampling.end_strings:
-            return None
-        if self._tokenizer is None:
-            raise ConfigError(
+        elif not all(sampling.end_strings):
+            problem = "sampling_params.end_strings contains an empty string. Remove it"
+        elif sampling.end_strings and self._tokenizer is None:
+            problem = (
                 "sampling_params.end_strings need a tokenizer, but the model was built without a "
                 "tokenizer"
             )
+        if problem:
+            raise ConfigError(problem)
+        if self._tokenizer is None or not sampling.end_strings:
+            return None
         return StopStrings(self._tokenizer, sampling.end_strings)
 
     def _check_prompts(self, prompts: Tensor, lengths: Tensor, length: LengthParams) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
 from aligner.device import accelerator
-from aligner.errors import AlignerError, LayoutError
+from aligner.errors import AlignerError
 from aligner.kernels.linear_product import Product, has_wide_products, packed_linears, wide_mm
 from aligner.logprobs.output_layer import VocabShard, output_weight
 from aligner.models.gpt.decode.kv_cache import KVCache, aligned
@@ -110,11 +110,7 @@ class IncrementalModel:
     ) -> None:
         """Prepare for at most ``num_slots`` sequences of at most ``capacity`` tokens."""
         self._attention = [module for module in gpt.modules() if isinstance(module, CoreAttention)]
-        if not self._attention:
-            raise LayoutError(
-                "generation needs aligner's core attention, but this model was built with another "
-                "core attention. Build it with the local layer spec"
-            )
+        assert self._attention, "generation needs aligner's core attention"
         self._gpt = gpt
         self._vocab_size = architecture.vocab_size
         parameter = next(gpt.parameters())

@@ -107,24 +107,23 @@ def _empty_model(
     """Build the model from transformers' class, without memory for its parameters."""
     dtensor_attention.register()
     causal, recompute = empty_model(architecture, settings.dtype), settings.recompute
-    key = f"model.activations_checkpoint_granularity={recompute}"
+    problem = ""
     if way == "aligner":
         is_selective = recompute == "selective"
         causal.set_attn_implementation(
             dtensor_attention.RECOMPUTED if is_selective else dtensor_attention.NAME
         )
     elif recompute == "selective":
-        raise ConfigError(
-            f"{key}: {architecture.family} does not run with aligner's attention, which recomputes "
-            "itself. Set it to full or null"
+        problem = (
+            "does not run with aligner's attention, which recomputes itself. Set it to full or null"
         )
-    if recompute == "full":
-        if not causal.supports_gradient_checkpointing:
-            raise ConfigError(
-                f"{key}: {architecture.family} of transformers cannot recompute layers. Set it to "
-                "null"
-            )
+    if recompute == "full" and causal.supports_gradient_checkpointing:
         causal.gradient_checkpointing_enable({"use_reentrant": False})
+    elif recompute == "full":
+        problem = "of transformers cannot recompute layers. Set it to null"
+    if problem:
+        key = f"model.activations_checkpoint_granularity={recompute}"
+        raise ConfigError(f"{key}: {architecture.family} {problem}")
     # A head replaces the output layer.
     body, parts = body_path(causal), dict(causal.named_children())
     output, score = None, None

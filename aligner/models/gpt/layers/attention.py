@@ -21,7 +21,6 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.errors import LayoutError
 from aligner.kernels.linear_product import Origin
 from aligner.models.gpt.layers.segments import Bucket, Segments, add_rows, take_rows
 from aligner.models.gpt.layers.varlen import attend_varlen, can_attend_varlen
@@ -66,10 +65,8 @@ class CoreAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
-            raise LayoutError(
-                f"core attention is causal self-attention, got {attention_type}, {attn_mask_type}"
-            )
+        assert attention_type == "self"
+        assert attn_mask_type == AttnMaskType.causal
         self.layer_number = max(1, layer_number)
         self.dropout = config.attention_dropout
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
