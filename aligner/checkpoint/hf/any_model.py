@@ -265,12 +265,17 @@ def _config(text: str, code: str) -> "PreTrainedConfig":
     return CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
 
 
-def unapplied_settings(architecture: TransformersArchitecture) -> dict[str, float]:
+def _own_config(architecture: GPTArchitecture) -> "PreTrainedConfig":
+    assert isinstance(architecture, TransformersArchitecture)
+    return _config(architecture.settings, architecture.code)
+
+
+def unapplied_settings(architecture: GPTArchitecture) -> dict[str, float]:
     """Return what training does not apply: dropout, noise and auxiliary losses of routers above 0.
 
     transformers adds the auxiliary loss if ``output_router_logits`` is set.
     """
-    settings = _config(architecture.settings, architecture.code).to_dict()
+    settings = _own_config(architecture).to_dict()
     return {
         name: value
         for name, value in settings.items()
@@ -286,11 +291,11 @@ def unapplied_settings(architecture: TransformersArchitecture) -> dict[str, floa
 
 def model_config(architecture: GPTArchitecture) -> "PreTrainedConfig":
     """Return transformers' configuration, without `unapplied_settings`."""
-    if not isinstance(architecture, TransformersArchitecture):
+    if architecture.has_table:
         from transformers import AutoConfig
 
         return AutoConfig.for_model(**config_to_hf(architecture)[1])
-    config = _config(architecture.settings, architecture.code)
+    config = _own_config(architecture)
     for name in unapplied_settings(architecture):
         setattr(config, name, 0.0)
     if hasattr(config, "output_router_logits"):
@@ -308,7 +313,7 @@ def empty_model(
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    is_trusted = isinstance(architecture, TransformersArchitecture) and bool(architecture.code)
+    is_trusted = bool(getattr(architecture, "code", ""))
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             model_config(architecture), dtype=dtype, trust_remote_code=is_trusted
@@ -347,7 +352,7 @@ def path_of(model: nn.Module, part: nn.Module) -> str:
 def save_any(
     folder: Path,
     weights: Weights,
-    architecture: TransformersArchitecture,
+    architecture: GPTArchitecture,
     tokenizer_files: Mapping[str, bytes],
     keys: Mapping[str, Any],
 ) -> None:
@@ -360,7 +365,7 @@ def save_any(
 
     disable_progress_bar()
     model = empty_model(architecture)
-    model.config = _config(architecture.settings, architecture.code)
+    model.config = _own_config(architecture)
     state = {name: tensor.contiguous() for name, tensor in weights.items() if name not in _HEAD}
     model.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
     with new_folder(folder) as partial:

@@ -132,7 +132,7 @@ class DTensorModel(RoleModel, LightningModule):
         if self.architecture.has_table:
             return ""
         way, *parts = self.form.in_words()
-        code = self.architecture.code
+        code = getattr(self.architecture, "code", "")
         builder = f"the code in {code}" if code else "transformers"
         parts = [f"{self.architecture.family} of {builder}: {way}", *parts]
         unapplied = unapplied_settings(self.architecture)
