@@ -26,7 +26,7 @@ from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.workers import LocalCluster
 from aligner.models.gpt.decode.responses import Responses
-from aligner.models.gpt.dtensor.decoding_slots import SlotDecoder
+from aligner.models.gpt.dtensor.decoding import SlotDecoder
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.ways import ModelForm, keyed_form
 from aligner.models.worker import RoleWorker

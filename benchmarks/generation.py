@@ -32,8 +32,8 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import LengthParams, SamplingParams
 from aligner.examples.tasks.tiny_model import random_weights
 from aligner.models.gpt.decode.generator import GenerationOutput, Generator
-from aligner.models.gpt.decode.sampled_model import SampledModel
-from aligner.models.gpt.dtensor.sampled_transformers import choose_decoder
+from aligner.models.gpt.decode.model import SampledModel
+from aligner.models.gpt.dtensor.ways import choose_decoder
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.parallel.groups import initialize_parallel
 from benchmarks.shapes import SMOLLM2

@@ -11,10 +11,9 @@ from aligner.architecture import GPTArchitecture
 from aligner.config import LengthParams, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.models.gpt.decode.generator import Generator
-from aligner.models.gpt.decode.sampled_model import SampledModel
-from aligner.models.gpt.dtensor.decoding import FullPassDecoder, GroupDecoder
-from aligner.models.gpt.dtensor.decoding_slots import SlotDecoder
-from aligner.models.gpt.dtensor.sampled_transformers import choose_decoder, decoding_difference
+from aligner.models.gpt.decode.model import SampledModel
+from aligner.models.gpt.dtensor.decoding import FullPassDecoder, GroupDecoder, SlotDecoder
+from aligner.models.gpt.dtensor.ways import choose_decoder, decoding_difference
 
 pytestmark = pytest.mark.integration
 

@@ -23,12 +23,8 @@ from aligner.data.tokenizers.decoding import StopStrings
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device.accelerator import HostCopy
 from aligner.errors import ConfigError, DataError
+from aligner.models.gpt.decode.model import DecodingModel, SampledModel, synchronized_experts
 from aligner.models.gpt.decode.responses import PromptRows, Responses, RolloutRules, with_headroom
-from aligner.models.gpt.decode.sampled_model import (
-    DecodingModel,
-    SampledModel,
-    synchronized_experts,
-)
 from aligner.models.gpt.decode.scheduler import Rollout, TokenListener, WideNucleusError
 
 _MAX_CACHED_RULES = 2  # whose graphs are kept: the rules of training and of validation

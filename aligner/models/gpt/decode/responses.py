@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aligner.config import LengthParams, SamplingParams
 from aligner.device import accelerator
-from aligner.models.gpt.decode.sampled_model import DecodingModel
+from aligner.models.gpt.decode.model import DecodingModel
 from aligner.models.gpt.decode.sampling import SampledTokens, counter_uniforms, sample_tokens
 
 # The span of attention is rounded up to a multiple of _MIN_SPAN_STEP or, if that is larger, of its

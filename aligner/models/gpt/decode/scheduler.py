@@ -20,6 +20,7 @@ from aligner.data.tokenizers.decoding import StopStrings
 from aligner.device.accelerator import HostCopy
 from aligner.errors import AlignerError
 from aligner.models.gpt.decode.kv_cache import aligned
+from aligner.models.gpt.decode.model import DecodingModel
 from aligner.models.gpt.decode.responses import (
     Batch,
     Responses,
@@ -27,7 +28,6 @@ from aligner.models.gpt.decode.responses import (
     rows_of_graph,
     span_of_graph,
 )
-from aligner.models.gpt.decode.sampled_model import DecodingModel
 from aligner.models.gpt.decode.sampling import check_finite
 
 _PREFILL_TOKENS = 8192  # limit of tokens (with padding) of a prefill pass of two or more prompts

@@ -12,7 +12,7 @@ from aligner.checkpoint.gpt_weights import load_weights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import CheckpointError
-from aligner.models.gpt.decode.sampled_model import SampledModel
+from aligner.models.gpt.decode.model import SampledModel
 from aligner.models.gpt.dtensor.build import build_whole
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel

@@ -16,7 +16,7 @@ from aligner.config import LengthParams, SamplingParams
 from aligner.errors import ConfigError
 from aligner.losses.interfaces import reads_logits
 from aligner.models.gpt.decode.generator import Generator
-from aligner.models.gpt.decode.sampled_model import SampledModel
+from aligner.models.gpt.decode.model import SampledModel
 from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
 from aligner.models.gpt.forward.token_logprobs import (
     LogitsForm,
