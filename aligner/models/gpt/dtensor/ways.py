@@ -30,7 +30,7 @@ from aligner.models.gpt.forward.token_logprobs import LogitsForm
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Largest difference of float32 log-probs that rounding causes. In 131 small models it causes at most
+# Largest difference of float32 log-probs that rounding causes. In 131 small models this is at most
 # 2e-4, known faults of packing cause 0.08 and more, and wrong decoders 0.02 and more.
 _ROUNDING = 1e-3
 _PROMPT_LENGTHS, _STEPS = (9, 5), 4
