@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapted_weights
-from aligner.checkpoint.canonical import check_shape
 from aligner.checkpoint.hf.any_model import body_path, empty_model, model_config, path_of
 from aligner.device import accelerator
 from aligner.errors import CheckpointError, ConfigError
@@ -232,6 +231,11 @@ def _fill_head(head: ValueHead, weights: Mapping[str, Tensor] | None) -> None:
         name = f"score.{leaf}"
         if weights is not None and name in weights:
             saved = weights[name]
-            check_shape(f"{name} of the checkpoint's head", saved.shape, tuple(value.shape))
+            if saved.shape != value.shape:
+                raise CheckpointError(
+                    f"{name} has shape {tuple(saved.shape)}, but this role needs "
+                    f"{tuple(value.shape)}. Start from a model without a head, or with the same "
+                    "number of outputs"
+                )
             value.copy_(saved)
         head.register_parameter(leaf, nn.Parameter(value))
