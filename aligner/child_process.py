@@ -30,8 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from aligner import errors
-from aligner.errors import AlignerError, DataError
+from aligner.errors import AlignerError, DataError, error_class
 from aligner.importing import text_of
 from aligner.plain import plain
 from aligner.process_tree import (
@@ -146,17 +145,15 @@ class ChildProcess:
         """Return whether `receive` would return or raise without waiting."""
         try:
             self._read(0.0)
-        except TimeoutError:
-            return False
-        except Exception:  # `receive` raises it again
-            return True
+        except Exception as error:  # `receive` raises it again
+            return not isinstance(error, TimeoutError)
         return True
 
     def receive(self, deadline: float, time_limit_s: float) -> tuple[str, Any]:
         """Wait for the next answer to the last message, and return its kind and payload.
 
-        At ``deadline``, by ``time.monotonic()``, the child is killed. ``time_limit_s``: the
-        corresponding time limit, for the error.
+        At ``deadline``, by ``time.monotonic()``, the child is killed, and the error names the
+        ``time_limit_s``.
         """
         try:
             kind, payload = self._read(deadline)
@@ -220,10 +217,7 @@ class ChildProcess:
     def _refusal(self, payload: tuple[str, str]) -> AlignerError:
         """Return the error of a refusal. An unknown class is replaced by the program's error."""
         name, text = payload
-        kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, AlignerError):
-            return kind(text)
-        return self._program.error(text)
+        return (error_class(name) or self._program.error)(text)
 
     def _pickled(self, message: Any) -> bytes:
         try:

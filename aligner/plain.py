@@ -58,10 +58,13 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
-def as_float32(value: Any, subject: str, error: type[AlignerError]) -> float:
-    """Return a number, also of an enumeration or a one-element array, or infinity beyond float32.
+def as_float32(
+    value: Any, subject: str, error: type[AlignerError], *, may_be_infinite: bool = False
+) -> float:
+    """Return a number, also of an enumeration or a one-element array.
 
-    For any other value an ``error`` is raised, whose message begins with ``subject``.
+    Any other value raises ``error``, whose message begins with ``subject``, as does a number that
+    is not finite in float32. With ``may_be_infinite`` numbers beyond float32 become infinity.
     """
     number = value.value if isinstance(value, Enum) else value
     try:
@@ -70,9 +73,11 @@ def as_float32(value: Any, subject: str, error: type[AlignerError]) -> float:
         number = float(number.item() if callable(getattr(number, "item", None)) else number)
         struct.pack("<f", number)
     except OverflowError:
-        return math.inf
+        number = math.inf
     except (TypeError, ValueError, RuntimeError):
         raise error(f"{subject} is {shown(value)}, which is not a number") from None
+    if not (may_be_infinite or math.isfinite(number)):
+        raise error(f"{subject} is {shown(value)}; it must be finite in float32")
     return number
 
 

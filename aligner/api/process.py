@@ -21,8 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import IO, TextIO
 
-from aligner import errors
-from aligner.errors import AlignerError, WorkerError
+from aligner.errors import AlignerError, WorkerError, error_class
 from aligner.process_tree import kill_tree
 
 _MAX_LINES = 2000
@@ -106,10 +105,8 @@ def _copy(source: IO[str] | None, target: TextIO, last_lines: deque[str] | None)
 def _report(line: str) -> tuple[type[AlignerError], str] | None:
     """Return the class and the first line of an error that ``config.cli`` reports."""
     match = re.match(r"(\w+Error): (.*)", line, re.DOTALL)
-    kind = getattr(errors, match[1], None) if match else None
-    if match is None or not (isinstance(kind, type) and issubclass(kind, AlignerError)):
-        return None
-    return kind, match[2]
+    kind = error_class(match[1]) if match else None
+    return (kind, match[2]) if match and kind else None
 
 
 def _error_of(stderr: str, status: int) -> AlignerError:

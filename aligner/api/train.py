@@ -8,7 +8,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, Required, TypedDict, Unpack, get_type_hints
 
 from aligner.api.objects import as_setting, is_rows, write_rows
 from aligner.api.process import run_script
@@ -51,48 +51,96 @@ KEYS = {
 }
 
 
-def _named(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Let ``function`` answer an unknown keyword with the nearest known keyword."""
-    parameters = list(inspect.signature(function).parameters)
+class _Keywords(TypedDict, total=False):
+    model: Required[StrPath]
+    data: Required[Data]
+    validation_data: Data | None
+    max_steps: int | None
+    validate_every: int | None
+    lr: float | None
+    devices: int | None
+    seed: int | None
+    output_dir: StrPath
+    overrides: Mapping[str, Any] | None
 
-    @functools.wraps(function)
-    def call(*args: P.args, **keywords: P.kwargs) -> Result:
-        for name in keywords:
-            if name not in parameters:
-                near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.5)
+
+class _RolloutKeywords(_Keywords, total=False):
+    reward: Code | None
+    reward_model: StrPath | None
+    environment: Code | None
+    samples_per_step: int | None
+    max_new_tokens: int | None
+    temperature: float | None
+
+
+class _PPOKeywords(_RolloutKeywords, total=False):
+    critic_lr: float | None
+    kl_penalty: float | None
+
+
+class _RSKeywords(_RolloutKeywords, total=False):
+    num_generations: int | None
+
+
+class _GRPOKeywords(_RSKeywords, total=False):
+    kl_penalty: float | None
+
+
+class _SupervisedKeywords(_Keywords, total=False):
+    max_epochs: int | None
+    batch_size: int | None
+    micro_batch_size: int | None
+
+
+class _DPOKeywords(_SupervisedKeywords, total=False):
+    loss: str | None
+    beta: float | None
+
+
+class _DistillKeywords(_SupervisedKeywords, total=False):
+    teacher: Required[StrPath]
+
+
+def _with_signature(
+    keywords: Any, output_dir: str
+) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """Give a function the keywords of a ``TypedDict``, with defaults and a check of their names."""
+    empty = inspect.Parameter.empty
+    defaults = dict.fromkeys(keywords.__required_keys__, empty) | {"output_dir": output_dir}
+    signature = inspect.Signature(
+        [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=hint
+            )
+            for name, hint in get_type_hints(keywords).items()
+        ],
+        return_annotation=Result,
+    )
+
+    def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
+        @functools.wraps(function)
+        def call(*args: P.args, **given: P.kwargs) -> Result:
+            known = signature.parameters
+            for name in given.keys() - known.keys():
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise TypeError(
                     f"{function.__name__}() has no keyword {name!r}; {hint}Its keywords are "
-                    f"{', '.join(parameters)}. Any other key of the configuration goes into "
+                    f"{', '.join(known)}. Any other key of the configuration goes into "
                     "overrides={'model.ppo.ratio_eps': 0.1}"
                 )
-        return function(*args, **keywords)
+            bound = signature.bind(*args, **given)
+            bound.apply_defaults()
+            return function(**bound.arguments)
 
-    return call
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
-@_named
-def train_ppo(
-    *,
-    model: StrPath,
-    data: Data,
-    reward: Code | None = None,
-    reward_model: StrPath | None = None,
-    environment: Code | None = None,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    critic_lr: float | None = None,
-    kl_penalty: float | None = None,
-    samples_per_step: int | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
-    output_dir: StrPath = "results/ppo",
-    overrides: Mapping[str, Any] | None = None,
-) -> Result:
+@_with_signature(_PPOKeywords, "results/ppo")
+def train_ppo(**keywords: Unpack[_PPOKeywords]) -> Result:
     """Train a policy and a critic by PPO (Schulman et al. 2017).
 
     A call with the directory of a stopped run continues that run. Ctrl-C saves the run and raises
@@ -124,85 +172,31 @@ def train_ppo(
         DataError: a row is invalid.
         TypeError: a keyword is unknown.
     """
-    return _train("ppo", locals())
+    return _train("ppo", keywords)
 
 
-@_named
-def train_grpo(
-    *,
-    model: StrPath,
-    data: Data,
-    reward: Code | None = None,
-    reward_model: StrPath | None = None,
-    environment: Code | None = None,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    kl_penalty: float | None = None,
-    samples_per_step: int | None = None,
-    num_generations: int | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
-    output_dir: StrPath = "results/grpo",
-    overrides: Mapping[str, Any] | None = None,
-) -> Result:
+@_with_signature(_GRPOKeywords, "results/grpo")
+def train_grpo(**keywords: Unpack[_GRPOKeywords]) -> Result:
     """Train a policy by GRPO (Shao et al. 2024), without a critic.
 
     The ``num_generations`` responses to a prompt are compared with each other. The other keywords
     are those of `train_ppo`. ``overrides={"trainer.ppo.advantage.estimator": "rloo"}`` selects
     another estimator.
     """
-    return _train("reinforce", locals(), {"trainer.ppo.advantage.estimator": "grpo"})
+    return _train("reinforce", keywords, {"trainer.ppo.advantage.estimator": "grpo"})
 
 
-@_named
-def train_rs(
-    *,
-    model: StrPath,
-    data: Data,
-    reward: Code | None = None,
-    reward_model: StrPath | None = None,
-    environment: Code | None = None,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    samples_per_step: int | None = None,
-    num_generations: int | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
-    output_dir: StrPath = "results/rs",
-    overrides: Mapping[str, Any] | None = None,
-) -> Result:
+@_with_signature(_RSKeywords, "results/rs")
+def train_rs(**keywords: Unpack[_RSKeywords]) -> Result:
     """Train a policy by rejection sampling: the best responses to each prompt are learned.
 
     The keywords are those of `train_grpo`.
     """
-    return _train("rs", locals())
+    return _train("rs", keywords)
 
 
-@_named
-def train_sft(
-    *,
-    model: StrPath,
-    data: Data,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    max_epochs: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
-    output_dir: StrPath = "results/sft",
-    overrides: Mapping[str, Any] | None = None,
-) -> Result:
+@_with_signature(_SupervisedKeywords, "results/sft")
+def train_sft(**keywords: Unpack[_SupervisedKeywords]) -> Result:
     """Fine-tune a model on worked examples.
 
     Args:
@@ -219,28 +213,11 @@ def train_sft(
 
     The other keywords and the errors are those of `train_ppo`.
     """
-    return _train("sft", locals())
+    return _train("sft", keywords)
 
 
-@_named
-def train_dpo(
-    *,
-    model: StrPath,
-    data: Data,
-    loss: str | None = None,
-    beta: float | None = None,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    max_epochs: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
-    output_dir: StrPath = "results/dpo",
-    overrides: Mapping[str, Any] | None = None,
-) -> Result:
+@_with_signature(_DPOKeywords, "results/dpo")
+def train_dpo(**keywords: Unpack[_DPOKeywords]) -> Result:
     """Train a policy on preferences, by DPO (Rafailov et al. 2023) or a related loss.
 
     Args:
@@ -250,65 +227,34 @@ def train_dpo(
         loss: ``dpo``, ``ipo``, ``rpo``, ``simpo`` or ``kto``.
         beta: weight of the implicit reward.
     """
-    return _train("dpo", locals())
+    return _train("dpo", keywords)
 
 
-@_named
-def train_reward(
-    *,
-    model: StrPath,
-    data: Data,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    max_epochs: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
-    output_dir: StrPath = "results/reward",
-    overrides: Mapping[str, Any] | None = None,
-) -> Result:
+@_with_signature(_SupervisedKeywords, "results/reward")
+def train_reward(**keywords: Unpack[_SupervisedKeywords]) -> Result:
     """Train a reward model on comparisons: rows with ``prompt``, ``chosen`` and ``rejected``.
 
     The keywords are those of `train_sft`. The `Result` can be the ``reward_model`` of `train_ppo`.
     """
-    return _train("reward", locals())
+    return _train("reward", keywords)
 
 
-@_named
-def train_distill(
-    *,
-    model: StrPath,
-    teacher: StrPath,
-    data: Data,
-    validation_data: Data | None = None,
-    max_steps: int | None = None,
-    max_epochs: int | None = None,
-    validate_every: int | None = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    devices: int | None = None,
-    seed: int | None = None,
-    output_dir: StrPath = "results/distill",
-    overrides: Mapping[str, Any] | None = None,
-) -> Result:
+@_with_signature(_DistillKeywords, "results/distill")
+def train_distill(**keywords: Unpack[_DistillKeywords]) -> Result:
     """Train a model to predict the token distributions of ``teacher``, a larger model.
 
     The other keywords are those of `train_sft`. Both models have the same tokenizer.
     """
-    return _train("distill", locals())
+    return _train("distill", keywords)
 
 
-def _train(
-    algorithm: str, keywords: dict[str, Any], settings: Mapping[str, Any] | None = None
-) -> Result:
+def _train(algorithm: str, given: Any, settings: Mapping[str, Any] | None = None) -> Result:
     """Write rows and objects into the run's directory, run the script, return its result.
 
-    ``algorithm``: a name in `aligner.catalog.ALGORITHMS`. ``settings``: additional keys.
+    ``algorithm``: a name in `aligner.catalog.ALGORITHMS`. ``given``: all keywords. ``settings``:
+    additional keys.
     """
+    keywords: dict[str, Any] = dict(given)
     folder = Path(os.fspath(keywords["output_dir"])).expanduser()
     files = folder / "python"
     loop = {"reinforce": "ppo", "reward": "reward_model"}.get(algorithm, algorithm)

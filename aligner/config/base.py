@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from aligner.catalog import ALGORITHMS, imported
 from aligner.config.fields import DERIVED, REQUIRED_BY_SCRIPTS
-from aligner.config.parse import field_types, section_in
+from aligner.config.parse import default_of, field_types, section_in
 
 # The dataclass of each base: the configuration of a script, or a section that is null by default.
 BASES = {
@@ -33,7 +33,6 @@ def default_tree(section: Any) -> dict[str, Any]:
     """Return the default of every key of a dataclass, or of an instance. ``???`` means required."""
     cls = section if isinstance(section, type) else type(section)
     tree: dict[str, Any] = {}
-    value: Any
     for field, hint in zip(dataclasses.fields(cls), field_types(cls).values(), strict=True):
         below = section_in(hint)
         if DERIVED in get_args(hint):
@@ -42,11 +41,7 @@ def default_tree(section: Any) -> dict[str, Any]:
             value = "???"
         elif section is not cls:
             value = getattr(section, field.name)
-        elif field.default_factory is not dataclasses.MISSING:
-            value = field.default_factory()
-        elif field.default is not dataclasses.MISSING:
-            value = field.default
-        else:
+        elif (value := default_of(field)) is dataclasses.MISSING:
             value = "???" if below is None else below
         is_section = below is not None and value not in (None, "???")
         tree[field.name] = default_tree(value) if is_section else value

@@ -96,12 +96,13 @@ def derive_batches(config: Run, values: Mapping[str, Any]) -> Run:
     layout. A micro-batch is the largest divisor up to 8 of a data-parallel rank's share. If no size
     fits, the default is kept and the checks report it.
     """
-    model = _with_batches(config, "model", values, config.trainer.world_size)
-    config = replace(config, model=model)
-    if isinstance(config, RunConfig) and config.critic is not None:
-        critic = _with_batches(config, "critic", values, config.value_world_size)
-        config = replace(config, critic=critic)
-    return config
+    config = replace(
+        config, model=_with_batches(config, "model", values, config.trainer.world_size)
+    )
+    if config.critic is None:
+        return config
+    critic: Any = _with_batches(config, "critic", values, config.value_world_size)
+    return replace(config, critic=critic)
 
 
 def _with_batches(
@@ -189,9 +190,6 @@ def plain_mapping(values: Mapping[str, Any], keys: Sequence[str] | None = None) 
 def section_of(
     kinds: Sequence[type[Section]], values: Mapping[str, Any], prefix: str = "model"
 ) -> Section:
-    """Convert a mapping to the first dataclass that has all its keys, or raise the first's error.
-
-    ``prefix``: dotted key of the section, for messages.
-    """
+    """Convert a mapping to the first of ``kinds`` that has all its keys, or else to the first."""
     kind = next((kind for kind in kinds if set(values) <= set(field_types(kind))), kinds[0])
     return build(kind, values, prefix)

@@ -43,10 +43,8 @@ def rated_responses(
 ) -> ScoredResponses:
     """Return the rewards for a model's ``scores``, float [B] or [B, K] of the K ``attributes``.
 
-    ``weights``: from `check_weights`. ``source``: name of the model, for messages.
-
-    Raises:
-        RewardError: a reward is not finite in float32, though it may be finite in the source.
+    ``weights``: from `check_weights`. ``source``: name of the model, for messages. Raises
+    `RewardError` if a reward is not finite in float32, though it may be finite in the source.
     """
     scores = scores.float()
     rewards = scores.flatten()
@@ -86,13 +84,9 @@ class Reward:
 
         def load() -> None:
             assert config.function is not None, "checked with the configuration"
-            reward._function = RewardFunction(
-                config.function,
-                kwargs=config.kwargs,
-                time_limit_s=config.time_limit_s,
-                max_concurrency=config.max_concurrency,
-                timeout_reward=config.timeout_reward,
-            )
+            names = ("kwargs", "time_limit_s", "max_concurrency", "timeout_reward")
+            options = {name: getattr(config, name) for name in names}
+            reward._function = RewardFunction(config.function, **options)
 
         on_rank_zero(load)
         return reward
@@ -157,9 +151,9 @@ def check_weights(
     ``source``: name of the source, for messages.
     """
     count = max(1, len(attributes))
+    if weights is None and count == 1:
+        return None
     if weights is None:
-        if count == 1:
-            return None
         raise ConfigError(
             f"{source} rates {count} attributes ({', '.join(attributes)}). Set "
             f"reward.attribute_weights to {count} numbers in this order, for their weighted sum"

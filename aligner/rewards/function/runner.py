@@ -53,8 +53,7 @@ class RewardFunction(ProcessPool):
         """Start the first process, so that an invalid function is refused now.
 
         Args:
-            name: ``package.module:function``, ``package.module.function`` or
-                ``path/to/file.py:function``, sync or async.
+            name: path of the function, which may be async (`aligner.importing.load_function`).
             kwargs: keyword arguments of every call.
             time_limit_s: time limit of a batch.
             max_concurrency: number of parts of a batch that are scored at the same time. With more
@@ -62,8 +61,7 @@ class RewardFunction(ProcessPool):
             timeout_reward: reward of a sample after a timeout, with metrics of 0. None: raise
                 `RewardTimeoutError`.
 
-        Raises:
-            ConfigError: the function cannot be imported, or its signature does not fit.
+        Raises `ConfigError` if the function cannot be imported, or its signature does not fit.
         """
         super().__init__(
             Program(
@@ -97,12 +95,8 @@ class RewardFunction(ProcessPool):
                 None.
             DataError: the function requires a column that is missing.
         """
-        samples = Samples(
-            list(prompts),
-            list(responses),
-            list(ground_truths),
-            {name: list(values) for name, values in (columns or {}).items()},
-        )
+        lists = {name: list(values) for name, values in (columns or {}).items()}
+        samples = Samples(list(prompts), list(responses), list(ground_truths), lists)
         self.signature.check_columns(samples.columns)
         if not len(samples):
             return RewardOutput(torch.zeros(0), {})

@@ -54,9 +54,11 @@ class RewardService:
     async def score(self, request: Request) -> Response:
         """Return the rewards of the samples."""
         check_bearer(request, self.token)
-        async with self._bodies.read(
-            request, lambda body: validated(ScoreRequest, parse_json(body))
-        ) as body:
+
+        def parse(body: bytearray) -> ScoreRequest:
+            return validated(ScoreRequest, parse_json(body))
+
+        async with self._bodies.read(request, parse) as body:
             sequences = await run_in_threadpool(blame_sender, self._sequences, body.samples)
             rewards = await self._rewards(request, sequences) if sequences else []
         plain = [row[0] if len(row) == 1 else row for row in rewards]
@@ -157,17 +159,10 @@ def _load(options: ServeOptions, parallel: ParallelState) -> tuple[RewardModel, 
     with open_model(options.model) as checkpoint:
         rated_attributes(checkpoint, options.model)  # a language model is refused
         encoder = SequenceEncoder.of_checkpoint(checkpoint, options.add_bos)
-    model = RewardModel(
-        LocalCluster(parallel),
-        TrainedModelConfig(
-            restore_from_path=options.model,
-            tensor_model_parallel_size=options.tensor_model_parallel_size,
-        ),
-        encoder.tokenizer,
-        RunSettings(precision=options.precision),
-        init_optimizer=False,
-    )
-    return model, encoder
+    size, run = options.tensor_model_parallel_size, RunSettings(precision=options.precision)
+    config = TrainedModelConfig(options.model, tensor_model_parallel_size=size)
+    cluster, tokenizer = LocalCluster(parallel), encoder.tokenizer
+    return RewardModel(cluster, config, tokenizer, run, init_optimizer=False), encoder
 
 
 def score_until(
