@@ -77,8 +77,14 @@ def run_script(command: str, arguments: Sequence[str]) -> None:
             reader.join()
     if was_interrupted or status == 130:
         raise KeyboardInterrupt
-    if status != 0:
-        raise _error_of("".join(stderr), status)
+    if status == 0:
+        return
+    # The error that the command reported.
+    for index, line in enumerate(lines := list(stderr)):
+        if report := _report(line):
+            kind, first = report
+            raise kind((first + "".join(lines[index + 1 :])).rstrip("\n"))
+    raise WorkerError(f"the run ended with status {status}. Its last lines are above")
 
 
 def _is_terminal(stream: TextIO) -> bool:
@@ -107,13 +113,3 @@ def _report(line: str) -> tuple[type[AlignerError], str] | None:
     match = re.match(r"(\w+Error): (.*)", line, re.DOTALL)
     kind = error_class(match[1]) if match else None
     return (kind, match[2]) if match and kind else None
-
-
-def _error_of(stderr: str, status: int) -> AlignerError:
-    """Return the error that the command reported on ``stderr``."""
-    lines = stderr.splitlines(keepends=True)
-    for index, line in enumerate(lines):
-        if report := _report(line):
-            kind, first = report
-            return kind((first + "".join(lines[index + 1 :])).rstrip("\n"))
-    return WorkerError(f"the run ended with status {status}. Its last lines are above")

@@ -216,7 +216,13 @@ def _accepted(
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException as error:
-        raise ConfigError(_malformed(argument, error)) from error
+        key, equals, value = argument.partition("=")
+        text = "not key=value. A recipe is selected with --config-name recipes/NAME"
+        if equals:
+            text = f"hydra cannot read it ({_short(str(error).splitlines()[0])}). Put a value with "
+            text += "spaces or any of ,:{}[]()= into inner quotes: "
+            text += f"'{key}=\"{_short(value)}\"'"
+        raise ConfigError(f"{_short(argument)}: {text}") from error
     key = override.key_or_group
     if override.is_sweep_override() and not sweeps:
         raise ConfigError(
@@ -241,17 +247,6 @@ def _accepted(
         return []
     check_key(key, root)
     return [argument if override.is_delete() else "++" + argument.lstrip("+")]
-
-
-def _malformed(argument: str, error: HydraException) -> str:
-    if "=" not in argument:
-        return f"{argument}: not key=value. A recipe is selected with --config-name recipes/NAME"
-    key, _, value = argument.partition("=")
-    reason = str(error).splitlines()[0]
-    return (
-        f"{_short(argument)}: hydra cannot read it ({_short(reason)}). Put a value with spaces or "
-        f"any of ,:{{}}[]()= into inner quotes: '{key}=\"{_short(value)}\"'"
-    )
 
 
 def _check_option(label: str, group: str, value: Any, root: type, folders: Sequence[Path]) -> None:

@@ -84,7 +84,11 @@ def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Roo
     """Validate a plain nested mapping as a ``root``."""
     config = build(root, values)
     if isinstance(config, BaseRunConfig):
-        config = _with_algorithm_in_directory(derive_batches(config, values))
+        config = derive_batches(config, values)
+        # The name of the algorithm in the path of the run's directory.
+        exp, algorithm = config.exp_manager, algorithm_of(config.as_dict())
+        folder = exp.explicit_log_dir.replace("{algorithm}", algorithm.directory)
+        config = replace(config, exp_manager=replace(exp, explicit_log_dir=folder))
     check_config(config)
     return config
 
@@ -147,16 +151,6 @@ def check_config(config: BaseRunConfig | AskConfig) -> None:
         refuse([*broken_rules(config, "", config), *unread_options(config)])
     else:
         refuse(config.problems("", config))
-
-
-def _with_algorithm_in_directory(config: Run) -> Run:
-    """Replace ``{algorithm}`` in ``exp_manager.explicit_log_dir`` by the algorithm's name."""
-    exp = config.exp_manager
-    if "{algorithm}" not in exp.explicit_log_dir:
-        return config
-    name = algorithm_of(config.as_dict()).directory
-    folder = exp.explicit_log_dir.replace("{algorithm}", name)
-    return replace(config, exp_manager=replace(exp, explicit_log_dir=folder))
 
 
 def as_omegaconf(values: Mapping[str, Any]) -> DictConfig:

@@ -181,7 +181,6 @@ class Conversation(Trajectory):
     """Conversation with an environment, as messages and as tokens."""
 
     def __init__(self, renderer: ChatRenderer, start: Start) -> None:
-        """Render the environment's first messages."""
         self._renderer = renderer
         messages = [dict(message) for message in start.messages]
         # Tools that the template does not show are described in the first message.

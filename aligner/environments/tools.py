@@ -70,7 +70,6 @@ class ToolEnv:
     explains_calls = False  # whether the plain form also describes how a call is written
 
     def __init__(self, tools: Sequence[Callable[..., Any]], form: Form = "hermes") -> None:
-        """Offer these functions."""
         if form not in get_args(Form):
             raise ConfigError(f"tools: form={form!r} is not one of {', '.join(get_args(Form))}")
         self._form = form

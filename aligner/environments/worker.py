@@ -117,7 +117,6 @@ class Host:
     """Host of one conversation at a time, with an event loop for coroutines."""
 
     def __init__(self, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-        """Create no environment yet."""
         self._factory, self._kwargs = factory, kwargs
         self._loop = asyncio.new_event_loop()
         self._environment: Any = None

@@ -168,7 +168,13 @@ class Service:
         form = self.served.form if has_tools else None
         body = self.served.adapted(body)
         rows = blame_sender(self._rows, body, prompts, session)
-        choices = [self._choice(row, body, is_buffered=form is not None) for row in rows]
+        choices = []
+        for row in rows:
+            assert row.options is not None, "requests have their own options"
+            stops, least = row.options.sampling.end_strings, row.options.length.min_length
+            options = {"min_tokens": least, "skips_special": body.skip_special_tokens}
+            tokenizer, is_buffered = self.served.tokenizer, form is not None
+            choices.append(Choice(tokenizer, row.prompt, stops, is_buffered=is_buffered, **options))
 
         def end(is_complete: bool) -> None:
             if session is not None and not is_complete:
@@ -187,17 +193,6 @@ class Service:
         answer = writer(self.served.tokenizer, self.served.name, body, choices, form)
         exchange = Exchange(job, results, answer, self.timeout_s, began, end)
         return await exchange.response(self.queue, request, stream=body.stream)
-
-    def _choice(self, row: Row, body: _Sampled, *, is_buffered: bool) -> Choice:
-        assert row.options is not None, "requests have their own options"
-        return Choice(
-            self.served.tokenizer,
-            row.prompt,
-            row.options.sampling.end_strings,
-            is_buffered=is_buffered,
-            min_tokens=row.options.length.min_length,
-            skips_special=body.skip_special_tokens,
-        )
 
     def _prompts(self, body: _Sampled, session: Session | None) -> list[list[int]]:
         """Return the tokens of each prompt of a request."""

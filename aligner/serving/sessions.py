@@ -216,9 +216,10 @@ class Session:
                 return
             # Append to the longest sequence that the prompt extends, or to a new sequence.
             extended = [n for n, s in enumerate(self.sequences) if s.is_prefix_of(prompt)]
-            index = max(extended, key=lambda n: len(self.sequences[n].ids), default=None)
-            if index is None:
-                index = self._start_sequence(prompt)
+            if not extended:
+                extended = [len(self.sequences)]
+                self._start_sequence(prompt)
+            index = max(extended, key=lambda n: len(self.sequences[n].ids))
             sequence = self.sequences[index]
             start = len(sequence.ids)
             sequence.append(prompt[start:], [0.0] * (len(prompt) - start), turn=0)
@@ -262,7 +263,7 @@ class Session:
             if key not in waiting:
                 self._texts.pop(key, None)
 
-    def _start_sequence(self, prompt: Sequence[int]) -> int:
+    def _start_sequence(self, prompt: Sequence[int]) -> None:
         """Add a sequence, forked from the sequence with the longest common prefix."""
         new = RecordedSequence()
         for index, sequence in enumerate(self.sequences):
@@ -270,7 +271,6 @@ class Session:
             if shared > new.shared and any(sequence.turn_ids[:shared]):
                 new.forked_from, new.shared = index, shared
         self.sequences.append(new)
-        return len(self.sequences) - 1
 
 
 class Sessions:

@@ -137,9 +137,11 @@ def _tile(series: Mapping[str, Series], metric: str, label: str, better: int) ->
     values, steps = series[metric].values, series[metric].steps
     first, last = values[0], values[-1]
     note = f"step {steps[0]} → {steps[-1]}"
-    error = _standard_error(metric, last, series)
-    if error is not None:
-        note += f", standard error {short_number(error)}"
+    # The standard error of the accuracy on the samples of the last validation.
+    count = series.get("val_rollouts/num_samples")
+    if metric == "val_rollouts/accuracy" and count is not None and 0 <= last <= 1:
+        error = math.sqrt(last * (1 - last) / max(count.values[-1], 1))
+        note += f", standard error {short_number(round(error, 3))}"
     ends = {"first": _rounded(first, last), "last": _rounded(last, first)}
     return {"label": label, **ends, "change": Change.between(first, last, better), "note": note}
 
@@ -148,14 +150,6 @@ def _rounded(value: float, neighbour: float) -> str:
     """Format ``value``, as 0 if it is negligible compared with ``neighbour``."""
     is_negligible = math.isfinite(neighbour) and abs(value) < 5e-4 * abs(neighbour)
     return short_number(0.0 if is_negligible else value, 3)
-
-
-def _standard_error(metric: str, value: float, series: Mapping[str, Series]) -> float | None:
-    """Compute the standard error of the accuracy on the samples of the last validation."""
-    count = series.get("val_rollouts/num_samples")
-    if metric != "val_rollouts/accuracy" or count is None or not 0 <= value <= 1:
-        return None
-    return round(math.sqrt(value * (1 - value) / max(count.values[-1], 1)), 3)
 
 
 def _overview(series: Mapping[str, Series]) -> list[ChartCard]:
