@@ -145,14 +145,13 @@ def check_overrides(
             refused.append((f"{path}: {group}", option, error))
 
     # A single error is raised unchanged, several are shown as a table.
-    if len(refused) == 1:
-        raise refused[0][2]
+    rows = []
+    for label, value, refusal in refused:
+        begin, _, text = str(refusal).removeprefix(label).partition(": ")
+        rows.append((label or begin, value, text))
     if refused:
-        rows = []
-        for label, value, refusal in refused:
-            begin, _, text = str(refusal).removeprefix(label).partition(": ")
-            rows.append((label or begin, value, text))
-        raise ConfigError(f"{len(rows)} arguments cannot be used\n{table(rows)}")
+        table_error = ConfigError(f"{len(rows)} arguments cannot be used\n{table(rows)}")
+        raise refused[0][2] if len(refused) == 1 else table_error
     return accepted
 
 

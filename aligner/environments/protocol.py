@@ -107,12 +107,13 @@ def check_turn(value: Any, characters: int = 0) -> Turn:
 
     ``characters``: length of the policy's message, the upper bound of the steps' ends.
     """
+    problem = ""
     if not isinstance(value, Turn):
-        raise DataError(f"step returned {shown(value)}; it must return a Turn")
-    if not value.messages and not value.done:
-        raise DataError(
-            "step returned neither a message nor done=True. The policy needs a message to answer"
-        )
+        problem = f"{shown(value)}; it must return a Turn"
+    elif not value.messages and not value.done:
+        problem = "neither a message nor done=True. The policy needs a message to answer"
+    if problem:
+        raise DataError(f"step returned {problem}")
     # The reward, and its metrics.
     reward: Reward = None
     if isinstance(value.reward, Mapping):

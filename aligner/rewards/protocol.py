@@ -84,19 +84,18 @@ class Signature:
 
     def check_columns(self, available: Collection[str]) -> None:
         """Raise `DataError` for a missing column, or a column with the name of a list."""
-        repeated = [name for name in self.first if self.takes_all and name in available]
-        if repeated:
-            raise DataError(
-                f"reward function {self.name!r} has the parameters {repeated} for its positional "
-                "arguments, and the data has columns of the same name for **columns. Rename the "
-                "parameters, or write def f(prompts, responses, ground_truths, /, **columns)"
+        problem = ""
+        if repeated := [name for name in self.first if self.takes_all and name in available]:
+            problem = (
+                f"has the parameters {repeated} for its positional arguments, and the data has "
+                "columns of the same name for **columns. Rename the parameters, or write "
+                "def f(prompts, responses, ground_truths, /, **columns)"
             )
-        missing = [name for name in self.required if name not in available]
-        if missing:
-            raise DataError(
-                f"reward function {self.name!r} needs the columns {missing}, which the data does "
-                f"not have; columns found: {sorted(available)}"
-            )
+        elif missing := [name for name in self.required if name not in available]:
+            problem = f"needs the columns {missing}, which the data does not have; columns found: "
+            problem += f"{sorted(available)}"
+        if problem:
+            raise DataError(f"reward function {self.name!r} {problem}")
 
     def select(self, columns: Mapping[str, list[Any]], kwargs: Collection[str]) -> dict[str, Any]:
         """Return the columns that are passed to the function."""
@@ -153,15 +152,13 @@ def parse_scores(
     keys that differ.
     """
     scores = scores.tolist() if hasattr(scores, "tolist") else scores  # arrays and tensors
+    problem = ""
     if not isinstance(scores, list | tuple):
-        raise RewardError(
-            f"reward function {name!r} must return a list of numbers or of dicts, got "
-            f"{type(scores).__name__}"
-        )
-    if len(scores) != len(samples):
-        raise RewardError(
-            f"reward function {name!r} returned {len(scores)} rewards for {len(samples)} samples"
-        )
+        problem = f"must return a list of numbers or of dicts, got {type(scores).__name__}"
+    elif len(scores) != len(samples):
+        problem = f"returned {len(scores)} rewards for {len(samples)} samples"
+    if problem:
+        raise RewardError(f"reward function {name!r} {problem}")
     # Column by column, with the keys of the first sample.
     with_keys = bool(scores) and isinstance(scores[0], Mapping)
     keys = set(scores[0]) if with_keys else {"reward"}
