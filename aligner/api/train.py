@@ -101,37 +101,32 @@ class _DistillKeywords(_SupervisedKeywords, total=False):
     teacher: Required[StrPath]
 
 
-def _with_signature(
-    keywords: Any, output_dir: str
-) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """Give a function the keywords of a ``TypedDict``, with defaults and a check of their names."""
-    empty = inspect.Parameter.empty
-    defaults = dict.fromkeys(keywords.__required_keys__, empty) | {"output_dir": output_dir}
-    signature = inspect.Signature(
-        [
-            inspect.Parameter(
+def _named(keywords: Any) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """Show the keywords of a ``TypedDict`` in a function's signature, and refuse others."""
+    required = dict.fromkeys(keywords.__required_keys__, inspect.Parameter.empty)
+
+    def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
+        defaults = {**required, "output_dir": _output_dir(function.__name__)}
+        parameters = {
+            name: inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=hint
             )
             for name, hint in get_type_hints(keywords).items()
-        ],
-        return_annotation=Result,
-    )
+        }
+        signature = inspect.Signature(list(parameters.values()), return_annotation=Result)
 
-    def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
         @functools.wraps(function)
         def call(*args: P.args, **given: P.kwargs) -> Result:
-            known = signature.parameters
-            for name in given.keys() - known.keys():
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            for name in given.keys() - parameters.keys():
+                near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise TypeError(
                     f"{function.__name__}() has no keyword {name!r}; {hint}Its keywords are "
-                    f"{', '.join(known)}. Any other key of the configuration goes into "
+                    f"{', '.join(parameters)}. Any other key of the configuration goes into "
                     "overrides={'model.ppo.ratio_eps': 0.1}"
                 )
-            bound = signature.bind(*args, **given)
-            bound.apply_defaults()
-            return function(**bound.arguments)
+            signature.bind(*args, **given)
+            return function(*args, **given)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         return call
@@ -139,7 +134,11 @@ def _with_signature(
     return decorate
 
 
-@_with_signature(_PPOKeywords, "results/ppo")
+def _output_dir(function: str) -> str:
+    return f"results/{function.removeprefix('train_')}"
+
+
+@_named(_PPOKeywords)
 def train_ppo(**keywords: Unpack[_PPOKeywords]) -> Result:
     """Train a policy and a critic by PPO (Schulman et al. 2017).
 
@@ -175,7 +174,7 @@ def train_ppo(**keywords: Unpack[_PPOKeywords]) -> Result:
     return _train("ppo", keywords)
 
 
-@_with_signature(_GRPOKeywords, "results/grpo")
+@_named(_GRPOKeywords)
 def train_grpo(**keywords: Unpack[_GRPOKeywords]) -> Result:
     """Train a policy by GRPO (Shao et al. 2024), without a critic.
 
@@ -186,7 +185,7 @@ def train_grpo(**keywords: Unpack[_GRPOKeywords]) -> Result:
     return _train("reinforce", keywords, {"trainer.ppo.advantage.estimator": "grpo"})
 
 
-@_with_signature(_RSKeywords, "results/rs")
+@_named(_RSKeywords)
 def train_rs(**keywords: Unpack[_RSKeywords]) -> Result:
     """Train a policy by rejection sampling: the best responses to each prompt are learned.
 
@@ -195,7 +194,7 @@ def train_rs(**keywords: Unpack[_RSKeywords]) -> Result:
     return _train("rs", keywords)
 
 
-@_with_signature(_SupervisedKeywords, "results/sft")
+@_named(_SupervisedKeywords)
 def train_sft(**keywords: Unpack[_SupervisedKeywords]) -> Result:
     """Fine-tune a model on worked examples.
 
@@ -216,7 +215,7 @@ def train_sft(**keywords: Unpack[_SupervisedKeywords]) -> Result:
     return _train("sft", keywords)
 
 
-@_with_signature(_DPOKeywords, "results/dpo")
+@_named(_DPOKeywords)
 def train_dpo(**keywords: Unpack[_DPOKeywords]) -> Result:
     """Train a policy on preferences, by DPO (Rafailov et al. 2023) or a related loss.
 
@@ -230,7 +229,7 @@ def train_dpo(**keywords: Unpack[_DPOKeywords]) -> Result:
     return _train("dpo", keywords)
 
 
-@_with_signature(_SupervisedKeywords, "results/reward")
+@_named(_SupervisedKeywords)
 def train_reward(**keywords: Unpack[_SupervisedKeywords]) -> Result:
     """Train a reward model on comparisons: rows with ``prompt``, ``chosen`` and ``rejected``.
 
@@ -239,7 +238,7 @@ def train_reward(**keywords: Unpack[_SupervisedKeywords]) -> Result:
     return _train("reward", keywords)
 
 
-@_with_signature(_DistillKeywords, "results/distill")
+@_named(_DistillKeywords)
 def train_distill(**keywords: Unpack[_DistillKeywords]) -> Result:
     """Train a model to predict the token distributions of ``teacher``, a larger model.
 
@@ -251,19 +250,20 @@ def train_distill(**keywords: Unpack[_DistillKeywords]) -> Result:
 def _train(algorithm: str, given: Any, settings: Mapping[str, Any] | None = None) -> Result:
     """Write rows and objects into the run's directory, run the script, return its result.
 
-    ``algorithm``: a name in `aligner.catalog.ALGORITHMS`. ``given``: all keywords. ``settings``:
-    additional keys.
+    ``algorithm``: a name in `aligner.catalog.ALGORITHMS`. ``given``: the caller's keywords.
+    ``settings``: additional keys of the configuration.
     """
-    keywords: dict[str, Any] = dict(given)
+    name = "grpo" if algorithm == "reinforce" else algorithm
+    keywords: dict[str, Any] = {"output_dir": _output_dir(name), **given}
     folder = Path(os.fspath(keywords["output_dir"])).expanduser()
     files = folder / "python"
     loop = {"reinforce": "ppo", "reward": "reward_model"}.get(algorithm, algorithm)
-    overrides = dict(keywords.pop("overrides") or {})
+    overrides = dict(keywords.get("overrides") or {})
     choices = {**_choices(keywords), **(settings or {})}
     values = {
-        KEYS[name].format(loop=loop, rollout=loop): value
-        for name, value in keywords.items()
-        if value is not None
+        key.format(loop=loop, rollout=loop): keywords[name]
+        for name, key in KEYS.items()
+        if keywords.get(name) is not None
     }
     if clash := ", ".join(sorted(values.keys() & overrides.keys())):
         raise ConfigError(f"overrides: {clash} is set by a keyword as well. Remove one of the two")
