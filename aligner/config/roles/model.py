@@ -15,11 +15,8 @@ from aligner.config.roles.sampling import PolicyPPOConfig, PolicyRSConfig, Rollo
 
 FP8_MULTIPLE = 16  # 8-bit matrix products need a multiple of 16 rows
 LAYOUT_KEYS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "sequence_parallel",
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "sequence_parallel"),
 )
 STAGE_KEYS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 Model = TypeVar("Model", bound="TrainedModelConfig")
@@ -39,12 +36,11 @@ PackingAlgorithmName = Literal[
 ]
 
 
-@dataclass(frozen=True)
-class MegatronOnly:
-    """Mark in a field's type: ``policy.backend=dtensor`` accepts only the default."""
+class MegatronOnly(str):
+    """Mark in a field's type: ``policy.backend=dtensor`` accepts only the default.
 
-    alternative: str
-    """Alternative with dtensor, as the end of a sentence."""
+    The text is the alternative with dtensor, as the end of a sentence.
+    """
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,6 @@ def _dtensor_problems(model: TrainedModelConfig, key: str, names: Sequence[str])
             if isinstance(mark, MegatronOnly) and value != default:
                 yield (
                     f"{key}.{name}={shown(value)}: policy.backend=dtensor supports only data and "
-                    f"tensor parallelism, and {mark.alternative}. Set {key}.{name}="
+                    f"tensor parallelism, and {mark}. Set {key}.{name}="
                     f"{shown(default)}, or policy.backend=megatron"
                 )
