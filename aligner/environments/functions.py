@@ -1,5 +1,6 @@
 """Functions as tools (``environment.tools``), and bases of other environments with tools."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -130,12 +131,9 @@ class FunctionTools(ScoredTools):
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
         """Raise `ConfigError` before the run if a tool or the reward function is unusable."""
-        names: set[str] = set()
-        for tool in kwargs["tools"]:
-            name = json_schema(load_function(tool, key="environment.tools"))["function"]["name"]
-            if name in names:
-                raise ConfigError(
-                    f"environment.tools: two functions are named {name!r}. Rename one"
-                )
-            names.add(name)
+        tools = [load_function(tool, key="environment.tools") for tool in kwargs["tools"]]
+        names = Counter(json_schema(tool)["function"]["name"] for tool in tools)
+        if repeated := [name for name, count in names.items() if count > 1]:
+            name = repeated[0]
+            raise ConfigError(f"environment.tools: two functions are named {name!r}. Rename one")
         cls.check_reward(kwargs)
