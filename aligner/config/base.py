@@ -33,6 +33,7 @@ def default_tree(section: Any) -> dict[str, Any]:
     """Return the default of every key of a dataclass, or of an instance. ``???`` means required."""
     cls = section if isinstance(section, type) else type(section)
     tree: dict[str, Any] = {}
+    value: Any
     for field, hint in zip(dataclasses.fields(cls), field_types(cls).values(), strict=True):
         below = section_in(hint)
         if DERIVED in get_args(hint):

@@ -215,12 +215,12 @@ def _accepted(
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException as error:
-        key, equals, value = argument.partition("=")
+        key, equals, setting = argument.partition("=")
         text = "not key=value. A recipe is selected with --config-name recipes/NAME"
         if equals:
             text = f"hydra cannot read it ({_short(str(error).splitlines()[0])}). Put a value with "
             text += "spaces or any of ,:{}[]()= into inner quotes: "
-            text += f"'{key}=\"{_short(value)}\"'"
+            text += f"'{key}=\"{_short(setting)}\"'"
         raise ConfigError(f"{_short(argument)}: {text}") from error
     key = override.key_or_group
     if override.is_sweep_override() and not sweeps:

@@ -100,13 +100,12 @@ def derive_batches(config: Run, values: Mapping[str, Any]) -> Run:
     layout. A micro-batch is the largest divisor up to 8 of a data-parallel rank's share. If no size
     fits, the default is kept and the checks report it.
     """
-    config = replace(
-        config, model=_with_batches(config, "model", values, config.trainer.world_size)
-    )
-    if config.critic is None:
-        return config
-    critic: Any = _with_batches(config, "critic", values, config.value_world_size)
-    return replace(config, critic=critic)
+    model = _with_batches(config, "model", values, config.trainer.world_size)
+    config = replace(config, model=model)
+    if isinstance(config, RunConfig) and config.critic is not None:
+        critic = _with_batches(config, "critic", values, config.value_world_size)
+        config = replace(config, critic=critic)
+    return config
 
 
 def _with_batches(

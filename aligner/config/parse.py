@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import (
     Annotated,
@@ -133,11 +133,13 @@ def _without_inert(values: Mapping[Any, Any], prefix: str, missing: list[str]) -
     return settings
 
 
-@cache
-def field_types(section: Any) -> Mapping[Any, Any]:
+def _field_types(section: Any) -> Mapping[Any, Any]:
     """Return the type of each field of a dataclass, or of each key of a ``TypedDict``, in order."""
     hints = get_type_hints(section, include_extras=True)
     return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
+
+
+field_types: Callable[[Any], Mapping[Any, Any]] = cache(_field_types)
 
 
 def arms_of(hint: Any) -> Iterator[Any]:

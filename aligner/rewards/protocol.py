@@ -130,10 +130,10 @@ class Samples:
 
     def slice(self, start: int, stop: int) -> "Samples":
         """Return the samples ``start`` to ``stop - 1``."""
-        part = slice(start, stop)
-        lists = [values[part] for values in (self.prompts, self.responses, self.ground_truths)]
+        part, offset = slice(start, stop), self.offset + start
         columns = {name: values[part] for name, values in self.columns.items()}
-        return Samples(*lists, columns, self.offset + start)
+        prompts, responses, truths = self.prompts, self.responses, self.ground_truths
+        return Samples(prompts[part], responses[part], truths[part], columns, offset)
 
     def describe(self, index: int) -> str:
         """Describe a sample by its index, the end of the prompt and the start of the response."""

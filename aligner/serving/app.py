@@ -172,14 +172,17 @@ class Service:
         for row in rows:
             assert row.options is not None, "requests have their own options"
             stops, least = row.options.sampling.end_strings, row.options.length.min_length
-            options = {"min_tokens": least, "skips_special": body.skip_special_tokens}
+            options: Any = {"min_tokens": least, "skips_special": body.skip_special_tokens}
             tokenizer, is_buffered = self.served.tokenizer, form is not None
             choices.append(Choice(tokenizer, row.prompt, stops, is_buffered=is_buffered, **options))
 
         def end(is_complete: bool) -> None:
-            if session is not None and not is_complete:
+            if session is None:
+                return
+            if not is_complete:
                 session.withdraw([row.prompt for row in rows], [row.request for row in rows])
-            for row, choice in zip(rows, choices, strict=True) if session and is_complete else ():
+                return
+            for row, choice in zip(rows, choices, strict=True):
                 assert choice.finish is not None
                 assert row.request is not None
                 tokens = choice.prompt, choice.ids, choice.logprobs

@@ -153,8 +153,9 @@ class ChatRequest(_Sampled):
         """Functions that the model may call. Raises `DataError` for another kind of tool."""
         for index, tool in enumerate(self.tools):
             function = tool.get("function")
-            is_valid = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-            if not (is_valid and isinstance(function.get("parameters") or {}, Mapping)):
+            function = function if isinstance(function, Mapping) else {}
+            has_name = isinstance(function.get("name"), str)
+            if not (has_name and isinstance(function.get("parameters") or {}, Mapping)):
                 raise DataError(
                     f"tools.{index}: must be of the form "
                     '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
