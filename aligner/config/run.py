@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import StrictBool
 
@@ -42,7 +42,7 @@ from aligner.config.validation import ValidationConfig
 class BaseRunConfig:
     """Options of every training run. Subclasses specialise ``model``, ``data`` and ``trainer``."""
 
-    critic: ClassVar[Any] = None  # a section of `RunConfig`
+    critic = None  # a section of `RunConfig`, not a field here
     model: TrainedModelConfig
     trainer: TrainingConfig
     seed: Natural = 1234
@@ -207,7 +207,7 @@ class RunConfig(SamplingRunConfig):
 
     model: ModelConfig
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    critic: CriticConfig | None = field(default_factory=CriticConfig)  # type: ignore[misc]
+    critic: CriticConfig | None = field(default_factory=CriticConfig)  # type: ignore[assignment]
     """The critic. `null` means no critic."""
 
     def problems(self, key: str, run: Any) -> Iterator[str]:
