@@ -64,7 +64,7 @@ ELSEWHERE = {
         "test_a_run_stops_with_the_servers_name_and_the_cause",
     ],
     "config keys from the wrong section": [
-        "unit/config/test_config.py::test_misspelt_overrides_are_refused_before_hydra"
+        "unit/config/test_overrides.py::test_misspelt_overrides_are_refused"
     ],
 }
 

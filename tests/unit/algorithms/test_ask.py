@@ -1,10 +1,4 @@
-"""Models that are only asked: generate, chat, evaluate; from every kind of model.
-
-1. A `.nemo`, a Hugging Face directory and a run's directory are the same model.
-2. What is written is what was drawn, and the numbers are those of what is written.
-3. A conversation keeps its messages, forgets them, and ends.
-4. Options of the command line arrive as they were typed.
-"""
+"""Models that are only asked: generate, chat, evaluate; from every kind of model."""
 
 import itertools
 import json

@@ -1,10 +1,4 @@
-"""Conversations one step ahead: a thread conducts them while the policy really trains.
-
-1. They have the weights from before the training of the step before, and a run that goes on from a
-   saved state has the same ones.
-2. What fails in the thread is raised by the step that takes them.
-3. Abandoned ones end after their round, and the environments serve the next rollout.
-"""
+"""Conversations one step ahead: a thread conducts them while the policy really trains."""
 
 import threading
 

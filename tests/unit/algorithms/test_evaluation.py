@@ -1,9 +1,4 @@
-"""Several responses to a prompt: what they come to, how they are drawn, and sets with a name.
-
-1. mean@k, pass@k and maj@k against all subsets, and their standard errors by hand.
-2. Final answers.
-3. Validation of a run: own sampling, several samples, several sets; without them as it was.
-"""
+"""Several responses to a prompt: what they come to, how they are drawn, and sets with a name."""
 
 import itertools
 import json

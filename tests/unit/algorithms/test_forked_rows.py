@@ -1,9 +1,4 @@
-"""A row of several sequences is computed and learned as if each stood in a row of its own.
-
-1. Where the sequences stand, by hand.
-2. Scores, loss and gradient of policy and critic, however micro-batches are formed.
-3. Conversations whose template drops thinking: their columns, their credit, their metric.
-"""
+"""A row of several sequences is computed and learned as if each stood in a row of its own."""
 
 import numpy as np
 import pytest

@@ -1,10 +1,4 @@
-"""Rollouts drawn one step ahead, by a real engine in a thread beside a policy that really trains.
-
-1. Each is drawn with the weights from before the training of the step before.
-2. A run that goes on from a saved state sees the rollouts that the uninterrupted run sees, whether
-   what was in flight was finished or abandoned.
-3. No rollout is begun that nobody will take, and the configuration refuses what cannot be.
-"""
+"""Rollouts drawn one step ahead by a real engine, in a thread beside a policy that trains."""
 
 import dataclasses
 import itertools

@@ -1,11 +1,4 @@
-"""The PPO step over handles that only keep records.
-
-1. The stages run in order, each once.
-2. Passes whose numbers are known, or that nobody needs, are not made.
-3. Advantages, masks and metrics of a rollout are those worked out by hand.
-4. Critic warm-up trains the critic alone; a gap to the sampler above rounding is said once.
-5. The state brings back counters, data position and KL coefficient.
-"""
+"""The PPO step over handles that only keep records."""
 
 from pathlib import Path
 

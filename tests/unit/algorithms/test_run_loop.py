@@ -1,11 +1,4 @@
-"""The life of a run, with a learner that is a counter.
-
-1. Validation before step 1, when due, and at the end; one metrics line per step.
-2. A run that was stopped anywhere and started again writes what an uninterrupted one does.
-3. SIGTERM saves after the current step and ends; max_time too, with a last validation.
-4. A damaged state is passed over for the one before; where none is left, nothing is touched.
-5. Steps that make no update are told of, and end the run; other warnings of steps are said.
-"""
+"""The life of a run, with a learner that is a counter."""
 
 import io
 import os

@@ -1,9 +1,4 @@
-"""A model behind OpenAI's HTTP interface: one server with the tiny model, and a client over HTTP.
-
-1. Greedy answers are those of `generate`, and an answer does not depend on what it came with.
-2. A stream says what the whole answer says, in pieces.
-3. What cannot be answered is refused in OpenAI's form, with the key at fault.
-"""
+"""A model behind OpenAI's HTTP interface: one server with the tiny model, a client over HTTP."""
 
 import json
 import threading

@@ -1,10 +1,4 @@
-"""What top-k and top-p kept, recorded by the sampler and used again by the trainer.
-
-1. What is recorded is what a token was drawn from; a set larger than the limit is not recorded.
-2. Log-probs, entropies and gradients over a recorded set are those of log-softmax over it.
-3. With another engine's rounding, the mean ratio is 1 over the recorded set, not over an own.
-4. A whole policy scores what it sampled, by itself and by the reference.
-"""
+"""What top-k and top-p kept, recorded by the sampler and used again by the trainer."""
 
 import math
 import sys

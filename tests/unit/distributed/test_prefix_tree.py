@@ -1,10 +1,4 @@
-"""What sequences begin with in common is one run of the tree, and rows are grouped by it.
-
-1. By hand: forks of forks, a sequence that begins another one, equal sequences, short headers.
-2. Every tree spells its sequences, and no run of several could be longer (hypothesis).
-3. Adjacent rows that begin alike are one group, cut at the budget and at global batches.
-4. Planned micro-batches hold whole groups, and count their tokens once.
-"""
+"""What sequences begin with in common is one run of the tree, and rows are grouped by it."""
 
 import numpy as np
 import pytest

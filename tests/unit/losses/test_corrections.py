@@ -1,8 +1,4 @@
-"""Corrections of rollouts by another policy, by hand.
-
-1. Weights, rejection and masks are those worked out by hand, and M2PO's those of its definition.
-2. Measures of the gap are those worked out by hand.
-"""
+"""Corrections of rollouts by another policy, by hand."""
 
 import itertools
 import math

@@ -1,10 +1,4 @@
-"""Corrections in the loss, and in the PPO step.
-
-1. In the loss they depend neither on micro-batches nor on what does not count, at every level, nor
-   on what stands between the turns of a conversation.
-2. The configuration refuses what cannot be, and a step makes the passes that a correction needs.
-3. Of conversations the sampled tokens are corrected, those of conversations that count.
-"""
+"""Corrections in the loss, and in the PPO step."""
 
 import math
 

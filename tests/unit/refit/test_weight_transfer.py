@@ -1,10 +1,4 @@
-"""Weights from process to process, without vLLM.
-
-1. Groups keep the order and the byte budget.
-2. A segment's tensors are read by another process, and outlive the sender's hold.
-3. Nothing is left when the sender is killed, and who comes too late is told what to do.
-4. A broadcast reaches a process outside the run's world; who is missing is missed in time.
-"""
+"""Weights from process to process, without vLLM."""
 
 import os
 import pickle
