@@ -32,9 +32,6 @@ def average_of(mask):
     return BatchAverage(mask, counts)
 
 
-# 1. By hand -------------------------------------------------------------------------------------
-
-
 def test_weights_by_hand():
     tokens = importance_weights(LOG_RATIO, MASK, "token")
     torch.testing.assert_close(tokens, torch.where(MASK, RATIOS, 1.0))
@@ -118,9 +115,6 @@ def test_second_moment_of_each_update_alone():
     assert second_moment_masks(batch, 0.3, 1).tolist() == [[0, 0, 1], [0, 1, 1]]
     batch["sample_mask"] = torch.tensor([0.0, 1.0])
     assert second_moment_masks(batch, 0.04, 2).tolist() == [[0, 0, 0], [0, 1, 1]]
-
-
-# 2. Measures ------------------------------------------------------------------------------------
 
 
 def test_measures_of_the_gap_by_hand():

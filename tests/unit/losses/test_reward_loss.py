@@ -125,21 +125,19 @@ def random_batch():
     return outputs, batch, ~last | (batch["sample_mask"] == 0)[:, None]
 
 
-@pytest.mark.parametrize("variant", ["plain", "margin", "scaled"])
-def test_what_every_pair_loss_must_pass(variant):
+@pytest.mark.parametrize(
+    "loss_function",
+    [*map(BradleyTerryLoss, ("plain", "margin", "scaled")), AttributeRegressionLoss()],
+    ids=str,
+)
+def test_what_every_loss_must_pass(loss_function):
     outputs, batch, masked = random_batch()
-    loss_function, scores = BradleyTerryLoss(variant), outputs[..., 0]
-    check_micro_batches(loss_function, scores, batch, [2, 4, 6])
-    check_garbage(loss_function, scores, batch, masked, ["preference_strengths"])
-    check_nothing_counts(loss_function, scores, batch)
-
-
-def test_what_every_loss_must_pass():
-    outputs, batch, masked = random_batch()
-    loss_function = AttributeRegressionLoss()
-    check_micro_batches(loss_function, outputs, batch, [1, 3, 4])
-    masked = masked[..., None].expand_as(outputs)
-    check_garbage(loss_function, outputs, batch, masked, ["attributes"])
+    of_pairs = isinstance(loss_function, BradleyTerryLoss)
+    outputs = outputs[..., 0] if of_pairs else outputs
+    masked = masked if of_pairs else masked[..., None].expand_as(outputs)
+    check_micro_batches(loss_function, outputs, batch, [2, 4, 6] if of_pairs else [1, 3, 4])
+    ignored = ["preference_strengths" if of_pairs else "attributes"]
+    check_garbage(loss_function, outputs, batch, masked, ignored)
     check_nothing_counts(loss_function, outputs, batch)
 
 
