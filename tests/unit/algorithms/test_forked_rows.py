@@ -115,7 +115,7 @@ def test_a_forked_row_is_worth_its_sequences(name, settings, tiny_nemo):
     assert (role.infer_tokens(other, 3) - role.infer_tokens(joined, 3)).abs().max() > 1e-3
 
 
-def test_adapters_drop_out_by_the_sequence():
+def test_positions_go_where_token_ids_go_and_adapters_drop_out_by_them():
     joined, apart, bounds = batches()
     dropout = TokenDropout(0.5, seed=3)
 
@@ -130,9 +130,6 @@ def test_adapters_drop_out_by_the_sequence():
     for index, (row, start, length) in enumerate(bounds):
         assert torch.equal(one[row, start : start + length], other[index, :length])
     assert not torch.equal(one[0, 5:45], dropped(joined)[0, 5:45])
-
-
-def test_positions_go_where_token_ids_go():
     joined, *_ = batches()
     batch = BatchedDataDict(joined)
     assert "position_ids" in columns_of(batch, ("input_ids", "input_lengths"))
@@ -222,16 +219,13 @@ def test_a_conversation_forks_where_thinking_is_dropped():
     assert batch["rewards"].tolist() == [6.0, 1.0]
 
 
-def test_what_is_not_forked_is_refused_or_kept():
+def test_forks_are_refused_kept_or_counted():
     with pytest.raises(DataError, match=r"rewrites earlier turns.*rewritten_history=fork"):
         collected(rewritten_history="refuse")
     kept = collected(rewritten_history="keep")
     assert kept["forks"] == [0, 0]
     assert "position_ids" not in kept
     assert TOKENIZER.decode(kept["input_ids"][0].tolist()).count("hm</think>") == 3
-
-
-def test_forks_count_against_the_tokens_of_a_conversation():
     whole = collected()["input_lengths"][0]
     cut = collected(max_tokens=int(whole) - 1)
     assert cut["end_reasons"] == ["max_tokens", "done"]

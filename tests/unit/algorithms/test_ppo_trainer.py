@@ -171,7 +171,7 @@ def test_stages_in_order_with_every_term_on():
     check_names(metrics)
 
 
-def test_without_kl_there_is_no_reference_pass_and_the_first_mini_batch_scores_itself():
+def test_passes_that_nobody_needs_are_not_made():
     log = []
     trainer(log).step(1, PhaseTimers())
     assert ("logprobs", 1) in log  # the second mini-batch alone
@@ -180,9 +180,6 @@ def test_without_kl_there_is_no_reference_pass_and_the_first_mini_batch_scores_i
         ("train_policy", 1, False),
         ("train_policy", 1, True),
     ]
-
-
-def test_a_single_mini_batch_needs_no_logprob_pass_at_all():
     t = trainer(global_batch_size=2)
     log = t.policy.log
     t.step(1, PhaseTimers())
@@ -240,10 +237,7 @@ def test_kl_is_charged_per_token():
     assert metrics["train_rollouts/init_policy_kl_per_sample"] == pytest.approx(1.0)
     assert metrics["train_rollouts/kl_penalty"] == pytest.approx(0.1)
     assert metrics["train_rollouts/rewards_with_kl"] == pytest.approx(0.9)
-
-
-def test_kl_of_the_first_mini_batch_is_of_the_sampler():
-    """Row 0 by the sampler: k1 = -1.25 - -1.5 = 0.25; row 1 by a pass: 0.5."""
+    # Row 0 by the sampler: k1 = -1.25 - -1.5 = 0.25; row 1 by a pass: 0.5.
     t = trainer(loop={"initial_policy_kl_penalty": 0.1, "normalize_advantages": False})
     t.step(1, PhaseTimers())
     assert ("logprobs", 1) in t.policy.log
@@ -251,15 +245,12 @@ def test_kl_of_the_first_mini_batch_is_of_the_sampler():
     torch.testing.assert_close(returns[0], torch.tensor([0, 1.95, 1.975, 0]))
 
 
-def test_masked_samples_do_not_count():
+def test_masked_samples_and_metrics_of_the_updates():
     t = trainer(loop={"improper_end": {"mode": "mask"}, "normalize_advantages": False})
     metrics = t.step(1, PhaseTimers()).metrics
     assert t.value.trained["sample_mask"].tolist() == [1, 0]
     assert metrics["train_rollouts/masked_samples"] == 1
     assert metrics["train_rollouts/advantages_mean"] == pytest.approx(1.5)  # row 0: 2 - 0.5
-
-
-def test_metrics_of_the_updates():
     metrics = trainer().step(1, PhaseTimers()).metrics
     assert metrics["train_optim/loss"] == 1.0
     assert metrics["critic/loss"] == 2.0

@@ -60,13 +60,17 @@ def test_update_metrics_average_updates_and_keep_extremes():
     assert count_updates(results) == 3
 
 
-def test_a_mini_batch_of_which_nothing_counts_is_no_update():
+def test_updates_that_were_none_are_counted():
     steps = {"loss": [0.0, 2.0], "empty": [1.0, 0.0], "lr": [0.1, 0.1], "grad_norm": [0.0, 3.0]}
     results = [{"all_mb_metrics": steps}]
     metrics = update_metrics(results)
     assert (metrics["loss"], metrics["grad_norm"], metrics["empty_updates"]) == (2.0, 3.0, 1.0)
     assert count_updates(results) == 1
     assert math.isnan(update_metrics([{"all_mb_metrics": {"loss": [0.0], "empty": [1.0]}}])["loss"])
+    results = [{"all_mb_metrics": {"loss": [math.nan, 2.0], "skipped": [1.0, 0.0]}}]
+    metrics = update_metrics(results)
+    assert metrics["loss"] == 2.0
+    assert metrics["skipped_updates"] == 1.0
 
 
 def test_a_rating_of_the_verifiers_name_leaves_the_verifiers_alone():
@@ -96,10 +100,3 @@ def test_validation_prompts_that_are_learned_are_counted():
     (note,) = shared_note(train, prompts("b", "d", "a"))
     assert note.startswith("2 of 3 validation prompts are training prompts")
     assert shared_note(train, prompts("x")) == shared_note(train, None) == []
-
-
-def test_skipped_updates_are_counted_and_take_no_part_in_means():
-    results = [{"all_mb_metrics": {"loss": [math.nan, 2.0], "skipped": [1.0, 0.0]}}]
-    metrics = update_metrics(results)
-    assert metrics["loss"] == 2.0
-    assert metrics["skipped_updates"] == 1.0

@@ -214,11 +214,13 @@ def test_a_run_that_ends_before_its_first_line_leaves_no_directory(configured, h
     assert (folder / "run.json").exists()
 
 
-def test_history_of_a_version_without_a_record_is_not_truncated(configured):
+def test_history_without_a_record_is_not_truncated_and_a_directory_is_needed(configured):
     folder = begun(configured("ppo"), saved=())
     (folder / "run.json").unlink()
     with pytest.raises(CheckpointError, match="no run state to continue from"):
         prepared(configured("ppo"))
+    with pytest.raises(ConfigError, match=r"exp_manager\.explicit_log_dir: empty"):
+        configured("ppo", exp_manager__explicit_log_dir="")
 
 
 def test_a_run_killed_before_its_first_save_begins_again_and_its_lines_are_kept(configured):
@@ -265,11 +267,6 @@ def test_a_damaged_state_leaves_the_question_to_the_one_before(configured):
     assert prepared(configured("ppo")) == []
     with pytest.raises(ConfigError, match="step_000002"):
         prepared(configured("grpo"))
-
-
-def test_a_directory_is_needed(configured):
-    with pytest.raises(ConfigError, match=r"exp_manager\.explicit_log_dir: empty"):
-        configured("ppo", exp_manager__explicit_log_dir="")
 
 
 def test_blocks_of_a_large_file_tell_it_from_another(tmp_path):

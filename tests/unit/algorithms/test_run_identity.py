@@ -167,16 +167,13 @@ def test_a_changed_module_of_the_users_is_seen(configured, tmp_path, monkeypatch
         prepared(config)
 
 
-def test_a_generators_argument_is_accepted_by_its_key(configured):  # noqa: F811
+def test_adapters_and_arguments_of_generators_are_part_of_it(configured):  # noqa: F811
     begun(configured("ppo"))
     change = {"data__train__arguments__high": 9}
     with pytest.raises(ConfigError, match=r"resume_changed=\[data\.train\.arguments\.high\]"):
         prepared(configured("ppo", **change))
     accepted = {"exp_manager__resume_changed": ["data.train.arguments.high"]}
     assert prepared(configured("ppo", **change, **accepted)) == []
-
-
-def test_lora_is_part_of_the_identity(configured):  # noqa: F811
     begun(configured("ppo"))
     lora = {"model__peft__peft_scheme": "lora"}
     with pytest.raises(ConfigError, match=r"peft_scheme: None -> lora"):

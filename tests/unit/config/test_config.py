@@ -286,7 +286,7 @@ def test_only_accepted_changes_of_data_or_seed_let_the_data_differ(changed, expe
 
 
 ARCHITECTURE = dataclasses.replace(
-    TINY_ARCHITECTURE, num_layers=6, num_attention_heads=9, num_query_groups=3
+    TINY_ARCHITECTURE, num_layers=6, num_attention_heads=9, num_query_groups=3, ffn_hidden_size=192
 )
 
 

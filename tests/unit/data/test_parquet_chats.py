@@ -97,13 +97,10 @@ def test_pairs(tmp_path, tokenizer):
     assert [each.chosen.ids for each in table] == [each.chosen.ids for each in lines]
 
 
-def test_columns_of_environments(tmp_path):
+def test_columns_of_environments_and_others(tmp_path):
     rows = [{"messages": [USER, row["call"]], "tools": row["tools"]} for row in ROWS]
     lines, table = (list(read_rows(file)) for file in both(tmp_path, rows))
     assert [row.columns for row in table] == [row.columns for row in lines]
-
-
-def test_other_columns_keep_their_nulls(tmp_path):
     rows = [{"extra": {"hint": None, "index": 1}}, {"extra": {"hint": "h", "index": 2}}]
     _, table = both(tmp_path, rows)
     assert [row.columns for row in read_rows(table)] == rows

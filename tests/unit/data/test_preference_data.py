@@ -39,13 +39,7 @@ def test_rows_of_a_pair_are_adjacent(tmp_path):
     assert batch["token_mask"].sum(1).tolist() == [2, 3, 2, 2]
     assert batch["ground_truth_rewards"].tolist() == pytest.approx([0.9, 0.25, 1.0, 0.0])
     assert batch["preference_strengths"].tolist() == pytest.approx([0.65, 0.65, 1.0, 1.0])
-
-
-def test_without_rewards_the_better_is_worth_one(tmp_path):
     assert [pair.rewards for pair in load(tmp_path, ROWS)] == [(1.0, 0.0)] * 2
-
-
-def test_a_pair_is_as_long_as_its_longer_sequence(tmp_path):
     pairs = load(tmp_path, ROWS, max_length=6)
     assert (len(pairs), pairs.dropped_too_long, pairs.max_length) == (1, 1, 6)
 

@@ -93,7 +93,7 @@ def test_generators(tokenizer):
     assert dataset.column_names == {"a", "b", "operator"}
 
 
-def test_column_names(tmp_path, tokenizer):
+def test_columns_and_bos_are_settings(tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "x.jsonl", [{"q": "2+3=", "a": 5, "prompt": "other"}])
     chosen = {"prompt_column": "q", "ground_truth_column": "a"}
     prompt = load_set(PromptDataset, path, tokenizer, **chosen)[0]
@@ -103,6 +103,12 @@ def test_column_names(tmp_path, tokenizer):
     prompt = load_set(PromptDataset, path, tokenizer, **no_truth)[0]
     assert prompt.ground_truth is None
     assert prompt.columns == {"a": 5, "prompt": "other"}
+    rows = [{"prompt": "2+3="}, {"prompt": [{"role": "user", "content": "Hi"}]}]
+    path = write_jsonl(tmp_path / "x.jsonl", rows)
+    with_bos = {"ground_truth_column": None, "add_bos": True}
+    dataset = load_set(PromptDataset, path, tokenizer, **with_bos)
+    assert dataset[0].ids == [257, *tokenizer.encode("2+3=")]
+    assert dataset[1].ids[:2] == tokenizer.encode("<|im_start|>u")
 
 
 def test_chat(tmp_path, tokenizer):
@@ -133,15 +139,6 @@ def test_chat(tmp_path, tokenizer):
         PromptDataset, write_parquet(tmp_path / "x.parquet", rows[:1]), tokenizer, **plain
     )
     assert in_parquet[0].text == expected
-
-
-def test_bos_is_added_once(tmp_path, tokenizer):
-    rows = [{"prompt": "2+3="}, {"prompt": [{"role": "user", "content": "Hi"}]}]
-    path = write_jsonl(tmp_path / "x.jsonl", rows)
-    with_bos = {"ground_truth_column": None, "add_bos": True}
-    dataset = load_set(PromptDataset, path, tokenizer, **with_bos)
-    assert dataset[0].ids == [257, *tokenizer.encode("2+3=")]
-    assert dataset[1].ids[:2] == tokenizer.encode("<|im_start|>u")
 
 
 def test_too_long_is_dropped_and_counted(tmp_path, tokenizer, caplog):
@@ -184,13 +181,10 @@ def test_bad_row_is_named(tmp_path, tokenizer, line, message):
         assert f"Columns found: {sorted(json.loads(line))}" in str(refusal.value)
 
 
-def test_bytes_that_are_no_text(tmp_path, tokenizer):
+def test_files_that_cannot_be_read(tmp_path, tokenizer):
     (tmp_path / "x.jsonl").write_bytes(b'\n{"prompt": "\xff"}\n')
     with pytest.raises(DataError, match="line 2: not UTF-8"):
         load_set(PromptDataset, tmp_path / "x.jsonl", tokenizer)
-
-
-def test_bad_parquet(tmp_path, tokenizer):
     path = write_parquet(tmp_path / "x.parquet", [*ROWS, {"prompt": None, "ground_truth": "1"}])
     with pytest.raises(DataError, match=r"x.parquet, row 3: column 'prompt' is null"):
         load_set(PromptDataset, path, tokenizer)
@@ -215,7 +209,7 @@ def test_bad_generators(tokenizer):
         load_set(PromptDataset, "nowhere.at.all:f", tokenizer)
 
 
-def test_bad_sources(tmp_path, tokenizer):
+def test_bad_sources_and_settings(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"nope.jsonl does not exist"):
         load_set(PromptDataset, tmp_path / "nope.jsonl", tokenizer)
     with pytest.raises(DataError, match=r"contains no .jsonl"):
@@ -227,8 +221,6 @@ def test_bad_sources(tmp_path, tokenizer):
     with pytest.raises(DataError, match="contains no rows"):
         load_set(PromptDataset, tmp_path / "empty.jsonl", tokenizer)
 
-
-def test_bad_settings(tmp_path, tokenizer):
     class NoBos:
         bos_id = None
 

@@ -25,7 +25,7 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert epoch_order(8, 1, 0).tolist() == [5, 0, 1, 4, 2, 6, 3, 7]
 
 
-def test_wrap_shows_every_prompt_once_per_epoch():
+def test_epochs_follow_each_other():
     sampler = PromptSampler(5, 2, seed=1)
     flat = [index for batch in draw(sampler, 5) for index in batch]
     assert flat[:5] == epoch_order(5, 1, 0).tolist()
@@ -33,15 +33,9 @@ def test_wrap_shows_every_prompt_once_per_epoch():
     assert (sampler.epoch, sampler.position) == (1, 5)
     assert PromptSampler(5, 2, seed=1).batches_left(1) == 3
     assert PromptSampler(5, 2, seed=1).batches_left(2) == 5
-
-
-def test_batch_larger_than_the_data():
     sampler = PromptSampler(3, 8, seed=4)
     orders = [epoch_order(3, 4, epoch).tolist() for epoch in range(3)]
     assert sampler.next_batch() == (orders[0] + orders[1] + orders[2])[:8]
-
-
-def test_without_shuffling():
     sampler = PromptSampler(3, 2, seed=1, shuffle=False)
     assert list(islice(sampler, 3)) == [[0, 1], [2, 0], [1, 2]]
 
@@ -87,15 +81,12 @@ def test_validation_goes_through_once():
     assert list(sequential_batches(4, 8)) == [[0, 1, 2, 3]]
 
 
-def test_padding_goes_by_length():
+def test_prompts_are_padded_to_a_batch():
     ids, lengths = pad_right([[7, 0, 0], [5], []], pad_id=0)
     assert ids.tolist() == [[7, 0, 0], [5, 0, 0], [0, 0, 0]]
     assert lengths.tolist() == [3, 1, 0]  # zeros that are tokens count
     assert ids.dtype == lengths.dtype == torch.int64
     assert pad_right([[1, 2, 3]], 9)[0].shape == (1, 3)
-
-
-def test_batch_of_prompts():
     prompts = [
         Prompt(4, "ab", [1, 2], "x", {"level": 3}),
         Prompt(9, "c", [3], None, {"source": "web"}),

@@ -44,6 +44,10 @@ def test_prompt_and_response(tmp_path, tokenizer):
     example = load(tmp_path, tokenizer, [{"prompt": "2+3=", "response": "5"}])[0]
     assert example.ids == [*tokenizer.encode("2+3=5"), tokenizer.eos_id]
     assert example.learned == [(4, 6)]  # "5" and EOS
+    rows = [{"prompt": "2+3=", "response": "5"}]
+    example = load(tmp_path, tokenizer, rows, add_bos=True)[0]
+    assert example.ids[0] == tokenizer.bos_id
+    assert example.learned == [(5, 7)]
 
 
 def test_the_prompt_keeps_its_tokens():
@@ -103,13 +107,10 @@ def test_a_response_that_ends_with_the_end_token_gets_no_second_end(tmp_path, to
     assert learned_text(tokenizer, spelt) == [f"5{eos}"]
 
 
-def test_plain_text_that_spells_an_end_token_is_learned_whole(tmp_path, tokenizer):
+def test_plain_text_that_spells_an_end_token_is_learned_whole_and_noted(tmp_path, tokenizer):
     eos = tokenizer.decode([tokenizer.eos_id])
     example = load(tmp_path, tokenizer, [{"prompt": "q", "response": f"a {eos} b"}])[0]
     assert learned_text(tokenizer, example) == [f"a {eos} b{eos}"]
-
-
-def test_the_note_counts_the_tokens_of_responses(tmp_path, tokenizer):
     rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "44+4=", "response": "48"}]
     examples = load(tmp_path, tokenizer, rows)
     note = response_note([examples[0], examples[1]], tokenizer)
@@ -154,13 +155,6 @@ def test_chat_prompt_with_response(tmp_path, tokenizer):
     assert examples[0] == examples[1].__class__(0, examples[1].ids, examples[1].learned)
     asked = tokenizer.apply_chat_template(CHAT[:2])
     assert tokenizer.decode(examples[0].ids).startswith(asked + "5")
-
-
-def test_bos_moves_the_spans(tmp_path, tokenizer):
-    rows = [{"prompt": "2+3=", "response": "5"}]
-    example = load(tmp_path, tokenizer, rows, add_bos=True)[0]
-    assert example.ids[0] == tokenizer.bos_id
-    assert example.learned == [(5, 7)]
 
 
 def test_collated(tmp_path, tokenizer):

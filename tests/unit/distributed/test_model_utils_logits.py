@@ -267,14 +267,11 @@ def test_chunks_are_bounded_without_a_chunk_size(group, monkeypatch):
     assert 0 < recorder.largest <= 4 * 128
 
 
-def test_inference_keeps_nothing(group):
+def test_inference_keeps_nothing_and_extreme_logits_stay_exact(group):
     logits = draw(0, 2, 3, 5).requires_grad_()
     tokens = tokens_for(2, 5, 2, 3)
     output = mu.DistributedLogprob.apply(logits, tokens, 0, 5, group, True)
     assert output.grad_fn.saved_tensors == ()
-
-
-def test_extreme_logits_stay_exact(group):
     logits = torch.tensor([[[1e4, 0.0, -1e4], [0.0, -torch.inf, -(2.0**99)]]], requires_grad=True)
     tokens = torch.tensor([[0, 2]])
     output = mu.DistributedLogprob.apply(logits, tokens, 0, 3, group)
@@ -288,16 +285,13 @@ def test_extreme_logits_stay_exact(group):
     assert (logits.grad == 0).all()
 
 
-def test_a_student_that_excludes_what_the_teacher_says(group):
+def test_tokens_outside_of_what_is_kept(group):
     student = torch.tensor([[[0.0, -torch.inf]]])
     assert (
         mu.DistributedCrossEntropy.apply(student, torch.zeros(1, 1, 2), group).item() == torch.inf
     )
     assert mu.DistributedCrossEntropy.apply(student, student, group).item() == 0.0
-
-
-def test_a_token_outside_the_kept_set(group):
-    """Logits 3, 2, 1, 0 and top-k 2: -inf as published, or counted as kept."""
+    # Logits 3, 2, 1, 0 and top-k 2: -inf as published, or counted as kept.
     logits = torch.tensor([[[3.0, 2.0, 1.0, 0.0]] * 2], requires_grad=True)
     tokens = torch.tensor([[0, 3]])
     published = mu.DistributedLogprobWithSampling.apply(logits, tokens, group, 2, 1.0)

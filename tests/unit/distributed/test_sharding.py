@@ -160,14 +160,6 @@ def test_tokens_are_level_on_a_log_normal_mix(mode, seed, shards):
     assert np.ptp(tokens) / tokens.mean() < 0.05
 
 
-def test_level_tokens_may_mean_uneven_rows():
-    # One row of 30 tokens against six of 5.
-    parts, order = batch([5, 5, 30, 5, 5, 5, 5]).shard_by_batch_size(2, **packed(40))
-    assert [part["row"] for part in parts] == [[2], [0, 1, 3, 4, 5, 6]]
-    assert order == [2, 0, 1, 3, 4, 5, 6]
-    assert parts[0].micro_batch_lengths == parts[1].micro_batch_lengths == [[30]]
-
-
 def test_dynamic_shards_on_hand():
     # 8 to the first, 7 and 6 to the second (13), 3 and 2 to the first (13), 1 to the second, which
     # has fewer rows.
@@ -179,7 +171,7 @@ def test_dynamic_shards_on_hand():
     assert order == [5, 1, 2, 3, 4, 0]
 
 
-def test_fewer_samples_than_shards():
+def test_fewer_samples_than_shards_or_none():
     for args in (dynamic(40), packed(40)):
         parts, order = batch([7, 9]).shard_by_batch_size(4, **args)
         assert [part.size for part in parts] == [1, 1, 0, 0]
@@ -191,9 +183,6 @@ def test_fewer_samples_than_shards():
         assert [part.micro_batch_lengths[0] for part in parts] == [[9], [7], [0], [0]]
         assert [next(iter(part.get_batch(0)["input_ids"].shape)) for part in parts] == [1, 1, 0, 0]
         assert order == [1, 0]
-
-
-def test_no_samples_at_all():
     for args in (dynamic(40), packed(40)):
         parts, order = batch([]).shard_by_batch_size(2, **args)
         assert order == []
@@ -201,18 +190,20 @@ def test_no_samples_at_all():
         assert parts[0].get_microbatch_iterator_for_packable_sequences_len() == (0, 0)
 
 
-def test_the_largest_microbatch_comes_first():
+def test_shards_are_level():
     for args in (dynamic(40), packed(40)):
         parts, _ = batch([3, 30, 8, 22, 15]).shard_by_batch_size(1, **args)
         (lengths,) = parts[0].micro_batch_lengths
         assert all(a >= b for a, b in pairwise(lengths))
-
-
-def test_balance_is_within_the_lightest_row():
     parts = balance_rows(range(100), [*range(1, 101)], 7)
     sums = [sum(row + 1 for row in part) for part in parts]
     assert max(sums) - min(sums) <= 7
     assert all(part == sorted(part) for part in parts)
+    # One row of 30 tokens against six of 5.
+    parts, order = batch([5, 5, 30, 5, 5, 5, 5]).shard_by_batch_size(2, **packed(40))
+    assert [part["row"] for part in parts] == [[2], [0, 1, 3, 4, 5, 6]]
+    assert order == [2, 0, 1, 3, 4, 5, 6]
+    assert parts[0].micro_batch_lengths == parts[1].micro_batch_lengths == [[30]]
 
 
 def test_errors_name_key_value_and_remedy():
@@ -248,6 +239,10 @@ def test_errors_name_key_value_and_remedy():
             data.shard_by_batch_size(1, batch_size=3, **args)
         with pytest.raises(DataError, match="shards=0"):
             data.shard_by_batch_size(0, **args)
+    with pytest.raises(DataError, match=r"3 rows .*rows_per_group=2"):
+        batch([1, 2, 3]).shard_by_batch_size(1, **packed(8, rows_per_group=2))
+    with pytest.raises(DataError, match="rows 0 to 3 splits a group of 2 adjacent rows"):
+        batch([1] * 6).shard_by_batch_size(1, 3, **dynamic(8, rows_per_group=2))
 
 
 @settings(max_examples=60, deadline=None)
@@ -281,10 +276,3 @@ def test_rows_of_a_group_stay_together(lengths, mode, shards, multiple):
                 assert planned == max(sizes, default=0)
                 assert planned * len(sizes) <= budget
     assert sorted(order) == list(range(data.size))
-
-
-def test_groups_that_do_not_divide_are_refused():
-    with pytest.raises(DataError, match=r"3 rows .*rows_per_group=2"):
-        batch([1, 2, 3]).shard_by_batch_size(1, **packed(8, rows_per_group=2))
-    with pytest.raises(DataError, match="rows 0 to 3 splits a group of 2 adjacent rows"):
-        batch([1] * 6).shard_by_batch_size(1, 3, **dynamic(8, rows_per_group=2))

@@ -31,7 +31,7 @@ class Doubler:
         self.closed = True
 
 
-def test_sharded_call_passes_shard_and_arguments():
+def test_a_group_from_its_start_to_its_end():
     group = LocalWorkerGroup(Doubler(PARALLEL), PARALLEL)
     data = BatchedDataDict({"x": torch.tensor([1, 2, 3])})
     future = group.run_all_workers_sharded_data(
@@ -44,9 +44,6 @@ def test_sharded_call_passes_shard_and_arguments():
     )
     (result,) = group.get_all_worker_results(future)
     assert result["y"].tolist() == [3, 5, 7]
-
-
-def test_cluster_starts_a_class_by_name():
     name = f"{Doubler.__module__}.Doubler"
     group = LocalCluster(PARALLEL).start_workers(name, "doubler", factor=3)
     assert group.worker.factor == 3
@@ -54,9 +51,6 @@ def test_cluster_starts_a_class_by_name():
     with pytest.raises(ConfigError) as caught:
         LocalCluster(PARALLEL).start_workers(name, "doubler", factor=0)
     assert "while starting doubler on rank 0" in caught.value.__notes__
-
-
-def test_shutdown_calls_the_cleanup_method():
     group = LocalWorkerGroup(Doubler(PARALLEL), PARALLEL)
     assert group.shutdown(cleanup_method="close")
     assert group.worker.closed

@@ -150,7 +150,7 @@ def test_tools_that_no_template_shows_are_described_in_the_first_message(templat
     assert f"call f {{}}: \n{HOW_TO_CALL}\na" in tokenizer.decode(talk.ids)
 
 
-def test_history_that_a_template_rewrites():
+def test_history_that_a_template_rewrites_or_leaves_out():
     tokenizer = chatml(R1)
     thought = [*tokenizer.encode("hm</think>4"), 258]
 
@@ -166,9 +166,6 @@ def test_history_that_a_template_rewrites():
     assert after_a_turn() == f"{question}{answer}<U>q<A>4<|im_end|><U>r<A><think>\n"
     kept = after_a_turn(rewritten_history="keep")
     assert kept == "<U>q<A><think>\nhm</think>4<|im_end|><U>r<A><think>\n"
-
-
-def test_messages_that_a_template_leaves_out_are_refused():
     plain = R1.replace("{% else %}{% set", "{% elif m.role == 'assistant' %}{% set", 1)
     renderer = ChatRenderer(chatml(plain), rewritten_history="keep")
     talk = Conversation(renderer, Start([user("q")]))
@@ -197,10 +194,7 @@ def test_rewards_of_steps_stand_at_the_tokens_that_complete_them():
     assert sampled[1] == [0, 0, 0.5, 0, 0, -1.0, 4.0, 2.0]  # a b \n c é é . end
     assert sampled[2] == [0, 8.0, 0]
     assert len(talk.rewards) == talk.length
-
-
-def test_a_step_that_ends_within_what_was_cut():
-    """Half a character at the end is shown as one: its step is the last token's."""
+    # Half a character at the end is shown as one: its step is the last token's.
     tokenizer = byte_level_tokenizer()
     talk = Conversation(ChatRenderer(tokenizer), Start([user("q")]))
     ids = tokenizer.encode("aé")[:2]

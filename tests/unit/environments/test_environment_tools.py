@@ -50,7 +50,7 @@ def test_schemas_are_those_of_transformers(function):
     assert ours == theirs
 
 
-def test_a_choice_of_texts_is_an_enumeration():
+def test_schemas_name_choices_and_need_descriptions():
     def pick(colour: Literal["red", "blue"]) -> str:
         """Pick.
 
@@ -62,8 +62,6 @@ def test_a_choice_of_texts_is_an_enumeration():
     kind = json_schema(pick)["function"]["parameters"]["properties"]["colour"]
     assert kind == {"type": "string", "enum": ["red", "blue"], "description": "One."}
 
-
-def test_functions_that_say_too_little_are_refused():
     def silent(x: int) -> int:
         return x
 
@@ -278,7 +276,7 @@ def test_calls_stand_apart_from_the_text_where_a_template_wants_it():
     ]
 
 
-def test_a_class_is_given_the_form_of_the_template_unless_it_is_told_another():
+def test_a_class_is_given_the_form_of_the_template():
     name = "aligner.examples.tasks.calculator:Calculation"
     row = {"seed": 0, "prompt": "1+1=", "ground_truth": "2"}
     columns = ["prompt", "ground_truth"]
@@ -292,8 +290,5 @@ def test_a_class_is_given_the_form_of_the_template_unless_it_is_told_another():
         ConfigError, match="form='xml' is not one of hermes, llama3, mistral, plain"
     ):
         Calculation(**row, form="xml")
-
-
-def test_a_template_that_shows_no_calls_has_the_plain_form():
     assert form_of(byte_level_tokenizer()) == "plain"
     assert form_of(chatml(None)) == "plain"

@@ -94,14 +94,11 @@ def test_unusable_tools_are_refused_before_the_run(file):
             FunctionTools.check_kwargs(kwargs)
 
 
-def test_tools_are_an_environment_of_messages():
+def test_tools_are_an_environment_that_brings_its_tasks():
     tools = EnvironmentConfig(tools=("m:f",), kwargs={"reward": "m:r"})
     assert tools.is_set
     assert tools.arguments == {"tools": ["m:f"], "reward": "m:r"}
     assert tools.setting == "environment.tools=['m:f']"
-
-
-def test_an_environment_brings_its_tasks():
     values = {"environment": {"factory": "m:C"}, "reward": {"function": None}}
     config = OmegaConf.create({**values, "data": {"train": {"source": "???"}}})
     assert "data.train.source is not set" in with_built_in_task(config)

@@ -35,10 +35,14 @@ def test_the_same_release_is_accepted(engine, separate):
     check_ends(POLICY, engine, separate=separate, keys=REFIT_KEYS)
 
 
-def test_cpus_share_memory_whatever_their_torch():
+def test_what_needs_no_equal_releases():
     policy = dataclasses.replace(ON_CPU, name="policy rank 0", torch="2.10.0+cpu")
     for separate in (False, True):
         check_ends([policy], ON_CPU, separate=separate, keys=REFIT_KEYS)
+    check_ends(POLICY, dataclasses.replace(ENGINE, torch="2.11.0"), separate=True, keys=REFIT_KEYS)
+    check_ends(
+        POLICY, dataclasses.replace(ENGINE, nccl=(2, 27, 5)), separate=False, keys=REFIT_KEYS
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,13 +71,6 @@ def test_cpus_share_memory_whatever_their_torch():
 def test_what_cannot_cross_is_refused(engine, separate, words):
     with pytest.raises(ConfigError, match=words):
         check_ends(POLICY, engine, separate=separate, keys=REFIT_KEYS)
-
-
-def test_broadcasts_do_not_care_for_torch_nor_shared_memory_for_nccl():
-    check_ends(POLICY, dataclasses.replace(ENGINE, torch="2.11.0"), separate=True, keys=REFIT_KEYS)
-    check_ends(
-        POLICY, dataclasses.replace(ENGINE, nccl=(2, 27, 5)), separate=False, keys=REFIT_KEYS
-    )
 
 
 def test_an_engine_looks_before_it_starts():

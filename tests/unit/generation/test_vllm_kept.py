@@ -194,15 +194,12 @@ def test_nothing_is_left_of_a_batch_that_failed(started):
     assert core.aborted == ["0", "1"]
 
 
-def test_nothing_is_recorded_unless_asked(started):
+def test_an_engine_records_only_if_asked(started):
     made, given = started(Core("each"), record_kept=0)
     responses = made.sample([[1], [2]], [0, 1], seed=3, greedy=False)
     assert [response.kept_ids for response in responses] == [[], []]
     assert "kept_ids" not in responses_batch([[1], [2]], responses, 99)
     assert "return_sampling_mask" not in given
-
-
-def test_an_engine_is_asked_for_them(started):
     _, given = started()
     assert given["return_sampling_mask"] is True
     assert given["logprobs_mode"] == "processed_logprobs"
@@ -237,13 +234,14 @@ def test_sets_that_are_missing_or_of_other_tokens(started, when, kept, message):
         sampled(started(Core(when, kept))[0])
 
 
-def test_numbers_of_sets_that_fit_nothing():
+def test_sets_that_fit_nothing_or_are_empty():
     sets = [[5]]
     with pytest.raises(
         WorkerError, match="returned 2 sets of kept tokens with 1 of a response's 3"
     ):
         add_sets(sets, output([7], [[7], [8]], False), 3)
     assert sets == [[5]]
+    assert kept_rows([], 3).shape == (0, 3)
 
 
 def test_a_vllm_without_them_is_refused(started, vllm):
@@ -251,7 +249,3 @@ def test_a_vllm_without_them_is_refused(started, vllm):
     started(record_kept=0)
     with pytest.raises(ConfigError, match=r"record_kept_tokens=3: vLLM 0.27.1 .*0.28 or newer"):
         started()
-
-
-def test_empty_responses_have_empty_columns():
-    assert kept_rows([], 3).shape == (0, 3)

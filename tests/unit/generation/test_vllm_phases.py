@@ -109,16 +109,13 @@ def test_an_engine_wakes_for_weights_and_then_for_its_cache(engine):
     ]
 
 
-def test_an_engine_on_cpu_gets_what_it_always_got(engine):
+def test_engines_on_cpu_and_on_several_devices(engine):
     given = engine(VllmConfig().on_device(has_gpu=False, ahead=False)).given
     assert given["enable_sleep_mode"] is False
     assert given["enforce_eager"] is True
     assert given["kv_cache_memory_bytes"] == 1024 * 2**20
     assert given["gpu_memory_utilization"] == 0.5
     assert "tensor_parallel_size" not in given
-
-
-def test_an_engine_of_several_devices_has_one_here(engine):
     settings = VllmConfig(tensor_parallel_size=2)
     given = engine(settings.on_device(has_gpu=True, ahead=False)).given
     assert given["tensor_parallel_size"] == 2

@@ -101,7 +101,7 @@ def test_gradcheck():
     )
 
 
-def test_padding_rows_take_no_part():
+def test_padding_rows_take_no_part_and_no_tokens_are_fine():
     hidden, weight, target = _inputs()
     with torch.no_grad():
         weight[VOCAB:] = 1e4  # would swallow the softmax
@@ -109,6 +109,21 @@ def test_padding_rows_take_no_part():
     torch.testing.assert_close(logprobs, _reference(hidden, weight, target)[0])
     logprobs.sum().backward()
     assert (weight.grad[VOCAB:] == 0).all()
+    _, weight, _ = _inputs()
+    hidden = torch.zeros(0, HIDDEN, dtype=torch.float64, requires_grad=True)
+    for sampling in SAMPLING:
+        logprobs, entropy = hidden_states_to_logprobs(
+            hidden,
+            weight,
+            torch.zeros(0, dtype=torch.int64),
+            vocab_size=VOCAB,
+            with_entropy=True,
+            **sampling,
+        )
+        assert entropy is not None
+        assert logprobs.shape == entropy.shape == (0,)
+        actual = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+        assert all((gradient == 0).all() for gradient in actual)
 
 
 @pytest.mark.usefixtures("_tile")
@@ -146,24 +161,6 @@ def test_extreme_logits_stay_finite():
     assert weight.grad.tolist() == [[-1.0], [1.0], [0.0]]
 
 
-def test_no_tokens():
-    _, weight, _ = _inputs()
-    hidden = torch.zeros(0, HIDDEN, dtype=torch.float64, requires_grad=True)
-    for sampling in SAMPLING:
-        logprobs, entropy = hidden_states_to_logprobs(
-            hidden,
-            weight,
-            torch.zeros(0, dtype=torch.int64),
-            vocab_size=VOCAB,
-            with_entropy=True,
-            **sampling,
-        )
-        assert entropy is not None
-        assert logprobs.shape == entropy.shape == (0,)
-        actual = torch.autograd.grad(logprobs.sum(), (hidden, weight))
-        assert all((gradient == 0).all() for gradient in actual)
-
-
 def test_one_frozen_input():
     hidden, weight, target = _inputs()
     both = torch.autograd.grad(
@@ -176,15 +173,6 @@ def test_one_frozen_input():
         hidden_states_to_logprobs(*inputs, target, vocab_size=VOCAB)[0].sum().backward()
         torch.testing.assert_close(inputs[1 - frozen].grad, both[1 - frozen])
         assert inputs[frozen].grad is None
-
-
-def test_a_target_outside_the_kept_set_counts_as_kept():
-    """Logits 3, 2, 1, 0, top-k 2, target 3: the set is {0, 1, 3}."""
-    weight = torch.tensor([[3.0], [2.0], [1.0], [0.0]])
-    logprobs, _ = hidden_states_to_logprobs(
-        torch.ones(1, 1), weight, torch.tensor([3]), vocab_size=4, top_k=2
-    )
-    assert logprobs.item() == pytest.approx(-math.log(math.exp(3) + math.exp(2) + 1))
 
 
 @pytest.mark.parametrize(
@@ -204,10 +192,16 @@ def test_thresholds_by_hand(top_k, top_p, expected):
     assert kept[0].nonzero().flatten().tolist() == expected
 
 
-def test_equal_logits_stay_together():
+def test_kept_sets_by_hand():
     logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
     kept = logits >= threshold(logits.clone(), 2, 1.0).unsqueeze(1)
     assert kept.tolist() == [[True, True, True, False]]
+    # Logits 3, 2, 1, 0, top-k 2, target 3: the set is {0, 1, 3}.
+    weight = torch.tensor([[3.0], [2.0], [1.0], [0.0]])
+    logprobs, _ = hidden_states_to_logprobs(
+        torch.ones(1, 1), weight, torch.tensor([3]), vocab_size=4, top_k=2
+    )
+    assert logprobs.item() == pytest.approx(-math.log(math.exp(3) + math.exp(2) + 1))
 
 
 @pytest.mark.parametrize(

@@ -32,20 +32,14 @@ def average_of(mask):
     return BatchAverage(mask, counts)
 
 
-def test_weights_by_hand():
+def test_weights_and_bounds_by_hand():
     tokens = importance_weights(LOG_RATIO, MASK, "token")
     torch.testing.assert_close(tokens, torch.where(MASK, RATIOS, 1.0))
     responses = importance_weights(LOG_RATIO, MASK, "sequence")
     torch.testing.assert_close(responses, torch.tensor([[2.0] * 3, [0.25] * 3]).double())
-
-
-def test_bounds_by_hand():
     weights = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0])
     assert within_bounds(weights, (0.5, 2.0), "truncate").tolist() == [0.5, 0.5, 1, 2, 2]
     assert within_bounds(weights, (0.5, 2.0), "mask").tolist() == [0, 0.5, 1, 2, 0]
-
-
-def test_a_weight_is_never_infinite():
     far = torch.tensor([[500.0, 400.0], [-500.0, -400.0]])
     for level in ("token", "sequence"):
         weights = importance_weights(far, torch.ones(2, 2, dtype=torch.bool), level)

@@ -58,7 +58,7 @@ BACKWARD = 0.5 * math.log(2 / 3) + 0.25 * (math.log(0.25) - LOG_OUTSIDE)
 
 
 def test_divergences_by_hand():
-    """Forward: 3/4 ln((3/4)/(1/2)) + 1/4 ln((1/4)/(1/4)), slopes: minus the teacher's probabilities.
+    """Forward: 3/4 ln((3/4)/(1/2)) + 1/4 ln((1/4)/(1/4)), slopes less the teacher's shares.
 
     Backward: slope in log p: p (log p - log q + 1) inside, p (-log p - 1 + log ε) from the rest: so
     p (log ε - log q).

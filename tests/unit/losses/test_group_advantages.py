@@ -105,10 +105,7 @@ def test_advantages_go_to_generated_tokens():
     advantages = token_advantages(REWARDS, GROUPS, TOKENS, COUNTS, "rloo")
     expected = torch.tensor([0.5, 0, -1, 0, 0, 0.5, 0], dtype=torch.float64)
     torch.testing.assert_close(advantages, expected[:, None] * TOKENS)
-
-
-def test_a_penalty_comes_off_the_reward_before_the_baseline():
-    """Row 0 pays 0.5 over its two tokens: rewards ½, 0, 1 in group 7."""
+    # Row 0 pays 0.5 over its two tokens: rewards ½, 0, 1 in group 7.
     penalty = torch.full(TOKENS.shape, NAN, dtype=torch.float64)
     penalty[TOKENS == 1] = 0.0
     penalty[0, 1:] = torch.tensor([0.2, 0.3], dtype=torch.float64)

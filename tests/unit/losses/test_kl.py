@@ -27,13 +27,10 @@ def test_estimators_and_their_pathwise_gradients(estimator, expected, gradient):
     assert logprobs.grad.tolist() == pytest.approx([gradient, 0.0, 0.0])
 
 
-def test_k3_keeps_its_digits_near_zero():
+def test_expectations_over_the_policy_are_the_kl_and_k3_keeps_its_digits():
     """k1²/2 for small k1; exp(-k1) - 1 + k1 in float32 gives 0 or noise here."""
     result = kl_estimate(torch.tensor([1e-4]), torch.tensor([0.0]), "k3")
     assert result.item() == pytest.approx(5e-9, rel=1e-2)
-
-
-def test_expectations_over_the_policy_are_the_kl():
     generator = torch.Generator().manual_seed(1)
     p, q = torch.randn(2, 6, generator=generator, dtype=torch.float64).log_softmax(1)
     kl = sum(math.exp(a) * (a - b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
@@ -46,6 +43,8 @@ def test_clamps_are_off_and_explicit():
     assert kl_estimate(*far, "k1").tolist() == [-60.0, 60.0]
     assert kl_estimate(*far, "k1", input_clamp=20.0).tolist() == [-20.0, 20.0]
     assert kl_estimate(*far, "k3", input_clamp=20.0, output_clamp=10.0).tolist() == [10.0, 10.0]
+    with pytest.raises(ConfigError, match=r"kl estimator='k4' .*k1, k2, k3, abs"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
 
 
 SLOPES = {
@@ -69,11 +68,6 @@ def test_a_clamp_cuts_the_gradient_to_zero_not_to_nan(far, estimator, clamps):
     assert logprobs.grad.item() == pytest.approx(slope)
 
 
-def test_unknown_estimator():
-    with pytest.raises(ConfigError, match=r"kl estimator='k4' .*k1, k2, k3, abs"):
-        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
-
-
 def test_fixed_controller():
     controller = FixedKLController(0.05)
     controller.update(100.0, 512)
@@ -83,7 +77,7 @@ def test_fixed_controller():
         controller.load_state_dict({"coefficient": 0.1})
 
 
-def test_adaptive_controller_by_hand():
+def test_adaptive_controller_by_hand_and_resumed():
     controller = AdaptiveKLController(0.2, target=6.0, horizon=10000)
     controller.update(6.6, 256)  # 10 % too high
     assert controller.value == pytest.approx(0.2 * (1 + 0.1 * 256 / 10000))
@@ -93,9 +87,6 @@ def test_adaptive_controller_by_hand():
     previous = controller.value
     controller.update(0.0, 1000)
     assert controller.value == pytest.approx(previous * 0.98)
-
-
-def test_adaptive_controller_resumes_bit_for_bit():
     controller = AdaptiveKLController(0.2, target=6.0, horizon=1000)
     controller.update(7.0, 64)
     resumed = AdaptiveKLController(0.2, target=6.0, horizon=1000)

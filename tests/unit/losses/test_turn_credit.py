@@ -101,14 +101,11 @@ def test_a_turn_is_compared_with_what_others_earned_from_the_same_turn_on():
     assert of_turns(plain, turns)[0] == [7.0, 6.0, 4.0]
 
 
-def test_who_does_not_count_is_nobodys_baseline():
+def test_who_does_not_count_and_what_a_penalty_takes():
     rewards, turns = tokens_of(EARNED)
     rewards[1] = NAN
     found = turn_advantages(rewards, turns, GROUPS, torch.tensor([1, 0, 1, 1]), "rloo")
     assert of_turns(found, turns) == [[7.0, 6.0, 4.0], [0.0, 0.0], [-7.0], [0.0, 0.0]]
-
-
-def test_a_penalty_comes_off_the_turn_that_it_stands_in():
     rewards, turns = tokens_of([[1.0, 1.0], [0.0, 0.0]])
     penalty = torch.where(turns > 0, 0.25, NAN)
     penalty[0, 0] = 1.0
@@ -127,10 +124,15 @@ def test_conversations_of_one_turn_are_responses(estimator):
     torch.testing.assert_close(found, torch.where(turns > 0, expected[:, None], 0.0))
 
 
-def test_equal_returns_are_worth_exactly_nothing():
+def test_equal_returns_and_equal_sums():
     rewards, turns = tokens_of([[0.1, 0.7]] * 3)
     found = turn_advantages(rewards, turns, torch.zeros(3).long(), torch.ones(3), "grpo")
     assert found.abs().max() == 0
+    # Turn 1 is worth 1 to both, turn 2 is worth 0 and 1.
+    found = advantages_of([[1.0, 0.0], [0.0, 1.0]], "grpo", "turn")
+    expected = 0.5 / (math.sqrt(0.5) + 1e-6)
+    torch.testing.assert_close(found[:, 3:5], torch.tensor([[-expected], [expected]]).expand(2, 2))
+    assert found[:, :2].abs().max() == 0
 
 
 def advantages_of(earned, estimator, credit):
@@ -152,14 +154,6 @@ def test_a_lone_longest_conversation_is_compared_with_the_last_turn_of_others(es
     """All earned 1 at their end, so that nothing is learned of being longest."""
     found = advantages_of([[0.0, 1.0]] * 3 + [[0.0, 0.0, 1.0]], estimator, "turn")
     assert found.abs().max() == 0
-
-
-def test_equal_sums_earned_in_other_turns_are_of_usual_size():
-    """Turn 1 is worth 1 to both, turn 2 is worth 0 and 1."""
-    found = advantages_of([[1.0, 0.0], [0.0, 1.0]], "grpo", "turn")
-    expected = 0.5 / (math.sqrt(0.5) + 1e-6)
-    torch.testing.assert_close(found[:, 3:5], torch.tensor([[-expected], [expected]]).expand(2, 2))
-    assert found[:, :2].abs().max() == 0
 
 
 @pytest.mark.parametrize("credit", ["trajectory", "turn"])

@@ -154,13 +154,10 @@ def test_disk_full_names_the_file_and_leaves_whole_lines(tmp_path, monkeypatch):
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
 
 
-def test_unwritable_directory(tmp_path):
+def test_only_rank_0_writes_and_the_directory_must_allow(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="explicit_log_dir"):
         MetricsWriter(tmp_path / "file" / "run")
-
-
-def test_only_rank_0_writes(tmp_path):
     writer = MetricsWriter(tmp_path / "run", rank=1)
     writer.write(1, {"no/such": 1.0})
     writer.truncate_after(0)

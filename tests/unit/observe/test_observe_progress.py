@@ -71,18 +71,19 @@ def run_progress(terminal: bool) -> str:
     return out.getvalue()
 
 
-def test_plain_lines_without_a_terminal():
+def test_lines_bars_and_silence():
     lines = run_progress(terminal=False).splitlines()
     assert lines[0] == "step 2/12  val accuracy 0.250"
     assert lines[2] == ("step 4/12  reward 0.500  KL 0.0100  15.0 s/step  ETA 0:02:00")
     assert len(lines) == 3
-
-
-def test_a_terminal_gets_a_bar_with_phase_and_numbers():
     text = run_progress(terminal=True)
     for part in ("generate", "4/12", "reward 0.500", "KL 0.0100", "ETA 0:02:00"):
         assert part in text
     assert "val accuracy 0.250 (step 2)" in text  # stays on the bar
+    out = io.StringIO()
+    with ConsoleProgress(3, console=Console(file=out), enabled=False) as progress:
+        progress.step(1, {})
+    assert out.getvalue() == ""
 
 
 SNAPSHOTS = {
@@ -129,32 +130,19 @@ def lines_of(*steps) -> list[str]:
     return [line.split("  0.0 s/step")[0] for line in out.getvalue().splitlines()]
 
 
-def test_a_supervised_run_shows_its_own_loss_and_no_old_validation():
+def test_which_numbers_are_shown():
     losses = [{"train_optim/loss": loss, "train_optim/accuracy": 0.75} for loss in (0.5, 0.125)]
     assert lines_of({"val_optim/loss": 0.7}, *losses) == [
         "step 0/3  val loss 0.7",
         "step 1/3  loss 0.5  accuracy 0.750",
         "step 2/3  loss 0.125  accuracy 0.750",
     ]
-
-
-def test_nothing_has_no_sign_and_a_policys_loss_is_not_shown():
     metrics = {
         "train_rollouts/rewards": -0.25,
         "train_rollouts/init_policy_kl": -1.5e-8,
         "train_optim/loss": 0.1,
     }
     assert lines_of({}, metrics)[1] == "step 1/2  reward -0.250  KL 0.0000"
-
-
-def test_other_ranks_are_silent():
-    out = io.StringIO()
-    with ConsoleProgress(3, console=Console(file=out), enabled=False) as progress:
-        progress.step(1, {})
-    assert out.getvalue() == ""
-
-
-def test_clock_time():
     assert [clock_time(s) for s in (0, 59.6, 3661)] == ["0:00:00", "0:01:00", "1:01:01"]
 
 

@@ -184,12 +184,9 @@ def test_conversations_stand_before_and_after_and_in_old_files():
         assert f"assistant turn 1 · ? tokens, trained · not scoredsaid at {step}" in text
 
 
-def test_a_value_that_a_template_lacks_is_an_error():
+def test_templates_hold_all_markup_and_need_all_values():
     with pytest.raises(UndefinedError, match="has_metrics"):
         render("run.html", title="", lead="")
-
-
-def test_markup_is_in_templates_only():
     folder = Path(page.__file__).parent
     assert [file.name for file in folder.glob("*.py") if "</" in file.read_text()] == []
 
@@ -246,7 +243,16 @@ def test_accuracy_is_explained_in_the_words_of_its_algorithm(group, caption):
     assert caption in overview
 
 
-def test_hover_data_hold_the_numbers():
+def test_chart_geometry_and_hover_data_by_hand():
+    # Plot area x 48..368, y 10..168; values -1..1 with a margin of 0.16 on either side.
+    svg = part("line_chart", line_chart([Series("", [0, 4], [-1.0, 1.0])]))
+    low, high = 168 - 158 * 0.16 / 2.32, 168 - 158 * 2.16 / 2.32
+    assert f'd="M48.0 {low:.1f}L368.0 {high:.1f}"' in svg
+    assert line_chart([Series("", [1], [math.nan])]) is None
+    assert part("line_chart", line_chart([Series("", [7], [3.0])])).count("<circle") == 1
+    long = part("line_chart", line_chart([Series("", range(100), [0.0] * 100)]))
+    assert "<circle" not in long
+    assert ">99</text>" in long
     lines = [Series("training", [1, 2, 3], [0.5, math.nan, 0.25]), Series("none", [1], [math.inf])]
     (data,) = [
         value
@@ -258,23 +264,13 @@ def test_hover_data_hold_the_numbers():
     assert [point[2:] for point in line["p"]] == [[1, 0.5], [3, 0.25]]
 
 
-def test_chart_geometry_by_hand():
-    # Plot area x 48..368, y 10..168; values -1..1 with a margin of 0.16 on either side.
-    svg = part("line_chart", line_chart([Series("", [0, 4], [-1.0, 1.0])]))
-    low, high = 168 - 158 * 0.16 / 2.32, 168 - 158 * 2.16 / 2.32
-    assert f'd="M48.0 {low:.1f}L368.0 {high:.1f}"' in svg
-    assert line_chart([Series("", [1], [math.nan])]) is None
-    assert part("line_chart", line_chart([Series("", [7], [3.0])])).count("<circle") == 1
-    long = part("line_chart", line_chart([Series("", range(100), [0.0] * 100)]))
-    assert "<circle" not in long
-    assert ">99</text>" in long
-
-
-def test_ticks_are_round_and_inside():
+def test_numbers_are_round_and_short():
     assert ticks(0.33, 0.76) == [0.4, 0.5, 0.6, 0.7]
     assert ticks(-1.0, 1.0) == [-1.0, -0.5, 0.0, 0.5, 1.0]
     assert ticks(1, 14) == [5, 10]
     assert ticks(2.0, 2.0) == [2.0]
+    shown = [short_number(x) for x in (0.0, 1e-5, 0.75, 12.3456, 123456.7, 2.5e7, math.nan)]
+    assert shown == ["0", "1e-05", "0.75", "12.35", "123,457", "2.5e+07", "–"]
 
 
 @pytest.mark.parametrize(
@@ -306,25 +302,17 @@ def test_thinning_keeps_spikes_ends_and_order():
     assert thin_out(points[:10]) == points[:10]
 
 
-def test_short_numbers():
-    shown = [short_number(x) for x in (0.0, 1e-5, 0.75, 12.3456, 123456.7, 2.5e7, math.nan)]
-    assert shown == ["0", "1e-05", "0.75", "12.35", "123,457", "2.5e+07", "–"]
-
-
 def test_bars_are_sorted_with_their_share():
     text = "".join(Document(part("bars", bars([("reward", 1.0), ("generate", 3.0)]), "s")).text)
     assert text.strip() == "generate3 s75 %reward1 s25 %"
 
 
-def test_prompts_are_paired_between_first_and_last_validation():
+def test_samples_are_paired_and_series_in_order():
     old, new = sample(0, response="3"), sample(9)
     middle, other = sample(5, response="4"), sample(9, prompt="2+2=")
     assert before_and_after([old, middle, sample(9, "train"), new, other]) == [(old, new)]
     assert before_and_after([old]) == []
     assert before_and_after([]) == []
-
-
-def test_series_are_collected_in_order():
     series = collect_series(a_run().metrics)
     assert (series["val_rollouts/accuracy"].steps, series["val_rollouts/accuracy"].values) == (
         [0, 3],

@@ -34,8 +34,6 @@ def test_trl_gets_completions_and_columns():
     assert seen[0][:2] == (["x5", "y6"], ["5", "7"])
     assert seen[0][2] == {"prompts": ["a", "b"], "ground_truth": TRUTHS, "level": [1, 2]}
 
-
-def test_trl_gets_conversations_for_prompts_of_messages():
     def reward(prompts, completions, ground_truth):
         assert prompts == [CHAT, "b"]
         assert completions == [[{"role": "assistant", "content": "x5"}], "y6"]

@@ -213,17 +213,17 @@ def test_a_page_of_a_proxy_is_asked_again(behaviour, said, caplog):
     assert len(re.findall(f"{said}.*next try in", caplog.text)) == 2
 
 
-def test_a_page_that_stays_is_given_up():
+def test_what_is_given_up_and_what_asked_for_again(caplog):
     with stub("not_json") as url, pytest.raises(RewardServerError, match=r"not JSON.*gave up"):
         client(url).score(SAMPLES)
-
-
-def test_a_server_that_keeps_failing_is_given_up():
     with (
         stub("failing") as url,
         pytest.raises(RewardServerError, match=r"500 .*out of memory; gave"),
     ):
         client(url).score(SAMPLES)
+    with stub("cut") as url:
+        assert client(url, retry_for_s=30.0).score(SAMPLES) == [[1.0], [0.0], [1.0]]
+    assert re.search(r"received \d+ bytes, expected \d+\); next try in", caplog.text)
 
 
 @pytest.mark.parametrize("behaviour", ["silent", "drip", "drip_headers"])
@@ -255,12 +255,6 @@ def test_a_killed_server_that_comes_back_is_found_again(caplog):
         thread.join(20)
     assert f"reward server {url}" in caplog.text
     assert "next try in" in caplog.text
-
-
-def test_an_answer_cut_short_is_asked_for_again(caplog):
-    with stub("cut") as url:
-        assert client(url, retry_for_s=30.0).score(SAMPLES) == [[1.0], [0.0], [1.0]]
-    assert re.search(r"received \d+ bytes, expected \d+\); next try in", caplog.text)
 
 
 def test_a_notebook_asks_too():
