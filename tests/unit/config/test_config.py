@@ -285,9 +285,8 @@ def test_only_accepted_changes_of_data_or_seed_let_the_data_differ(changed, expe
     assert ExpManagerConfig(resume_changed=tuple(changed)).data_may_change is expected
 
 
-ARCHITECTURE = dataclasses.replace(
-    TINY_ARCHITECTURE, num_layers=6, num_attention_heads=9, num_query_groups=3, ffn_hidden_size=192
-)
+SIZES = {"hidden_size": 192, "ffn_hidden_size": 192, "num_attention_heads": 9}
+ARCHITECTURE = dataclasses.replace(TINY_ARCHITECTURE, num_layers=6, num_query_groups=3, **SIZES)
 
 
 @pytest.mark.parametrize(
