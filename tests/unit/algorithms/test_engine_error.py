@@ -147,10 +147,8 @@ def test_a_run_whose_engine_always_fails_stops_with_the_cause(game, breaking):
         game.collect(retries=3)
     assert breaking.calls == 4
     assert caught.value.__cause__ is breaking.error
-    assert (
-        "environment.retries=3. The last failure: the engine raised RuntimeError: CUDA error"
-        in str(caught.value)
-    )
+    said = "environment.retries=3. The last failure: the engine raised RuntimeError: CUDA error"
+    assert said in str(caught.value)
 
 
 def test_what_the_failed_call_held_is_let_go(game, breaking):

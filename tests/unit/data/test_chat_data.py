@@ -237,12 +237,8 @@ def test_what_a_template_makes_nothing_of_is_refused_by_name(chat, further, lost
 def test_preferences_in_every_public_form(tmp_path):
     tokenizer = byte_level_tokenizer()
     chosen, rejected = ({"role": "assistant", "content": text} for text in ("four", "five"))
-    text = load_set(
-        PairDataset,
-        written(tmp_path, {"prompt": "two and two", "chosen": "four", "rejected": "five"}),
-        tokenizer,
-        chat=True,
-    )[0]
+    plain = written(tmp_path, {"prompt": "two and two", "chosen": "four", "rejected": "five"})
+    text = load_set(PairDataset, plain, tokenizer, chat=True)[0]
     both = {"chosen": [QUESTION, chosen], "rejected": [QUESTION, rejected]}
     rows = [
         {"prompt": [QUESTION], "chosen": [chosen], "rejected": [rejected]},
@@ -285,9 +281,8 @@ def test_preferences_that_do_not_fit_are_refused(changes, message, tmp_path):
 def test_no_calls_are_the_same_as_none(tokenizer, tmp_path):
     question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     rows = [{"messages": [question, each]} for each in (answer, {**answer, "tool_calls": []})]
-    plain, empty = load_set(
-        ExampleDataset, written(tmp_path, *rows), tokenizer, messages_column="messages"
-    )
+    path = written(tmp_path, *rows)
+    plain, empty = load_set(ExampleDataset, path, tokenizer, messages_column="messages")
     assert plain.ids == empty.ids
 
 

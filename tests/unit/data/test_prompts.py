@@ -72,11 +72,8 @@ def test_directory_list_and_limit(tmp_path, tokenizer):
     write_jsonl(tmp_path / "b.jsonl", ROWS)
     write_parquet(tmp_path / "a.parquet", ROWS[:1])
     (tmp_path / "README").write_text("not data")
-    assert [p.text for p in load_set(PromptDataset, tmp_path, tokenizer)] == [
-        "2+3=",
-        "2+3=",
-        "10+11=",
-    ]
+    texts = [prompt.text for prompt in load_set(PromptDataset, tmp_path, tokenizer)]
+    assert texts == ["2+3=", "2+3=", "10+11="]
     both = [tmp_path / "b.jsonl", f"{__file__}:generate"]
     with pytest.raises(ConfigError, match="is a file"):
         load_set(PromptDataset, both, tokenizer, arguments={"count": 1})
@@ -135,10 +132,8 @@ def test_chat(tmp_path, tokenizer):
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+3?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    in_parquet = load_set(
-        PromptDataset, write_parquet(tmp_path / "x.parquet", rows[:1]), tokenizer, **plain
-    )
-    assert in_parquet[0].text == expected
+    path = write_parquet(tmp_path / "x.parquet", rows[:1])
+    assert load_set(PromptDataset, path, tokenizer, **plain)[0].text == expected
 
 
 def test_too_long_is_dropped_and_counted(tmp_path, tokenizer, caplog):
@@ -257,9 +252,8 @@ def test_what_a_row_cannot_hold_is_named_with_its_line(tmp_path, tokenizer, line
 
 def test_a_generators_half_character_is_named(tokenizer, monkeypatch):
     monkeypatch.setattr(__name__ + ".half_rows", lambda: [{"prompt": "\ud800"}], raising=False)
-    with pytest.raises(
-        DataError, match="half_rows, row 1: column 'prompt' contains half a character"
-    ):
+    said = "half_rows, row 1: column 'prompt' contains half a character"
+    with pytest.raises(DataError, match=said):
         load_set(PromptDataset, f"{__name__}:half_rows", tokenizer)
 
 

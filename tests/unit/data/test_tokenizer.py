@@ -125,12 +125,8 @@ def test_rebuilt_from_its_files_and_from_a_pickle(tokenizer):
         assert copy.encode("7+4=11\n") == ids
         assert copy.decode(ids) == "7+4=11\n"
         assert copy.files() == tokenizer.files()
-        assert (copy.eos_id, copy.bos_id, copy.pad_id, copy.vocab_size) == (
-            tokenizer.eos_id,
-            tokenizer.bos_id,
-            tokenizer.pad_id,
-            tokenizer.vocab_size,
-        )
+        for name in ("eos_id", "bos_id", "pad_id", "vocab_size"):
+            assert getattr(copy, name) == getattr(tokenizer, name), name
 
 
 def test_same_ids_as_transformers(byte_level_dir):

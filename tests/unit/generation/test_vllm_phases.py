@@ -5,8 +5,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from engine_arguments import engine_arguments
+from user_code import configured
 
-from aligner.config import LengthParams, SamplingParams, parse_config
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.workers import LocalFuture
 from aligner.errors import ConfigError
@@ -64,17 +65,7 @@ def engine(monkeypatch):
     )
 
     def make(settings):
-        arguments = vllm_engine.EngineArguments(
-            architecture=TINY_ARCHITECTURE,
-            precision="bf16",
-            eos_ids=[0],
-            length=LengthParams(),
-            sampling=SamplingParams(),
-            max_batch_size=1,
-            max_sequence_length=8,
-            settings=settings,
-        )
-        made = vllm_engine.VllmEngine(arguments)
+        made = vllm_engine.VllmEngine(engine_arguments(settings))
         return SimpleNamespace(engine=made, calls=llm.calls, given=started)
 
     return make
@@ -98,15 +89,8 @@ def test_an_engine_wakes_for_weights_and_then_for_its_cache(engine):
     made.engine.sleep()
     refit(made.engine)
     refit(made.engine)
-    assert made.calls == [
-        "sleep 2",
-        "wake weights",
-        *loading,
-        "wake kv_cache",
-        "reset_prefix_cache",
-        *loading,
-        "reset_prefix_cache",
-    ]
+    woken = ["sleep 2", "wake weights", *loading, "wake kv_cache", "reset_prefix_cache"]
+    assert made.calls == [*woken, *loading, "reset_prefix_cache"]
 
 
 def test_engines_on_cpu_and_on_several_devices(engine):
@@ -123,15 +107,8 @@ def test_engines_on_cpu_and_on_several_devices(engine):
 
 
 def generation_on(cluster, **vllm):
-    config = parse_config(
-        {
-            "model": {"restore_from_path": "m.nemo"},
-            "reward": {"function": "a:b"},
-            "data": {"train": {"source": "x.jsonl"}},
-            "cluster": {"engine": "ray"},
-            "generation": {"backend": "vllm", "vllm": {"python": sys.executable, **vllm}},
-        }
-    )
+    settings = {"backend": "vllm", "vllm": {"python": sys.executable, **vllm}}
+    config = configured(critic=True, cluster__engine="ray", generation=settings)
     policy = RefitSource()
     policy.worker_group = Calls()
     tokenizer = byte_level_tokenizer()
