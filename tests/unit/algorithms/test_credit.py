@@ -64,7 +64,7 @@ def test_rloo_by_hand():
     assert batch["advantages"][:, PROMPT].tolist() == [0, 0, 1, -1]
 
 
-def test_the_kl_and_long_responses_cost():
+def test_what_is_charged_by_hand():
     """Each token's KL is 0.1; the first response has 3 tokens, the second 1: 1 - 0.6, 0 - 0.2."""
     batch = rollout([1, 0], [3, 1])
     batch["prev_logprobs"] = torch.full((2, WIDTH), -1.0)
@@ -80,6 +80,14 @@ def test_the_kl_and_long_responses_cost():
     metrics, _ = assign(how, batch)
     assert batch["advantages"][:, PROMPT].tolist() == [1, 0.5, 0, 0]
     assert metrics["train_rollouts/shaped_rewards"] == pytest.approx(0.375)
+    # Rewards 1 and 0, of which 0.2 and 0 are charged: (0.8 - 0.4) / sqrt(0.5).
+    batch = rollout([1, 0], [1, 1])
+    batch["ref_logprobs"] = torch.full((2, WIDTH), -1.0)
+    batch["prev_logprobs"] = torch.full((2, WIDTH), -1.0)
+    batch["prev_logprobs"][0] += 0.1
+    assign(credit("grpo", kl_in_reward=True), batch, beta=2.0)
+    expected = 0.4 / (math.sqrt(0.5) + 1e-6)
+    assert batch["advantages"][:, PROMPT].tolist() == pytest.approx([expected, -expected])
 
 
 def test_reinforce_plus_plus_is_white():
@@ -109,17 +117,6 @@ def test_a_penalty_makes_no_signal(estimator):
     assign(credit(estimator), raw)
     torch.testing.assert_close(batch["advantages"], raw["advantages"], rtol=0.02, atol=1e-4)
     assert batch["advantages"].abs().max() > 0.4
-
-
-def test_grpo_divides_by_the_deviation_of_the_rewards_alone():
-    """Rewards 1 and 0, of which 0.2 and 0 are charged: (0.8 - 0.4) / sqrt(0.5)."""
-    batch = rollout([1, 0], [1, 1])
-    batch["ref_logprobs"] = torch.full((2, WIDTH), -1.0)
-    batch["prev_logprobs"] = torch.full((2, WIDTH), -1.0)
-    batch["prev_logprobs"][0] += 0.1
-    assign(credit("grpo", kl_in_reward=True), batch, beta=2.0)
-    expected = 0.4 / (math.sqrt(0.5) + 1e-6)
-    assert batch["advantages"][:, PROMPT].tolist() == pytest.approx([expected, -expected])
 
 
 def draws(*rewards, ended=None, how=None):

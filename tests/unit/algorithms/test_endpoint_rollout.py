@@ -40,18 +40,15 @@ class Agents:
 
     def __init__(self, closing, columns=("what",), **settings):
         settings = {"max_tokens": 400, "retries": 0, "concurrency": 2, **settings}
-        rollout = SimpleNamespace(
-            length_params=LengthParams(MOST), sampling_params=SamplingParams()
-        )
+        sampling = {"length_params": LengthParams(MOST), "sampling_params": SamplingParams()}
+        rollout = SimpleNamespace(**sampling)
         config = SimpleNamespace(
             environment=EnvironmentConfig(kind="endpoint", **settings),
             model=SimpleNamespace(rollout=rollout),
             data=SimpleNamespace(add_bos=False, special_tokens_in_text="keep"),
         )
-        architecture = SimpleNamespace(vocab_size=TOKENIZER.vocab_size)
-        self.rollouts = EndpointRollouts(
-            config, TOKENIZER, architecture, frozenset(columns), closing
-        )
+        given = SimpleNamespace(vocab_size=TOKENIZER.vocab_size), frozenset(columns), closing
+        self.rollouts = EndpointRollouts(config, TOKENIZER, *given)
 
     def collect(self, rows, per_prompt=1, engine=None):
         items = [Prompt(index, "", [], None, columns) for index, columns in enumerate(rows)]

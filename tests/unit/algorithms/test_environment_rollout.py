@@ -82,14 +82,10 @@ class Babble:
     def generate(self, data, greedy=False, *, seed=None, sampling_options=None):
         most = MOST if sampling_options is None else sampling_options.length.max_length
         self.calls.append(data["sample_ids"].tolist())
+        columns = (data[name].tolist() for name in ("input_ids", "input_lengths", "sample_ids"))
         rows = [
             self._row(ids[:length], f"{seed}/{sample}", most)
-            for ids, length, sample in zip(
-                data["input_ids"].tolist(),
-                data["input_lengths"].tolist(),
-                data["sample_ids"].tolist(),
-                strict=True,
-            )
+            for ids, length, sample in zip(*columns, strict=True)
         ]
         width = max(len(ids) for ids, *_ in rows)
         return BatchedDataDict(
@@ -222,9 +218,8 @@ def test_a_failed_conversation_is_no_sample(tmp_path):
     metrics = score(EnvironmentReward(), batch)
     assert metrics["failed_env_error"] == 2
     (tmp_path / "x").unlink()
-    with pytest.raises(
-        EnvironmentCallError, match=r"2 conversations .*retries=1. The last failure: not"
-    ):
+    said = r"2 conversations .*retries=1. The last failure: not"
+    with pytest.raises(EnvironmentCallError, match=said):
         collected(envs.FailsTwice, rows, retries=1)
 
 

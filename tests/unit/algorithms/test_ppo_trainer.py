@@ -160,17 +160,6 @@ def names(log):
     return [entry[0] for entry in log]
 
 
-def test_stages_in_order_with_every_term_on():
-    log = []
-    t = trainer(log, loop={"initial_policy_kl_penalty": 0.1}, ppo={"ppo_epochs": 2})
-    metrics = t.step(1, PhaseTimers()).metrics
-    assert names(log) == [
-        *["generate", "reward", "values", "logprobs", "reference"],
-        *["train_critic", "train_policy"] * 2,
-    ]
-    check_names(metrics)
-
-
 def test_passes_that_nobody_needs_are_not_made():
     log = []
     trainer(log).step(1, PhaseTimers())
@@ -207,10 +196,25 @@ def test_rows_that_training_itself_scores(ppo, loop, rows):
     assert rows_scored_by_training(trainer(ppo=ppo, loop=loop).config) == rows
 
 
-def test_the_reference_is_needed_by_either_kl_term():
+def test_stages_in_order():
     assert not needs_reference(trainer().config)
     assert needs_reference(trainer(loop={"initial_policy_kl_penalty": 0.1}).config)
     assert needs_reference(trainer(ppo={"kl_loss": {"coef": 0.1}}).config)
+    log = []
+    t = trainer(log, loop={"critic_warmup_steps": 1})
+    check_names(t.step(1, PhaseTimers()).metrics)
+    assert names(log) == ["generate", "reward", "values", "train_critic"]
+    log.clear()
+    t.step(2, PhaseTimers())
+    assert "train_policy" in names(log)
+    log = []
+    t = trainer(log, loop={"initial_policy_kl_penalty": 0.1}, ppo={"ppo_epochs": 2})
+    metrics = t.step(1, PhaseTimers()).metrics
+    assert names(log) == [
+        *["generate", "reward", "values", "logprobs", "reference"],
+        *["train_critic", "train_policy"] * 2,
+    ]
+    check_names(metrics)
 
 
 def test_advantages_and_returns_by_hand():
@@ -279,26 +283,13 @@ def test_the_first_gap_above_rounding_is_said(ppo, loop, warnings):
     assert all("logprob_gap_mean=0.1, more than rounding" in text for each in said for text in each)
 
 
-def test_warm_up_trains_the_critic_alone():
-    log = []
-    t = trainer(log, loop={"critic_warmup_steps": 1})
-    check_names(t.step(1, PhaseTimers()).metrics)
-    assert names(log) == ["generate", "reward", "values", "train_critic"]
-    log.clear()
-    t.step(2, PhaseTimers())
-    assert "train_policy" in names(log)
-
-
-def test_sample_ids_go_on_and_copies_of_a_prompt_are_adjacent():
+def test_sample_ids_go_on_and_validation_draws_the_same_numbers():
     log = []
     t = trainer(log, ppo={"num_rollouts_per_prompt": 2})
     t.step(1, PhaseTimers())
     t.step(2, PhaseTimers())
     assert [e[1:] for e in log if e[0] == "generate"] == [([0, 1], 5), ([2, 3], 5)]
     assert t.value.trained["input_ids"].tolist() == [[1, 1, 7, 7], [1, 1, 7, 7]]  # prompt 1
-
-
-def test_validation_draws_the_same_numbers_every_time_and_never_trainings():
     log = []
     t = trainer(log, prompts=3)
     first, second = t.validate(0, PhaseTimers()), t.validate(9, PhaseTimers())

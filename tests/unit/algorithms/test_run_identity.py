@@ -33,6 +33,7 @@ def composed(*overrides):
 
 
 E3 = "trainer.ppo.advantage.estimator"
+DAPO = ["model.ppo.ratio_eps=[0.2,0.28]", "trainer.ppo.dynamic_sampling.enabled=true"]
 
 
 @pytest.mark.parametrize(
@@ -45,18 +46,9 @@ E3 = "trainer.ppo.advantage.estimator"
         ([f"{E3}=reinforce_plus_plus"], "REINFORCE++", "reinforce_plus_plus"),
         (
             [f"{E3}=reinforce_plus_plus_baseline"],
-            "REINFORCE++ with a baseline",
-            "reinforce_plus_plus_baseline",
+            *("REINFORCE++ with a baseline", "reinforce_plus_plus_baseline"),
         ),
-        (
-            [
-                f"{E3}=grpo",
-                "model.ppo.ratio_eps=[0.2,0.28]",
-                "trainer.ppo.dynamic_sampling.enabled=true",
-            ],
-            "DAPO",
-            "dapo",
-        ),
+        ([f"{E3}=grpo", *DAPO], "DAPO", "dapo"),
         ([f"{E3}=grpo", "model.ppo.ratio_level=sequence"], "GSPO", "gspo"),
         ([f"{E3}=grpo", "model.ppo.surrogate=cispo"], "CISPO", "cispo"),
         ([f"{E3}=rloo", "model.ppo.ratio_level=sequence"], "RLOO (GSPO)", "rloo_gspo"),

@@ -42,14 +42,11 @@ def load(path):
     return gpt, source.architecture
 
 
-def test_a_nemo_is_read_once(tiny_nemo, reads):
+def test_each_weight_is_read_once(tiny_nemo, reads, tmp_path):
     seen = reads(LazyWeights, "share")
     load(tiny_nemo)
     assert seen[EMBEDDING] == 1
     assert set(seen.values()) == {1}
-
-
-def test_a_hugging_face_directory_is_read_once(tiny_nemo, tmp_path, reads):
     convert(tiny_nemo, tmp_path / "hf")
     seen = reads(SafetensorsFolder)
     load(tmp_path / "hf")

@@ -124,14 +124,17 @@ def test_code_in_common_is_never_looked_at(good, tmp_path):
     assert not mark.exists()
 
 
+CONFIG = "model_config.yaml"
+
+
 @pytest.mark.parametrize(
     ("members", "message"),
     [
         ({"photo.jpg": b"\xff"}, r"no 'model_config\.yaml'"),
-        ({"model_config.yaml": b"!!python/object/apply:os.system ['true']"}, "model_config.yaml"),
-        ({"model_config.yaml": b"["}, "model_config.yaml"),
-        ({"model_config.yaml": b"- 1"}, "model_config.yaml"),
-        ({"model_config.yaml": b"a: 1"}, "model_config.yaml"),
+        ({CONFIG: b"!!python/object/apply:os.system ['true']"}, r"model_config\.yaml"),
+        ({CONFIG: b"["}, r"model_config\.yaml"),
+        ({CONFIG: b"- 1"}, r"model_config\.yaml"),
+        ({CONFIG: b"a: 1"}, r"model_config\.yaml"),
         (writers.config_members(21, **LLAMA_KEYS), "contains no weights"),
     ],
     ids=["photo", "code", "open list", "list", "other keys", "no weights"],

@@ -132,11 +132,26 @@ def test_other_rank_files(tmp_path, dtype, pp, style):
     assert_same(read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)[1], weights)
 
 
-def test_a_missing_rank_file_is_named(tmp_path):
+def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path):
     members = writers.rank_files(distinct_weights(LLAMA), LLAMA, 2, 2)
     del members["tp_rank_01_pp_rank_000/model_weights.ckpt"]
     with pytest.raises(CheckpointError, match="tp 1 pp 0"):
         read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)
+    weights = distinct_weights(dataclasses.replace(LLAMA, vocab_size=20))
+    with pytest.raises(CheckpointError, match="20 rows, fewer than the tokenizer's 21"):
+        read_back(tmp_path / "m.nemo", writers.single_file(weights), LLAMA_KEYS)
+    weights = distinct_weights(LLAMA)
+    narrow = {**weights, "decoder.final_layernorm.weight": torch.zeros(15)}
+    members = writers.single_file(writers.padded(narrow, 8))
+    with pytest.raises(CheckpointError, match=r"final_layernorm\.weight has shape \[15\].*\[16\]"):
+        read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)
+    del weights["decoder.layers.2.mlp.linear_fc2.weight"]
+    weights["decoder.layers.0.mlp.linear_fc2.bias"] = torch.zeros(16)
+    members = writers.single_file(writers.padded(weights, 8))
+    with pytest.raises(CheckpointError) as caught:
+        read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)
+    assert "missing decoder.layers.2.mlp.linear_fc2.weight" in str(caught.value)
+    assert "unexpected decoder.layers.0.mlp.linear_fc2.bias" in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -204,24 +219,3 @@ def test_the_two_gelus_differ_enough_to_be_told_apart():
     erf = reference_logits(weights, GPT, tokens)
     tanh = reference_logits(weights, dataclasses.replace(GPT, activation="gelu_tanh"), tokens)
     assert (erf - tanh).abs().max() > 2e-4
-
-
-def test_missing_and_unexpected_tensors_and_wrong_shapes_are_named(tmp_path):
-    weights = distinct_weights(LLAMA)
-    narrow = {**weights, "decoder.final_layernorm.weight": torch.zeros(15)}
-    members = writers.single_file(writers.padded(narrow, 8))
-    with pytest.raises(CheckpointError, match=r"final_layernorm\.weight has shape \[15\].*\[16\]"):
-        read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)
-    del weights["decoder.layers.2.mlp.linear_fc2.weight"]
-    weights["decoder.layers.0.mlp.linear_fc2.bias"] = torch.zeros(16)
-    members = writers.single_file(writers.padded(weights, 8))
-    with pytest.raises(CheckpointError) as caught:
-        read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)
-    assert "missing decoder.layers.2.mlp.linear_fc2.weight" in str(caught.value)
-    assert "unexpected decoder.layers.0.mlp.linear_fc2.bias" in str(caught.value)
-
-
-def test_an_embedding_smaller_than_the_tokenizer_is_refused(tmp_path):
-    weights = distinct_weights(dataclasses.replace(LLAMA, vocab_size=20))
-    with pytest.raises(CheckpointError, match="20 rows, fewer than the tokenizer's 21"):
-        read_back(tmp_path / "m.nemo", writers.single_file(weights), LLAMA_KEYS)

@@ -60,19 +60,6 @@ def saved_to_disk(folder, rows):
     return folder
 
 
-def test_every_format_gives_the_same_rows(tmp_path):
-    (tmp_path / "a.json").write_text("\ufeff " + json.dumps(ROWS, indent=1), encoding="utf-8")
-    (tmp_path / "b.json").write_text("\n".join(map(json.dumps, ROWS)))
-    (tmp_path / "c.csv").write_text('prompt,ground_truth\n1+1=,2\n"é, ""x""\n=",3\n')
-    parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "d.parquet")
-    saved_to_disk(tmp_path / "e", ROWS)
-    for name in ("a.json", "b.json", "c.csv", "d.parquet", "e", "e/data-?.arrow"):
-        expected = ROWS[::-1] if "?" in name else ROWS
-        assert columns(tmp_path / name) == expected, name
-    assert columns(tmp_path / "[ab].json") == ROWS * 2
-    assert columns(tmp_path / "**" / "*.csv") == ROWS
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -92,13 +79,23 @@ def test_a_faulty_file_is_named(tmp_path, name, text, message):
         columns(tmp_path if name == "state.json" else tmp_path / name)
 
 
-def test_patterns_without_files_and_folders_of_splits_are_refused(tmp_path):
+def test_every_format_gives_the_same_rows(tmp_path):
     with pytest.raises(DataError, match=r"no file matches .*none\*\.json"):
         columns(tmp_path / "none*.json")
     saved_to_disk(tmp_path / "d" / "test", ROWS)
     (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["test"]}')
     with pytest.raises(DataError, match=r"several splits. Name one: .*d/test$"):
         columns(tmp_path / "d")
+    (tmp_path / "a.json").write_text("\ufeff " + json.dumps(ROWS, indent=1), encoding="utf-8")
+    (tmp_path / "b.json").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "c.csv").write_text('prompt,ground_truth\n1+1=,2\n"é, ""x""\n=",3\n')
+    parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "d.parquet")
+    saved_to_disk(tmp_path / "e", ROWS)
+    for name in ("a.json", "b.json", "c.csv", "d.parquet", "e", "e/data-?.arrow"):
+        expected = ROWS[::-1] if "?" in name else ROWS
+        assert columns(tmp_path / name) == expected, name
+    assert columns(tmp_path / "[ab].json") == ROWS * 2
+    assert columns(tmp_path / "**" / "*.csv") == ROWS
 
 
 def test_a_dot_leads_into_a_column(tokenizer, tmp_path):

@@ -149,7 +149,7 @@ def test_chat_prompt_with_response(tmp_path, tokenizer):
     assert tokenizer.decode(examples[0].ids).startswith(asked + "5")
 
 
-def test_collated(tmp_path, tokenizer):
+def test_collated_and_cut_to_the_longest(tmp_path, tokenizer):
     rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "1=", "response": "111111"}]
     examples = list(load(tmp_path, tokenizer, rows))
     batch = collate_examples(examples, pad_id=tokenizer.eos_id)  # padding with EOS is safe
@@ -157,9 +157,6 @@ def test_collated(tmp_path, tokenizer):
     assert batch["input_lengths"].tolist() == [6, 9]
     assert batch["token_mask"].tolist() == [[0] * 4 + [1] * 2 + [0] * 3, [0] * 2 + [1] * 7]
     assert torch.equal(batch["sample_mask"], torch.ones(2))
-
-
-def test_too_long_is_dropped_and_counted(tmp_path, tokenizer):
     rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "2+3=", "response": "5" * 9}]
     dataset = load(tmp_path, tokenizer, rows, max_length=6)
     assert (len(dataset), dataset.dropped_too_long, dataset.max_length) == (1, 1, 6)

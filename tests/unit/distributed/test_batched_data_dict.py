@@ -23,6 +23,19 @@ def test_shards_take_their_part_of_every_global_batch():
     assert shards[1]["text"] == ["row 2", "row 3", "row 6", "row 7"]
     whole = batch(4).shard_by_batch_size(2)
     assert [s["length"].tolist() for s in whole] == [[0, 1], [2, 3]]
+    with pytest.raises(DataError, match=r"5 rows .* evenly into 2 shards"):
+        batch(5).shard_by_batch_size(2)
+    with pytest.raises(DataError, match="8 rows are not a multiple of the batch size 3"):
+        batch(8).shard_by_batch_size(1, batch_size=3)
+    shards = batch(7).shard_by_batch_size(2, batch_size=5, allow_uneven_shards=True)
+    assert [shard.elem_counts_per_gb for shard in shards] == [[3, 1], [2, 1]]
+    parts = [shard.get_batch(1)["length"].tolist() for shard in shards]
+    assert parts == [[5], [6]]
+    assert shards[1].get_batch(1, 2)["length"].tolist() == [6]  # by rows, when told how many
+    with pytest.raises(DataError, match=r"global batch 2 is outside 0\.\.1"):
+        shards[0].get_batch(2)
+    with pytest.raises(DataError, match="Pass batch_size"):
+        batch(4).get_batch(0)
 
 
 @pytest.mark.parametrize(
@@ -34,13 +47,6 @@ def test_uneven_shards(rows, shards, expected):
     assert [part.size for part in parts] == expected
     joined = BatchedDataDict.from_batches(parts)
     assert joined["length"].tolist() == list(range(rows))
-
-
-def test_uneven_shards_are_refused_unless_allowed():
-    with pytest.raises(DataError, match=r"5 rows .* evenly into 2 shards"):
-        batch(5).shard_by_batch_size(2)
-    with pytest.raises(DataError, match="8 rows are not a multiple of the batch size 3"):
-        batch(8).shard_by_batch_size(1, batch_size=3)
 
 
 def test_from_batches_pads_to_the_right_with_the_columns_value():
@@ -110,18 +116,6 @@ def test_ranks_with_fewer_rows_run_as_many_microbatches():
         sizes = [part.size for part in shard.make_microbatch_iterator(1)]
         assert sizes == ([1, 1] if shard.size == 2 else [1, 0])
     assert [len(list(shard.make_microbatch_iterator(2))) for shard in shards] == [1, 1, 1]
-
-
-def test_a_shard_knows_its_part_of_every_global_batch():
-    shards = batch(7).shard_by_batch_size(2, batch_size=5, allow_uneven_shards=True)
-    assert [shard.elem_counts_per_gb for shard in shards] == [[3, 1], [2, 1]]
-    parts = [shard.get_batch(1)["length"].tolist() for shard in shards]
-    assert parts == [[5], [6]]
-    assert shards[1].get_batch(1, 2)["length"].tolist() == [6]  # by rows, when told how many
-    with pytest.raises(DataError, match=r"global batch 2 is outside 0\.\.1"):
-        shards[0].get_batch(2)
-    with pytest.raises(DataError, match="Pass batch_size"):
-        batch(4).get_batch(0)
 
 
 def tokens(lengths, budget=6, **batch_size):

@@ -43,16 +43,13 @@ def test_bad_layouts(layout, names, words):
         NamedSharding(layout, names)
 
 
-def test_unknown_axis_coordinate_and_rank():
+def test_unknown_axes_and_megatrons_order():
     with pytest.raises(LayoutError, match="unknown axis 'cp'"):
         sharding().get_axis_size("cp")
     with pytest.raises(LayoutError, match=r"dp=2 is outside 0\.\.1"):
         sharding().get_ranks(dp=2)
     with pytest.raises(LayoutError, match="rank 8"):
         sharding().get_worker_coords(8)
-
-
-def test_megatron_order_is_tensor_fastest_pipeline_slowest():
     layout = layout_of(pipeline=2, data=2, context=1, tensor=2)
     assert layout.get_ranks_by_coord(pipeline_parallel=0, data_parallel=1) == [2, 3]
     assert layout.get_ranks_by_coord(pipeline_parallel=1, data_parallel=0) == [4, 5]

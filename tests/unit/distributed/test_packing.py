@@ -46,12 +46,18 @@ def test_bins_by_hand(algorithm, lengths, capacity, bins):
     assert pack(algorithm, lengths, capacity) == bins
 
 
-def test_modified_first_fit_decreasing_beats_first_fit_decreasing_on_its_worst_case():
+def test_fewer_bins_and_more_bins_by_hand():
     # Bins of 100. FFD: 51+27 six times, 26 thrice twice, 23 four times thrice: 11 bins.
     # Modified: 51+23+26 six times, 27 thrice twice, the six 23 left in two: 10 bins.
     lengths = [51] * 6 + [27] * 6 + [26] * 6 + [23] * 12
     assert len(pack("first_fit_decreasing", lengths, 100)) == 11
     assert len(pack("modified_first_fit_decreasing", lengths, 100)) == 10
+    # 6+4 and 3+3+1: the first bin is fuller and goes into 6 | 4, then 3+3+1 into 3+1 | 3.
+    lengths = [6, 4, 3, 3, 1]
+    assert pack("first_fit_decreasing", lengths, 10) == [[0, 1], [2, 3, 4]]
+    assert pack("first_fit_decreasing", lengths, 10, min_bin_count=3) == [[0], [2, 3, 4], [1]]
+    four = [[0], [2, 4], [1], [3]]
+    assert pack("first_fit_decreasing", lengths, 10, bin_count_multiple=4) == four
 
 
 def test_first_fit_shuffle_is_the_same_every_time_and_follows_its_seed():
@@ -60,15 +66,6 @@ def test_first_fit_shuffle_is_the_same_every_time_and_follows_its_seed():
     assert packer.pack(lengths) == packer.pack(lengths)
     assert FirstFitShufflePacker(64).pack(lengths) == packer.pack(lengths)
     assert FirstFitShufflePacker(64, seed=1).pack(lengths) != packer.pack(lengths)
-
-
-def test_the_fullest_bin_is_split_level_to_reach_a_count():
-    # 6+4 and 3+3+1: the first bin is fuller and goes into 6 | 4, then 3+3+1 into 3+1 | 3.
-    lengths = [6, 4, 3, 3, 1]
-    assert pack("first_fit_decreasing", lengths, 10) == [[0, 1], [2, 3, 4]]
-    assert pack("first_fit_decreasing", lengths, 10, min_bin_count=3) == [[0], [2, 3, 4], [1]]
-    four = [[0], [2, 4], [1], [3]]
-    assert pack("first_fit_decreasing", lengths, 10, bin_count_multiple=4) == four
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -67,7 +67,7 @@ def test_what_needs_ray_is_published_here_and_imports_it_later():
         _ = worker_groups.RayWorkers
 
 
-def test_wrong_axes_and_shard_counts_are_refused():
+def test_shard_counts_and_results():
     group = LocalWorkerGroup(Doubler(PARALLEL), PARALLEL)
     with pytest.raises(WorkerError, match="2 shards for 1"):
         group.run_all_workers_sharded_data("apply", [1, 2], ["data_parallel"], [], [])
@@ -75,9 +75,6 @@ def test_wrong_axes_and_shard_counts_are_refused():
         group.run_all_workers_sharded_data("apply", [1], ["tensor_parallel"], [], [])
     with pytest.raises(WorkerError, match=r"and \['x'\]"):
         group.run_all_workers_sharded_data("apply", [1], ["data_parallel"], ["x"], [])
-
-
-def test_results_are_sent_from_the_host_whatever_holds_them():
     sent = to_host(BatchedDataDict({"x": torch.ones(2, requires_grad=True), "y": [torch.ones(1)]}))
     assert isinstance(sent, BatchedDataDict)
     assert not sent["x"].requires_grad

@@ -101,15 +101,6 @@ def test_one_that_hangs_is_killed_with_what_it_started(pool, tmp_path, what):
     assert isinstance(pool.call([begin(0)])[0], CallAnswer)
 
 
-def test_a_dead_one_leaves_nothing_behind(pool, tmp_path):
-    """Nor does it where its children are no longer its own when it is found dead."""
-    marker = tmp_path / "pids"
-    pool.call([begin(0, what="dies_alone", marker=str(marker))])
-    (failed,) = pool.call([step(0)])
-    assert re.search(r"died \(exit code -9\)", failed.text)
-    assert gone(int(marker.read_text()))
-
-
 @pytest.mark.parametrize("what", ["stops", "writes_half_an_answer"])
 def test_no_wait_is_without_end(pool, monkeypatch, what):
     monkeypatch.setattr(child_process, "_BODY_LIMIT_S", 0.5)
@@ -227,9 +218,15 @@ def test_what_was_left_under_way_is_closed_before_the_next(module, tmp_path):
     assert (tmp_path / "closed").read_text() == "0 1 "
 
 
-def test_a_fork_answers_nothing(pool):
+def test_forks_answer_nothing_and_dead_ones_leave_nothing(pool, tmp_path):
     pool.call([begin(0, what="forks")])
     assert [pool.call([step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
+    # Nor does it where its children are no longer its own when it is found dead.
+    marker = tmp_path / "pids"
+    pool.call([begin(0, what="dies_alone", marker=str(marker))])
+    (failed,) = pool.call([step(0)])
+    assert re.search(r"died \(exit code -9\)", failed.text)
+    assert gone(int(marker.read_text()))
 
 
 def test_coroutines_share_a_loop(module):

@@ -58,7 +58,7 @@ def environment(file, reward="score", form="plain", **columns):
     return FunctionTools(seed=0, prompt="2+3?", form=form, **kwargs, **columns)
 
 
-def test_a_template_without_tools_is_shown_how_a_call_is_written(file):
+def test_templates_with_and_without_tools(file):
     tools = environment(file, ground_truth="5")
     start = tools.init()
     assert start.tools is None
@@ -69,9 +69,6 @@ def test_a_template_without_tools_is_shown_how_a_call_is_written(file):
     assert (turn.done, turn.reward) == (False, None)
     assert turn.messages == [{"role": "user", "content": "result of add: 5"}]
     assert tools.step({"role": "assistant", "content": "5"}).reward == {"reward": 1.0}
-
-
-def test_a_template_with_tools_gets_their_schemas(file):
     tools = environment(file, "trl", "hermes", level=2)
     start = tools.init()
     assert start.messages == [{"role": "user", "content": "2+3?"}]

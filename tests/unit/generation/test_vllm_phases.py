@@ -115,19 +115,6 @@ def generation_on(cluster, **vllm):
     return VllmGeneration(cluster, config, tokenizer, TINY_ARCHITECTURE, policy, 64)
 
 
-def test_weights_that_went_to_sleep_are_brought_again():
-    cluster = Calls()
-    generation = generation_on(cluster)
-    for _ in range(2):  # no update between: a validation, say
-        cluster.calls.clear()
-        generation.prepare_for_generation()
-        generation.prepare_for_generation()
-        generation.finish_generation()
-        refit = ["begin_refit", "load_weights_from_ipc", "finish_refit", "sleep"]
-        assert [call for call in cluster.calls if call != "sharing_key"] == refit
-    assert generation.in_words().endswith("released")
-
-
 def test_after_a_failure_engines_forget_what_they_sample():
     cluster = Calls()
     generation = generation_on(cluster)
@@ -142,7 +129,7 @@ def test_after_a_failure_engines_forget_what_they_sample():
     assert len(cluster.calls) == 1
 
 
-def test_on_cpu_engines_keep_their_weights():
+def test_weights_are_brought_again_after_sleep_alone():
     cluster = Calls(use_gpus=False)
     generation = generation_on(cluster)
     generation.prepare_for_generation()
@@ -151,6 +138,16 @@ def test_on_cpu_engines_keep_their_weights():
     generation.prepare_for_generation()
     assert cluster.calls == []
     assert cluster.started["arguments"].settings.kv_cache_mb == 1024
+    cluster = Calls()
+    generation = generation_on(cluster)
+    for _ in range(2):  # no update between: a validation, say
+        cluster.calls.clear()
+        generation.prepare_for_generation()
+        generation.prepare_for_generation()
+        generation.finish_generation()
+        refit = ["begin_refit", "load_weights_from_ipc", "finish_refit", "sleep"]
+        assert [call for call in cluster.calls if call != "sharing_key"] == refit
+    assert generation.in_words().endswith("released")
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

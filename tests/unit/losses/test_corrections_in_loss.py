@@ -109,7 +109,7 @@ def test_the_cap_is_a_correction():
         assert evaluate(cap, logprobs, batch)[2] == evaluate(same, logprobs, batch)[2]
 
 
-def test_without_old_logprobs_the_gap_is_of_the_weights_that_are_trained():
+def test_old_logprobs_of_the_trainer_and_of_the_sampler():
     """The first update of a step: its own log-probs, detached, are the trainer's."""
     logprobs, batch = hand_batch([1.0, 1.0], [4.0, 0.5])
     del batch["prev_logprobs"]
@@ -120,10 +120,7 @@ def test_without_old_logprobs_the_gap_is_of_the_weights_that_are_trained():
     assert loss == pytest.approx(-(2 + 0.5) / 2)
     torch.testing.assert_close(gradient, row(-2.0, -0.5) / 2)
     assert metrics["logprob_gap_max"] == pytest.approx(math.log(4))
-
-
-def test_the_samplers_log_probs_as_the_old_policys():
-    """Ratio 4 of the sampler: clipped at 1.2, and the gap is that of the policy now."""
+    # Ratio 4 of the sampler: clipped at 1.2, and the gap is that of the policy now.
     logprobs, batch = hand_batch([1.0, 1.0], [4.0, 1.0])
     batch["prev_logprobs"] = batch["generation_logprobs"].clone()
     correction = CorrectionConfig(old_logprobs="sampler")

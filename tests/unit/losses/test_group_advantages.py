@@ -130,10 +130,7 @@ def test_reinforce_plus_plus_by_hand():
     expected[0, 1], expected[0, 2] = (0.5 - 5 / 3) * scale, (3 - 5 / 3) * scale
     expected[1, 0] = (1.5 - 5 / 3) * scale
     torch.testing.assert_close(advantages, expected)
-
-
-def test_reinforce_plus_plus_baseline_by_hand():
-    """Group of 3 and 1: ±1 over one and three tokens: mean -½, unbiased variance 1."""
+    # Group of 3 and 1: ±1 over one and three tokens: mean -½, unbiased variance 1.
     rewards, groups = torch.tensor([3.0, 1.0], dtype=torch.float64), torch.tensor([5, 5])
     mask, name = torch.tensor([[1.0, 0, 0], [1, 1, 1]]), "reinforce_plus_plus_baseline"
     advantages = token_advantages(rewards, groups, mask, torch.ones(2), name)

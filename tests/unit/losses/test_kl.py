@@ -68,16 +68,13 @@ def test_a_clamp_cuts_the_gradient_to_zero_not_to_nan(far, estimator, clamps):
     assert logprobs.grad.item() == pytest.approx(slope)
 
 
-def test_fixed_controller():
+def test_controllers_by_hand_and_resumed():
     controller = FixedKLController(0.05)
     controller.update(100.0, 512)
     assert controller.value == 0.05
     controller.load_state_dict(controller.state_dict())
     with pytest.raises(ConfigError, match="adaptive"):
         controller.load_state_dict({"coefficient": 0.1})
-
-
-def test_adaptive_controller_by_hand_and_resumed():
     controller = AdaptiveKLController(0.2, target=6.0, horizon=10000)
     controller.update(6.6, 256)  # 10 % too high
     assert controller.value == pytest.approx(0.2 * (1 + 0.1 * 256 / 10000))

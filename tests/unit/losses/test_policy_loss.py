@@ -200,17 +200,14 @@ def test_sequence_ratio_by_hand():
     assert metrics["ppo_ratio_max"] == pytest.approx(2)
 
 
-def test_sequence_ratio_is_clipped_as_a_row():
+def test_sequence_ratio_is_clipped_as_a_row_and_feels_all_advantages():
     """Upper bound 1.5: row 0 (ratio 2, A > 0) stops, though its second token's own ratio is 1."""
     loss_function = PPOPolicyLoss(0.9, 0.5, ratio_level="sequence", needs_entropy=False)
     loss, gradient, metrics = evaluate(loss_function, *_two_rows())
     assert loss == pytest.approx((-1.5 - 1.5 + 1.5) / 3)
     torch.testing.assert_close(gradient, _grid([0.0, 0.0], [0.5, 0.0]))
     assert metrics["clip_fraction"] == pytest.approx(2 / 3)
-
-
-def test_sequence_gradient_with_token_advantages():
-    """Advantages 1 and 5: the row's ratio feels their mean, each token alike (verl's would not)."""
+    # Advantages 1 and 5: the row's ratio feels their mean, each token alike (verl's would not).
     logprobs, batch = _two_rows()
     batch["advantages"] = _grid([1.0, 5.0], [0.0, 0.0])
     loss_function = PPOPolicyLoss(0.9, 9.0, ratio_level="sequence", needs_entropy=False)

@@ -210,17 +210,14 @@ def test_kto_by_hand():
     assert metrics["kl_baseline"] == 1.0
 
 
-def test_kto_weights_and_sides():
+def test_kto_weights_sides_and_baseline():
     """A row on the wrong side of the baseline loses more than half its weight."""
     logprobs, batch = hand_pair()
     batch["desirable"], batch["kl_baseline"] = column(0, 1), column(1, 1)
     loss, _, metrics = evaluate(KTOLoss(0.5, undesirable_weight=3.0), logprobs, batch)
     assert loss == pytest.approx((3 * sigmoid(0.5) + sigmoid(1)) / 2)
     assert metrics["accuracy"] == 0
-
-
-def test_kto_baseline_by_hand():
-    """Rows drift by 2 and -1: mean ½. The other way round it is negative, so 0."""
+    # Rows drift by 2 and -1: mean ½. The other way round it is negative, so 0.
     logprobs, batch = hand_pair()
     masks = batch["token_mask"], batch["sample_mask"]
     leaf = logprobs.requires_grad_()

@@ -18,20 +18,15 @@ from aligner.losses.advantages import (
 NAN = float("nan")
 
 
-def test_rewards_of_tokens_are_kept_where_tokens_were_sampled():
+def test_gae_of_turns_by_hand():
     rewards = torch.tensor([[9.0, 1.0, 9.0, 2.0]])
     mask = torch.tensor([[0, 1, 0, 1]])
     kl = torch.tensor([[9.0, 0.5, 9.0, 1.0]])
     assert token_rewards(rewards, kl, mask, beta=1.0).tolist() == [[0.0, 0.5, 0.0, 1.0]]
     assert token_rewards(rewards, None, mask, beta=1.0).tolist() == [[0.0, 1.0, 0.0, 2.0]]
-
-
-def test_gae_of_turns_by_hand():
-    """γ = 0.5, λ = 0.5; turns of two tokens and of one, a hole between them.
-
-    A_3 = 4 - 2 = 2. At the end of turn 1: δ = 1 + .5·2 - 3 = -1, A = -1 + .25·2 = -0.5; before it,
-    within the turn: δ = 0 + 3 - 1 = 2, A = 2 - 0.5 = 1.5.
-    """
+    # γ = 0.5, λ = 0.5; turns of two tokens and of one, a hole between them.
+    # A_3 = 4 - 2 = 2. At the end of turn 1: δ = 1 + .5·2 - 3 = -1, A = -1 + .25·2 = -0.5; before
+    # it, within the turn: δ = 0 + 3 - 1 = 2, A = 2 - 0.5 = 1.5.
     values = torch.tensor([[1.0, 3.0, NAN, 2.0, NAN]])
     rewards = torch.tensor([[0.0, 1.0, NAN, 4.0, NAN]])
     turns = torch.tensor([[1, 1, 0, 2, 0]])

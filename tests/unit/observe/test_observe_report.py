@@ -166,9 +166,6 @@ def test_a_conversation_is_shown_message_by_message():
     assert "as a transcript" not in text
     single = "".join(Document(render_report(a_run())).text)
     assert "what has a bar" not in single
-
-
-def test_conversations_stand_before_and_after_and_in_old_files():
     talks = [sample(step, turns=[{"content": f"said at {step}"}]) for step in (0, 3)]
     text = "".join(Document(render_report(a_run(samples=talks))).text)
     for step in (0, 3):
@@ -182,12 +179,14 @@ def test_templates_hold_all_markup_and_need_all_values():
     assert [file.name for file in folder.glob("*.py") if "</" in file.read_text()] == []
 
 
-def test_headline_numbers_first_to_last_with_standard_error():
+def test_headline_numbers_and_bars():
     text = "".join(Document(render_report(a_run())).text)
     assert "Validation accuracy0.25 → 0.75" in text
     assert "+0.5 · step 0 → 3, standard error 0.054" in text  # sqrt(0.75 * 0.25 / 64)
     assert "3 steps." in text
     assert "A run & more" in text
+    text = "".join(Document(part("bars", bars([("reward", 1.0), ("generate", 3.0)]), "s")).text)
+    assert text.strip() == "generate3 s75 %reward1 s25 %"
 
 
 def test_every_metric_with_a_finite_value_has_a_chart_and_its_explanation():
@@ -282,11 +281,6 @@ def test_thinning_keeps_spikes_ends_and_order():
     assert thin == sorted(thin)
     assert {(0, 0.0), (4999, 0.0), (1234, 9.0), (1235, -9.0)} <= set(thin)
     assert thin_out(points[:10]) == points[:10]
-
-
-def test_bars_are_sorted_with_their_share():
-    text = "".join(Document(part("bars", bars([("reward", 1.0), ("generate", 3.0)]), "s")).text)
-    assert text.strip() == "generate3 s75 %reward1 s25 %"
 
 
 def test_samples_are_paired_and_series_in_order():

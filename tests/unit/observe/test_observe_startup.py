@@ -76,7 +76,7 @@ def text_of(summary: StartupSummary) -> str:
     return capture.get()
 
 
-def test_batch_arithmetic_in_words():
+def test_batches_and_memory_by_hand():
     assert arithmetic() == [
         "A step draws 16 prompts and samples 4 responses to each: 64 samples, 32 on each of "
         "2 data-parallel ranks, at most 20 of them in flight together.",
@@ -88,9 +88,6 @@ def test_batch_arithmetic_in_words():
         "over.",
     ]
     assert arithmetic(train_prompts=None)[-1] == "10 steps: 640 samples."
-
-
-def test_memory_by_hand():
     policy, reference = some_summary().roles
     assert policy.local_parameters == 500_001
     assert (policy.weights, policy.gradients) == (2_000_004, 2_000_004)
@@ -210,7 +207,7 @@ def test_missing_packages_say_what_is_lost():
     assert "nice 1.2" in text_of(some_summary(packages=[PackageStatus(nice, True, "1.2")]))
 
 
-def test_a_namesake_is_not_taken_for_the_package_and_is_not_imported(tmp_path, monkeypatch):
+def test_packages_are_looked_up_without_importing(tmp_path, monkeypatch):
     (tmp_path / "namesake").mkdir()
     (tmp_path / "namesake" / "__init__.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -219,9 +216,6 @@ def test_a_namesake_is_not_taken_for_the_package_and_is_not_imported(tmp_path, m
     (tmp_path / "namesake" / "optimizers").mkdir()
     assert [status.is_installed for status in find_packages((package,))] == [True]
     assert "namesake" not in sys.modules
-
-
-def test_the_real_list_is_looked_up_without_importing():
     before = set(sys.modules)
     statuses = {status.package.name: status for status in find_packages()}
     assert set(statuses) >= {"apex", "transformer_engine", "flash_attn", "vllm", "wandb"}

@@ -327,7 +327,7 @@ def test_a_server_that_stops_tells_those_who_wait(stream):
     assert "the server is ending" in told
 
 
-def test_a_failed_batch_is_reported_and_the_next_is_answered():
+def test_a_failed_batch_is_reported_and_an_engine_that_died_ends_the_server():
     def reply(text):
         if text == "bad":
             raise NonFiniteError("logits of rows [0]")
@@ -339,8 +339,6 @@ def test_a_failed_batch_is_reported_and_the_next_is_answered():
         assert "NonFiniteError: logits of rows" in answer.json()["error"]["message"]
         assert texts(server.client.post(TEXT, json={"prompt": "x"})) == ["good"]
 
-
-def test_an_engine_that_died_ends_the_server():
     def reply(text):
         raise WorkerDiedError("policy rank 0 died")
 
