@@ -26,19 +26,14 @@ def test_response_mask_comes_from_lengths():
         (RewardShapingConfig(), ImproperEndConfig(), [1.0, 4.0], [1, 1]),
         (RewardShapingConfig(scale=2, shift=-1), ImproperEndConfig(), [1.0, 7.0], [1, 1]),
         (RewardShapingConfig(scale=2, clip=3), ImproperEndConfig(), [2.0, 3.0], [1, 1]),
-        (
-            RewardShapingConfig(clip=3),
-            ImproperEndConfig(mode="penalize", penalty=0.5),
-            [1.0, 2.5],  # after the clip
-            [1, 1],
-        ),
+        # A penalty comes off after the clip.
+        (RewardShapingConfig(clip=3), ImproperEndConfig("penalize", 0.5), [1.0, 2.5], [1, 1]),
         (RewardShapingConfig(), ImproperEndConfig(mode="mask"), [1.0, 4.0], [1, 0]),
     ],
 )
 def test_shape_rewards(shaping, improper, shaped, counts):
-    result, mask = shape_rewards(
-        torch.tensor([1.0, 4.0]), torch.tensor([True, False]), shaping, improper
-    )
+    rewards, is_end = torch.tensor([1.0, 4.0]), torch.tensor([True, False])
+    result, mask = shape_rewards(rewards, is_end, shaping, improper)
     assert result.tolist() == shaped
     assert mask.tolist() == counts
 
@@ -49,14 +44,8 @@ def test_update_metrics_average_updates_and_keep_extremes():
         {"all_mb_metrics": {"loss": [5.0], "ratio_max": [1.0], "lr": [0.3], "grad_norm": [4.0]}},
     ]
     metrics = update_metrics(results)
-    assert metrics == {
-        "loss": 3.0,
-        "ratio_max": 2.0,
-        "lr": 0.3,
-        "grad_norm": 4.0,
-        "skipped_updates": 0,
-        "empty_updates": 0,
-    }
+    counts = {"skipped_updates": 0, "empty_updates": 0}
+    assert metrics == {"loss": 3.0, "ratio_max": 2.0, "lr": 0.3, "grad_norm": 4.0, **counts}
     assert count_updates(results) == 3
 
 

@@ -17,11 +17,9 @@ def test_ranks_by_their_coordinates():
     assert s.shape == {"pp": 2, "dp": 2, "tp": 2}
     assert s.get_axis_size("dp") == 2
     assert (s.ndim, s.size, s.names) == (3, 8, ["pp", "dp", "tp"])
-    s = sharding()
     for rank in range(8):
         assert s.get_ranks(**s.get_worker_coords(rank)) == rank
     assert s.get_worker_coords(5) == {"pp": 1, "dp": 0, "tp": 1}
-    s = sharding()
     s.layout[0, 0, 0] = 99
     assert s.get_ranks(pp=0, dp=0, tp=0) == 0
     assert sharding().get_ranks(dp=1) == NamedSharding([[2, 3], [6, 7]], ["pp", "tp"])

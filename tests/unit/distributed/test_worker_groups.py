@@ -34,13 +34,10 @@ class Doubler:
 def test_a_group_from_its_start_to_its_end():
     group = LocalWorkerGroup(Doubler(PARALLEL), PARALLEL)
     data = BatchedDataDict({"x": torch.tensor([1, 2, 3])})
+    axes = {"replicate_on_axes": MODEL_AXES, "output_is_replicated": MODEL_AXES}
+    shards, options = data.shard_by_batch_size(1), {"common_kwargs": {"offset": 1}}
     future = group.run_all_workers_sharded_data(
-        "apply",
-        data.shard_by_batch_size(1),
-        in_sharded_axes=["data_parallel"],
-        replicate_on_axes=MODEL_AXES,
-        output_is_replicated=MODEL_AXES,
-        common_kwargs={"offset": 1},
+        "apply", shards, ["data_parallel"], **axes, **options
     )
     (result,) = group.get_all_worker_results(future)
     assert result["y"].tolist() == [3, 5, 7]

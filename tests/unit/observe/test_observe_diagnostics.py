@@ -61,14 +61,10 @@ def test_repeated_ngrams_by_hand():
 @given(st.data())
 def test_repeated_ngrams_equal_a_loop_over_sets(data):
     n, length = data.draw(st.integers(1, 4)), 12
-    rows = data.draw(
-        st.lists(
-            st.lists(st.integers(0, 3), min_size=length, max_size=length), min_size=1, max_size=4
-        )
-    )
-    spans = [
-        sorted(data.draw(st.tuples(st.integers(0, length), st.integers(0, length)))) for _ in rows
-    ]
+    row = st.lists(st.integers(0, 3), min_size=length, max_size=length)
+    rows = data.draw(st.lists(row, min_size=1, max_size=4))
+    bounds = st.tuples(st.integers(0, length), st.integers(0, length))
+    spans = [sorted(data.draw(bounds)) for _ in rows]
     shares = []
     for row, (start, end) in zip(rows, spans, strict=True):
         grams = [tuple(row[i : i + n]) for i in range(start, end - n + 1)]
@@ -81,12 +77,8 @@ def test_repeated_ngrams_equal_a_loop_over_sets(data):
 
 def test_statistics_of_counted_entries():
     found = statistics(torch.tensor([1, 2, 3, 100]), torch.tensor([1, 1, 1, 0]))
-    assert {name: value.item() for name, value in found.items()} == {
-        "mean": 2.0,
-        "std": 1.0,
-        "min": 1.0,
-        "max": 3.0,
-    }
+    numbers = {name: value.item() for name, value in found.items()}
+    assert numbers == {"mean": 2.0, "std": 1.0, "min": 1.0, "max": 3.0}
     assert statistics(torch.tensor([4.0]))["std"].item() == 0.0
     assert math.isnan(statistics(torch.zeros(0))["mean"].item())
 

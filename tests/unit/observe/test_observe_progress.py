@@ -65,9 +65,8 @@ def run_progress(terminal: bool) -> str:
         for step, seconds in ((3, 10.0), (4, 20.0)):
             progress.phase("generate")
             clock.now += seconds
-            progress.step(
-                step, {"train_rollouts/rewards": step / 8, "train_rollouts/init_policy_kl": 0.01}
-            )
+            numbers = {"train_rollouts/rewards": step / 8, "train_rollouts/init_policy_kl": 0.01}
+            progress.step(step, numbers)
     return out.getvalue()
 
 
@@ -86,14 +85,9 @@ def test_lines_bars_and_silence():
     assert out.getvalue() == ""
 
 
-SNAPSHOTS = {
-    80: "train                 2/1000            12.3 s/step  ETA 3:24:35 reward 0.400",
-    100: "train                 2/1000            12.3 s/step  ETA 3:24:35 reward 0.400",
-    160: (
-        "train                 2/1000            12.3 s/step  ETA 3:24:35 reward 0.400  "
-        "val accuracy 0.250 (step 0)  KL 0.0100  length 128.5"
-    ),
-}
+NARROW = "train                 2/1000            12.3 s/step  ETA 3:24:35 reward 0.400"
+WIDE = f"{NARROW}  val accuracy 0.250 (step 0)  KL 0.0100  length 128.5"
+SNAPSHOTS = {80: NARROW, 100: NARROW, 160: WIDE}
 
 
 @pytest.mark.parametrize("width", [30, *SNAPSHOTS])
@@ -122,9 +116,8 @@ def test_step_and_remaining_time_stay_at_any_width_and_the_bar_does_not_move(wid
 
 def lines_of(*steps) -> list[str]:
     out = io.StringIO()
-    with ConsoleProgress(
-        len(steps), console=Console(file=out, width=140), clock=Clock()
-    ) as progress:
+    console = Console(file=out, width=140)
+    with ConsoleProgress(len(steps), console=console, clock=Clock()) as progress:
         for step, metrics in enumerate(steps):
             progress.step(step, metrics)
     return [line.split("  0.0 s/step")[0] for line in out.getvalue().splitlines()]
