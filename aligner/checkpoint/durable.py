@@ -58,9 +58,9 @@ def storing(path: Path, size: int | None = None) -> Iterator[None]:
     """Convert an `OSError` of the block to the `storage_error` of ``path``."""
     try:
         yield
-    except StorageError:
-        raise
     except OSError as error:
+        if isinstance(error, StorageError):
+            raise
         raise storage_error(path, error, size) from error
 
 

@@ -64,9 +64,8 @@ class Dataset(Generic[T]):
     def load(cls, source: PromptSourceConfig, tokenizer: Tokenizer, data: Any) -> Self:
         """Read, check and tokenize ``source`` by the columns and limits of the section ``data``.
 
-        Raises:
-            DataError: there are no rows, a row is invalid (with file, line and columns), or all
-                items are too long.
+        Raises `DataError` if there are no rows, a row is invalid (with file, line and columns), or
+        all items are too long.
         """
         check_section(data, tokenizer)
 
@@ -331,10 +330,8 @@ class PromptSampler:
         """Continue after the last batch of ``state``. The batch size may differ.
 
         The position is counted in prompts. With ``may_change`` and other data or another seed, the
-        new order continues from the same position, or from the next epoch if it is shorter.
-
-        Raises:
-            DataError: data, seed or shuffling differ, and ``may_change`` is false.
+        new order continues from the same position, or from the next epoch if it is shorter. Raises
+        `DataError` if data, seed or shuffling differ, and ``may_change`` is false.
         """
         for name in ("size", "seed", "shuffle"):
             if state[name] != getattr(self, name) and not self.may_change:

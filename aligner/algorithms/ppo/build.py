@@ -8,7 +8,7 @@ from aligner.algorithms.ppo.user_estimator import UserEstimator
 from aligner.algorithms.run.engine import Clusters, Workers, run_settings
 from aligner.config import CorrectionConfig, PolicyPPOConfig, RunConfig, TrainerPPOConfig
 from aligner.errors import ConfigError
-from aligner.losses.kl import AdaptiveKLController, FixedKLController
+from aligner.losses.kl import KLController
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.user import user_policy_loss
 from aligner.models.policy.lm_policy import Policy
@@ -134,14 +134,12 @@ def kl_in_reward(config: RunConfig) -> bool:
 # Losses and estimators ------------------------------------------------------------------------
 
 
-def make_kl_controller(config: TrainerPPOConfig) -> FixedKLController:
+def make_kl_controller(config: TrainerPPOConfig) -> KLController:
     """Return the controller of the KL weight in the reward."""
     controller = config.kl_controller
     if controller.mode == "fixed":
-        return FixedKLController(config.initial_policy_kl_penalty)
-    return AdaptiveKLController(
-        config.initial_policy_kl_penalty, controller.target, controller.horizon
-    )
+        return KLController(config.initial_policy_kl_penalty)
+    return KLController(config.initial_policy_kl_penalty, controller.target, controller.horizon)
 
 
 def make_policy_loss(config: RunConfig) -> LossFunction:

@@ -78,8 +78,7 @@ _ROPE_FACTORS = "rope_freqs.weight"
 def read_gguf(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], dict[str, bytes]]:
     """Return ``config.json``, float32 tensors (read when indexed) and tokenizer files of a model.
 
-    Raises:
-        CheckpointError: the file is damaged, or it contains an unsupported key or tensor.
+    Raises `CheckpointError` if the file is damaged, or it contains an unsupported key or tensor.
     """
     reader, values = gguf_values(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}

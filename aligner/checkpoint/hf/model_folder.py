@@ -20,15 +20,16 @@ from aligner.checkpoint.hf.families import Family, architecture_from_hf, config_
 from aligner.checkpoint.hf.tensors import LLAMA_TABLE, HuggingFaceView, HuggingFaceWeights
 from aligner.checkpoint.nemo.config import Config, config_from_architecture
 from aligner.data.tokenizers.loading import (
-    fold_named_templates,
     is_slow,
     load_tokenizer,
+    read_files,
     tokenizer_from_files,
 )
 from aligner.data.tokenizers.tokenizer import (
     GENERATION_CONFIG,
     TOKENIZER_FILES,
     Tokenizer,
+    generation_file,
     is_tokenizer_file,
 )
 from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError, raised_as
@@ -128,9 +129,7 @@ def _damage_named(path: Path) -> contextlib.AbstractContextManager[None]:
 def _weight_map(index: Path) -> dict[str, str]:
     """Return the map from tensors to files in the directory of ``index``."""
     listed = read_json(index).get("weight_map")
-    if not isinstance(listed, dict):
-        raise CheckpointError(f"{str(index)!r} lacks the mapping weight_map of tensors to files")
-    for key, name in listed.items():
+    for key, name in listed.items() if isinstance(listed, dict) else [("weight_map", listed)]:
         is_plain = isinstance(name, str) and Path(name).name == name
         if not is_plain or not name.endswith(".safetensors"):
             raise CheckpointError(
@@ -142,14 +141,12 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or raise `CheckpointError`."""
-    try:
+    absent = f"{str(path.parent)!r} contains no {path.name}"
+    with (
+        raised_as(CheckpointError, absent, FileNotFoundError, remedy="give a directory of a model"),
+        raised_as(CheckpointError, f"{str(path)!r} is not JSON", ValueError, RecursionError),
+    ):
         content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{str(path.parent)!r} contains no {path.name}. Is it a Hugging Face model directory?"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{str(path)!r} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{str(path)!r} is not a JSON object")
     return content
@@ -157,15 +154,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the directory's tokenizer files, completed by transformers and ``config.json``."""
-    files = {
-        name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()
-    }
-    files = fold_named_templates(folder, files)
+    files = read_files(folder, TOKENIZER_FILES)
     if is_slow(folder):
         files |= load_tokenizer(folder).files()
     ends = config.get("eos_token_id")
     if files and GENERATION_CONFIG not in files and isinstance(ends, list):
-        files[GENERATION_CONFIG] = json.dumps({"eos_token_id": ends}).encode()
+        files |= generation_file(ends)
     return files
 
 
@@ -198,8 +192,7 @@ def save_hf(
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to fill, and rename it to ``folder`` after the block succeeded.
 
-    Raises:
-        StorageError: the folder exists and is not empty, or cannot be written.
+    Raises `StorageError` if the folder exists and is not empty, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StorageError(

@@ -152,9 +152,7 @@ class ArchiveReader:
         """Return all bytes of member ``name``.
 
         The files of an unpacked archive are not compared with `CHECKSUMS`: users may edit them.
-
-        Raises:
-            CheckpointError: the bytes from a tar do not match their digest in `CHECKSUMS`.
+        Raises `CheckpointError` if the bytes from a tar do not match their digest in `CHECKSUMS`.
         """
         if self._tar is None and name in self.names:
             return (self.path / name).read_bytes()

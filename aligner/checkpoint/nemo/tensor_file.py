@@ -94,10 +94,8 @@ def load_tensors(content: memoryview, name: str) -> Any:
     """Open the file ``content`` of `torch.save`, in writable memory, without running code.
 
     Returns the saved value on the CPU. A tensor, or a tensor that is a value of a mapping, becomes
-    a `StoredTensor`. ``name`` is for errors.
-
-    Raises:
-        CheckpointError: the file is damaged, or it contains more than tensors.
+    a `StoredTensor`. ``name`` is for errors. Raises `CheckpointError` if the file is damaged, or it
+    contains more than tensors.
     """
     try:
         with torch.serialization.safe_globals([io.BytesIO]):  # in ``_extra_state``

@@ -83,8 +83,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
 def check_files(folder: Path, checksums: Mapping[str, str]) -> None:
     """Compare the files of ``folder`` with ``checksums`` (file name → checksum).
 
-    Raises:
-        DamagedStateError: a file is damaged.
+    Raises `DamagedStateError` if a file is damaged.
     """
     for name, expected in checksums.items():
         path = folder / name

@@ -149,8 +149,7 @@ class HuggingFaceTokenizer:
     def with_template_kwargs(self, values: Mapping[str, Any]) -> "HuggingFaceTokenizer":
         """Return a tokenizer whose chat template has these variables.
 
-        Raises:
-            DataError: no template reads a variable, or its name is reserved.
+        Raises `DataError` if no template reads a variable, or its name is reserved.
         """
         from transformers import PreTrainedTokenizerFast
 

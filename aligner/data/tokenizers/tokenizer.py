@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, tzinfo
 from typing import Any, Protocol, Self, runtime_checkable
@@ -75,8 +75,7 @@ class Tokenizer(Protocol):
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "Tokenizer":
         """Return a tokenizer for which these tokens (text or ids) also end a response.
 
-        Raises:
-            TokenizerError: a text or id is not a token.
+        Raises `TokenizerError` if a text or id is not a token.
         """
 
     def files(self) -> dict[str, bytes]:
@@ -86,8 +85,7 @@ class Tokenizer(Protocol):
 def known_ids(ids: Sequence[int], size: int) -> list[int]:
     """Return the ids below ``size``, without ids of surplus rows of an embedding.
 
-    Raises:
-        TokenizerError: an id is negative.
+    Raises `TokenizerError` if an id is negative.
     """
     if min(ids, default=0) < 0:
         raise TokenizerError(f"token id {min(ids)} is negative. A vocabulary starts at 0")
@@ -137,8 +135,7 @@ def with_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 def json_object(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
     """Return the parsed JSON of a tokenizer file, empty if the file is missing.
 
-    Raises:
-        TokenizerError: the file is not a JSON object.
+    Raises `TokenizerError` if the file is not a JSON object.
     """
     with raised_as(TokenizerError, f"{origin}: {name} is not JSON", ValueError, RecursionError):
         content = json.loads(files.get(name, b"{}"))
@@ -147,11 +144,21 @@ def json_object(files: Mapping[str, bytes], name: str, origin: str) -> dict[str,
     return content
 
 
+def named_templates(named: Mapping[str, str], default: Any) -> list[dict[str, str]]:
+    """Return ``chat_template`` of a ``tokenizer_config.json`` with several templates by name."""
+    templates = {"default": default, **named} if isinstance(default, str) and default else named
+    return [{"name": name, "template": text} for name, text in templates.items()]
+
+
+def generation_file(ends: Iterable[int]) -> dict[str, bytes]:
+    """Return ``generation_config.json`` with tokens that end a response, by its name."""
+    return {GENERATION_CONFIG: json.dumps({"eos_token_id": list(ends)}).encode()}
+
+
 def generation_ends(files: Mapping[str, bytes], origin: str) -> tuple[int, ...]:
     """Return ``eos_token_id`` of ``generation_config.json`` (an id or a list), empty by default.
 
-    Raises:
-        TokenizerError: the file is not JSON, or contains an invalid token id.
+    Raises `TokenizerError` if the file is not JSON, or contains an invalid token id.
     """
     ends = json_object(files, GENERATION_CONFIG, origin).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]

@@ -106,12 +106,20 @@ class VllmEngine:
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             "logprobs_mode": logprobs_mode(arguments.sampling),
             "enable_sleep_mode": bool(settings.sleep),
-            **_tensor_parallel(settings),
             **engine_arguments(arguments.record_kept),
             "disable_log_stats": True,
             "worker_extension_cls": "aligner.generation.vllm.extension.RefitExtension",
             **settings.kwargs,
         }
+        # Each device has a process, and all processes make the same calls.
+        if settings.tensor_parallel_size > 1:
+            vllm_arguments = {
+                "tensor_parallel_size": settings.tensor_parallel_size,
+                "distributed_executor_backend": "external_launcher",
+                # It would open the other devices, but a worker on Ray sees only its own.
+                "disable_custom_all_reduce": True,
+                **vllm_arguments,
+            }
         # Start vLLM with random weights. The first refit replaces them.
         self._llm = _start(arguments.architecture, self._eos_ids, vllm_arguments)
         if peers is not None:
@@ -283,18 +291,6 @@ class VllmEngine:
         """Step until the scheduler has processed aborted requests."""
         while self._llm.llm_engine.has_unfinished_requests():
             self._llm.llm_engine.step()
-
-
-def _tensor_parallel(settings: VllmConfig) -> dict[str, Any]:
-    """Return arguments for an engine with one process per device, all with the same calls."""
-    if settings.tensor_parallel_size == 1:
-        return {}
-    return {
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "distributed_executor_backend": "external_launcher",
-        # Custom all-reduce opens the other devices, but a worker on Ray sees only its own.
-        "disable_custom_all_reduce": True,
-    }
 
 
 def _unlink_shared_memory() -> None:
