@@ -12,13 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
-from aligner.config import (
-    AskedDataConfig,
-    DataConfig,
-    ExampleDataConfig,
-    PairDataConfig,
-    PromptSourceConfig,
-)
+from aligner.config import DataConfig, ExampleDataConfig, PairDataConfig, PromptSourceConfig
 from aligner.data.columns import recognised
 from aligner.data.readers import DataRow, read_rows
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -199,22 +193,16 @@ def read_items(
     return fitting, {"dropped_too_long": dropped, "taken": taken, "shares": shares}
 
 
-def check_bos(
-    data: DataConfig | AskedDataConfig | ExampleDataConfig | PairDataConfig, tokenizer: Tokenizer
-) -> None:
-    """Raise `TokenizerError` if ``add_bos`` is set and the tokenizer has no BOS token."""
+def check_section(data: Any, tokenizer: Tokenizer) -> None:
+    """Raise `ConfigError` or `TokenizerError` if no row can become an item of this section."""
+    longest = getattr(data, "max_length", None)
+    if longest is not None and longest < 2:
+        raise ConfigError(
+            f"data: max_length={longest} must be at least 2: a token of the prompt and one of the "
+            "response"
+        )
     if data.add_bos and tokenizer.bos_id is None:
         raise TokenizerError("data: add_bos=true but the tokenizer has no BOS token")
-
-
-def check_section(data: ExampleDataConfig | PairDataConfig, tokenizer: Tokenizer) -> None:
-    """Raise `ConfigError` or `TokenizerError` if no row can become an example of this section."""
-    if data.max_length is not None and data.max_length < 2:
-        raise ConfigError(
-            f"data: max_length={data.max_length} must be at least 2: a token of the prompt and one "
-            "of the response"
-        )
-    check_bos(data, tokenizer)
 
 
 def epoch_order(size: int, seed: int, epoch: int, *, shuffle: bool = True) -> np.ndarray:
@@ -301,11 +289,6 @@ class PromptSampler:
             batch.extend(indices.tolist())
             self.position += len(indices)
         return batch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield batches endlessly."""
-        while True:
-            yield self.next_batch()
 
     def left_in(self, epochs: int) -> int:
         """Return the number of unused indices of the first ``epochs`` epochs."""

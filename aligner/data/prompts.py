@@ -21,7 +21,7 @@ from aligner.data.chat import (
     render,
     with_system,
 )
-from aligner.data.dataset import Dataset, check_bos, read_items
+from aligner.data.dataset import Dataset, check_section, read_items
 from aligner.data.readers import DataRow, take
 from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.tokenizer import Tokenizer, with_bos
@@ -79,7 +79,7 @@ class PromptDataset(Dataset[Prompt]):
         if data.prompt_column == truth_column:
             raise ConfigError(f"data: prompt and ground truth are both column {truth_column!r}")
         # Rows become prompts. Prompts that are too long are dropped.
-        check_bos(data, tokenizer)
+        check_section(data, tokenizer)
         prompts, notes = read_items(
             source,
             lambda row, index, data: make_prompt(row, index, tokenizer, data, truth_column),

@@ -98,22 +98,18 @@ class ArchiveReader:
         for info in infos:
             # Refuse names and kinds that no checkpoint has.
             path = PurePosixPath(info.name)
-            kind = ""
+            name, problem = path.as_posix(), ""
             if path.is_absolute() or ".." in path.parts or "\\" in info.name or "\0" in info.name:
-                kind = "an unsafe path"
+                problem = ", an unsafe path: refused as malicious"
             elif not (info.isreg() or info.isdir()) or info.issparse():  # sparse: not contiguous
-                kind = "a link or a device"
-            if kind:
-                raise CheckpointError(
-                    f"{str(self.path)!r} contains {info.name!r}, {kind}: refused as malicious"
-                )
-            name = path.as_posix()
+                problem = ", a link or a device: refused as malicious"
+            elif name in members:
+                problem = " twice"
+            if problem:
+                raise CheckpointError(f"{str(self.path)!r} contains {name!r}{problem}")
             end = max(end, info.offset_data + -(-info.size // _BLOCK) * _BLOCK * info.isreg())
-            if info.isdir():
-                continue
-            if name in members:
-                raise CheckpointError(f"{str(self.path)!r} contains {name!r} twice")
-            members[name] = info
+            if not info.isdir():
+                members[name] = info
         # tarfile accepts a file that was cut between two members.
         self._stream.seek(end)
         if self._stream.read(_BLOCK) != bytes(_BLOCK):

@@ -150,9 +150,9 @@ class TorchDistSource:
         identity = key, tuple(box.offsets)
         if identity in self._boxes:
             return self._boxes[identity]
-        info = self._storage.get(identity)
-        if info is None:
-            raise CheckpointError(f".metadata states no file for box {identity[1]} of {key}")
+        text = f".metadata states no file for box {identity[1]} of {key}"
+        with raised_as(CheckpointError, text, KeyError):
+            info = self._storage[identity]
         # Open the part of the file as a file of `torch.save`.
         name = f"{self._folder}/{pathlib.PurePosixPath(info.relative_path).name}"
         content = self._archive.view(name)[info.offset : info.offset + info.length]
