@@ -5,7 +5,7 @@
 Rank 0 owns the queue. The other ranks wait for rank 0's batches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,12 +35,6 @@ class _Batch(NamedTuple):
     prompts: list[list[int]]
     sample_ids: list[int]
     options: SamplingOptions | None  # None: options of the engine
-
-    @classmethod
-    def of(cls, rows: Sequence[Row]) -> "_Batch":
-        """Return the batch of ``rows``."""
-        prompts, sample_ids = [row.prompt for row in rows], [row.sample_id for row in rows]
-        return cls(prompts, sample_ids, batch_options(rows))
 
 
 class _AbandonedError(Exception):
@@ -93,9 +87,11 @@ class ServingEngine:
             slots: list[_RowSlot] = []
             stops = is_stopping()
             if is_rank_zero() and not stops:
-                rows = self.settings.rows
-                slots = self.queue.take(rows, _HEARTBEAT_S, fit, self.is_complete)
-            batch = from_rank_zero(None if stops else _Batch.of([slot.item for slot in slots]))
+                limit = self.settings.rows
+                slots = self.queue.take(limit, _HEARTBEAT_S, fit, self.is_complete)
+            rows = [slot.item for slot in slots]
+            ids = [row.prompt for row in rows], [row.sample_id for row in rows]
+            batch = from_rank_zero(None if stops else _Batch(*ids, batch_options(rows)))
             if batch is None:
                 return
             if batch.prompts:

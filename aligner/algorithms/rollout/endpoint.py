@@ -25,8 +25,8 @@ from aligner.environments.pool import Call, Failure
 from aligner.environments.protocol import Turn, check_total
 from aligner.environments.trajectory import Limits, Trajectory, TurnRecord
 from aligner.errors import DataError
-from aligner.generation.rows import sample_id
 from aligner.http.tokens import new_token
+from aligner.kernels.counter_hash import text_hash
 from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
 from aligner.serving.served import Request, Served
@@ -115,7 +115,7 @@ class EndpointRollouts(ConversationRollouts):
             self._service.served = dataclasses.replace(self._service.served, defaults=defaults)
         names = ("rollout", seed, episode.sample_id, episode.attempt)
         limits = Limits(self._config.max_turns, self._config.max_tokens)
-        episode.session = session = sessions.begin(sample_id(*names), limits)
+        episode.session = session = sessions.begin(text_hash(*names), limits)
         assert session is not None, "the server must have room for one session of each slot"
         argument = (self._base_url, session.key, episode.seed, episode.columns)
         turn, failure = Turn(), None

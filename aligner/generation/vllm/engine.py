@@ -26,8 +26,9 @@ from aligner.data.tokenizers.decoding import StopStrings
 from aligner.device import accelerator
 from aligner.errors import ConfigError
 from aligner.generation.vllm.kept import add_sets, check_sets, engine_arguments
-from aligner.generation.vllm.sampling import logprobs_mode, request_seed, sampling_arguments
+from aligner.generation.vllm.sampling import logprobs_mode, sampling_arguments
 from aligner.generation.vllm.settings import VllmConfig
+from aligner.kernels.counter_hash import text_hash
 
 _ABANDON_INTERVAL = 8  # steps between two agreements of an engine's processes on abandoning a batch
 # Lengths and sampling of responses, and the matcher of their stop strings, if any.
@@ -153,7 +154,7 @@ class VllmEngine:
         try:
             # Submit one request per prompt.
             for row, (prompt, sample_id) in enumerate(zip(prompts, sample_ids, strict=True)):
-                params = self._params(sampling_options, request_seed(seed, sample_id), greedy)
+                params = self._params(sampling_options, text_hash(seed, sample_id), greedy)
                 core.add_request(str(row), tokens_input(list(prompt)), params)
             # Step until every response has ended.
             running = set(range(len(prompts)))
