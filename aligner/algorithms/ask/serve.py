@@ -11,11 +11,10 @@ from aligner.config import ServeConfig
 from aligner.config.commands.ask import as_run
 from aligner.data.tokenizers.loading import with_template_kwargs
 from aligner.errors import TokenizerError
-from aligner.generation.batching import EngineSettings, ServingEngine
+from aligner.generation.batching import ServingEngine
 from aligner.generation.rows import Row
 from aligner.http.queue import JobQueue
 from aligner.http.tokens import new_token, read_token
-from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
@@ -77,7 +76,21 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
         say(f"{served.name} at http://{address[0]}:{address[1]}/v1 (Ctrl-C ends)")
 
     on_rank_zero(listen)
-    return ServingEngine(generation, queue, _settings(config, model, generation))
+    # Only the policy's own engine in this process reports tokens.
+    local = isinstance(generation, Policy) and config.cluster.engine == "local"
+    world = model.engine.worlds[0]
+    return ServingEngine(
+        generation,
+        queue,
+        rows=model.rows,
+        positions=model.architecture.max_position_embeddings,
+        pad_id=model.tokenizer.pad_id,
+        end_ids=frozenset(model.tokenizer.end_ids),
+        seed=config.seed,
+        # Rank 0 receives tokens of its rows only.
+        listens=local and model.run.model.parallel.data_size(world) == 1,
+        has_peers=not local or world > 1,
+    )
 
 
 def _served(config: ServeConfig, model: InferenceModel) -> Served:
@@ -93,24 +106,6 @@ def _served(config: ServeConfig, model: InferenceModel) -> Served:
         config.data.system_prompt,
         config.data.add_bos,
         config.data.special_tokens_in_text,
-    )
-
-
-def _settings(
-    config: ServeConfig, model: InferenceModel, generation: GenerationInterface
-) -> EngineSettings:
-    # Only the policy's own engine in this process reports tokens.
-    local = isinstance(generation, Policy) and config.cluster.engine == "local"
-    world = model.engine.worlds[0]
-    return EngineSettings(
-        rows=model.rows,
-        positions=model.architecture.max_position_embeddings,
-        pad_id=model.tokenizer.pad_id,
-        end_ids=frozenset(model.tokenizer.end_ids),
-        seed=config.seed,
-        # Rank 0 receives tokens of its rows only.
-        listens=local and model.run.model.parallel.data_size(world) == 1,
-        has_peers=not local or world > 1,
     )
 
 
