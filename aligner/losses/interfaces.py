@@ -68,14 +68,11 @@ class PublishedLoss:
         if declared is None:
             is_logprob = self._input_name() == "next_token_logprobs"
             return LossInputType.LOGPROB if is_logprob else LossInputType.LOGIT
-        try:  # the enumeration of another library uses the same values
+        names = ", ".join(kind.name for kind in LossInputType)
+        remedy = f"use one of {names}, or aligner.losses.distillation for distillation"
+        with raised_as(ConfigError, f"loss_fn.input_type={declared}", ValueError, remedy=remedy):
+            # The enumeration of another library uses the same values.
             return LossInputType(getattr(declared, "value", declared))
-        except ValueError:
-            names = ", ".join(kind.name for kind in LossInputType)
-            raise ConfigError(
-                f"loss_fn.input_type={declared} is not supported. Use one of {names}, or "
-                "aligner.losses.distillation for distillation"
-            ) from None
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators

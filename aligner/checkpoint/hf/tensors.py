@@ -21,7 +21,7 @@ from aligner.checkpoint.canonical import (
     check_shape,
     expected_shapes,
 )
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, raised_as
 
 
 @dataclass(frozen=True)
@@ -289,11 +289,9 @@ class HuggingFaceWeights(LazyTensors):
                 raise CheckpointError(
                     f"{source} of a quantised model has {part.dtype}. Give the model in bf16"
                 )
-        try:
+        shapes = {s: list(p.shape) for s, p in zip(sources, parts, strict=True)}
+        with raised_as(CheckpointError, f"{shapes} do not fit config.json", RuntimeError):
             tensor = layout.join(parts, self._architecture)
-        except RuntimeError as error:
-            shapes = {s: list(p.shape) for s, p in zip(sources, parts, strict=True)}
-            raise CheckpointError(f"{shapes} do not fit config.json: {error}") from error
         if name not in SCORE:  # the role checks the shape of a head with a clearer error
             check_shape(name, tensor.shape, self._shapes[name])
         return tensor

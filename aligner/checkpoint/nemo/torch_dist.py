@@ -77,13 +77,9 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Resolve an admitted name. Any other name is an attempt to run code."""
-        try:
+        text = f".metadata refers to {module}.{name}, which is refused as malicious"
+        with raised_as(CheckpointError, text, KeyError):
             return _ADMITTED[module, name]
-        except KeyError:
-            raise CheckpointError(
-                f".metadata refers to {module}.{name}, which checkpoint metadata never needs: "
-                "refused as malicious"
-            ) from None
 
 
 def read_metadata(data: bytes) -> dcp.Metadata:

@@ -24,7 +24,7 @@ from aligner.checkpoint.hf.families import config_to_hf
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.device import accelerator
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, raised_as
 from aligner.generation.vllm.kept import add_sets, check_sets, engine_arguments
 from aligner.generation.vllm.sampling import logprobs_mode, sampling_arguments
 from aligner.generation.vllm.settings import VllmConfig
@@ -330,21 +330,15 @@ def _start(architecture: GPTArchitecture, eos_ids: Sequence[int], arguments: dic
     _, config = config_to_hf(architecture)
     # Otherwise vLLM also ends responses at the family's default, and bans it before min_tokens.
     config["eos_token_id"] = list(eos_ids)
-    try:
+    remedy = "use an environment with vLLM, such as the one that `make vllm-env` creates"
+    text = "generation.vllm.python: vLLM cannot be imported"
+    with raised_as(ConfigError, text, ImportError, remedy=remedy):
         from vllm import LLM
-    except ImportError as error:
-        raise ConfigError(
-            f"generation.vllm.python: vLLM cannot be imported: {error}. Use an environment with "
-            "vLLM, such as the one that `make vllm-env` creates"
-        ) from error
+    text = "generation.backend=vllm: vLLM does not run this model or these settings"
     with tempfile.TemporaryDirectory(prefix="aligner-vllm-") as folder, _temporary_files(folder):
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        try:
+        with raised_as(ConfigError, text, ValueError, NotImplementedError):
             return LLM(model=folder, **arguments)
-        except (ValueError, NotImplementedError) as error:
-            raise ConfigError(
-                f"generation.backend=vllm: vLLM does not run this model or these settings: {error}"
-            ) from error
 
 
 @contextlib.contextmanager

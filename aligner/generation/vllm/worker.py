@@ -26,7 +26,7 @@ from aligner.data.tokenizers.decoding import StopStrings
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.errors import WorkerError
+from aligner.errors import WorkerError, raised_as
 from aligner.generation.vllm.engine import EngineArguments, Response, VllmEngine
 from aligner.generation.vllm.settings import VllmConfig
 from aligner.refit.ends import RefitEnd, check_ends
@@ -200,7 +200,11 @@ def _meet(
     """Join engine ``index`` in the world that vLLM uses, and return a group for host values."""
     limit = timedelta(seconds=settings.timeout_s)
     size = settings.tensor_parallel_size
-    try:
+    text = (
+        f"the {size} processes of engine {index} did not meet at {address[0]}:{address[1]} within "
+        f"{settings.timeout_s:g} s"
+    )
+    with raised_as(WorkerError, text, RuntimeError):
         store = dist.TCPStore(*address, is_master=False, timeout=limit)
         accelerator.activate()
         dist.init_process_group(
@@ -210,11 +214,6 @@ def _meet(
             world_size=size,
             timeout=limit,
         )
-    except RuntimeError as error:
-        raise WorkerError(
-            f"the {size} processes of engine {index} did not meet at {address[0]}:{address[1]} "
-            f"within {settings.timeout_s:g} s: {error}"
-        ) from error
     # vLLM reads its world from the environment.
     os.environ |= {
         "RANK": str(rank),
