@@ -60,20 +60,18 @@ class HuggingFaceModel:
 def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
     """Open a Hugging Face directory (``config.json``, safetensors) or a ``.gguf`` file."""
     path = Path(path)
-    if not path.exists():
-        raise CheckpointNotFoundError(
-            f"{str(path)!r} does not exist. Give a Hugging Face directory or a .gguf file"
-        )
     if path.is_dir():
         config = read_json(path / "config.json")
         state: Weights = SafetensorsFolder(path)
         tokenizer_files = read_tokenizer_files(path, config)
-    elif path.suffix == ".gguf":
+    elif path.suffix == ".gguf" and path.exists():
         from aligner.checkpoint.hf.gguf import read_gguf  # imports transformers
 
         config, state, tokenizer_files = read_gguf(path)
     else:
-        raise CheckpointError(f"{str(path)!r} is neither a Hugging Face directory nor a .gguf file")
+        kind = CheckpointError if path.exists() else CheckpointNotFoundError
+        problem = "is neither of these" if path.exists() else "does not exist"
+        raise kind(f"{str(path)!r} {problem}. Give a Hugging Face directory or a .gguf file")
     # The tensors are checked against the architecture and read later.
     architecture = architecture_from_hf(config)
     weights = HuggingFaceWeights(state, family_of(architecture.family).table, architecture)
@@ -84,46 +82,34 @@ class SafetensorsFolder(LazyTensors):
     """All tensors of a directory's safetensors files, memory-mapped and read when indexed."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open_files: dict[str, Any] = {}
-        index = folder / _INDEX
-        if (folder / "model.safetensors").exists():  # transformers prefers this file to an index
-            self._files = dict.fromkeys(self._keys("model.safetensors"), "model.safetensors")
-        elif index.exists():
-            self._files = _weight_map(index)
-            for name in sorted(set(self._files.values())):
-                unlisted = sorted(set(self._keys(name)) - self._files.keys())
-                if unlisted:
-                    raise CheckpointError(
-                        f"{str(folder / name)!r} contains {unlisted[0]}, but {_INDEX} does not "
-                        "list it. The files belong to two models, or the index is damaged"
-                    )
-        else:
-            raise CheckpointError(
-                f"{str(folder)!r} contains no model.safetensors, and pickled weights are not read. "
-                "Save the model with save_pretrained(..., safe_serialization=True)"
-            )
+        index, names = folder / _INDEX, ["model.safetensors"]
+        listed: dict[str, str] | None = None
+        if not (folder / names[0]).exists():  # transformers prefers this file to an index
+            if not index.exists():
+                raise CheckpointError(
+                    f"{str(folder)!r} contains no {names[0]}, and pickled weights are not read. "
+                    "Save the model with save_pretrained(..., safe_serialization=True)"
+                )
+            listed = _weight_map(index)
+            names = sorted(set(listed.values()))
+        self._files: dict[str, Any] = {}  # open file of each tensor
+        for name in names:
+            text = f"{str(folder / name)!r} is missing or damaged"
+            with raised_as(CheckpointError, text, SafetensorError, OSError):
+                file = safe_open(folder / name, framework="pt")
+            tensors = list(file.keys())
+            unlisted = [] if listed is None else sorted(set(tensors) - listed.keys())
+            if unlisted:
+                raise CheckpointError(
+                    f"{str(folder / name)!r} contains {unlisted[0]}, but {_INDEX} does not list "
+                    "it. The files belong to two models, or the index is damaged"
+                )
+            self._files |= dict.fromkeys(tensors, file)
         super().__init__(self._files)
 
-    def _keys(self, name: str) -> list[str]:
-        with _damage_named(self._folder / name):
-            return list(self._open(name).keys())
-
-    def _open(self, name: str) -> Any:
-        if name not in self._open_files:
-            self._open_files[name] = safe_open(self._folder / name, framework="pt")
-        return self._open_files[name]
-
     def __getitem__(self, key: str) -> Tensor:
-        name = self._files[key]
-        with _damage_named(self._folder / name):
-            tensor: Tensor = self._open(name).get_tensor(key)
+        tensor: Tensor = self._files[key].get_tensor(key)
         return tensor
-
-
-def _damage_named(path: Path) -> contextlib.AbstractContextManager[None]:
-    text = f"{str(path)!r} is missing or damaged"
-    return raised_as(CheckpointError, text, SafetensorError, OSError)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
