@@ -218,17 +218,16 @@ def _check_text(row: DataRow) -> DataRow:
 def take(row: DataRow, name: str, kind: type | tuple[type, ...], key: str) -> Any:
     """Return a required column of type ``kind``. ``key``: setting with its name, for errors."""
     value = row.get(name)
-    if value is None:
-        raise DataError(
-            f"column {name!r} is {'null' if name in row.columns else 'missing'}. Name another "
-            f"column with {key}"
-        )
-    if not isinstance(value, kind):
+    if isinstance(value, kind):
+        return value
+    state = "null" if name in row.columns else "missing"
+    problem = f"is {state}. Name another column with {key}"
+    if value is not None:
         names: dict[Any, str] = {str: "text", list: "a list of chat messages"}
         kinds = kind if isinstance(kind, tuple) else (kind,)
         expected = " or ".join(names[kind] for kind in kinds)
-        raise DataError(f"column {name!r} must be {expected}, got {type(value).__name__}")
-    return value
+        problem = f"must be {expected}, got {type(value).__name__}"
+    raise DataError(f"column {name!r} {problem}")
 
 
 def converted(row: DataRow, name: str, convert: Callable[[Any], V | None], expected: str) -> V:

@@ -71,8 +71,7 @@ def parse_config(data: bytes) -> Config:
     damage = (yaml.YAMLError, UnicodeDecodeError, RecursionError)
     with raised_as(CheckpointError, "model_config.yaml cannot be parsed", *damage):
         config = yaml.safe_load(data)
-    if not isinstance(config, dict):
-        raise CheckpointError("model_config.yaml is not a mapping of keys to values")
+    config = config if isinstance(config, dict) else {}
     if isinstance(config.get("model"), dict):
         config = config["model"]
     missing = [key for key in _REQUIRED if config.get(key) is None]
