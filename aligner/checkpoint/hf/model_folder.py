@@ -32,7 +32,13 @@ from aligner.data.tokenizers.tokenizer import (
     generation_file,
     is_tokenizer_file,
 )
-from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError, raised_as
+from aligner.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    StorageError,
+    json_object,
+    raised_as,
+)
 
 _MAX_SHARD_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
@@ -128,14 +134,9 @@ def _weight_map(index: Path) -> dict[str, str]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or raise `CheckpointError`."""
     absent = f"{str(path.parent)!r} contains no {path.name}"
-    with (
-        raised_as(CheckpointError, absent, FileNotFoundError, remedy="give a directory of a model"),
-        raised_as(CheckpointError, f"{str(path)!r} is not JSON", ValueError, RecursionError),
-    ):
-        content = json.loads(path.read_bytes())
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{str(path)!r} is not a JSON object")
-    return content
+    with raised_as(CheckpointError, absent, FileNotFoundError, remedy="give a model's directory"):
+        content = path.read_bytes()
+    return json_object(content, CheckpointError, f"{str(path)!r} is not JSON")
 
 
 def read_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:

@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 
 from aligner.checkpoint.nemo.inflated import open_inflated
 from aligner.config.fields import HUB_NAME
-from aligner.errors import CheckpointError, CheckpointNotFoundError, raised_as
+from aligner.errors import CheckpointError, CheckpointNotFoundError, json_object, raised_as
 
 CHECKSUMS = "checksums.json"  # member → SHA-256, for members without CRC-32
 _KEY = "model.restore_from_path"
@@ -163,12 +163,8 @@ class ArchiveReader:
     def read_json(self, name: str) -> dict[str, Any]:
         """Read member ``name``, which contains a JSON object."""
         data = bytes(self.view(name)) if name == CHECKSUMS else self.read(name)
-        text, damage = f"{name} of {str(self.path)!r} is damaged", (ValueError, RecursionError)
-        with raised_as(CheckpointError, text, *damage, remedy="copy the file anew"):
-            value = json.loads(data)
-            if not isinstance(value, dict):
-                raise ValueError(f"a {type(value).__name__} instead of an object")
-        return value
+        text = f"{name} of {str(self.path)!r} is damaged"
+        return json_object(data, CheckpointError, text, "copy the file anew")
 
     @functools.cached_property
     def _digests(self) -> dict[str, Any]:

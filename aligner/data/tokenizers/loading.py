@@ -12,8 +12,8 @@ from typing import Any
 from aligner.data.tokenizers.tokenizer import (
     GENERATION_CONFIG,
     Tokenizer,
+    config_of,
     generation_ends,
-    json_object,
     named_templates,
 )
 from aligner.errors import (
@@ -132,7 +132,7 @@ def tokenizer_from_files(
         with TemporaryDirectory() as folder:
             for name, content in files.items():
                 (Path(folder) / Path(name).name).write_bytes(content)
-            config = json_object(files, "tokenizer_config.json", origin)
+            config = config_of(files, "tokenizer_config.json", origin)
             if not config.get("tokenizer_class"):  # the model's ``config.json`` has named it
                 config["tokenizer_class"] = "GPT2Tokenizer" if is_pair else "LlamaTokenizer"
                 (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
@@ -166,7 +166,7 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
             "tokenizer in model.tokenizer"
         )
     files.pop("chat_template.jinja", None)
-    config = json_object(files, "tokenizer_config.json", setting) | {"chat_template": template}
+    config = config_of(files, "tokenizer_config.json", setting) | {"chat_template": template}
     files["tokenizer_config.json"] = json.dumps(config).encode()
     result = tokenizer_from_files(files, origin=setting)
     # Check that a rendered chat contains both messages.
@@ -221,7 +221,7 @@ def read_files(directory: Path, names: Iterable[str] | None = None) -> dict[str,
     paths = sorted((directory / "additional_chat_templates").glob("*.jinja"))
     if not paths:
         return files
-    config = json_object(files, "tokenizer_config.json", str(directory))
+    config = config_of(files, "tokenizer_config.json", str(directory))
     text = files.pop("chat_template.jinja", b"").decode("utf-8-sig")
     named = {path.stem: path.read_text(encoding="utf-8-sig") for path in paths}
     config["chat_template"] = named_templates(named, text or config.get("chat_template"))

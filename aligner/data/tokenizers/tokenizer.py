@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import datetime, tzinfo
 from typing import Any, Protocol, Self, runtime_checkable
 
-from aligner.errors import TokenizerError, raised_as
+from aligner.errors import TokenizerError, json_object
 
 GENERATION_CONFIG = "generation_config.json"
 # Files of a tokenizer, in addition to SentencePiece models (`is_tokenizer_file`).
@@ -132,16 +132,9 @@ def with_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
-def json_object(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
-    """Return the parsed JSON of a tokenizer file, empty if the file is missing.
-
-    Raises `TokenizerError` if the file is not a JSON object.
-    """
-    with raised_as(TokenizerError, f"{origin}: {name} is not JSON", ValueError, RecursionError):
-        content = json.loads(files.get(name, b"{}"))
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{origin}: {name} is not a JSON object")
-    return content
+def config_of(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
+    """Return the JSON object in the file ``name`` of a tokenizer, empty if the file is missing."""
+    return json_object(files.get(name, b"{}"), TokenizerError, f"{origin}: {name} is not JSON")
 
 
 def named_templates(named: Mapping[str, str], default: Any) -> list[dict[str, str]]:
@@ -160,7 +153,7 @@ def generation_ends(files: Mapping[str, bytes], origin: str) -> tuple[int, ...]:
 
     Raises `TokenizerError` if the file is not JSON, or contains an invalid token id.
     """
-    ends = json_object(files, GENERATION_CONFIG, origin).get("eos_token_id")
+    ends = config_of(files, GENERATION_CONFIG, origin).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(isinstance(end, int) and end >= 0 for end in ends):
         raise TokenizerError(
