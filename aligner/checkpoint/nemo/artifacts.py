@@ -38,21 +38,16 @@ def _add(archive: ArchiveWriter, name: str, content: bytes) -> str:
     return f"{_REFERENCE}{member}"
 
 
-def extract_artifacts(archive: ArchiveReader, config: Mapping[str, Any], folder: Path) -> bool:
-    """Copy the members that ``config`` references, except the tokenizer's, to ``folder``.
-
-    Return whether any were copied.
-    """
+def extract_artifacts(archive: ArchiveReader, config: Mapping[str, Any], folder: Path) -> None:
+    """Copy the members that ``config`` references, except the tokenizer's, to ``folder``."""
     outside = {key: value for key, value in config.items() if key != "tokenizer"}
-    members = [member for member in _references(outside) if member in archive.names]
-    for member in members:
+    for member in archive.names & {*_references(outside)}:
         if Path(member).name != member:
             raise CheckpointError(
                 f"model_config.yaml of {str(archive.path)!r} refers to 'nemo:{member}' in a "
                 "folder. Files of users must be at the top level of the archive"
             )
         (folder / member).write_bytes(archive.read(member))
-    return bool(members)
 
 
 def _references(value: Any) -> Iterator[str]:
