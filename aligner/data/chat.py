@@ -91,10 +91,10 @@ def _parse_message(message: Any, index: int) -> Message:
         with raised_as(DataError, text, KeyError, remedy="write it with role and content"):
             message = {"role": _ROLES[message["from"]], "content": message["value"]}
     # Drop null keys, which some tables contain for every message.
-    items = message.items() if isinstance(message, Mapping) else ()
+    columns = message if isinstance(message, Mapping) else {}
     parsed = {
         key: value
-        for key, value in items
+        for key, value in columns.items()
         if key in ("role", "content") or (value is not None and (key, value) != ("tool_calls", []))
     }
     if parsed.get("tool_calls") and parsed.get("content") is None:

@@ -95,7 +95,7 @@ def source_files(source: str | Path) -> list[Path] | None:
     if not path.exists() and ":" in name and not name.endswith(tuple(_READERS)):
         return None
     # The files of a pattern, or of a directory.
-    files = []
+    files: list[Path] = []
     if not path.exists() and any(character in name for character in "*?["):
         matches = sorted(glob(str(path), recursive=True))
         files = [file for match in matches for file in source_files(match) or ()]

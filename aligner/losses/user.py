@@ -199,7 +199,7 @@ def _evaluate(
             share, _ = loss(TokenOutputs(logprobs[part, :width], part_entropy), rows, denominators)
         total = total + share
     # Check loss and gradient.
-    gradient = None
+    gradient: Tensor | None = None
     if total.requires_grad:
         (gradient,) = torch.autograd.grad(total, [logprobs], allow_unused=True)
     if gradient is None or not (total.isfinite() & gradient.isfinite().all()):
