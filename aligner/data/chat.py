@@ -45,11 +45,13 @@ def parse_conversation(value: Sequence[Any]) -> list[Message]:
     """Check a chat that ends with the assistant's answer, otherwise like `parse_messages`."""
     messages = _parse(value)
     first, last = messages[0]["role"], messages[-1]["role"]
-    if first == "assistant" or last != "assistant":
-        raise DataError(
-            f"the first chat message has the role {first!r} and the last {last!r}. Begin with "
-            "another message than the assistant's, and end with the assistant's, which is learned"
-        )
+    problem = ""
+    if last != "assistant":
+        problem = f"the last chat message has the role {last!r}. It must be the assistant's"
+    elif first == "assistant":
+        problem = "the first chat message is the assistant's. Begin with another message"
+    if problem:
+        raise DataError(problem)
     return messages
 
 

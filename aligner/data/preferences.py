@@ -60,21 +60,21 @@ class PairDataset(Dataset[Pair]):
             )
         elif chosen.ids == rejected.ids:
             problem = "the chosen and the rejected response are equal. Remove the row"
+        if problem:
+            raise DataError(f"{row.location}: {problem}")
         # Without reward columns, the rewards are 1 and 0.
         columns = (data.chosen_reward_column, 1.0), (data.rejected_reward_column, 0.0)
         chosen_reward, rejected_reward = (
             default if column is None else converted(row, column, finite_number, "a finite number")
             for column, default in columns
         )
-        if not problem and cls.rewards_in_order and chosen_reward < rejected_reward:
-            problem = (
-                f"the chosen response has the reward {chosen_reward:g} "
+        if cls.rewards_in_order and chosen_reward < rejected_reward:
+            raise DataError(
+                f"{row.location}: the chosen response has the reward {chosen_reward:g} "
                 f"({data.chosen_reward_column!r}) and the rejected one {rejected_reward:g} "
                 f"({data.rejected_reward_column!r}). Swap the columns or remove the row: a "
                 "preference of negative strength would be learned in the wrong direction"
             )
-        if problem:
-            raise DataError(f"{row.location}: {problem}")
         return Pair(chosen, rejected, (chosen_reward, rejected_reward))
 
 

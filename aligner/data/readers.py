@@ -150,7 +150,8 @@ def _from_json(path: Path) -> Iterator[DataRow]:
 def _parsed(text: bytes, location: str) -> Any:
     with (
         raised_as(DataError, location, DataError),
-        raised_as(DataError, "not JSON", ValueError, RecursionError),
+        raised_as(DataError, "not JSON", ValueError),
+        raised_as(DataError, "lists or objects are nested too deeply", RecursionError),
         raised_as(DataError, "not UTF-8", UnicodeDecodeError, remedy="save the file as UTF-8"),
     ):
         return json.loads(text, object_pairs_hook=_object)
