@@ -152,7 +152,8 @@ class Chat:
                 self._write(texts[-1])
 
         columns = {"input_ids": [ids], "input_lengths": [len(ids)], "sample_ids": [self._turns]}
-        data = BatchedDataDict({name: torch.tensor(rows) for name, rows in columns.items()})
+        tensors = {name: torch.tensor(rows) for name, rows in columns.items()}
+        data: BatchedDataDict = BatchedDataDict(tensors)
         # Sample the answer. Ctrl-C ends the answer and not the chat.
         streams = isinstance(engine, Policy) and self._model.run.cluster.engine == "local"
         try:
