@@ -120,15 +120,16 @@ class SafetensorsFolder(LazyTensors):
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Return the map from tensors to files in the directory of ``index``."""
-    listed = read_json(index).get("weight_map")
-    for key, name in listed.items() if isinstance(listed, dict) else [("weight_map", listed)]:
+    listed: Any = read_json(index).get("weight_map")
+    entries = listed if isinstance(listed, dict) else {"weight_map": listed}
+    for key, name in entries.items():
         is_plain = isinstance(name, str) and Path(name).name == name
         if not is_plain or not name.endswith(".safetensors"):
             raise CheckpointError(
                 f"{str(index)!r} names the file {name!r} for {key}. A .safetensors file in the "
                 "same directory is expected"
             )
-    return listed
+    return entries
 
 
 def read_json(path: Path) -> dict[str, Any]:
