@@ -6,13 +6,11 @@ Tensor-parallel sharding of the two matrices:
     row:    A [rank, in / tp], B [out, rank] replicated
 
 Ranks exchange the ``rank`` values per token between A and B. A replicated matrix gets its full
-gradient on every rank, under sequence parallelism the gradient of the rank's tokens, which
-megatron-core sums because of the ``sequence_parallel`` mark. Parameters of the linear keep their
-names in checkpoints.
+gradient on every rank. Under sequence parallelism this is the gradient of the rank's tokens, which
+megatron-core sums because of the ``sequence_parallel`` mark.
 
-A hash of the seed, the update, the adapter, the tokens up to the present token, its position and
-the feature decides the dropout of adapter inputs, which therefore depends on no row, micro-batch or
-rank.
+Dropout of adapter inputs is a hash of the seed, the update, the adapter, the tokens up to the
+present token, its position and the feature. It depends on no row, micro-batch or rank.
 """
 
 import contextlib
@@ -224,7 +222,7 @@ class RoleAdapters:
         self.are_fresh = True  # B is zero, so that adapters have no effect
         self.dropout = TokenDropout(lora.adapter_dropout, seed) if lora.adapter_dropout else None
         gpt.adapter_dropout = self.dropout
-        for name, parameter in canonical_parameters(gpt, architecture):
+        for name, parameter in canonical_parameters(gpt):
             parameter.requires_grad_(name.endswith((LORA_A, LORA_B)) or name in REWARD_HEAD)
         for name, adapter in _adapters(gpt, architecture).items():
             adapter.dropout, adapter.stream = self.dropout, _seed_of(seed, f"{name}.dropout")
@@ -255,7 +253,7 @@ class RoleAdapters:
         """Gather the trained weights on rank 0 (empty on other ranks). Call it on every rank."""
         trained = {
             name: parameter
-            for name, parameter in canonical_parameters(self._gpt, self._architecture)
+            for name, parameter in canonical_parameters(self._gpt)
             if parameter.requires_grad
         }
         return GatheredTensors(
@@ -270,7 +268,7 @@ class RoleAdapters:
     def _fill(self, full_tensor: Callable[[str], Tensor | None]) -> None:
         """Copy this process's shards of full tensors. None leaves a parameter unchanged."""
         tp_rank, tp_size = self._parallel.tp_rank, self._parallel.config.tensor
-        for name, parameter in canonical_parameters(self._gpt, self._architecture):
+        for name, parameter in canonical_parameters(self._gpt):
             share = full_tensor(name) if parameter.requires_grad else None
             if share is None:
                 continue
@@ -298,7 +296,7 @@ def _adapters(gpt: GPTModel, architecture: GPTArchitecture) -> dict[str, Adapter
     owners = {module.a: module for module in gpt.modules() if isinstance(module, Adapter)}
     return {
         name.removesuffix(LORA_A): owners[parameter]
-        for name, parameter in canonical_parameters(gpt, architecture)
+        for name, parameter in canonical_parameters(gpt)
         if parameter in owners
     }
 

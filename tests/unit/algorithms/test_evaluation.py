@@ -9,7 +9,7 @@ import torch
 from loaded import load_set
 
 from aligner.algorithms.rollout.inputs import Prompts
-from aligner.algorithms.rollout.rollout import SingleTurn
+from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.rollout.validation import validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
 from aligner.checkpoint.nemo.model_file import open_nemo
@@ -161,13 +161,14 @@ def validator(request, tiny_nemo, tmp_path_factory):
     cluster = LocalCluster(initialize_parallel(config.model.parallel, seed=1))
     options = {"backend": request.param, "init_optimizer": False, "init_reference_model": False}
     policy = Policy(cluster, config.model, tokenizer, RunSettings(), **options)
-    reward, pad_id = OddReward(tokenizer), tokenizer.pad_id
 
     def validate(sets=(), **validation) -> StepResult:
         config = configured(**validation)
         others = {name: prompts[name] for name in sets}
         held_out = Prompts(prompts["a"], prompts["a"], others).held_out
-        return validate_on_prompts(config, SingleTurn(), policy, reward, held_out, 0, pad_id)
+        reward = OddReward(tokenizer)
+        source, pad_id = RolloutSource(), tokenizer.pad_id
+        return validate_on_prompts(config, source, policy, reward, held_out, 0, pad_id)
 
     return validate
 

@@ -142,9 +142,10 @@ def test_validates_before_when_due_and_at_the_end(tmp_path):
     assert ["val_rollouts/accuracy" in line for line in written] == [True, False, False, True, True]
     assert len(read_samples(tmp_path / "samples.jsonl")) == 4
     learner = Counter()
-    run(tmp_path, learner, total=3, val=0, save=0)
+    run(tmp_path / "ends", learner, total=3, val=0, save=0)
     assert [step for kind, step in learner.calls if kind == "validate"] == [0, 3]
-    assert [s.step for s in RunStateStore(tmp_path / "run_state").states()] == [3]
+    store = RunStateStore(tmp_path / "ends" / "run_state")
+    assert [state.step for state in store.states()] == [3]
 
 
 def test_data_may_end_before_the_steps_do(tmp_path):

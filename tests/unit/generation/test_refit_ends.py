@@ -9,7 +9,7 @@ from engine_arguments import engine_arguments
 
 from aligner.errors import ConfigError
 from aligner.generation.vllm.settings import VllmConfig
-from aligner.generation.vllm.worker import REFIT_KEYS, VllmWorker
+from aligner.generation.vllm.worker import VERSIONS, VllmWorker
 from aligner.refit.ends import RefitEnd, check_ends
 
 ROOT = Path(__file__).parents[3]
@@ -19,6 +19,7 @@ POLICY = [
 ]
 ENGINE = RefitEnd("engine 0", "GPU 1", True, "2.13.0+cu130", (2, 29, 3))
 ON_CPU = RefitEnd("engine 0", "machine m", False, "2.13.0+cpu", None)
+SECTION = {"section": VllmWorker.section, "versions": VERSIONS}
 
 
 OTHER_TORCH = dataclasses.replace(ENGINE, torch="2.11.0+cu130")
@@ -40,7 +41,7 @@ SOURCE_BUILD = dataclasses.replace(ENGINE, torch="2.13.0a0+5f0")
 )
 def test_releases_that_are_accepted(policy, engine, ways):
     for separate in ways:
-        check_ends(policy, engine, separate=separate, keys=REFIT_KEYS)
+        check_ends(policy, engine, separate=separate, **SECTION)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_releases_that_are_accepted(policy, engine, ways):
 )
 def test_what_cannot_cross_is_refused(engine, separate, words):
     with pytest.raises(ConfigError, match=words):
-        check_ends(POLICY, engine, separate=separate, keys=REFIT_KEYS)
+        check_ends(POLICY, engine, separate=separate, **SECTION)
 
 
 def test_an_engine_looks_before_it_starts():

@@ -55,6 +55,7 @@ def test_the_evidence_is_written_if_the_directory_allows(tmp_path):
     tensors = torch.load(path.with_suffix(".pt"), weights_only=True)
     assert tensors["input_ids"].tolist() == [[4, 5, 6, 7]]
     assert math.isnan(tensors["advantages"][0, 2])
-    (tmp_path / "nonfinite").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "nonfinite").write_text("")
     with pytest.raises(StorageError, match="nonfinite"):
-        write_nonfinite(tmp_path, "policy", {"loss": math.nan}, batch())
+        write_nonfinite(tmp_path / "full", "policy", {"loss": math.nan}, batch())

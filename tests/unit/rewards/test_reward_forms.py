@@ -107,6 +107,7 @@ def test_refusals_name_function_and_remedy():
         scored(of_a_batch)
 
 
+@pytest.mark.integration
 def test_a_form_reaches_its_process(tmp_path):
     (tmp_path / "r.py").write_text(
         "def reward(completions, level, **kwargs):\n"

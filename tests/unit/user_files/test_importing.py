@@ -49,7 +49,7 @@ def package(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_a_module_finds_packages_absent_while_it_is_imported(package, tmp_path):
+def test_a_module_finds_packages_absent_while_it_is_imported(package):
     import_without(package, "small_wheel", "pytest")
     assert sys.modules[package].names == {
         "small_wheel": ["ModuleNotFoundError", "PackageNotFoundError"],
@@ -57,6 +57,9 @@ def test_a_module_finds_packages_absent_while_it_is_imported(package, tmp_path):
     }
     __import__("small_wheel")
     assert importlib.metadata.version("small_wheel") == "1.0"
+
+
+def test_packages_are_found_again_where_the_module_raises(package, tmp_path):
     (tmp_path / "greedy_module.py").write_text("import small_wheel")
     with pytest.raises(ModuleNotFoundError, match="small_wheel"):
         import_without(package, "small_wheel")
