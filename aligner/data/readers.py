@@ -9,6 +9,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from aligner.config.hub import hub_remedy
 from aligner.errors import ConfigError, DataError, raised_as
 from aligner.importing import load_function
 from aligner.packages import require_extra
@@ -99,7 +100,8 @@ def source_files(source: str | Path) -> list[Path] | None:
     if not path.exists() and any(character in name for character in "*?["):
         matches = sorted(glob(str(path), recursive=True))
         if not matches:
-            raise DataError(f"data: no file matches {name}. Correct the pattern")
+            remedy = hub_remedy(name, "dataset")
+            raise DataError(f"data: no file matches {name}. Correct the pattern{remedy}")
         return [file for match in matches for file in source_files(match) or ()]
     if path.is_dir() and (path / "dataset_dict.json").is_file():
         splits = sorted(str(file.parent) for file in path.glob("*/state.json"))
@@ -115,7 +117,7 @@ def source_files(source: str | Path) -> list[Path] | None:
             raise DataError(f"data: directory {path} contains no .jsonl and no .parquet file")
         return files
     if not path.is_file():
-        raise DataError(f"data: file {path} does not exist")
+        raise DataError(f"data: file {path} does not exist{hub_remedy(name, 'dataset')}")
     if path.suffix not in _READERS:
         raise DataError(
             f"data: {path} has none of the suffixes {', '.join(_READERS)}. Give a generator "

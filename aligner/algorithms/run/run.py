@@ -88,6 +88,7 @@ class Run(Generic[Config_co]):
             callbacks = Callbacks.load(config.trainer.callbacks)
             for note in [] if config.dry_run else prepare_log_dir(config, closing):
                 console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
+            console.print("starting: reading the model's description and the data")
             tokenizer, architecture = describe_model_of(config)
             check_roles(config, architecture, engine.worlds)
             yield Run(config, engine, console, callbacks, tokenizer, architecture, closing)
@@ -141,6 +142,7 @@ class Attempt(Workers):
     def __enter__(self) -> Self:
         with ExitStack() as closing:
             run, clusters = self._run, self._run.engine.clusters(closing)
+            run.console.print("starting: building the models and loading their weights")
             if run.config.dry_run:
                 clusters = self._calls.watch(clusters)
             workers = closing.pop_all()

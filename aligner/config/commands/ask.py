@@ -27,6 +27,7 @@ from aligner.config.fields import (
     not_empty,
 )
 from aligner.config.generation import GenerationConfig
+from aligner.config.hub import ON_HUB
 from aligner.config.parse import refuse
 from aligner.config.reward import RewardConfig
 from aligner.config.roles.model import RSModelConfig
@@ -43,7 +44,9 @@ class AskedModelConfig:
     """A model that only generates, and its layout."""
 
     restore_from_path: Annotated[
-        StrictStr, not_empty("a .nemo file, a Hugging Face directory or the directory of a run")
+        StrictStr,
+        not_empty("a .nemo file, a Hugging Face directory or the directory of a run"),
+        ON_HUB,
     ]
     """A `.nemo`, a Hugging Face directory, or the directory of a run: its newest state."""
 
@@ -142,6 +145,9 @@ class AskConfig:
     sampling: AnswerSamplingConfig = field(default_factory=AnswerSamplingConfig)
     seed: Natural = 1234
     """Seed of sampling."""
+
+    download: StrictBool = False
+    """Download models and data that are named as on Hugging Face's hub (docs/ppo.md#data)."""
 
     trainer: ProcessConfig = field(default_factory=ProcessConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from megatron.core.utils import unwrap_model as _unwrap_model
 
-from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.checkpoint.model_source import open_model
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.logprobs.output_layer import CapturingOutputLayer as _ValueOutputLayerBypass
@@ -39,7 +39,7 @@ class MegatronValueWorkerImpl(RewardScorer, ValueWorker[MegatronGPTCriticModel])
         self, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
     ) -> None:
         """See `ValueWorker.share_backbone`."""
-        with open_nemo(config.restore_from_path) as checkpoint:
+        with open_model(config.restore_from_path) as checkpoint:
             self._reward = SharedBackboneRewardModel.in_critic(
                 self.model,
                 checkpoint,
