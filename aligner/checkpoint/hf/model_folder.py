@@ -248,8 +248,8 @@ def _classifier(family: Family, weights: Weights, keys: Mapping[str, Any] | None
     if keys is not None and has_offset:
         raise CheckpointError(
             "the reward head (rm_head) has a bias or standardised rewards, which a sequence "
-            "classifier of transformers does not have. Score with the .nemo (reward.model, `aligner "
-            "serve-reward`), or train with trainer.reward_model.loss=bradley_terry and "
+            "classifier of transformers does not have. Score with the .nemo (reward.model, "
+            "`aligner serve-reward`), or train with trainer.reward_model.loss=bradley_terry and "
             "standardize_on=null"
         )
     labels = list(((keys or {}).get("regression") or {}).get("attributes") or ["value"])
