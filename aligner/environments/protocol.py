@@ -108,8 +108,9 @@ def check_start(value: Any) -> Start:
 
 
 def check_turn(value: Any, characters: int = 0) -> Turn:
-    """Return a `Turn` with values of plain classes. Raises `DataError` if ``value`` is invalid.
+    """Return a `Turn` with values of plain classes.
 
+    Raises `ConfigError` if ``value`` is no `Turn`, and `DataError` if it is invalid.
     ``characters``: length of the policy's message, the upper bound of the steps' ends.
     """
     if not isinstance(value, Turn):
