@@ -30,6 +30,8 @@ def hub(repositories: Mapping[str, Path]) -> Iterator[tuple[str, list[str]]]:
             if folder is None:
                 return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
             paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+            if api is None and not (folder / file).is_file():
+                return self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
             if api is None:
                 content = (folder / file).read_bytes()
                 served.append(f"{name}/{file}")
