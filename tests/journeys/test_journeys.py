@@ -493,8 +493,8 @@ def test_a_notebook_has_its_reward_and_a_quiet_model(tmp_path, tiny_nemo, instal
 NOTEBOOK = """
 import aligner
 
-def reward(prompts, responses, answer, **columns):
-    return [float(a in r) for r, a in zip(responses, answer)]
+def reward(completions, answer, **columns):
+    return [float(a in c) for c, a in zip(completions, answer)]
 
 result = aligner.train_grpo(
     model="tiny.nemo", data=[{"prompt": "2 + 2 = ", "answer": "4"}] * 16, reward=reward,
