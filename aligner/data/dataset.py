@@ -52,11 +52,7 @@ class Dataset(Generic[T]):
         taken: Sequence[str] = (),
         shares: "Shares | None" = None,
     ) -> None:
-        """Create a data set of ``items``.
-
-        ``dropped_too_long``: number of dropped items. ``taken``: descriptions of recognised
-        columns. ``shares``: shares of several sources.
-        """
+        """Create a data set. ``taken``: descriptions of recognised columns."""
         self._items = items
         self.dropped_too_long, self.taken, self.shares = dropped_too_long, taken, shares
 
@@ -147,23 +143,11 @@ def read_items(
     noun: str,
     key: str = "max_length",
 ) -> tuple[list[T], dict[str, Any]]:
-    """Read every row and convert it to an item. Items that are too long are dropped, never cut.
+    """Convert rows to items, drop items of more than ``longest`` tokens, and raise without items.
 
+    ``make`` converts a row, its index in the source and the section with the names of its columns.
+    ``keys``: see `recognised`. ``noun`` and ``key`` name the items and the limit in messages.
     Returns the items and the other arguments of a `Dataset`.
-
-    Args:
-        source: files or a generator function, see `aligner.data.readers.read_rows`. At most
-            ``limit`` rows are read.
-        make: function from a row, its index in the source and the section with the names of its
-            columns to an item.
-        data: section of the configuration.
-        keys: keys of the columns that a row needs (see `aligner.data.columns`).
-        longest: maximum number of tokens of an item, or None without a limit.
-        noun: name of the items in messages.
-        key: name of the setting of ``longest``, for messages.
-
-    Raises:
-        DataError: there are no rows, a row is invalid, or all items are too long.
     """
     name = source.source
     parts = [name] if isinstance(name, str) else list(name)
@@ -281,11 +265,7 @@ class PromptSampler:
         may_change: bool = False,
         shares: Shares | None = None,
     ) -> None:
-        """Start at the first epoch of ``size`` prompts.
-
-        ``may_change``: whether `load_state_dict` accepts a state with other data, another seed or
-        other shuffling. ``shares``: shares of several sources.
-        """
+        """Start at the first epoch. ``may_change``: see `load_state_dict`."""
         self.size, self.batch_size = size, batch_size
         self.seed, self.shuffle = seed, shuffle
         self.may_change, self.shares = may_change, shares

@@ -287,11 +287,7 @@ def _from_parquet(path: Path) -> Iterator[DataRow]:
 
 
 def _without_arrow_nulls(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove null keys at every depth of chat messages and tools.
-
-    The structs of an Arrow list share one set of keys. A tool call therefore has the arguments of
-    all other tool calls as nulls.
-    """
+    """Remove null keys of messages and tools: structs of an Arrow list share one set of keys."""
     return {name: _without_nulls(value, in_chat=False) for name, value in columns.items()}
 
 
