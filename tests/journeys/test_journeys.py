@@ -408,13 +408,14 @@ def test_a_reward_model_is_a_sequence_classifier_of_transformers(aligner, tmp_pa
     assert len({score for _, score, _ in scores}) == 3
     for _, theirs, ours in scores:
         assert float(theirs) == pytest.approx(float(ours), abs=1e-5)
-    # The directory is a reward model of this library again.
+    # The directory is a reward model and the beginning of a critic.
     (tmp_path / "runs" / "first").rename(tmp_path / "runs" / "reward")
     write(tmp_path / "rows.jsonl", [{"prompt": f"{i}+1="} for i in range(16)])
     sampling = [value for value in SAMPLING if not value.startswith(("reward.", "data."))]
     model = ["reward=model", "reward.model.restore_from_path=reward_hf"]
+    model.append("critic.restore_from_path=reward_hf")
     rows = ["data.train.source=rows.jsonl", "data.ground_truth_column=null"]
-    done = aligner("train-reinforce", *SMALL, *sampling, *model, *rows)
+    done = aligner("train-ppo", *SMALL, *sampling, *model, *rows)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
