@@ -84,7 +84,7 @@ def _file_of(module: str) -> Path:
     spec = None
     for part in module.split("."):
         spec = None if folders is None else PathFinder.find_spec(part, folders)
-        folders = spec and spec.submodule_search_locations
+        folders = None if spec is None else spec.submodule_search_locations
     return Path((spec and spec.origin) or "")
 
 
