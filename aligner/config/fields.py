@@ -11,7 +11,7 @@ from annotated_types import Interval
 from pydantic import AfterValidator, BeforeValidator, StrictFloat, StrictInt, StrictStr
 from pydantic_core import PydanticCustomError, PydanticKnownError, PydanticUseDefault
 
-from aligner.config.hub import DATA_ON_HUB, ON_HUB
+from aligner.hub import DATA_ON_HUB, ON_HUB
 
 
 def _integer(value: Any) -> Any:

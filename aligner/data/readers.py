@@ -9,8 +9,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from aligner.config.hub import hub_remedy
 from aligner.errors import ConfigError, DataError, raised_as
+from aligner.hub import hub_remedy
 from aligner.importing import load_function
 from aligner.packages import require_extra
 

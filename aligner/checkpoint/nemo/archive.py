@@ -17,8 +17,8 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, Self
 
 from aligner.checkpoint.nemo.inflated import open_inflated
-from aligner.config.hub import hub_remedy
 from aligner.errors import CheckpointError, CheckpointNotFoundError, raised_as
+from aligner.hub import hub_remedy
 
 CHECKSUMS = "checksums.json"  # member → SHA-256, for members without CRC-32
 _KEY = "model.restore_from_path"

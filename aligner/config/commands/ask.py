@@ -27,7 +27,6 @@ from aligner.config.fields import (
     not_empty,
 )
 from aligner.config.generation import GenerationConfig
-from aligner.config.hub import ON_HUB
 from aligner.config.parse import refuse
 from aligner.config.reward import RewardConfig
 from aligner.config.roles.model import RSModelConfig
@@ -37,6 +36,7 @@ from aligner.config.roles.sampling import PolicyRSConfig
 from aligner.config.run import RSRunConfig
 from aligner.config.validation import FINAL_ANSWER, AnswerSamplingConfig, answer_problems
 from aligner.foreign_keys import shown
+from aligner.hub import ON_HUB
 
 
 @dataclass(frozen=True)
