@@ -51,13 +51,18 @@ PATHS = {
     "models.nlp.gpt.megatron_gpt_reinforce_actor": "models.gpt",
     "models.nlp.gpt.megatron_gpt_reward_model": "models.gpt",
     "models.nlp.gpt.megatron_gpt_rs_actor": "models.gpt",
-    "models.policy.dtensor_policy_worker": "models.policy.workers.dtensor_policy_worker_v2",
+    "models.policy.dtensor_policy_worker": "models.policy.workers.policy_worker",
     "models.policy.interfaces": "models.interfaces",
-    "models.policy.megatron_policy_worker": "models.policy.workers.megatron_policy_worker",
+    "models.policy.megatron_policy_worker": "models.policy.workers.policy_worker",
     "models.policy.workers.base_policy_worker": "models.worker",
-    "models.policy.workers.dtensor_policy_worker": "models.policy.workers.dtensor_policy_worker_v2",
+    "models.policy.workers.dtensor_policy_worker": "models.policy.workers.policy_worker",
+    "models.policy.workers.dtensor_policy_worker_v2": "models.policy.workers.policy_worker",
+    "models.policy.workers.megatron_policy_worker": "models.policy.workers.policy_worker",
     "models.value.config": "compat.nemo_rl",
     "models.value.interfaces": "models.interfaces",
+    "models.value.workers.dtensor_value_worker_v2": (
+        "models.value.workers.value_worker losses.value"
+    ),
     "utils.utils": "models.gpt",
     # Paths of earlier versions of this library.
     "algorithms.losses.interfaces": "losses.interfaces",
@@ -77,6 +82,8 @@ PATHS = {
 _OTHER_NAMES = {
     "AbstractPolicyWorker": "RoleWorker",
     "DTensorPolicyWorker": "DTensorPolicyWorkerV2",
+    "_RightShiftLossWrapper": "RightShiftedLoss",
+    "_right_shift_values": "right_shift_values",
 }
 
 

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.device.accelerator import DeviceInfo, MemoryUse
 from aligner.distributed.batched_data_dict import BatchedDataDict, check_columns
-from aligner.distributed.interfaces import WorkerGroup
+from aligner.distributed.interfaces import Cluster, WorkerGroup
 from aligner.distributed.workers import (
     micro_batching,
     on_all_workers,
@@ -34,22 +34,41 @@ TRAINED_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 
 
 class RoleHandle:
-    """Handle of a group of workers of one role: training, phases, state and shutdown.
+    """Handle of a group of workers of one role: training, phases, state and shutdown."""
 
-    Args:
-        worker_group: the workers.
-        config: the role's section, with the default batch sizes of `train`.
-        model: the policy's section, with layout and token budgets that all roles share.
-    """
+    workers: ClassVar[Mapping[str, str]]  # dotted path of the worker class for each backend
 
     def __init__(
         self,
-        worker_group: WorkerGroup,
+        cluster: Cluster,
         config: TrainedModelConfig | CriticConfig,
         model: TrainedModelConfig,
+        name_prefix: str,
+        backend: str,
+        weights_path: str | os.PathLike[str] | None,
+        optimizer_path: str | os.PathLike[str] | None,
+        /,
+        **arguments: Any,
     ) -> None:
-        self.worker_group = worker_group
-        self.sharding_annotations = worker_group.sharding_annotations
+        """Start the workers on ``cluster``.
+
+        Args:
+            cluster: cluster of the workers.
+            config: the role's section, with the default batch sizes of `train`.
+            model: the policy's section, with layout and token budgets that all roles share.
+            name_prefix: name of the role in messages and log names.
+            backend: ``megatron`` or ``dtensor``.
+            weights_path: weights from `save_checkpoint` to continue from.
+            optimizer_path: optimizer state to continue from.
+            arguments: other arguments of `Cluster.start_workers` and of the worker class.
+        """
+        if backend not in self.workers:
+            raise ConfigError(f"policy.backend={backend} must be one of {', '.join(self.workers)}")
+        paths = checkpoint_paths(weights_path, optimizer_path)
+        self.worker_group = cluster.start_workers(
+            self.workers[backend], name_prefix, config=config, **paths, **arguments
+        )
+        self.sharding_annotations = self.worker_group.sharding_annotations
         self.config = config
         self.model = model
 
@@ -226,10 +245,3 @@ def checkpoint_paths(
         "tokenizer_path": tokenizer_path,
     }
     return {key: os.path.abspath(path) for key, path in paths.items() if path is not None}
-
-
-def worker_class(workers: Mapping[str, str], backend: str) -> str:
-    """Return the dotted path of the worker class for ``backend``."""
-    if backend not in workers:
-        raise ConfigError(f"policy.backend={backend} must be one of {', '.join(workers)}")
-    return workers[backend]

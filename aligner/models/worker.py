@@ -4,6 +4,7 @@ The handles call these methods with a data-parallel rank's share of a global bat
 same on every process of a model-parallel group.
 """
 
+import pkgutil
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,7 +116,7 @@ def note_unused(caller: str, arguments: Mapping[str, Any]) -> None:
 class RoleWorker(Generic[RoleT]):
     """Base class of the workers of all roles: training, phases, and run state."""
 
-    model_class: ClassVar[type[Any]]  # the backend's model of the role
+    model_path: ClassVar[str]  # of the backend's model of the role, ``module:class``
 
     def __init__(
         self,
@@ -150,11 +151,16 @@ class RoleWorker(Generic[RoleT]):
             load_optimizer_state(self, optimizer_path)
 
     @classmethod
+    def model_class(cls) -> type[Any]:
+        """Import the backend's model of the role."""
+        return pkgutil.resolve_name(cls.model_path)
+
+    @classmethod
     def load_model(cls, settings: RoleSettings, path: str, tokenizer: Tokenizer) -> RoleT:
         """Load the backend's model from a `.nemo` file or a Hugging Face directory."""
-        backend, trusted = cls.model_class.backend, settings.trust_remote_code
-        with open_model(path, backend, trusted=trusted) as source:
-            return cls.model_class.from_checkpoint(source, settings=settings, tokenizer=tokenizer)
+        model_class = cls.model_class()
+        with open_model(path, model_class.backend, trusted=settings.trust_remote_code) as source:
+            return model_class.from_checkpoint(source, settings=settings, tokenizer=tokenizer)
 
     def __repr__(self) -> str:
         parallel = self.parallel

@@ -21,7 +21,7 @@ class NemoModel(Protocol):
     ) -> Self:
         """Build the model and load its weights."""
 
-    def write_nemo(self, path: str) -> None:
+    def save_to(self, save_path: str) -> None:
         """Write the model. Called on every rank."""
 
 
@@ -66,4 +66,4 @@ class GPTSaveRestoreConnector(SaveRestoreConnector):
 
     def save_to(self, model: NemoModel, save_path: str) -> None:
         """Write the model to ``save_path`` atomically."""
-        model.write_nemo(save_path)
+        model.save_to(save_path)

@@ -5,42 +5,40 @@ Every method accepts and returns global batches. The workers get data-parallel s
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from aligner.compat.nemo_rl import PublishedRole
 from aligner.config import SamplingOptions, TrainedModelConfig
 from aligner.config.roles.policy import check_policy_backend
-from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
 from aligner.distributed.interfaces import Cluster
 from aligner.distributed.workers import phase, run_sharded, scored_rows
-from aligner.errors import ConfigError, TokenizerError
+from aligner.errors import ConfigError
 from aligner.kernels.counter_hash import CallSeeds
 from aligner.models.gpt.decode.scheduler import TokenListener
 from aligner.models.gpt.role.settings import RunSettings
-from aligner.models.handle import RoleHandle, checkpoint_paths, worker_class
+from aligner.models.handle import RoleHandle
 from aligner.models.interfaces import (
     ColocatablePolicyInterface,
     GenerationInterface,
     check_generation_output,
 )
-from aligner.models.policy.workers.policy_worker import PolicyWorker
-from aligner.models.worker import read_published
+from aligner.models.policy.workers.policy_worker import PolicyWorker, read_policy
 from aligner.refit.controller import RefitSource
 
-WORKERS = {
-    "megatron": "aligner.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker",
-    "dtensor": "aligner.models.policy.workers.dtensor_policy_worker_v2.DTensorPolicyWorkerV2",
-}
 GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
 LOGPROB_COLUMNS = ("input_ids", "input_lengths", "token_mask")
 
 
 class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInterface):
     """A language-model policy that samples, scores tokens, and trains."""
+
+    workers: ClassVar[Mapping[str, str]] = {
+        "megatron": "aligner.models.policy.workers.policy_worker.MegatronPolicyWorker",
+        "dtensor": "aligner.models.policy.workers.policy_worker.DTensorPolicyWorkerV2",
+    }
 
     def __init__(
         self,
@@ -83,41 +81,28 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
             ConfigError: a key of the mapping is unknown, or settings are incompatible.
             LayoutError: the layout does not fit the cluster's workers.
         """
-        # Configuration: a published mapping, or the policy's section.
         self.cfg = config
-        published: PublishedRole | None = None
-        if not isinstance(config, TrainedModelConfig):
-            published = read_published(config)
-            config, backend = published.model, published.backend
-            run = run or RunSettings.of(published)
-        run = run or RunSettings()
+        config, run, self.tokenizer, published = read_policy(config, run, tokenizer)
+        backend = backend if published is None else published.backend
         check_policy_backend(backend, config)
-        tokenizer = as_tokenizer(tokenizer)
-        # End tokens of a mapping, in addition to those of the tokenizer.
-        self._published = published
-        if published is not None and published.stop_token_ids:
-            try:
-                tokenizer = tokenizer.with_end_tokens(published.stop_token_ids)
-            except TokenizerError as error:
-                key = f"policy.generation.stop_token_ids={list(published.stop_token_ids)}"
-                raise ConfigError(f"{key}: {error}") from error
-        # Workers.
-        workers = cluster.start_workers(
-            worker_class(WORKERS, backend),
+        super().__init__(
+            cluster,
+            config,
+            config,
             name_prefix,
+            backend,
+            weights_path,
+            optimizer_path,
             parallel=config.parallel,
             workers_per_node=workers_per_node,
-            env_vars=published.env_vars if published else None,
-            config=config,
-            tokenizer=tokenizer,
+            env_vars=None if published is None else published.env_vars,
+            tokenizer=self.tokenizer,
             run=run,
             init_optimizer=init_optimizer,
             init_reference_model=init_reference_model,
             max_optimizer_steps=max_optimizer_steps,
-            **checkpoint_paths(weights_path, optimizer_path),
         )
-        super().__init__(workers, config, config)
-        self.tokenizer = tokenizer
+        self._published = published
         self._seeds = CallSeeds(run.seed)
 
     get_logprobs = scored_rows(PolicyWorker.get_logprobs, LOGPROB_COLUMNS, ("kept_ids",))

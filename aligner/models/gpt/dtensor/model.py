@@ -6,7 +6,7 @@ hidden states.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ from aligner.models.gpt.dtensor.plan import check_backend, check_dropout, check_
 from aligner.models.gpt.dtensor.shards import GatheredParameters, ParameterShard, SentWeights
 from aligner.models.gpt.dtensor.state import BACKEND, load_shard_state, shard_state
 from aligner.models.gpt.dtensor.ways import WORDS, ModelForm, examine, keyed_form
-from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
+from aligner.models.gpt.forward.schedule import Head, Microbatch, MicroBatches
 from aligner.models.gpt.role.model import (
     BatchResult,
     RoleModel,
@@ -100,6 +100,11 @@ class DTensorModel(RoleModel, LightningModule):
 
     # The model --------------------------------------------------------------------------------
 
+    @property
+    def unwrapped(self) -> TransformersModel:
+        """See `RoleModel.unwrapped`."""
+        return self.model
+
     def build(
         self, weights: Mapping[str, Tensor] | None
     ) -> tuple[TransformersModel, list[ParameterShard]]:
@@ -163,42 +168,22 @@ class DTensorModel(RoleModel, LightningModule):
 
     # Passes -----------------------------------------------------------------------------------
 
-    def infer_tokens(
-        self,
-        batch: Mapping[str, Tensor],
-        micro_batches: MicroBatches | None = None,
-        model: TransformersModel | None = None,
-    ) -> Tensor:
-        """See `RoleModel.infer_tokens`."""
-        model = model or self.model
-        ids = batch["input_ids"]
-        frame = torch.zeros((*ids.shape, *self.output_shape), device=ids.device)
-
-        def head(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor]:
-            outputs = self.token_outputs(model, hidden, microbatch, with_entropy=False)
-            return (outputs.values_or_logprobs,)
-
-        self.infer_frames(batch, head, [frame], micro_batches, model)
-        return frame
-
     @torch.no_grad()
     def infer_frames(
         self,
         batch: Mapping[str, Tensor],
-        head: Callable[[Microbatch, Tensor], tuple[Tensor, ...]],
+        head: Head,
         frames: Sequence[Tensor],
-        micro_batches: MicroBatches | None,
-        model: TransformersModel,
+        micro_batches: MicroBatches | None = None,
+        model: TransformersModel | None = None,
     ) -> None:
-        """Fill ``frames`` [B, S, ...] with the results of ``head`` for hidden states [n * L, H].
-
-        ``batch`` and ``micro_batches``: see `RoleModel.infer_tokens`.
-        """
+        """See `RoleModel.infer_frames`."""
+        model = model or self.model
         start = 0
         for microbatch in self.split(
             batch, micro_batches or self.settings.forward_micro_batch_size
         ):
-            results = model(microbatch.layout, partial(head, microbatch))
+            results = model(microbatch.layout, lambda hidden, part=microbatch: head(hidden, part))
             rows = slice(start, start + len(results[0]))
             for frame, result in zip(frames, results, strict=True):
                 frame[rows, : result.shape[1]] = result
@@ -215,7 +200,7 @@ class DTensorModel(RoleModel, LightningModule):
         loss = self.require_loss(loss_fn)
         denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
 
-        def head(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
             outputs = self.loss_outputs(self.model, hidden, microbatch, loss)
             return loss(outputs, microbatch.columns, denominators)
 
@@ -223,7 +208,7 @@ class DTensorModel(RoleModel, LightningModule):
         parts = []
         with torch.set_grad_enabled(not forward_only):
             for microbatch in self.split(batch, mbs or self.settings.micro_batch_size):
-                share, metrics = self.model(microbatch.layout, partial(head, microbatch))
+                share, metrics = self.model(microbatch.layout, partial(head, microbatch=microbatch))
                 if not forward_only:
                     share.backward()
                 parts.append({**metrics, "loss": share.detach()})

@@ -4,25 +4,22 @@ The actor of rejection sampling is the same policy, trained on its best response
 """
 
 from collections.abc import Mapping
-from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from aligner.checkpoint.gpt_weights import GatheredWeights
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView
 from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.kernels.counter_hash import CallSeeds
 from aligner.logprobs.output_layer import output_weight
 from aligner.losses.language import NegativeLogLikelihoodLoss
-from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches, full_hidden_states
-from aligner.models.gpt.forward.token_logprobs import best_candidates
+from aligner.models.gpt.forward.schedule import MicroBatches, full_hidden_states
 from aligner.models.gpt.megatron.model import MegatronGPTModel
 from aligner.models.gpt.role.model import BatchResult
-from aligner.models.gpt.role.policy import ReferencePolicy, SamplingPolicy
+from aligner.models.gpt.role.policy import SamplingPolicy
 from aligner.models.gpt.role.settings import SectionType
 from aligner.models.interfaces import AlignableGenerativeInterface
 from aligner.types import LossFunction
@@ -53,44 +50,18 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
         """See `SamplingPolicy.output_layer`."""
         return full_hidden_states(model, hidden, vocab_parallel=True), output_weight(model)
 
-    def get_topk_logits(
-        self,
-        batch: Mapping[str, Tensor],
-        k: int,
-        vocab_size: int,
-        micro_batches: MicroBatches | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `SamplingPolicy.get_topk_logits`."""
-        gpt = self.gpt
+    def trained_weights(self) -> dict[str, Tensor]:
+        """See `SamplingPolicy.trained_weights`."""
+        weights = self.gpt.named_parameters()
+        return {name: weight for name, weight in weights if weight.requires_grad}
 
-        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-            projection = self.projection(gpt, hidden)._replace(vocab_size=vocab_size)
-            return best_candidates(projection, microbatch.selected, microbatch.layout, k)
-
-        ids = batch["input_ids"].new_zeros(*batch["input_ids"].shape, k)
-        logits = torch.zeros(ids.shape, device=ids.device)
-        self.infer_frames(batch, head, [logits, ids], micro_batches)
-        return logits, ids
-
-    def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
-        """Freeze the current weights as the reference policy. With adapters ``mode`` is ignored."""
-        kind: Literal["keep", "swap", "bare"] = mode
-        if self.adapters is not None:  # the frozen weights need no copy
-            kind = "bare" if self.adapters.are_fresh else "swap"
-        weights = dict(self.gpt.named_parameters())
-
-        # Called by the reference with ``keep`` only.
-        def copy() -> GPTModel:
-            gpt = self.build_gpt(initialize=False)
-            with torch.no_grad():
-                for name, parameter in gpt.named_parameters():
-                    parameter.copy_(weights[name])
-            return gpt
-
-        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
-        self.__dict__["_reference"] = ReferencePolicy(
-            self.gpt, kind, self.infer_tokens, weights=trained, copy=copy
-        )
+    @torch.no_grad()
+    def copied_model(self) -> GPTModel:
+        """See `SamplingPolicy.copied_model`."""
+        gpt, weights = self.build_gpt(initialize=False), dict(self.gpt.named_parameters())
+        for name, parameter in gpt.named_parameters():
+            parameter.copy_(weights[name])
+        return gpt
 
     def get_inference_log_probs(self, response_tokens: Tensor) -> Tensor:
         """Return log-probs of int64 ``[B, S]`` tokens, float32 ``[B, S]``, 0 at position 0."""
@@ -109,17 +80,7 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
     def hugging_face_weights(self) -> HuggingFaceView:
         """See `SamplingPolicy.hugging_face_weights`."""
         family, _ = config_to_hf(self.architecture)
-        return HuggingFaceView(self._gathered_weights, family.table, self.architecture)
-
-    @cached_property
-    def _gathered_weights(self) -> GatheredWeights:
-        return GatheredWeights(
-            self.gpt,
-            self.architecture,
-            tp_group=self.parallel.tp_group,
-            pp_group=self.parallel.pp_group,
-            ep_group=self.parallel.ep_group,
-        )
+        return HuggingFaceView(self.gathered_weights, family.table, self.architecture)
 
     def infer(
         self, inference_batch: Mapping[str, Tensor], *, seed: int | None = None

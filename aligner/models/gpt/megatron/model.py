@@ -132,6 +132,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         self.architecture = architecture or architecture_from_config(
             dict(cfg), cfg.get("vocab_size") or (tokenizer.vocab_size if tokenizer else None)
         )
+        self.has_fresh_adapters = self.settings.lora is not None
         check_layout(self.architecture, self.settings.parallel, self.parallel.world_size)
         if self.settings.lora is not None:
             adapter_shapes(self.architecture, self.settings.lora)  # raises if not supported
@@ -211,47 +212,21 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         )
         self.model = wrapped
 
-    def infer_tokens(
-        self,
-        batch: Mapping[str, Tensor],
-        micro_batches: MicroBatches | None = None,
-        model: GPTModel | None = None,
-    ) -> Tensor:
-        """See `RoleModel.infer_tokens`."""
-        gpt = model or self.gpt
-
-        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor]:
-            return (self.token_outputs(gpt, hidden, microbatch, False).values_or_logprobs,)
-
-        frame = self.empty_frame(batch)
-        self.infer_frames(batch, head, [frame], micro_batches, gpt)
-        return frame
-
-    def empty_frame(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return zeros in the shape of `infer_tokens`, float32 ``[B, S]`` or ``[B, S, K]``."""
-        ids = batch["input_ids"]
-        return torch.zeros((*ids.shape, *self.output_shape), device=ids.device)
-
     def infer_frames(
         self,
         batch: Mapping[str, Tensor],
         head: Head,
         frames: Sequence[Tensor],
         micro_batches: MicroBatches | None = None,
-        gpt: GPTModel | None = None,
+        model: GPTModel | None = None,
         *,
         with_graph: bool = False,
     ) -> None:
-        """Fill ``frames`` ``[B, S, ...]`` with the outputs of ``head`` for hidden states.
-
-        ``head`` returns, for a micro-batch, one tensor ``[b, s, ...]`` per frame. The frames are
-        the same on every process of the model-parallel group. ``with_graph``: see
-        `infer_microbatches`. For the other arguments see `infer_tokens`.
-        """
+        """See `RoleModel.infer_frames`. ``with_graph``: see `infer_microbatches`."""
         # Forward passes, whose results only the last pipeline stage returns.
         microbatches = self.split(batch, micro_batches or self.settings.forward_micro_batch_size)
         step = partial(forward_step, head=head)
-        results = infer_microbatches(gpt or self.gpt, microbatches, step, with_graph=with_graph)
+        results = infer_microbatches(model or self.gpt, microbatches, step, with_graph=with_graph)
         if self.parallel.is_last_stage:
             start = 0
             for parts in results:
@@ -347,10 +322,6 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         """Return the files registered with NeMo, by their key in ``cfg``."""
         keys = getattr(self, "artifacts", None) or {}
         return {key: Path(functools.reduce(getitem, key.split("."), self.cfg)) for key in keys}
-
-    def save_to(self, save_path: str) -> None:
-        """Write a `.nemo` file through NeMo's connector. Call it on every rank."""
-        GPTSaveRestoreConnector().save_to(self, str(save_path))
 
     @classmethod
     def restore_from(cls, restore_path: str, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ loads and gathers full weights, adapters and the head.
 
 import math
 from collections.abc import Mapping, Sequence, Set
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,6 +234,19 @@ class RoleWeights(RoleModel):
         """Model of megatron-core without the data-parallel wrapper."""
         return self.model.module if self.optimizer is not None else self.model
 
+    unwrapped = gpt
+
+    @cached_property
+    def gathered_weights(self) -> GatheredWeights:
+        """Canonical weights with adapters merged, each gathered when all ranks index its name."""
+        return GatheredWeights(
+            self.gpt,
+            self.architecture,
+            tp_group=self.parallel.tp_group,
+            pp_group=self.parallel.pp_group,
+            ep_group=self.parallel.ep_group,
+        )
+
     def collect_weights(self) -> None:
         """See `RoleOptimizer.collect_weights`."""
         if self.optimizer is not None:
@@ -367,6 +381,7 @@ class RoleWeights(RoleModel):
         """See `RoleModel.load_adapters`."""
         assert self.adapters is not None
         self.adapters.load(path)
+        self.has_fresh_adapters = False
         if self.optimizer is not None:
             self.optimizer.copy_model_weights()
 
@@ -399,11 +414,4 @@ class RoleWeights(RoleModel):
     def whole_weights(self) -> dict[str, Tensor]:
         """See `RoleModel.whole_weights`."""
         self.collect_weights()
-        weights = GatheredWeights(
-            self.gpt,
-            self.architecture,
-            tp_group=self.parallel.tp_group,
-            pp_group=self.parallel.pp_group,
-            ep_group=self.parallel.ep_group,
-        )
-        return weights.on_rank_zero()
+        return self.gathered_weights.on_rank_zero()

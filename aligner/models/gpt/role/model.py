@@ -1,6 +1,7 @@
 """`RoleModel`, the phases, passes over a batch and updates of a role on any backend."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.errors import ConfigError, NonFiniteError, current_step
 from aligner.models.gpt.forward.schedule import (
+    Head,
     Microbatch,
     MicroBatches,
     row_bounds,
@@ -45,12 +47,8 @@ class BatchResult(NamedTuple):
     valid_tokens: float
 
 
-class RoleModel:
-    """A role's share of a model on this process, for any backend.
-
-    A backend sets the attributes declared here and implements the methods that raise
-    `NotImplementedError`.
-    """
+class RoleModel(ABC):
+    """A role's share of a model on this process, for any backend."""
 
     role_name = "model"  # in reports
     backend: ClassVar[str] = "megatron"
@@ -62,6 +60,12 @@ class RoleModel:
     parallel: ParallelState
     model: nn.Module  # including wrappers for training
     optimizer: StepOptimizer | None  # None before `setup_training` and for frozen roles
+    has_fresh_adapters: bool  # which have no effect
+
+    @property
+    @abstractmethod
+    def unwrapped(self) -> nn.Module:
+        """`model` without wrappers for training."""
 
     # Outputs ----------------------------------------------------------------------------------
 
@@ -75,6 +79,7 @@ class RoleModel:
         """Shape of the role's output for one token: ``(K,)`` for K > 1 outputs, else ``()``."""
         return () if self.head_outputs < 2 else (self.head_outputs,)
 
+    @abstractmethod
     def token_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
@@ -83,7 +88,6 @@ class RoleModel:
         ``hidden``: ``[n, L, H]`` of megatron-core, or ``[n * L, H]`` of a transformers model, whose
         forward pass makes this call.
         """
-        raise NotImplementedError
 
     def loss_outputs(
         self, model: Any, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
@@ -201,6 +205,7 @@ class RoleModel:
             raise ConfigError(f"loss_fn: the {self.role_name} has no default loss. Pass loss_fn")
         return loss_fn
 
+    @abstractmethod
     def run_batch(
         self,
         batch: Mapping[str, Tensor],
@@ -213,7 +218,6 @@ class RoleModel:
         Denominators are counted over all data-parallel ranks before the first micro-batch, so that
         loss and gradient do not depend on micro-batch size or layout.
         """
-        raise NotImplementedError
 
     def infer_tokens(
         self,
@@ -234,13 +238,40 @@ class RoleModel:
             float32 ``[B, S]`` (``[B, S, K]`` for a head with K outputs) on every process of the
             model-parallel group, 0 beyond a sequence's length.
         """
-        raise NotImplementedError
+        model = model or self.unwrapped
+
+        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor]:
+            return (self.token_outputs(model, hidden, microbatch, False).values_or_logprobs,)
+
+        frame = self.empty_frame(batch)
+        self.infer_frames(batch, head, [frame], micro_batches, model)
+        return frame
+
+    def empty_frame(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return zeros in the shape of `infer_tokens`, float32 ``[B, S]`` or ``[B, S, K]``."""
+        ids = batch["input_ids"]
+        return torch.zeros((*ids.shape, *self.output_shape), device=ids.device)
+
+    @abstractmethod
+    def infer_frames(
+        self,
+        batch: Mapping[str, Tensor],
+        head: Head,
+        frames: Sequence[Tensor],
+        micro_batches: MicroBatches | None = None,
+        model: Any = None,
+    ) -> None:
+        """Fill ``frames`` ``[B, S, ...]`` with the outputs of ``head`` for hidden states.
+
+        ``head`` returns, for a micro-batch, one tensor ``[b, s, ...]`` per frame. For the other
+        arguments see `infer_tokens`.
+        """
 
     # Phases -----------------------------------------------------------------------------------
 
+    @abstractmethod
     def setup_training(self) -> None:
         """Create the optimizer, once, after the weights are loaded."""
-        raise NotImplementedError
 
     def prepare_for_training(self) -> None:
         """Create the optimizer or move its state to the device, and enter training mode."""
@@ -266,38 +297,34 @@ class RoleModel:
         """Free the memory that inference cached, for other processes on the device."""
         accelerator.release_shared_memory()
 
-    def collect_weights(self) -> None:
+    def collect_weights(self) -> None:  # noqa: B027 - optional for a backend
         """Gather weights that other ranks updated, if updates defer it. All ranks must call it."""
 
-    def drop_reused_forward(self) -> None:
+    def drop_reused_forward(self) -> None:  # noqa: B027 - optional for a backend
         """Free the graph that a scoring pass keeps for training, if any."""
 
-    def release_generator(self) -> None:
+    def release_generator(self) -> None:  # noqa: B027 - optional for a role
         """Free the memory that sampling keeps on the device between rollouts, if any."""
 
     # State ------------------------------------------------------------------------------------
 
+    @abstractmethod
     def run_state(self) -> dict[str, Any]:
         """Return this process's exact share of weights and optimizer state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore a `run_state` from the shares of all processes of the saved run."""
-        raise NotImplementedError
 
     def save_to(self, save_path: str) -> None:
         """Write a `.nemo` file. Call it on every rank: rank 0 writes, and all raise its error."""
-        self.write_nemo(save_path)
-
-    def write_nemo(self, path: str) -> None:
-        """See `save_to`."""
         # All ranks gather the weights, rank 0 writes.
         weights = self.whole_weights()
         files = self.tokenizer.files() if self.tokenizer is not None else {}
         keys, artifacts = self.nemo_keys(), self.nemo_artifacts()
         on_rank_zero(
             lambda: save_nemo(
-                path, weights, self.architecture, files, extra_config=keys, artifacts=artifacts
+                save_path, weights, self.architecture, files, extra_config=keys, artifacts=artifacts
             )
         )
 
@@ -309,36 +336,36 @@ class RoleModel:
         """Return extra files of the `.nemo` file, by their key in ``model_config.yaml``."""
         return {}
 
+    @abstractmethod
     def whole_weights(self) -> dict[str, Tensor]:
         """Gather canonical weights, with adapters merged, on rank 0 (empty on other ranks).
 
         Call it on every rank.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def load_whole_weights(self, weights: Weights, strict: bool = True) -> None:
         """Load this process's share of canonical weights. Call it on every rank.
 
         ``weights``: full tensors, [out, in] or [out], in any float dtype. ``strict=False`` keeps
         the present head if ``weights`` contain none or one of another shape.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def save_adapters(self, path: str | Path) -> None:
         """Write only the adapters and the head. Call it on every rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_adapters(self, path: str | Path) -> None:
         """Load adapters and head from a file of `save_adapters`. Call it on every rank."""
-        raise NotImplementedError
 
     def way_in_words(self) -> str:
         """Describe how the model runs, empty if its type determines it."""
         return ""
 
+    @abstractmethod
     def num_parameters(self) -> int:
         """Count the parameters on this process."""
-        raise NotImplementedError
 
 
 def require_optimizer(optimizer: Optimizer | None) -> Optimizer:

@@ -89,3 +89,15 @@ class RewardWorker(RewardScorer, RoleWorker["RewardRole"]):
         Both are saved with the model, and scoring builds sequences of the same form.
         """
         self.model.remember_sequences(add_bos, end_id)
+
+
+class MegatronRewardWorker(RewardWorker):
+    """Worker of `RewardModel` on megatron-core."""
+
+    model_path = "aligner.models.gpt.megatron.reward:MegatronGPTRewardModel"
+
+
+class DTensorRewardWorker(RewardWorker):
+    """Worker of `RewardModel` on a transformers model, as FSDP2."""
+
+    model_path = "aligner.models.gpt.dtensor.reward:DTensorRewardModel"

@@ -27,10 +27,10 @@ __all__ = [
 TokenizerType = TypeVar("TokenizerType", bound=Tokenizer)
 
 
-class MegatronValueWorkerImpl(RewardScorer, ValueWorker[MegatronGPTCriticModel]):
+class MegatronValueWorker(RewardScorer, ValueWorker[MegatronGPTCriticModel]):
     """Worker of `Value` on this backend. A reward model can share its backbone."""
 
-    model_class = MegatronGPTCriticModel
+    model_path = "aligner.models.gpt.megatron.critic:MegatronGPTCriticModel"
     _reward: SharedBackboneRewardModel | None = None
 
     # A reward model on the same backbone ------------------------------------------------------
@@ -77,5 +77,4 @@ class MegatronValueWorkerImpl(RewardScorer, ValueWorker[MegatronGPTCriticModel])
         self.disable_forward_pre_hook()
 
 
-class MegatronValueWorker(MegatronValueWorkerImpl):
-    """Worker of `Value`, on every engine."""
+MegatronValueWorkerImpl = MegatronValueWorker  # NeMo-RL's class without Ray

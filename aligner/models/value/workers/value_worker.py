@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from aligner.checkpoint.nemo.archive import named_by
+from aligner.compat.nemo_rl import PublishedRole
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -16,6 +17,27 @@ from aligner.models.worker import RoleWorker, note_unused, passes_over, place_of
 from aligner.parallel.groups import ParallelState
 
 Critic = TypeVar("Critic", bound=ValueModel)
+
+
+def read_critic(
+    config: CriticConfig | Mapping[str, Any],
+    model: TrainedModelConfig | None,
+    run: RunSettings | None,
+) -> tuple[CriticConfig, TrainedModelConfig, RunSettings, PublishedRole | None]:
+    """Return the critic's section, the policy's with the critic's layout, and run settings.
+
+    ``config``: a section, which requires ``model``, or a mapping of `ValueConfig`, which is also
+    returned. Raises `ConfigError` if the mapping is invalid or ``model`` is missing.
+    """
+    published = None if isinstance(config, CriticConfig) else read_published(config, "value")
+    if published is not None:
+        config, model, run = published.critic, published.model, run or RunSettings.of(published)
+    assert isinstance(config, CriticConfig)
+    if model is None:
+        raise ConfigError(
+            "model is required in addition to a CriticConfig. Pass the policy's section"
+        )
+    return config, config.with_layout(model), run or RunSettings(), published
 
 
 class ValueWorker(RoleWorker[Critic]):
@@ -41,17 +63,7 @@ class ValueWorker(RoleWorker[Critic]):
         **kwargs: Any,
     ) -> None:
         note_unused(type(self).__name__, kwargs)
-        # Configuration: a published mapping, or the critic's and the policy's sections.
-        if not isinstance(config, CriticConfig):
-            published = read_published(config, "value")
-            config, model = published.critic, published.model
-            run = run or RunSettings.of(published)
-        if model is None:
-            raise ConfigError(
-                "model is required in addition to a CriticConfig. Pass the policy's section"
-            )
-        run = run or RunSettings()
-        model = config.with_layout(model)
+        config, model, run, _ = read_critic(config, model, run)
         parallel = place_of(model.parallel, worker_sharding_annotations, parallel, run.seed)
         tokenizer = as_tokenizer(tokenizer)
         # The model. Errors about the file name the key of its path.
@@ -92,3 +104,9 @@ class ValueWorker(RoleWorker[Critic]):
             "reward.model.share_body_with_critic=true needs policy.backend=megatron. Set it, or "
             "set share_body_with_critic to false"
         )
+
+
+class DTensorValueWorkerV2(ValueWorker[ValueModel]):
+    """Worker of `Value` on a transformers model, as FSDP2 and DTensors."""
+
+    model_path = "aligner.models.gpt.dtensor.critic:DTensorCriticModel"
