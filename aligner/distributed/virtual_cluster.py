@@ -41,7 +41,7 @@ class RayVirtualCluster:
         log_dir: Path | None = None,
         env_vars: Mapping[str, Any] | None = None,
     ) -> None:
-        """Reserve the bundles.
+        """Reserve the bundles. Raises `WorkerError` without free resources after one minute.
 
         Args:
             bundle_ct_per_node_list: number of bundles per node.
@@ -50,13 +50,10 @@ class RayVirtualCluster:
             name: name of the cluster in messages.
             cpus_per_bundle: number of CPUs of a bundle.
             parallel: model-parallel sizes of training workers, unless `start_workers` sets others.
-                None means no model parallelism.
             seed: seed of the random generators of training workers.
             timeout_s: longest wait in seconds, of the driver for a worker and between workers.
             log_dir: directory of logs, which all nodes must see. Default: a temporary directory.
             env_vars: environment variables, set before the workers import anything.
-
-        Raises `WorkerError` if the resources are not available after one minute.
         """
         import ray
 
@@ -99,9 +96,7 @@ class RayVirtualCluster:
         env_vars: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> RayWorkerGroup:
-        """Construct ``worker_class(parallel=..., **kwargs)`` in a process on every bundle.
-
-        Training groups are constructed concurrently, while the driver continues.
+        """Construct ``worker_class(parallel=..., **kwargs)`` on every bundle, concurrently.
 
         Args:
             worker_class: dotted path of the class.

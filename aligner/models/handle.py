@@ -1,7 +1,4 @@
-"""`RoleHandle`, the base class of the handles of policy, critic and reward model.
-
-A handle accepts and returns global batches. Its workers get data-parallel shares.
-"""
+"""`RoleHandle`, the base class of the handles of policy, critic and reward model."""
 
 import contextlib
 import logging
@@ -34,7 +31,10 @@ TRAINED_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 
 
 class RoleHandle:
-    """Handle of a group of workers of one role: training, phases, state and shutdown."""
+    """Handle of a group of workers of one role, which accepts and returns global batches.
+
+    The workers get data-parallel shares.
+    """
 
     workers: ClassVar[Mapping[str, str]]  # dotted path of the worker class for each backend
 
@@ -52,15 +52,9 @@ class RoleHandle:
     ) -> None:
         """Start the workers on ``cluster``.
 
-        Args:
-            cluster: cluster of the workers.
-            config: the role's section, with the default batch sizes of `train`.
-            model: the policy's section, with layout and token budgets that all roles share.
-            name_prefix: name of the role in messages and log names.
-            backend: ``megatron`` or ``dtensor``.
-            weights_path: weights from `save_checkpoint` to continue from.
-            optimizer_path: optimizer state to continue from.
-            arguments: other arguments of `Cluster.start_workers` and of the worker class.
+        ``config``: the role's section, with the default batch sizes of `train`. ``model``: the
+        policy's section, with layout and token budgets that all roles share. ``arguments``: other
+        arguments of `Cluster.start_workers` and of the worker class. For the others see `Policy`.
         """
         if backend not in self.workers:
             raise ConfigError(f"policy.backend={backend} must be one of {', '.join(self.workers)}")
@@ -83,10 +77,9 @@ class RoleHandle:
         """Run one pass over ``data``, with one optimizer step for every ``gbs`` rows.
 
         Args:
-            data: columns that ``loss_fn`` and the role read.
-            loss_fn: a loss of `aligner.algorithms.losses`, or of the type that NeMo-RL publishes, a
-                function of (logits, data, global_valid_seqs, global_valid_toks) (see
-                `aligner.losses.interfaces`).
+            data: columns that ``loss_fn`` and the role read. A missing one raises `DataError`.
+            loss_fn: a loss of `aligner.algorithms.losses`, or of the type that NeMo-RL publishes
+                (see `aligner.losses.interfaces`).
             eval_mode: whether to run forward passes only, without updates.
             gbs: number of rows of a global mini-batch, over all ranks. Default: as configured.
             mbs: number of rows per forward-backward pass, which must not separate rows that
@@ -96,9 +89,6 @@ class RoleHandle:
             ``loss`` and ``grad_norm`` (means over the pass's steps), ``lr`` of the last step,
             ``skipped`` (whether a step was skipped because it was not finite) and
             ``all_mb_metrics`` (dict of lists with one value per step, over the global mini-batch).
-
-        Raises:
-            DataError: one of `TRAINED_COLUMNS` is missing.
         """
         # Micro-batches: by token budget or by rows, without separating compared rows.
         check_columns(data, TRAINED_COLUMNS)
@@ -161,18 +151,14 @@ class RoleHandle:
     def begin_saving(self, folder: Path, in_background: bool) -> None:
         """Write the present state of every worker's share (see `ShareWriter`).
 
-        With ``in_background`` the call returns after copying. The caller seals the folder
-        (`worker_state.seal`).
+        With ``in_background`` the call returns after copying. The caller seals the folder.
         """
         run_on_all(
             self.worker_group, RoleWorker.begin_saving, str(folder.absolute()), in_background
         )
 
     def check_saving(self, wait: bool) -> None:
-        """Raise the error of writing in the background, if any. ``wait``: wait for its end.
-
-        If a call has failed, workers may be waiting for one another and are not called.
-        """
+        """Raise the error of writing in the background, if any. ``wait``: wait for its end."""
         if not self.worker_group.is_healthy:
             return
         for failure in run_on_all(self.worker_group, RoleWorker.saving_failure, wait):
@@ -191,12 +177,10 @@ class RoleHandle:
     ) -> None:
         """Write the role from the workers, so that every machine needs access to these paths.
 
-        Args:
-            weights_path: a ``.nemo`` file, including configuration and tokenizer. A path without
-                that suffix becomes a Hugging Face directory.
-            optimizer_path: directory for the float32 weights, moments and step, a file per worker.
-                A handle started with both paths continues from that state, on any layout.
-            tokenizer_path: directory for the tokenizer's files.
+        ``weights_path``: a ``.nemo`` file, or without that suffix a Hugging Face directory.
+        ``optimizer_path``: directory for the float32 weights, moments and step, a file per worker.
+        A handle started with both paths continues from that state, on any layout.
+        ``tokenizer_path``: directory for the tokenizer's files.
         """
         paths = checkpoint_paths(weights_path, optimizer_path, tokenizer_path)
         run_on_all(self.worker_group, RoleWorker.save_checkpoint, **paths)

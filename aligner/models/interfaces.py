@@ -1,7 +1,7 @@
 """Interfaces of the roles, on any backend.
 
-Lightning-style roles (``SupervisedInterface`` and below) use batches of one process, the handles
-(``PolicyInterface`` and below) global batches. `aligner.types` defines keys, shapes and masks.
+Lightning-style roles use batches of one process, handles global batches. `aligner.types` defines
+keys, shapes and masks.
 """
 
 from abc import ABC, abstractmethod
@@ -45,22 +45,13 @@ class InferencePhases(ABC):
 
 
 class SupervisedInterface(ABC):
-    """A role that trains on a loss over a batch.
-
-    The names are NeMo-Aligner's. Its trainers call the four hooks around a step. The trainers of
-    this library do not call the hooks, and its roles do not override them.
-    """
+    """A role that trains on a loss. The hooks are NeMo-Aligner's and are never called."""
 
     @abstractmethod
     def get_loss_and_metrics(
         self, batch: Mapping[str, Tensor], forward_only: bool
     ) -> tuple[float, dict[str, float]]:
-        """Compute loss and metrics of this process's share of a global batch, over all ranks.
-
-        ``batch`` contains the columns that the loss reads (see `aligner.types`), including float32
-        ``token_mask`` ``[B, S]`` and ``sample_mask`` ``[B]``. Gradients are accumulated unless
-        ``forward_only``.
-        """
+        """See `RoleModel.get_loss_and_metrics`."""
 
     def prepare_for_training_step(self) -> None:  # noqa: B027 - optional for a role
         """Run before each training batch of a caller's training loop."""
@@ -178,17 +169,14 @@ class GenerationInterface(ABC):
         """Sample responses to prompts (see `GenerationOutputSpec`).
 
         Without a seed, every call of a run samples anew, and a repeated run samples the same
-        tokens. ``sampling_options``: overrides the configured lengths and sampling in this call.
+        tokens. ``sampling_options`` override the configured lengths and sampling.
         """
 
     def weights_changed(self) -> None:  # noqa: B027 - no effect if the policy samples
         """Mark the policy's weights as changed. The next `prepare_for_generation` fetches them."""
 
     def recover(self) -> bool:
-        """Clean up after an error in `generate`, and return whether it can be called again.
-
-        Call it on every rank. All ranks return the same value, by default False.
-        """
+        """Clean up on every rank after an error in `generate`. Return whether it may be called."""
         return False
 
     @abstractmethod
@@ -293,10 +281,7 @@ class ColocatablePolicyInterface(PolicyInterface):
     def get_weights_ipc_handles(
         self, keys: Sequence[str], readers: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Return handles with which an engine on the same machine or device opens weights.
-
-        ``readers``: the machines and devices that will open the weights. Default: all.
-        """
+        """Return handles with which the engines ``readers`` on this machine open weights."""
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> "WorkerFuture":

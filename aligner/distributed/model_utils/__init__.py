@@ -1,7 +1,6 @@
 """NeMo-RL's functions on logits and hidden states that are sharded over tensor-parallel ranks.
 
-Shapes follow the published convention: next-token log-probs are ``[B, S-1]``, and position t
-describes token t + 1.
+As published, next-token log-probs are ``[B, S-1]``, and position t describes token t + 1.
 """
 
 from aligner.distributed.model_utils.context_shard import (

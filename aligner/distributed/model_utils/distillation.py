@@ -31,14 +31,11 @@ def get_distillation_topk_logprobs_from_logits(
     ``student_logits``: float [B, S, V], with ``vocab_parallel_group`` [B, S_cp, V_local] and this
     process's ``vocab_parallel_rank``, or a DTensor [B, S, V] on a mesh with ``tp`` (and ``cp``).
     ``teacher_topk_logits``: float [B, S, k]. ``teacher_topk_indices``: int64 [B, S, k], global ids.
-
     ``zero_outside_topk``: True normalises the student over the whole vocabulary, False over the k
     tokens. The teacher is always renormalised over the k tokens.
 
-    Returns ``(student [B, S-1, k], teacher [B, S-1, k], H [B, S-1] | None)``, float32. Position t
-    describes token t + 1. With ``calculate_entropy`` H is the student's ``Σ_v p_v log p_v`` over
-    the whole vocabulary. Student and H are differentiable. Raises LayoutError if k is 0, or the
-    rank is missing.
+    Returns ``(student [B, S-1, k], teacher [B, S-1, k], H [B, S-1] | None)``, float32. With
+    ``calculate_entropy`` H is the student's ``Σ_v p_v log p_v`` over the whole vocabulary.
     """
     if teacher_topk_indices.shape[-1] == 0:
         raise LayoutError("teacher_topk_indices has 0 tokens per position. Distil at least 1")

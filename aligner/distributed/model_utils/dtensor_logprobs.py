@@ -1,8 +1,7 @@
 """Next-token log-probs from logits that are a DTensor, or the local part of a DTensor.
 
-Meshes name their dimensions: ``tp`` shards the vocabulary, the optional ``cp`` the sequence.
-``seq_index`` is the order of the sequence: element i of the concatenated shards is position
-``seq_index[i]``.
+Of a mesh, ``tp`` shards the vocabulary, the optional ``cp`` the sequence. Element i of the
+concatenated ``cp`` shards is position ``seq_index[i]``.
 """
 
 import torch
@@ -27,8 +26,7 @@ def get_logprobs_from_vocab_parallel_logits(
     """Compute log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], on every rank.
 
     ``vocab_parallel_logits``: float [B, S, V], sharded over ``tp`` by the last dimension, V of any
-    size. Other arguments: `dtensor_from_parallel_logits_to_logprobs`. Raises LayoutError if
-    ``seq_index`` is given and the mesh has no ``cp`` dimension.
+    size. Other arguments: `dtensor_from_parallel_logits_to_logprobs`.
     """
     mesh = vocab_parallel_logits.device_mesh
     names = mesh.mesh_dim_names or ()
@@ -81,14 +79,12 @@ def dtensor_from_parallel_logits_to_logprobs(
 ) -> Tensor:
     """Compute log-probs of all tokens after the first, float32 [B, S-1], on every rank.
 
-    ``vocab_parallel_logits``: the local float [B, S / CP, V_local]. The first ``vocab_end_index -
-    vocab_start_index`` columns are these global ids. ``target``: int64 [B, S], unshifted. If logits
-    are sharded over ``cp``, ``target`` is sharded equally, in the order ``seq_index`` int64 [S].
-    Other arguments: `from_parallel_logits_to_logprobs`.
+    ``vocab_parallel_logits``: the local float [B, S / CP, V_local]. ``target``: int64 [B, S],
+    unshifted, sharded like the logits over ``cp``, in the order ``seq_index`` int64 [S]. Other
+    arguments: `from_parallel_logits_to_logprobs`.
 
     Backward uses each rank's gradient of its own copy, without a sum over ``cp``, which is exact if
-    all ranks compute the same loss. Raises LayoutError if ``cp`` shards the logits
-    and ``seq_index`` is missing.
+    all ranks compute the same loss.
     """
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params

@@ -1,7 +1,6 @@
 """Next-token log-probs from megatron-core's hidden states, without the full logits in memory.
 
-Shape legend: ``H`` hidden, ``T`` packed tokens, ``S_cp = S / CP`` positions on a context-parallel
-rank. With sequence parallelism each tensor-parallel rank stores ``S_cp / TP`` positions.
+``S_cp = S / CP`` positions are on a context-parallel rank, with sequence parallelism ``S_cp / TP``.
 """
 
 from typing import Any
@@ -56,8 +55,7 @@ def from_parallel_hidden_states_to_logprobs(
     integers [n + 1], boundaries of packed sequences in [T] (B is 1).
 
     Gradients are exact if all tensor-parallel ranks compute the same loss, and are summed over
-    context-parallel ranks (`AllGatherCPTensor`). Raises LayoutError without a weight, or for
-    ``cu_seqlens_padded`` without ``unpacked_seqlen``.
+    context-parallel ranks.
     """
     del runtime_gather_output  # logits are not materialised
     weight = output_weight if output_weight is not None else output_weight_layer

@@ -1,8 +1,4 @@
-"""Next-token log-probs in the published convention, from logits in any layout.
-
-Log-probs are [B, S-1]. Position t describes token t + 1. Targets are unshifted.
-`context_shard` describes the positions on each context-parallel rank.
-"""
+"""Next-token log-probs [B, S-1] in the published convention, from logits in any layout."""
 
 import torch
 import torch.distributed as dist
@@ -73,8 +69,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     token that each local position predicts. ``cu_seqlens_padded``: integers [n + 1], sequence
     starts in [T] and the last end. Other arguments: `from_parallel_logits_to_logprobs`.
 
-    A row contains the log-probs of tokens 1, 2, … of its sequence, including padding tokens, then
-    zeros. A sequence longer than ``unpacked_seqlen`` is cut. No value is copied to the host.
+    Rows are zero after the log-probs of their sequence, and cut at ``unpacked_seqlen``.
     """
     plan = LogprobPlan.between(
         vocab_start_index, vocab_end_index, group, chunk_size, sampling_params

@@ -1,7 +1,6 @@
 """The Ray actor of a worker: log, environment, and method calls.
 
-The actor may run in an interpreter with few packages besides Ray, so this module imports only the
-standard library. The worker's module imports the packages of the worker.
+This module imports only the standard library, because the interpreter may have few packages.
 """
 
 import contextlib

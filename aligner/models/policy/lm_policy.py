@@ -1,7 +1,4 @@
-"""`Policy`, the controller's handle of a group of policy workers.
-
-Every method accepts and returns global batches. The workers get data-parallel shares.
-"""
+"""`Policy`, the controller's handle of a group of policy workers."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -64,15 +61,14 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
                 `PolicyConfig`, which also contains the backend and the workers' environment.
             tokenizer: a tokenizer of this library or of transformers.
             name_prefix: name of the role in messages and log names.
-            workers_per_node: on Ray, number of bundles to use on each node, or a list of numbers.
+            workers_per_node: on Ray, number of bundles to use on each node, or one per node.
                 Default: all.
             init_optimizer: whether to create an optimizer. False for a frozen policy.
             weights_path: weights from `save_checkpoint` to continue from. The reference policy
                 still uses the weights of ``config``.
             optimizer_path: optimizer state to continue from.
-            init_reference_model: whether to keep a copy of the initial weights. False for runs
-                without a KL term.
-            run: precision, gradient clipping and seed. Default: the values of a mapping, or else
+            init_reference_model: whether to keep the initial weights, for a KL term.
+            run: precision, gradient clipping and seed. Default: those of a mapping, or
                 `RunSettings`.
             backend: ``megatron`` or ``dtensor``, ignored for a mapping.
             max_optimizer_steps: length of a schedule without ``max_steps``.
@@ -128,16 +124,12 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
 
         Reads ``input_ids`` int64 [B, S], ``input_lengths`` int64 [B] and ``sample_ids`` int64 [B]
         (default 0, 1, 2, ...). The tokens of a sample depend only on ``seed``, its ``sample_ids``
-        entry and its prompt. Without a seed, every call derives a new seed from the run's seed and
-        the count of earlier calls.
+        entry and its prompt. Without a seed, every call derives a new seed from the run's seed.
 
         ``sampling_options``: overrides the configured lengths and sampling in this call.
         ``listener``: called with every token that a worker of this process samples, and with the
-        row of the prompt in the worker's share.
-
-        Raises:
-            ConfigError: the policy's mapping contains no section ``generation``.
-            DataError: a column of ``data`` or of the workers' output is missing.
+        row in the worker's share. Raises `ConfigError` without a section ``generation``,
+        `DataError` for a missing column.
         """
         if self._published is not None and not self._published.generates:
             raise ConfigError(
@@ -168,11 +160,7 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         return output
 
     def recover(self) -> bool:
-        """See `GenerationInterface.recover`.
-
-        It returns False under tensor, pipeline, context or expert parallelism, because a failed
-        worker leaves the others waiting in a collective.
-        """
+        """See `GenerationInterface.recover`. False if workers may wait in a collective."""
         parallel = self.model.parallel
         is_collective = parallel.model_parallel_size * parallel.expert > 1
         return not is_collective and self.worker_group.recover()

@@ -41,10 +41,8 @@ class RewardModel(RoleHandle):
         """Start the workers on ``cluster``.
 
         They load ``config.restore_from_path``: a reward model, or a language model with a new head.
-        With ``weights_path`` and ``optimizer_path`` from `save_checkpoint` they continue from
-        there. ``attributes``: attributes that the head rates, empty for comparisons, or None to use
-        the file's attributes. ``init_optimizer``: False for a frozen model. For the other arguments
-        see `Policy`.
+        ``attributes``: attributes that the head rates, empty for comparisons, None for those of the
+        file. For the other arguments see `Policy`.
         """
         super().__init__(
             cluster,

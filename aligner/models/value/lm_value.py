@@ -44,16 +44,10 @@ class Value(RoleHandle, ValueInterface):
     ) -> None:
         """Start the workers on ``cluster``.
 
-        They load ``config.restore_from_path``, or the policy's weights with a new head. With
-        ``weights_path`` and ``optimizer_path`` from `save_checkpoint` they continue from there. For
-        the other arguments and the errors see `Policy`.
-
-        Args:
-            cluster: cluster of the workers.
-            config: the critic's section, which requires ``model``, or a mapping of `ValueConfig`,
-                which is complete and includes the layout.
-            weights_path: weights, including the head, to continue from.
-            model: the policy's section, with micro-batching and the default layout.
+        They load ``config.restore_from_path``, or the policy's weights with a new head, or the
+        weights and head of ``weights_path``. ``config``: the critic's section, which requires
+        ``model``, or a mapping of `ValueConfig`. ``model``: the policy's section, with
+        micro-batching and the default layout. For the other arguments and the errors see `Policy`.
         """
         self.cfg = config
         config, section, run, published = read_critic(config, model, run)

@@ -1,7 +1,4 @@
-"""Policy on megatron-core: generates responses, scores tokens, and trains on a policy loss.
-
-The actor of rejection sampling is the same policy, trained on its best responses by likelihood.
-"""
+"""Policy on megatron-core: generates responses, scores tokens, and trains on a policy loss."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -26,10 +23,7 @@ from aligner.types import LossFunction
 
 
 class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativeInterface):
-    """Actor of PPO and, with another loss, of other algorithms.
-
-    ``loss_fn`` is any `aligner.types.LossFunction` over log-probs.
-    """
+    """Actor of PPO and, with another `aligner.types.LossFunction`, of other algorithms."""
 
     role_name = "policy"
     config_types: ClassVar[tuple[SectionType, ...]] = (
@@ -88,10 +82,9 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
         """Sample responses to prompts. Without ``seed``, every call draws other samples.
 
         Args:
-            inference_batch: prompts ``text``, int64 ``[B, P]``, right-padded, and their
-                ``length``, int64 ``[B]``.
-            seed: seed of counter-based sampling, in which row b is sample b. Default: derived from
-                the role's seed and the count of earlier calls without a seed.
+            inference_batch: prompts ``text``, int64 ``[B, P]``, right-padded, and their ``length``,
+                int64 ``[B]``.
+            seed: seed of counter-based sampling, in which row b is sample b.
 
         Returns:
             ``response_tokens`` int64 ``[B, S]`` (prompt and response), ``response_lengths`` int64
@@ -134,21 +127,17 @@ class MegatronGPTRSModel(MegatronGPTActorModel):
         loss_fn: LossFunction | None = None,
         mbs: MicroBatches | None = None,
     ) -> BatchResult:
-        """See `MegatronGPTModel.run_batch`.
-
-        ``batch`` contains the columns of `aligner.types`, or is a result of `infer`.
-        """
+        """See `RoleModel.run_batch`. ``batch`` may also be a result of `infer`."""
         if "response_tokens" in batch:
             batch = training_columns(batch)
         return super().run_batch(batch, forward_only, loss_fn, mbs)
 
 
 def training_columns(rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the result of `MegatronGPTActorModel.infer` to training columns.
+    """Convert a result of `MegatronGPTActorModel.infer` to training columns.
 
-    ``rollout``: ``response_tokens`` int64 ``[B, S]``, ``response_lengths`` and ``prompt_lengths``
-    int64 ``[B]``. In the result, ``token_mask`` float32 ``[B, S]`` is 1 from ``prompt_lengths`` to
-    ``response_lengths``, and ``sample_mask`` float32 ``[B]`` is 1.
+    ``token_mask``, float32 ``[B, S]``, is 1 in the response, and ``sample_mask``, float32 ``[B]``,
+    is 1.
     """
     tokens, lengths = rollout["response_tokens"], rollout["response_lengths"]
     position = torch.arange(tokens.shape[1], device=tokens.device)

@@ -218,9 +218,8 @@ def build_gpt(
 ) -> GPTModel:
     """Build this process's share of the model on the accelerator's device.
 
-    Process groups must have been initialised (`aligner.parallel.groups`). With
-    ``initialize=False`` the weights are uninitialised until a checkpoint is loaded. If ``lora`` is
-    given, adapters are added, with weights of zero.
+    Process groups must have been initialised (`aligner.parallel.groups`). With ``initialize=False``
+    the weights are uninitialised. ``lora`` adds adapters, with weights of zero.
     """
     parallel = parallel or ParallelConfig()
     config = transformer_config(
@@ -273,10 +272,7 @@ def _scale_output(factor: float, module: Any, args: Any, output: Tensor) -> Tens
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
-    """Mark the split weights, which megatron-core marks only when it initialises them.
-
-    An unmarked split weight counts as a copy: the gradient norm would omit all parts but rank 0's.
-    """
+    """Mark the split weights. The gradient norm counts unmarked weights only on rank 0."""
     split = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in model.modules():
         for kind, dim in split.items():
@@ -287,11 +283,10 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
 def scaled_inverse_frequencies(inverse: Tensor, scaling: RopeScaling, base: float) -> Tensor:
     """Scale rotary frequencies, float32 [D_rot / 2], to a longer context.
 
-    ``linear`` divides all frequencies by the factor (Chen et al. 2023). ``llama3`` divides only
-    those with a wavelength above the original context and interpolates in between (Llama 3.1,
-    2024). Its constants are read from the checkpoint, whereas megatron-core hard-codes them.
-    ``yarn`` interpolates over the index of the frequency instead (Peng et al. 2023). ``longrope``
-    divides each frequency by its short factor (Ding et al. 2024).
+    ``linear`` divides all frequencies by the factor (Chen et al. 2023), ``longrope`` each by its
+    short factor (Ding et al. 2024). ``llama3`` divides only those with a wavelength above the
+    original context and interpolates in between (Llama 3.1, 2024). ``yarn`` interpolates over the
+    index of the frequency instead (Peng et al. 2023).
     """
     if scaling.kind == "linear":
         return inverse / scaling.factor

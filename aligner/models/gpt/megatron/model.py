@@ -2,14 +2,6 @@
 
 It implements the parts that all roles share: this process's share of the model, the optimizer, the
 phases, and `.nemo` files. Each role defines its outputs as a function of the hidden states.
-
-Training can continue from a scoring pass (`ForwardReuse`). If a rollout is one micro-batch of one
-update, the critic's values and the first forward pass of its training use the same rows and the
-same weights. The pass for values then keeps its graph:
-
-    get_values ─► hidden states with their graph ─► values
-                              │
-    training_update ──────────┴─► loss ─► backward
 """
 
 import dataclasses
@@ -60,7 +52,11 @@ _ROW_COLUMNS = ("input_ids", "input_lengths")
 
 
 class ForwardReuse:
-    """Hidden states of one scored micro-batch, with their graph, for reuse by one update."""
+    """Hidden states of one scored micro-batch, with their graph, for reuse by one update.
+
+    If a rollout is one micro-batch of one update, the critic's values and the first forward pass of
+    its training use the same rows and the same weights. The pass for values then keeps its graph.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -100,9 +96,9 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
     Args:
         cfg: the ``model_config.yaml`` of a `.nemo` file, as a mapping.
-        trainer: a Lightning trainer (optional). This library's trainers pass None.
-        settings: layout, precision, batch sizes, optimizer. Default: the settings in ``cfg`` (see
-            `settings_from_model_config`).
+        trainer: a Lightning trainer (optional).
+        settings: layout, precision, batch sizes, optimizer. Default: read from ``cfg``
+            (`settings_from_model_config`).
         architecture: shape of the model. Default: parsed from ``cfg``.
         tokenizer: tokenizer that is saved with the model.
         initialize: initialise the weights at random. False if a checkpoint is loaded next.
@@ -288,8 +284,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     ) -> Self:
         """Build this role from an opened checkpoint and load the checkpoint's weights.
 
-        A role with a scalar head loads the ``rm_head`` of the file, or starts with a fresh head.
-        ``options``: additional arguments of the role.
+        A head comes from the file's ``rm_head``, or is new. ``options``: arguments of the role.
         """
         if tokenizer is None and checkpoint.tokenizer_files:
             tokenizer = checkpoint.tokenizer

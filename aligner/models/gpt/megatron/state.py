@@ -2,21 +2,12 @@
 
 Each process saves, of every parameter, the slice that its optimizer updates: float32 weights and
 moments, under the parameter's canonical name and with its part of the tensor-parallel split.
-Nothing is gathered or copied. With the distributed optimizer, data-parallel ranks save disjoint
-slices.
+Weights frozen next to adapters are not in the state but in the model's file.
 
 Restoring reads one parameter at a time, only the elements that this process updates, from the
-memory-mapped files of all saving processes (the file of this process first). If the tensor-parallel
-split has changed, the rules that split and merge weights (`aligner.checkpoint.canonical`) locate
-the elements, of moments too, because moments have the shape of their parameter. Weights that other
-data-parallel ranks update are gathered from those ranks, as after a step. In bfloat16 these are the
-rounded float32 weights, as the optimizer computes them.
-
-The state is exact. A resumed run repeats to the bit on a CPU. On a GPU it does so only with
-``trainer.deterministic``, because gradients are otherwise added in varying order.
-
-Weights frozen next to adapters are not in the state but in the model's file. `RoleWeights` also
-loads and gathers full weights, adapters and the head.
+memory-mapped files of all saving processes. If the tensor-parallel split has changed,
+`aligner.checkpoint.canonical` locates the elements, of moments too. Weights that other
+data-parallel ranks update are gathered from those ranks, as after a step.
 """
 
 import math
@@ -140,11 +131,7 @@ class _SavedRole:
         return [kind for kind in self._pieces(name)[0]["tensors"] if kind != WEIGHT]
 
     def read(self, name: str, kind: str, part: TensorPart, shape: Shape, elements: range) -> Tensor:
-        """Return some elements of a part of a tensor, as a flat tensor.
-
-        ``part``: part in the present layout. ``shape``: required shape of the part. ``elements``:
-        indices into the flattened part.
-        """
+        """Return the flattened ``elements`` of a part of a tensor in the present layout."""
         # The same split: the saved elements themselves.
         piece = self._pieces(name)[0]
         _, count = piece["part"]
@@ -284,13 +271,9 @@ class RoleWeights(RoleModel):
 
     @torch.no_grad()
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore this process's share from the states of all processes of the saved run.
+        """Restore this process's share from the states of all processes in rank order.
 
-        ``states`` are in rank order. On the layout of the saved run, every bit is restored. On
-        another layout only the padding rows of the vocabulary, which nothing reads, become zero.
-
-        Raises:
-            CheckpointError: the state is of another model, or a slice is missing.
+        Raises `CheckpointError` for a state of another model, or without one of the slices.
         """
         self._restore_gradients()
         optimizer, lora, tied = self.optimizer, self.settings.lora, self.architecture.tie_embeddings
@@ -393,8 +376,7 @@ class RoleWeights(RoleModel):
     def load_head(self, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Copy the reward head, weight [K, H] and bias [K], if model and checkpoint contain one.
 
-        Raises:
-            CheckpointError: the shapes differ and ``strict`` is set.
+        Raises `CheckpointError` if the shapes differ and ``strict`` is set.
         """
         head = getattr(self.gpt, "rm_head", None)
         if head is None:

@@ -37,11 +37,7 @@ _VALID_TOKENS = "valid_tokens"
 
 
 class BatchResult(NamedTuple):
-    """Result of the passes over one global batch, the same on every rank.
-
-    ``metrics``: reduced over all ranks, including ``loss``. ``valid_tokens``: valid tokens of the
-    global batch, possibly 0.
-    """
+    """Reduced metrics of one global batch, and its count of valid tokens, equal on all ranks."""
 
     metrics: dict[str, float]
     valid_tokens: float
@@ -106,9 +102,9 @@ class RoleModel(ABC):
     ) -> tuple[float, dict[str, float]]:
         """Compute loss and metrics of one global batch, of which ``batch`` is this rank's share.
 
-        ``batch`` contains the columns that the loss reads (see `aligner.types`), including float32
-        ``token_mask`` ``[B, S]`` and ``sample_mask`` ``[B]``. Unless ``forward_only``, gradients
-        are added to the gradient buffers. If ``loss_fn`` is None, the role's loss is computed.
+        ``batch`` contains the columns that the loss reads (`aligner.types`), including float32
+        ``token_mask`` ``[B, S]`` and ``sample_mask`` ``[B]``. Gradients are accumulated unless
+        ``forward_only``. Default of ``loss_fn``: the role's loss.
         """
         metrics = self.run_batch(batch, forward_only, loss_fn, mbs).metrics
         return metrics["loss"], metrics
@@ -125,10 +121,8 @@ class RoleModel(ABC):
         Returns the metrics of the loss, and ``grad_norm``, ``lr``, ``skipped`` and ``empty``.
 
         A loss or gradient that is not finite never reaches the weights: the step is skipped or the
-        run stopped (`NonFiniteError`), and the offending samples are written to disk either way.
-
-        For a global batch without a valid token (``empty`` is 1) no step is taken, because momentum
-        and weight decay would still change the weights. The schedule does not advance either.
+        run stopped (`NonFiniteError`), and the offending samples are written to disk either way. A
+        global batch without a valid token (``empty`` is 1) changes neither weights nor schedule.
 
         Args:
             batch: see `get_loss_and_metrics`.
@@ -184,10 +178,9 @@ class RoleModel(ABC):
         )
 
     def split(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> list[Microbatch]:
-        """Split this rank's ``batch`` into micro-batches.
+        """Split this rank's ``batch``, [B] or [B, S, ...] columns, into micro-batches.
 
-        ``batch``: columns of `aligner.types`, [B] or [B, S, ...]. If `passes_are_collective`, all
-        ranks must call it, and get the same number of micro-batches, some of them without rows.
+        If `passes_are_collective`, all ranks get the same number, some of them without rows.
         """
         # Empty micro-batches are appended, so that they change no row.
         bounds = row_bounds(batch["input_ids"].shape[0], micro_batches)
@@ -338,17 +331,13 @@ class RoleModel(ABC):
 
     @abstractmethod
     def whole_weights(self) -> dict[str, Tensor]:
-        """Gather canonical weights, with adapters merged, on rank 0 (empty on other ranks).
-
-        Call it on every rank.
-        """
+        """Gather canonical weights, with adapters merged, on rank 0. Call it on every rank."""
 
     @abstractmethod
     def load_whole_weights(self, weights: Weights, strict: bool = True) -> None:
         """Load this process's share of canonical weights. Call it on every rank.
 
-        ``weights``: full tensors, [out, in] or [out], in any float dtype. ``strict=False`` keeps
-        the present head if ``weights`` contain none or one of another shape.
+        ``strict=False`` keeps a head that is missing in ``weights`` or of another shape.
         """
 
     @abstractmethod
@@ -380,7 +369,7 @@ def count_denominators(
 ) -> tuple[Denominators, Tensor]:
     """Count valid tokens and sequences of a global batch, of which ``batch`` is this rank's share.
 
-    Also return this rank's valid tokens, a float64 scalar, for `reduce_result`.
+    Also return this rank's valid tokens, a float64 scalar.
     """
     # float64, so that the counts are exact for any layout.
     mask = batch["token_mask"].double() * batch["sample_mask"].double()[:, None]
@@ -394,10 +383,10 @@ def count_denominators(
 def reduce_result(
     parts: Iterable[Mapping[str, Tensor]], own_tokens: Tensor, dp_group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Reduce micro-batch metrics over all ranks, with the count of valid tokens (`result_of`).
+    """Reduce micro-batch metrics and the count of valid tokens over all ranks.
 
-    ``parts``: scalars of any dtype. ``own_tokens``: this rank's count, a scalar. It is copied to
-    the host together with the metrics, because a separate copy would synchronise again.
+    ``own_tokens``, a scalar, is copied to the host together with the metrics, which synchronises
+    once.
     """
     return reduce_metrics({**combine_metrics(parts), _VALID_TOKENS: own_tokens}, dp_group)
 

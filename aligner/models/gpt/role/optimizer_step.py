@@ -66,10 +66,7 @@ class StepOptimizer(ABC):
 
     @abstractmethod
     def step(self, loss_is_finite: bool = True) -> StepOutcome:
-        """Update the weights, unless the loss or the gradient norm is NaN or infinite.
-
-        A skipped step changes neither weights nor moments nor the schedule.
-        """
+        """Update the weights. A loss or gradient norm that is not finite changes nothing."""
 
     @abstractmethod
     def moment_states(self) -> Iterator[dict[str, Any]]:
@@ -135,10 +132,7 @@ class OwnedSlice:
         }
 
     def set_moments(self, moments: Mapping[str, Tensor], steps: int) -> None:
-        """Set the optimizer state after ``steps`` updates to copies of ``moments``.
-
-        ``moments``: float tensors of the shape of ``main``, [n] or the parameter's shape.
-        """
+        """Set the optimizer state after ``steps`` updates to copies of ``moments``."""
         assert self.inner is not None
         self.inner.state.pop(self.main, None)
         if not moments:

@@ -1,7 +1,4 @@
-"""Policy on any backend: scoring of tokens, sampling of responses, and the frozen reference.
-
-The reference policy uses the initial weights of training.
-"""
+"""Policy on any backend: scoring of tokens, sampling of responses, and the frozen reference."""
 
 import contextlib
 from abc import abstractmethod
@@ -36,14 +33,12 @@ from aligner.types import LossFunction, TokenOutputs
 
 
 class ReferencePolicy(LightningModule, Inferrable):
-    """Frozen policy that scores tokens with the initial weights.
+    """Frozen policy that scores tokens with the initial weights, which are not its parameters.
 
-    ``keep``: the initial weights are a second model on the device. Scoring has no delay. ``swap``:
-    they are in host memory, and are exchanged with the policy's weights to score. With adapters
-    only the adapters are copied. On a GPU a swap copies the weights twice and needs no device
-    memory. ``bare``: the policy scores without its adapters, which must have started from zero.
-
-    The module registers parameters only if the mode is ``keep``, and never the policy's.
+    ``keep``: the initial weights are a second model on the device. ``swap``: they are in host
+    memory, and are exchanged with the policy's weights to score, which costs two copies and no
+    device memory. ``bare``: the policy scores without its adapters, which must have started from
+    zero.
     """
 
     def __init__(self, policy: "SamplingPolicy", mode: Literal["keep", "swap", "bare"]) -> None:
@@ -67,10 +62,7 @@ class ReferencePolicy(LightningModule, Inferrable):
     def infer(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """Compute log-probs float32 ``[B, S]`` under the initial weights.
-
-        ``batch`` and ``micro_batches``: see `SamplingPolicy.get_logprobs`.
-        """
+        """Compute `SamplingPolicy.get_logprobs` under the initial weights."""
         with self.initial_model() as initial:
             return self._policy[0].infer_tokens(batch, micro_batches, initial)
 
@@ -116,9 +108,8 @@ class SamplingPolicy(RoleModel):
     def output_layer(self, model: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two factors of the logits.
 
-        These are the rows of hidden states, float ``[n * L, H]``, and the output layer's weight,
-        float ``[V / tp, H]``. ``hidden``: see `token_outputs`. Under tensor parallelism the rows'
-        gradient is summed over the ranks.
+        These are the rows of hidden states, float ``[n * L, H]``, whose gradient is summed over
+        tensor-parallel ranks, and the output layer's weight, float ``[V / tp, H]``.
         """
 
     def projection(self, model: Any, hidden: Tensor) -> Projection:
@@ -165,11 +156,10 @@ class SamplingPolicy(RoleModel):
     def get_logprobs(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """Compute log-probs under the current weights.
+        """Compute log-probs float32 ``[B, S]`` under the current weights, 0 outside ``token_mask``.
 
         ``batch``: ``input_ids`` int64 ``[B, S]``, ``input_lengths`` int64 ``[B]``, ``token_mask``
-        ``[B, S]`` (1 for tokens to score). ``micro_batches``: see `RoleModel.infer_tokens`. Returns
-        float32 ``[B, S]``, 0 where ``token_mask`` is 0.
+        ``[B, S]`` (1 for tokens to score). ``micro_batches``: see `RoleModel.infer_tokens`.
         """
         return self.infer_tokens(batch, micro_batches)
 
@@ -275,10 +265,7 @@ class SamplingPolicy(RoleModel):
 
     @abstractmethod
     def model_to_sample_from(self) -> GPTModel | SampledModel:
-        """Return a megatron-core model, or a causal model of transformers, with current weights.
-
-        If it is a copy, all ranks must call this method.
-        """
+        """Return a model with the current weights. All ranks must call it if it is a copy."""
 
     @abstractmethod
     def hugging_face_weights(self) -> Mapping[str, Tensor]:

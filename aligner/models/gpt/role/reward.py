@@ -30,11 +30,7 @@ class SequenceForm:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "SequenceForm | None":
-        """Read the form from a ``model_config.yaml``, or return None for a file without a form.
-
-        Raises:
-            CheckpointError: the values are invalid.
-        """
+        """Read the form, None if missing. `CheckpointError` for invalid values."""
         section = config.get(_SEQUENCES)
         if section is None:
             return None
@@ -75,11 +71,7 @@ class Standardization:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "Standardization | None":
-        """Read mean and deviation from a ``model_config.yaml``, or return None if off or missing.
-
-        Raises:
-            CheckpointError: the values are invalid.
-        """
+        """Read mean and deviation, None if off or missing. `CheckpointError` if invalid."""
         section = config.get(_STANDARDIZATION) or {}
         if not section.get("enable"):
             return None
@@ -100,8 +92,8 @@ class Standardization:
 class RewardRole(ValueModel):
     """Model that scores sequences. The output at a token scores the text up to that token.
 
-    A model trained on comparisons has one output. A model trained on ratings has one output for
-    each attribute in ``settings.attributes``.
+    Training on comparisons needs one output, on ratings one per attribute in
+    ``settings.attributes``.
     """
 
     role_name = "reward model"
@@ -129,8 +121,8 @@ class RewardRole(ValueModel):
         """Compute the reward of each sequence, the head's output at the last valid token.
 
         ``batch``: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
-        ``micro_batches``: see `RoleModel.infer_tokens`. ``standardize``: apply the standardisation
-        saved with the model, if any. Returns float32 ``[B]``, or ``[B, K]`` for K rated attributes.
+        ``standardize``: apply the standardisation saved with the model, if any. Returns float32
+        ``[B]``, or ``[B, K]`` for K rated attributes.
         """
         scores = self.infer_tokens(batch, micro_batches)
         rows = torch.arange(scores.shape[0], device=scores.device)
@@ -188,10 +180,10 @@ class RewardRole(ValueModel):
 
 
 def saved_attributes(checkpoint: ModelSource) -> tuple[str, ...] | None:
-    """Return the attributes that a saved head rates, empty for a head trained on comparisons.
+    """Return the attributes that a saved head rates, None without a head.
 
-    The head's shape determines their count and the configuration their names. Return None if the
-    file contains no head.
+    The tuple is empty for a head trained on comparisons. The head's shape determines the count and
+    the configuration the names.
     """
     if REWARD_HEAD[0] not in checkpoint.weights:
         return None

@@ -35,8 +35,7 @@ def read_policy(
 ) -> tuple[TrainedModelConfig, RunSettings, Tokenizer, PublishedRole | None]:
     """Return the policy's section, run settings, tokenizer and published mapping, if any.
 
-    ``config``: a section or a mapping of `PolicyConfig`, whose end tokens are added to the
-    tokenizer's. Raises `ConfigError` if the mapping is invalid.
+    The end tokens of a mapping are added to the tokenizer's.
     """
     if isinstance(config, TrainedModelConfig):
         return config, run or RunSettings(), as_tokenizer(tokenizer), None
@@ -50,13 +49,9 @@ def read_policy(
 class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
     """Worker of `Policy`, which loads the policy from ``config.restore_from_path``.
 
-    The reference policy always uses the weights of ``config``. For most arguments see `Policy`.
-
-    Args:
-        worker_sharding_annotations: layout of the workers, which must agree with ``config``.
-        parallel: parallel layout and groups of this process. Default: created from RANK and related
-            environment variables.
-        kwargs: ignored published arguments, listed in a warning.
+    For most arguments see `Policy`. ``worker_sharding_annotations``: layout of the workers, which
+    must agree with ``config``. ``parallel``: layout and groups of this process. Default: from RANK
+    and related environment variables. ``kwargs``: ignored published arguments, listed in a warning.
     """
 
     def __init__(
@@ -106,9 +101,8 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
         """Sample responses to right-padded prompts (see `Policy.generate`).
 
         Default of ``sample_ids``: the rows' indices in the global batch, of which every
-        data-parallel rank has an equal share. Default of ``seed``: derived from the run's seed and
-        the count of earlier calls without a seed. Workers that generate together must be called
-        equally often. `DataError` if ``input_ids`` or ``input_lengths`` is missing.
+        data-parallel rank has an equal share. Workers that generate together must be called equally
+        often.
         """
         check_columns(data, ("input_ids", "input_lengths"))
         seed = self._seeds.next() if seed is None else seed
@@ -174,7 +168,7 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
 
         Reads the columns of `get_logprobs`. Returns ``topk_logits`` float32 [B, S, k], divided by
         the sampling temperature and in descending order, and ``topk_indices`` int64 [B, S, k].
-        Position t is for token t, 0 at t = 0 and where the mask is 0. Only on megatron-core.
+        Position t is for token t, 0 at t = 0 and where the mask is 0.
         """
         batch, passes = passes_over(data, micro_batch_size)
         logits, ids = self.model.get_topk_logits(batch, k, vocab_size, passes)
@@ -209,10 +203,7 @@ class PolicyWorker(RefitWorker, RoleWorker[SamplingPolicy]):
         return True
 
     def offload_before_refit(self) -> None:
-        """Move weights to the device, and free memory on a device that the engine shares.
-
-        If configured, the optimizer's moments move off the device.
-        """
+        """Move weights to the device, and free memory on a device that the engine shares."""
         self.prepare_for_inference()
         super().offload_before_refit()
 

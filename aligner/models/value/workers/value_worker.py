@@ -26,8 +26,7 @@ def read_critic(
 ) -> tuple[CriticConfig, TrainedModelConfig, RunSettings, PublishedRole | None]:
     """Return the critic's section, the policy's with the critic's layout, and run settings.
 
-    ``config``: a section, which requires ``model``, or a mapping of `ValueConfig`, which is also
-    returned. Raises `ConfigError` if the mapping is invalid or ``model`` is missing.
+    ``config`` is a section, which requires ``model``, or a mapping, which is also returned.
     """
     published = None if isinstance(config, CriticConfig) else read_published(config, "value")
     if published is not None:
@@ -41,10 +40,9 @@ def read_critic(
 
 
 class ValueWorker(RoleWorker[Critic]):
-    """Worker of `Value`, which loads the critic's body (by default the policy's).
+    """Worker of `Value`, which loads the critic's body, by default the policy's.
 
-    For the arguments see `Value` and `PolicyWorker`. Weights and head in ``weights_path`` replace
-    the weights of ``config``.
+    For the arguments see `Value` and `PolicyWorker`.
     """
 
     def __init__(
@@ -87,8 +85,7 @@ class ValueWorker(RoleWorker[Critic]):
         """Compute ``values`` float32 [B, S]: position t is the value of the state before token t.
 
         Values are 0 at t = 0 and from a row's length on. Reads ``input_ids`` int64 [B, S] and
-        ``input_lengths`` int64 [B]. ``micro_batch_size``: sequences per forward pass, default as
-        configured.
+        ``input_lengths`` int64 [B]. ``micro_batch_size``: sequences per forward pass.
         """
         values = self.model.get_values(*passes_over(data, micro_batch_size))
         return BatchedDataDict({"values": values})
@@ -96,10 +93,7 @@ class ValueWorker(RoleWorker[Critic]):
     def share_backbone(
         self, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
     ) -> None:
-        """Load a reward model into host memory, to be scored on the critic's backbone.
-
-        ``config``, ``tokenizer``: section and tokenizer of the reward model.
-        """
+        """Load a reward model into host memory, to be scored on the critic's backbone."""
         raise ConfigError(
             "reward.model.share_body_with_critic=true needs policy.backend=megatron. Set it, or "
             "set share_body_with_critic to false"
