@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from aligner.config import SamplingOptions
     from aligner.distributed.batched_data_dict import BatchedDataDict
     from aligner.distributed.interfaces import WorkerFuture
-    from aligner.losses.interfaces import LossFunction as PublishedLossFunction
-    from aligner.types import LossFunction
 
 
 class TrainingPhases(ABC):
@@ -214,35 +212,7 @@ class BackgroundGeneration(GenerationInterface):
         """Start generating a batch. No other call is allowed until the batch has ended."""
 
 
-class RoleHandleInterface(TrainingPhases):
-    """A trainable role over global batches."""
-
-    @abstractmethod
-    def train(
-        self,
-        data: "BatchedDataDict",
-        loss_fn: "LossFunction | PublishedLossFunction",
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-    ) -> dict[str, Any]:
-        """Run one pass over ``data``, with one optimizer step for every ``gbs`` samples."""
-
-    @abstractmethod
-    def save_checkpoint(
-        self,
-        weights_path: str,
-        optimizer_path: str | None = None,
-        tokenizer_path: str | None = None,
-    ) -> None:
-        """Write weights and, if paths are given, optimizer state and tokenizer."""
-
-    @abstractmethod
-    def shutdown(self) -> bool:
-        """Stop the workers."""
-
-
-class PolicyInterface(RoleHandleInterface):
+class PolicyInterface(TrainingPhases):
     """A policy over global batches."""
 
     @abstractmethod
@@ -296,7 +266,7 @@ class ColocatablePolicyInterface(PolicyInterface):
         """Invalidate the handles."""
 
 
-class ValueInterface(RoleHandleInterface, InferencePhases):
+class ValueInterface(TrainingPhases, InferencePhases):
     """Critic whose methods take and return global batches."""
 
     @abstractmethod

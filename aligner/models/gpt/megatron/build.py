@@ -186,21 +186,18 @@ def check_fp8(fp8: FP8 | None, dtype: torch.dtype, spec: LayerSpec = "auto") -> 
     if fp8 is None:
         return
     if dtype != torch.bfloat16:
-        raise ConfigError(
-            f"model.fp8={fp8} needs trainer.precision=bf16. Set it, or set model.fp8=null"
+        fault = "needs trainer.precision=bf16. Set it"
+    elif spec == "local":
+        fault = "needs Transformer Engine, but model.layer_spec=local. Set model.layer_spec=auto"
+    elif not (has_transformer_engine() and accelerator.has_fp8()):
+        fault = (
+            "needs Transformer Engine and a GPU with 8-bit matrix products (compute capability 8.9 "
+            f"or more). This machine provides {accelerator.description()}, and Transformer Engine "
+            f"is {'in use' if has_transformer_engine() else 'not in use'}. Use another machine"
         )
-    if spec == "local":
-        raise ConfigError(
-            f"model.fp8={fp8} needs Transformer Engine, but model.layer_spec=local. Set "
-            "model.layer_spec=auto, or model.fp8=null"
-        )
-    if not (has_transformer_engine() and accelerator.has_fp8()):
-        raise ConfigError(
-            f"model.fp8={fp8} needs Transformer Engine and a GPU with 8-bit matrix products "
-            f"(compute capability 8.9 or more). This machine provides {accelerator.description()}, "
-            "and Transformer Engine is "
-            f"{'in use' if has_transformer_engine() else 'not in use'}. Set model.fp8=null"
-        )
+    else:
+        return
+    raise ConfigError(f"model.fp8={fp8} {fault}, or set model.fp8=null")
 
 
 def build_gpt(
