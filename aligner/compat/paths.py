@@ -63,6 +63,9 @@ PATHS = {
     "models.value.workers.dtensor_value_worker_v2": (
         "models.value.workers.value_worker losses.value"
     ),
+    "models.value.workers.megatron_value_worker": (
+        "models.value.workers.value_worker models.gpt.megatron.critic logprobs.output_layer"
+    ),
     "utils.utils": "models.gpt",
     # Paths of earlier versions of this library.
     "algorithms.losses.interfaces": "losses.interfaces",
@@ -83,7 +86,9 @@ _OTHER_NAMES = {
     "AbstractPolicyWorker": "RoleWorker",
     "DTensorPolicyWorker": "DTensorPolicyWorkerV2",
     "_RightShiftLossWrapper": "RightShiftedLoss",
+    "_ValueOutputLayerBypass": "CapturingOutputLayer",
     "_right_shift_values": "right_shift_values",
+    "_unwrap_model": "unwrap_model",
 }
 
 

@@ -194,11 +194,10 @@ def dynamic_plan(
     """
     multiple = at_least("sequence_length_round", args["sequence_length_round"], 1)
     tokens = args["max_tokens_per_microbatch"]
-    size = at_least("rows_per_group", args.get("rows_per_group", 1), 1)
+    size = args.get("rows_per_group", 1)
+    items, item_batches, row_lengths = _items(columns, args, batches, multiple, shards)
     budget = at_least("max_tokens_per_microbatch", tokens // size, 1)
     # Items and their weights, in tokens.
-    row_lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
-    items, item_batches = _items(columns, args, row_lengths, batches, multiple, shards)
     lengths = [max(row_lengths[row] for row in item.rows) for item in items]
     packer = get_packer("first_fit_decreasing", tokens)
     padded = _padded(lengths, multiple, budget)
@@ -235,10 +234,8 @@ def packed_plan(
     """Plan micro-batches of one packed row each. Arguments and errors as in `dynamic_plan`."""
     capacity = at_least("max_tokens_per_microbatch", args["max_tokens_per_microbatch"], 1)
     multiple = at_least("sequence_length_pad_multiple", args["sequence_length_pad_multiple"], 1)
-    at_least("rows_per_group", args.get("rows_per_group", 1), 1)
     # Items, packer, and padded lengths.
-    row_lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
-    items, item_batches = _items(columns, args, row_lengths, batches, multiple, shards)
+    items, item_batches, _ = _items(columns, args, batches, multiple, shards)
     lengths = [item.tokens for item in items]
     packer = get_packer(args["algorithm"], capacity)
     minimum = args.get("min_bin_count", 0)
@@ -266,13 +263,13 @@ def packed_plan(
 def _items(
     columns: Mapping[str, Any],
     args: _TokenBudget,
-    lengths: Sequence[int],
     batches: Sequence[range],
     multiple: int,
     shards: int,
-) -> tuple[list[RowGroup], list[range]]:
-    """Return all items, and the range of item indices of each global batch."""
-    size, rows = args.get("rows_per_group", 1), len(lengths)
+) -> tuple[list[RowGroup], list[range], list[int]]:
+    """Return all items, the item indices of each global batch, and the lengths of the rows."""
+    lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
+    size, rows = at_least("rows_per_group", args.get("rows_per_group", 1), 1), len(lengths)
     if rows % size:
         raise DataError(f"{rows} rows are not a multiple of rows_per_group={size}")
     for batch in batches:
@@ -294,7 +291,7 @@ def _items(
     )
     bounds = accumulate((len(batch) for batch in groups), initial=0)
     items = [item for batch in groups for item in batch]
-    return items, [range(start, stop) for start, stop in pairwise(bounds)]
+    return items, [range(start, stop) for start, stop in pairwise(bounds)], lengths
 
 
 def _row_lengths(columns: Mapping[str, Any], input_key: str, lengths_key: str) -> list[int]:

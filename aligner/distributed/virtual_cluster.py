@@ -159,12 +159,9 @@ class RayVirtualCluster:
                 f"workers_per_node={workers_per_node}: the nodes of the cluster {self.name} have "
                 f"{self._counts} bundles. Give at most these numbers"
             )
-        selected: list[Bundle] = []
-        start = 0
-        for count, available in zip(counts, self._counts, strict=True):
-            selected += self.bundles[start : start + count]
-            start += available
-        return selected
+        limits = [count for count, n in zip(counts, self._counts, strict=True) for _ in range(n)]
+        pairs = zip(self.bundles, limits, strict=True)
+        return [bundle for bundle, limit in pairs if bundle.index < limit]
 
     def _layout(self, sizes: ParallelConfig, workers: int) -> NamedSharding:
         if not workers or workers % sizes.model_parallel_size:

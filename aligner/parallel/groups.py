@@ -31,7 +31,6 @@ class ParallelState:
     dp_group: dist.ProcessGroup
     dp_cp_group: dist.ProcessGroup
     ep_group: dist.ProcessGroup
-    model_parallel_group: dist.ProcessGroup
 
     @property
     def layout_in_words(self) -> str:
@@ -129,7 +128,6 @@ def initialize_parallel(
         dp_group=parallel_state.get_data_parallel_group(),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         ep_group=parallel_state.get_expert_model_parallel_group(),
-        model_parallel_group=parallel_state.get_model_parallel_group(),
     )
 
 

@@ -71,7 +71,7 @@ PATHS = {
         "DTensorValueWorkerV2": "aligner.models.value.workers.value_worker"
     },
     "aligner.models.value.workers.megatron_value_worker": {
-        "MegatronValueWorker": "aligner.models.value.workers.megatron_value_worker"
+        "MegatronValueWorker": "aligner.models.value.workers.value_worker"
     },
     "aligner.utils.utils": {"load_from_nemo": "aligner.models.gpt.megatron.loading"},
     "aligner.data.packing": {

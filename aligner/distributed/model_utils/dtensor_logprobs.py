@@ -54,16 +54,27 @@ def get_logprobs_from_vocab_parallel_logits(
     )
 
 
-def local_shard(logits: DTensor) -> tuple[Tensor, VocabShard]:
+def local_shard(
+    logits: Tensor, rank: int | None = None, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, VocabShard]:
     """Return this rank's columns [B, S / CP, V_local] and their position in the vocabulary.
 
-    If the vocabulary does not divide, the last ranks store fewer or no columns.
+    ``logits``: a DTensor, of which the last ranks may store fewer or no columns, or the part
+    ``rank`` of the padded vocabulary in ``group``. Raises LayoutError if the rank is missing.
     """
-    group = logits.device_mesh.get_group("tp")
-    vocab, ranks = logits.shape[-1], dist.get_world_size(group)
-    width = -(-vocab // ranks)
-    start = min(width * dist.get_rank(group), vocab)
-    return logits.to_local(), VocabShard.between(start, min(start + width, vocab), group)
+    width = logits.shape[-1]
+    if isinstance(logits, DTensor) and group is None:
+        group = logits.device_mesh.get_group("tp")
+        vocab, width = width, -(-width // dist.get_world_size(group))
+        start = min(width * dist.get_rank(group), vocab)
+        end = min(start + width, vocab)
+        return logits.to_local(), VocabShard.between(start, end, group)
+    if group is not None and rank is None:
+        raise LayoutError(
+            "vocab_parallel_rank is missing. Pass it together with vocab_parallel_group"
+        )
+    start = width * (rank or 0)
+    return logits, VocabShard.between(start, start + width, group)
 
 
 def dtensor_from_parallel_logits_to_logprobs(

@@ -22,7 +22,7 @@ class Value(RoleHandle, ValueInterface):
     """A critic that predicts the return from every state, and trains on returns."""
 
     workers: ClassVar[Mapping[str, str]] = {
-        "megatron": "aligner.models.value.workers.megatron_value_worker.MegatronValueWorker",
+        "megatron": "aligner.models.value.workers.value_worker.MegatronValueWorker",
         "dtensor": "aligner.models.value.workers.value_worker.DTensorValueWorkerV2",
     }
 

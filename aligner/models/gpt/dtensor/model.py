@@ -35,13 +35,7 @@ from aligner.models.gpt.dtensor.shards import GatheredParameters, ParameterShard
 from aligner.models.gpt.dtensor.state import BACKEND, load_shard_state, shard_state
 from aligner.models.gpt.dtensor.ways import WORDS, ModelForm, examine, keyed_form
 from aligner.models.gpt.forward.schedule import Head, Microbatch, MicroBatches
-from aligner.models.gpt.role.model import (
-    BatchResult,
-    RoleModel,
-    count_denominators,
-    reduce_result,
-    result_of,
-)
+from aligner.models.gpt.role.model import RoleModel, count_denominators, reduce_result
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import on_rank_zero
 from aligner.parallel.groups import ParallelState, initialize_parallel
@@ -87,7 +81,9 @@ class DTensorModel(RoleModel, LightningModule):
     ) -> Self:
         """Build this process's shard of the model from an opened checkpoint."""
         parallel = initialize_parallel(settings.parallel, seed=settings.seed)
-        return cls(checkpoint, settings, parallel, tokenizer)
+        model = cls(checkpoint, cls.settings_for(checkpoint, settings), parallel, tokenizer)
+        model.read_config(checkpoint.config)
+        return model
 
     def _form_of(self, source: ModelSource) -> ModelForm:
         """Test how the opened model runs, on rank 0 for all ranks."""
@@ -133,13 +129,7 @@ class DTensorModel(RoleModel, LightningModule):
     def setup_training(self) -> None:
         """Create the optimizer on the first call."""
         if self.optimizer is None and self.settings.optim is not None:
-            self.optimizer = ShardOptimizer(
-                self.trained_shards,
-                self.parallel,
-                self.settings.optim,
-                gradient_clip_val=self.settings.gradient_clip_val,
-                total_steps=self.settings.max_optimizer_steps,
-            )
+            self.optimizer = ShardOptimizer(self.trained_shards, self.parallel, self.settings)
 
     def way_in_words(self) -> str:
         """See `RoleModel.way_in_words`."""
@@ -195,7 +185,7 @@ class DTensorModel(RoleModel, LightningModule):
         forward_only: bool,
         loss_fn: LossFunction | None = None,
         mbs: MicroBatches | None = None,
-    ) -> BatchResult:
+    ) -> dict[str, float]:
         """See `RoleModel.run_batch`."""
         loss = self.require_loss(loss_fn)
         denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
@@ -219,7 +209,7 @@ class DTensorModel(RoleModel, LightningModule):
             if self.parallel.config.tensor > 1:
                 check_gradients(self.shards, self.parallel)
             self._gradients_are_checked = True
-        return result_of(reduce_result(parts, own_tokens, self.parallel.dp_group))
+        return reduce_result(parts, own_tokens, self.parallel.dp_group)
 
     @property
     def passes_are_collective(self) -> bool:

@@ -15,7 +15,6 @@ from aligner.logprobs.output_layer import output_weight
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.gpt.forward.schedule import MicroBatches, full_hidden_states
 from aligner.models.gpt.megatron.model import MegatronGPTModel
-from aligner.models.gpt.role.model import BatchResult
 from aligner.models.gpt.role.policy import SamplingPolicy
 from aligner.models.gpt.role.settings import SectionType
 from aligner.models.interfaces import AlignableGenerativeInterface
@@ -126,7 +125,7 @@ class MegatronGPTRSModel(MegatronGPTActorModel):
         forward_only: bool,
         loss_fn: LossFunction | None = None,
         mbs: MicroBatches | None = None,
-    ) -> BatchResult:
+    ) -> dict[str, float]:
         """See `RoleModel.run_batch`. ``batch`` may also be a result of `infer`."""
         if "response_tokens" in batch:
             batch = training_columns(batch)

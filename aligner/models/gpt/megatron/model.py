@@ -42,7 +42,7 @@ from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.megatron.optimizer import RoleOptimizer, wrap_for_training
 from aligner.models.gpt.megatron.state import RoleWeights
-from aligner.models.gpt.role.model import BatchResult, count_denominators, reduce_result, result_of
+from aligner.models.gpt.role.model import count_denominators, reduce_result
 from aligner.models.gpt.role.settings import RoleSettings, SectionType, settings_from_model_config
 from aligner.parallel.collectives import broadcast_floats
 from aligner.parallel.groups import ParallelState, initialize_parallel
@@ -194,18 +194,8 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         if self.optimizer is not None or self.settings.optim is None:
             return
         # The wrapper contains the gradient buffers.
-        wrapped = wrap_for_training(
-            self.gpt,
-            self.parallel.dp_size,
-            overlap_grad_reduce=self.settings.overlap_grad_reduce,
-            overlap_param_gather=self.settings.overlap_param_gather,
-        )
-        self.optimizer = RoleOptimizer(
-            wrapped,
-            self.settings.optim,
-            gradient_clip_val=self.settings.gradient_clip_val,
-            total_steps=self.settings.max_optimizer_steps,
-        )
+        wrapped = wrap_for_training(self.gpt, self.parallel.dp_size, self.settings)
+        self.optimizer = RoleOptimizer(wrapped, self.settings)
         self.model = wrapped
 
     def infer_frames(
@@ -246,7 +236,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         forward_only: bool,
         loss_fn: LossFunction | None = None,
         mbs: MicroBatches | None = None,
-    ) -> BatchResult:
+    ) -> dict[str, float]:
         """See `RoleModel.run_batch`."""
         loss_fn = self.require_loss(loss_fn)
         # The dropout of adapters changes with every update.
@@ -263,7 +253,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         reduced = None
         if self.parallel.is_last_stage:
             reduced = reduce_result(results, own_tokens, self.parallel.dp_group)
-        return result_of(broadcast_floats(reduced, self._last_stage, self.parallel.pp_group))
+        return broadcast_floats(reduced, self._last_stage, self.parallel.pp_group)
 
     def drop_reused_forward(self) -> None:
         """Free the graph of a scoring pass that no update used."""
@@ -303,15 +293,6 @@ class MegatronGPTModel(RoleWeights, ModelPT):
             model.load_adapters(model.settings.adapters_path)
         model.read_config(checkpoint.config)
         return model
-
-    @classmethod
-    def settings_for(cls, checkpoint: ModelSource, settings: RoleSettings) -> RoleSettings:
-        """Return ``settings``, completed by those that the role reads from the file."""
-        del checkpoint
-        return settings
-
-    def read_config(self, config: Mapping[str, Any]) -> None:
-        """Read the role's keys in ``model_config.yaml`` (see `nemo_keys`)."""
 
     def nemo_artifacts(self) -> dict[str, Path]:
         """Return the files registered with NeMo, by their key in ``cfg``."""

@@ -15,18 +15,14 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor, nn
 
-from aligner.config import OptimConfig
 from aligner.device import accelerator
 from aligner.models.gpt.role.offload import ModelOffload
 from aligner.models.gpt.role.optimizer_step import OwnedSlice, StepOptimizer, StepOutcome
+from aligner.models.gpt.role.settings import RoleSettings
 
 
 def wrap_for_training(
-    gpt: GPTModel,
-    data_parallel_size: int,
-    *,
-    overlap_grad_reduce: bool = False,
-    overlap_param_gather: bool = False,
+    gpt: GPTModel, data_parallel_size: int, settings: RoleSettings
 ) -> DistributedDataParallel:
     """Wrap a model in megatron-core's data parallelism, with a float32 gradient buffer.
 
@@ -39,8 +35,8 @@ def wrap_for_training(
         gpt.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            overlap_grad_reduce=is_distributed and overlap_grad_reduce,
-            overlap_param_gather=is_distributed and overlap_param_gather,
+            overlap_grad_reduce=is_distributed and settings.overlap_grad_reduce,
+            overlap_param_gather=is_distributed and settings.overlap_param_gather,
             use_distributed_optimizer=is_distributed,
         ),
         gpt,
@@ -60,16 +56,9 @@ def _finalize_gradients(model: list[nn.Module], num_tokens: Tensor | None, **gro
 class RoleOptimizer(StepOptimizer):
     """Optimizer of one role on megatron-core."""
 
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        config: OptimConfig,
-        *,
-        gradient_clip_val: float,
-        total_steps: int | None,
-    ) -> None:
-        super().__init__(config, gradient_clip_val=gradient_clip_val, total_steps=total_steps)
-        self.model = model
+    def __init__(self, model: DistributedDataParallel, settings: RoleSettings) -> None:
+        super().__init__(settings)
+        self.model, config = model, self.config
         self._parked = ModelOffload(model)  # by `park_gradients`
         self._collected = True  # the shares that other ranks updated have been gathered
         with accelerator.cuda_literals():
@@ -84,7 +73,7 @@ class RoleOptimizer(StepOptimizer):
                     sgd_momentum=0.0,
                     bf16=model.config.bf16,
                     params_dtype=model.config.params_dtype,
-                    clip_grad=gradient_clip_val,
+                    clip_grad=self.gradient_clip_val,
                     use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
                 ),
                 [model],

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import Weights
+from aligner.checkpoint.model_source import ModelSource
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
@@ -34,13 +35,6 @@ from aligner.types import Denominators, LossFunction, TokenOutputs
 
 Optimizer = TypeVar("Optimizer")
 _VALID_TOKENS = "valid_tokens"
-
-
-class BatchResult(NamedTuple):
-    """Reduced metrics of one global batch, and its count of valid tokens, equal on all ranks."""
-
-    metrics: dict[str, float]
-    valid_tokens: float
 
 
 class RoleModel(ABC):
@@ -106,7 +100,8 @@ class RoleModel(ABC):
         ``token_mask`` ``[B, S]`` and ``sample_mask`` ``[B]``. Gradients are accumulated unless
         ``forward_only``. Default of ``loss_fn``: the role's loss.
         """
-        metrics = self.run_batch(batch, forward_only, loss_fn, mbs).metrics
+        metrics = self.run_batch(batch, forward_only, loss_fn, mbs)
+        del metrics[_VALID_TOKENS]
         return metrics["loss"], metrics
 
     def training_update(
@@ -134,8 +129,8 @@ class RoleModel(ABC):
         optimizer = require_optimizer(self.optimizer)
         optimizer.zero_grad()
         # An empty batch is run too, for the collectives, and to consume a reused forward pass.
-        metrics, valid_tokens = self.run_batch(batch, False, loss_fn, mbs)
-        loss, empty = metrics["loss"], not valid_tokens
+        metrics = self.run_batch(batch, False, loss_fn, mbs)
+        loss, empty = metrics["loss"], not metrics.pop(_VALID_TOKENS)
         outcome = StepOutcome(grad_norm=0.0, lr=optimizer.lr, skipped=False)
         if not empty:
             outcome = optimizer.step(loss_is_finite=math.isfinite(loss))
@@ -205,9 +200,10 @@ class RoleModel(ABC):
         forward_only: bool,
         loss_fn: LossFunction | None = None,
         mbs: MicroBatches | None = None,
-    ) -> BatchResult:
+    ) -> dict[str, float]:
         """Run the passes over ``batch``. For the arguments see `get_loss_and_metrics`.
 
+        Returns the metrics over all ranks, with ``loss`` and the global count ``valid_tokens``.
         Denominators are counted over all data-parallel ranks before the first micro-batch, so that
         loss and gradient do not depend on micro-batch size or layout.
         """
@@ -301,6 +297,15 @@ class RoleModel(ABC):
 
     # State ------------------------------------------------------------------------------------
 
+    @classmethod
+    def settings_for(cls, checkpoint: ModelSource, settings: RoleSettings) -> RoleSettings:
+        """Return ``settings``, completed by those that the role reads from the file."""
+        del checkpoint
+        return settings
+
+    def read_config(self, config: Mapping[str, Any]) -> None:  # noqa: B027 - optional for a role
+        """Read the role's keys in ``model_config.yaml`` (see `nemo_keys`)."""
+
     @abstractmethod
     def run_state(self) -> dict[str, Any]:
         """Return this process's exact share of weights and optimizer state."""
@@ -383,18 +388,12 @@ def count_denominators(
 def reduce_result(
     parts: Iterable[Mapping[str, Tensor]], own_tokens: Tensor, dp_group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Reduce micro-batch metrics and the count of valid tokens over all ranks.
+    """Reduce micro-batch metrics over all ranks, and the count of valid tokens with them.
 
     ``own_tokens``, a scalar, is copied to the host together with the metrics, which synchronises
     once.
     """
     return reduce_metrics({**combine_metrics(parts), _VALID_TOKENS: own_tokens}, dp_group)
-
-
-def result_of(reduced: Mapping[str, float]) -> BatchResult:
-    """Separate metrics and count of a `reduce_result`."""
-    metrics = dict(reduced)
-    return BatchResult(valid_tokens=metrics.pop(_VALID_TOKENS), metrics=metrics)
 
 
 def _report_non_finite(

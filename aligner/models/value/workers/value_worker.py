@@ -1,9 +1,10 @@
 """`ValueWorker`, one process's share of a critic on any backend."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aligner.checkpoint.nemo.archive import named_by
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.compat.nemo_rl import PublishedRole
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.data.tokenizers.loading import as_tokenizer
@@ -11,12 +12,22 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import ConfigError
-from aligner.models.gpt.role.settings import RunSettings, critic_settings, settings_to_continue
+from aligner.models.gpt.role.settings import (
+    RunSettings,
+    critic_settings,
+    reward_settings,
+    settings_to_continue,
+)
 from aligner.models.gpt.role.value import ValueModel
+from aligner.models.reward.workers.reward_worker import RewardScorer
 from aligner.models.worker import RoleWorker, note_unused, passes_over, place_of, read_published
 from aligner.parallel.groups import ParallelState
 
+if TYPE_CHECKING:  # a handle's process need not import the models
+    from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
+
 Critic = TypeVar("Critic", bound=ValueModel)
+TokenizerType = TypeVar("TokenizerType", bound=Tokenizer)  # NeMo-RL's
 
 
 def read_critic(
@@ -104,3 +115,52 @@ class DTensorValueWorkerV2(ValueWorker[ValueModel]):
     """Worker of `Value` on a transformers model, as FSDP2 and DTensors."""
 
     model_path = "aligner.models.gpt.dtensor.critic:DTensorCriticModel"
+
+
+class MegatronValueWorker(RewardScorer, ValueWorker["MegatronGPTCriticModel"]):
+    """Worker of `Value` on megatron-core. A reward model can share its backbone."""
+
+    model_path = "aligner.models.gpt.megatron.critic:MegatronGPTCriticModel"
+    _reward: "SharedBackboneRewardModel | None" = None
+
+    def share_backbone(
+        self, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
+    ) -> None:
+        """See `ValueWorker.share_backbone`."""
+        from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
+
+        settings = reward_settings(config, run, learns=False)
+        with open_nemo(config.restore_from_path) as checkpoint:
+            self._reward = SharedBackboneRewardModel.in_critic(
+                self.model, checkpoint, settings=settings, tokenizer=tokenizer
+            )
+
+    @property
+    def reward_model(self) -> "SharedBackboneRewardModel":
+        """Reward model that shares the backbone, after `share_backbone`."""
+        assert self._reward is not None, "call share_backbone first"
+        return self._reward
+
+    def enable_forward_pre_hook(self) -> None:
+        """Gather, from the next update on, each weight in the forward pass that reads it.
+
+        It has an effect only with several data-parallel workers in training.
+        """
+        if self.model.optimizer is not None:
+            self.model.optimizer.defer_weight_gather()
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Gather weights right after updates again, and now unless ``param_sync`` is False."""
+        if self.model.optimizer is None:
+            return
+        if self.model.settings.overlap_param_gather:  # configured, not set by a caller
+            if param_sync:
+                self.model.collect_weights()
+            return
+        self.model.optimizer.gather_weights_after_updates(param_sync)
+
+    def _gather_weights(self) -> None:
+        self.disable_forward_pre_hook()
+
+
+MegatronValueWorkerImpl = MegatronValueWorker  # NeMo-RL's class without Ray
