@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 from torch import Tensor
 
-from aligner.errors import DataError
-
 if TYPE_CHECKING:
     from aligner.config import SamplingOptions
     from aligner.distributed.batched_data_dict import BatchedDataDict
@@ -136,16 +134,6 @@ class GenerationOutputSpec(TypedDict):
     unpadded_sequence_lengths: Tensor
     logprobs: Tensor
     is_end: Tensor
-
-
-def check_generation_output(output: Mapping[str, Any]) -> None:
-    """Raise `DataError`, a ``ValueError``, if a column of `GenerationOutputSpec` is missing."""
-    missing = [name for name in GenerationOutputSpec.__annotations__ if name not in output]
-    if missing:
-        raise DataError(
-            f"generated batch: columns {', '.join(missing)} are missing. It contains "
-            f"{', '.join(sorted(output))}"
-        )
 
 
 class GenerationInterface(ABC):

@@ -9,7 +9,7 @@ import torch
 from aligner.config import SamplingOptions, TrainedModelConfig
 from aligner.config.roles.policy import check_policy_backend
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
+from aligner.distributed.batched_data_dict import BatchedDataDict, check_columns, columns_of
 from aligner.distributed.interfaces import Cluster
 from aligner.distributed.workers import phase, run_sharded, scored_rows
 from aligner.errors import ConfigError
@@ -20,7 +20,7 @@ from aligner.models.handle import RoleHandle
 from aligner.models.interfaces import (
     ColocatablePolicyInterface,
     GenerationInterface,
-    check_generation_output,
+    GenerationOutputSpec,
 )
 from aligner.models.policy.workers.policy_worker import PolicyWorker, read_policy
 from aligner.refit.controller import RefitSource
@@ -149,7 +149,7 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         output: BatchedDataDict = BatchedDataDict.from_batches(
             results, pad_value_dict={"output_ids": self.tokenizer.pad_id}
         )
-        check_generation_output(output)
+        check_columns(output, list(GenerationOutputSpec.__annotations__))
         # A published mapping may define the padding.
         if self._published is not None and self._published.pad_token_id is not None:
             position = torch.arange(output["output_ids"].shape[1])

@@ -31,17 +31,15 @@ class SequenceForm:
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "SequenceForm | None":
         """Read the form, None if missing. `CheckpointError` for invalid values."""
-        section = config.get(_SEQUENCES)
-        if section is None:
-            return None
-        add_bos = section.get("add_bos") if isinstance(section, Mapping) else None
-        end_id = section.get("end_id") if isinstance(section, Mapping) else None
-        if not isinstance(add_bos, bool) or not isinstance(end_id, int | None):
-            raise CheckpointError(
-                f"{_SEQUENCES} of model_config.yaml is {section!r}. It must contain add_bos, true "
-                "or false, and end_id, a token id or null"
-            )
-        return cls(add_bos, end_id)
+        match section := config.get(_SEQUENCES):
+            case None:
+                return None
+            case {"add_bos": bool(add_bos), "end_id": int() | None as end_id}:
+                return cls(add_bos, end_id)
+        raise CheckpointError(
+            f"{_SEQUENCES} of model_config.yaml is {section!r}. It must contain add_bos, true or "
+            "false, and end_id, a token id or null"
+        )
 
 
 class RewardModelType(enum.Enum):
@@ -75,14 +73,15 @@ class Standardization:
         section = config.get(_STANDARDIZATION) or {}
         if not section.get("enable"):
             return None
-        mean, std = section.get("mean"), section.get("std")
-        values = [value for value in (mean, std) if isinstance(value, int | float)]
-        if len(values) < 2 or not all(map(math.isfinite, values)) or values[1] <= 0:
-            raise CheckpointError(
-                f"{_STANDARDIZATION} of model_config.yaml contains mean={mean!r} and std={std!r}. "
-                "Both must be finite numbers and std above 0"
-            )
-        return cls(float(values[0]), float(values[1]))
+        match section:
+            case {"mean": int() | float() as mean, "std": int() | float() as std} if (
+                math.isfinite(mean) and 0 < std < math.inf
+            ):
+                return cls(float(mean), float(std))
+        raise CheckpointError(
+            f"{_STANDARDIZATION} of model_config.yaml contains mean={section.get('mean')!r} and "
+            f"std={section.get('std')!r}. Both must be finite numbers and std above 0"
+        )
 
     def __call__(self, rewards: Tensor) -> Tensor:
         """Standardise rewards, float [...], elementwise."""
