@@ -79,11 +79,6 @@ class RayVirtualCluster:
         self.log_dir = (log_dir or Path(tempfile.mkdtemp(prefix="aligner-logs-"))).absolute()
         self.bundles: list[Bundle] = self._reserve()
 
-    @property
-    def sharding_annotations(self) -> NamedSharding:
-        """Layout of a training group's workers."""
-        return self._layout(self._parallel, self.world_size())
-
     def start_workers(
         self,
         worker_class: str,
@@ -110,9 +105,17 @@ class RayVirtualCluster:
             env_vars: environment variables of this group, which override the cluster's.
             kwargs: arguments of the class.
         """
-        parallel = parallel or self._parallel
+        sizes = parallel or self._parallel
         if layout is None:
-            layout = self._layout(parallel, len(self.bundles_for(workers_per_node)))
+            workers = len(self.bundles_for(workers_per_node))
+            if not workers or workers % sizes.model_parallel_size:
+                raise LayoutError(
+                    f"{workers} workers of the cluster {self.name} cannot be split into tensor "
+                    f"{sizes.tensor} x pipeline {sizes.pipeline} x context {sizes.context} = "
+                    f"{sizes.model_parallel_size}. Change the sizes or the number of bundles"
+                )
+            data_size = sizes.data_size(workers)
+            layout = layout_of(sizes.pipeline, data_size, sizes.context, sizes.tensor)
         self._groups = [group for group in self._groups if group.is_alive]
         if len(self._groups) == self._max_groups:
             raise WorkerError(
@@ -131,7 +134,7 @@ class RayVirtualCluster:
             workers_per_node,
             sharding_annotations=layout,
             env_vars={key: str(value) for key, value in environment.items()},
-            parallel=parallel if python_executable is None else None,
+            parallel=sizes if python_executable is None else None,
             seed=self._seed,
             python_executable=python_executable,
         )
@@ -162,15 +165,6 @@ class RayVirtualCluster:
         limits = [count for count, n in zip(counts, self._counts, strict=True) for _ in range(n)]
         pairs = zip(self.bundles, limits, strict=True)
         return [bundle for bundle, limit in pairs if bundle.index < limit]
-
-    def _layout(self, sizes: ParallelConfig, workers: int) -> NamedSharding:
-        if not workers or workers % sizes.model_parallel_size:
-            raise LayoutError(
-                f"{workers} workers of the cluster {self.name} cannot be split into tensor "
-                f"{sizes.tensor} x pipeline {sizes.pipeline} x context {sizes.context} = "
-                f"{sizes.model_parallel_size}. Change the sizes or the number of bundles"
-            )
-        return layout_of(sizes.pipeline, sizes.data_size(workers), sizes.context, sizes.tensor)
 
     def node_count(self) -> int:
         """Return the number of nodes."""

@@ -25,7 +25,7 @@ from aligner.config.layout import ParallelConfig
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict, columns_of
 from aligner.distributed.interfaces import WorkerFuture, WorkerGroup
-from aligner.distributed.named_sharding import MODEL_AXES, NamedSharding, layout_of
+from aligner.distributed.named_sharding import MODEL_AXES, layout_of
 from aligner.distributed.sharding import MicroBatching
 from aligner.errors import AlignerError, ConfigError, LayoutError, WorkerError
 from aligner.parallel.groups import ParallelState
@@ -200,19 +200,16 @@ class _Failure:
     error: AlignerError | None  # other exceptions may not be picklable, which would block the peers
 
 
-def _layout(parallel: ParallelState) -> NamedSharding:
-    config = parallel.config
-    return layout_of(config.pipeline, parallel.dp_size, config.context, config.tensor)
-
-
 class LocalWorkerGroup:
     """Group in which each process of the world is one worker. This process calls its own worker."""
 
     is_healthy = True  # calls run in this process, so no worker can be left waiting
 
     def __init__(self, worker: Any, parallel: ParallelState) -> None:
-        self.worker, self.parallel = worker, parallel
-        self.sharding_annotations = _layout(parallel)
+        self.worker, self.parallel, sizes = worker, parallel, parallel.config
+        self.sharding_annotations = layout_of(
+            sizes.pipeline, parallel.dp_size, sizes.context, sizes.tensor
+        )
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> LocalFuture:
         """Call ``method_name(**kwargs)`` on this process's worker. Collective."""
@@ -287,11 +284,6 @@ class LocalCluster:
     def use_gpus(self) -> bool:
         """True if the processes compute on GPUs."""
         return accelerator.has_gpu()
-
-    @property
-    def sharding_annotations(self) -> NamedSharding:
-        """Layout of the processes."""
-        return _layout(self.parallel)
 
     def start_workers(
         self,

@@ -82,12 +82,8 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
             whole = build_whole(self.architecture, weights, buffers, self.settings.dtype)
             assert self.form.decoder is not None
             return SampledTransformers(whole, self.form.decoder, self.vocab_group)
-        gpt = build_gpt(
-            self.architecture,
-            dtype=self.settings.dtype,
-            parallel=self.parallel.config,
-            initialize=False,
-        )
+        whole = RoleSettings(precision=self.settings.precision, parallel=self.parallel.config)
+        gpt = build_gpt(self.architecture, whole, initialize=False)
         load_weights(
             gpt,
             self.canonical_weights(),

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture, RopeScaling, layer_flags
-from aligner.config import LayerOptions, LayerSpec, LoraConfig, ParallelConfig
+from aligner.config import ParallelConfig
 from aligner.device import accelerator
 from aligner.errors import ConfigError
 from aligner.models.gpt.layers.elementwise import Fusions, GPTConfig
@@ -28,9 +28,7 @@ from aligner.models.gpt.layers.layer_spec import (
     has_transformer_engine,
     uses_transformer_engine,
 )
-
-Recompute = Literal["full", "selective"]
-FP8 = Literal["e4m3", "hybrid"]
+from aligner.models.gpt.role.settings import RoleSettings
 
 
 def _squared_relu(x: Tensor) -> Tensor:
@@ -51,25 +49,18 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def transformer_config(
-    architecture: GPTArchitecture,
-    *,
-    dtype: torch.dtype = torch.float32,
-    fp8: FP8 | None = None,
-    parallel: ParallelConfig | None = None,
-    recompute: Recompute | None = None,
-    lora: LoraConfig | None = None,
-    layers: LayerOptions | None = None,
-    initialize: bool = True,
+    architecture: GPTArchitecture, settings: RoleSettings | None = None, *, initialize: bool = True
 ) -> GPTConfig:
     """Convert architecture, layout and precision to megatron-core's configuration."""
-    layers = layers or LayerOptions()
-    check_fp8(fp8, dtype, layers.spec)
-    parallel = parallel or ParallelConfig()
+    settings = settings or RoleSettings()
+    check_fp8(settings)
+    dtype, fp8, layers, lora = settings.dtype, settings.fp8, settings.layers, settings.lora
+    recompute = settings.recompute
     fused = Fusions.of(architecture, layers.fusions)
     config = GPTConfig(
         **_network(architecture),
         **_experts(architecture, fp8),
-        **_layout(parallel),
+        **_layout(settings.parallel),
         # An activation module is an option of our spec, not of Transformer Engine's MLP.
         use_te_activation_func=architecture.activation == "swiglu" and not fused.swiglu,
         bias_activation_fusion=fused.swiglu,
@@ -145,7 +136,7 @@ def _network(architecture: GPTArchitecture) -> dict[str, Any]:
     }
 
 
-def _experts(architecture: GPTArchitecture, fp8: FP8 | None) -> dict[str, Any]:
+def _experts(architecture: GPTArchitecture, fp8: str | None) -> dict[str, Any]:
     """Return the settings of experts and their router."""
     is_moe = architecture.num_moe_experts is not None
     return {
@@ -181,13 +172,13 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
     }
 
 
-def check_fp8(fp8: FP8 | None, dtype: torch.dtype, spec: LayerSpec = "auto") -> None:
+def check_fp8(settings: RoleSettings) -> None:
     """Raise if 8-bit matrix products are requested but not supported."""
-    if fp8 is None:
+    if settings.fp8 is None:
         return
-    if dtype != torch.bfloat16:
+    if settings.dtype != torch.bfloat16:
         fault = "needs trainer.precision=bf16. Set it"
-    elif spec == "local":
+    elif settings.layers.spec == "local":
         fault = "needs Transformer Engine, but model.layer_spec=local. Set model.layer_spec=auto"
     elif not (has_transformer_engine() and accelerator.has_fp8()):
         fault = (
@@ -197,18 +188,13 @@ def check_fp8(fp8: FP8 | None, dtype: torch.dtype, spec: LayerSpec = "auto") -> 
         )
     else:
         return
-    raise ConfigError(f"model.fp8={fp8} {fault}, or set model.fp8=null")
+    raise ConfigError(f"model.fp8={settings.fp8} {fault}, or set model.fp8=null")
 
 
 def build_gpt(
     architecture: GPTArchitecture,
+    settings: RoleSettings | None = None,
     *,
-    dtype: torch.dtype = torch.float32,
-    fp8: FP8 | None = None,
-    parallel: ParallelConfig | None = None,
-    recompute: Recompute | None = None,
-    lora: LoraConfig | None = None,
-    layers: LayerOptions | None = None,
     initialize: bool = True,
     pre_process: bool = True,
     post_process: bool = True,
@@ -218,21 +204,13 @@ def build_gpt(
     Process groups must have been initialised (`aligner.parallel.groups`). With ``initialize=False``
     the weights are uninitialised. ``lora`` adds adapters, with weights of zero.
     """
-    parallel = parallel or ParallelConfig()
-    config = transformer_config(
-        architecture,
-        dtype=dtype,
-        fp8=fp8,
-        parallel=parallel,
-        recompute=recompute,
-        lora=lora,
-        layers=layers,
-        initialize=initialize,
-    )
+    settings = settings or RoleSettings()
+    config = transformer_config(architecture, settings, initialize=initialize)
+    layer_count = get_num_layers_to_build(config)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, get_num_layers_to_build(config), lora, layers),
-        vocab_size=architecture.padded_vocab_size(parallel.tensor),
+        transformer_layer_spec=block_spec(config, layer_count, settings.lora, settings.layers),
+        vocab_size=architecture.padded_vocab_size(settings.parallel.tensor),
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
@@ -250,7 +228,7 @@ def build_gpt(
         )
     if pre_process and architecture.position_embedding == "learned_absolute":
         # megatron-core ignores the dtype here, and float32 rows would promote all activations.
-        model.embedding.position_embeddings.to(dtype)
+        model.embedding.position_embeddings.to(settings.dtype)
     if not config.adds_plainly:
         for layer in model.decoder.layers:
             # Otherwise the addition would record gradients where the pass records none.

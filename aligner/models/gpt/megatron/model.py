@@ -144,7 +144,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
                 self.parallel,
                 self.settings.lora,
                 seed=self.settings.seed,
-                has_head=self.has_head,
+                has_head=self.head_outputs > 0,
             )
         self.forward_reuse = ForwardReuse(self.gpt)
 
@@ -168,12 +168,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         """Build this process's share of the architecture, with the role's head."""
         gpt = build_gpt(
             self.architecture.with_dropout(self.settings.dropout),
-            dtype=self.settings.dtype,
-            fp8=self.settings.fp8,
-            parallel=self.settings.parallel,
-            recompute=self.settings.recompute,
-            lora=self.settings.lora,
-            layers=self.settings.layers,
+            self.settings,
             initialize=initialize,
             pre_process=self.parallel.is_first_stage,
             post_process=self.parallel.is_last_stage,

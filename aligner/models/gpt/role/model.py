@@ -42,7 +42,6 @@ class RoleModel(ABC):
 
     role_name = "model"  # in reports
     backend: ClassVar[str] = "megatron"
-    has_head: ClassVar[bool] = False  # a head in place of the output layer
     loss_fn: LossFunction | None = None  # default of calls
     settings: RoleSettings
     architecture: GPTArchitecture

@@ -35,7 +35,6 @@ class ValueHead(nn.Module):
 class ValueModel(RoleModel):
     """A role that estimates the values of states with a scalar head."""
 
-    has_head = True
     # An output belongs to the next token. Only tests disable it, not configurations.
     right_shift: ClassVar[bool] = True
 
