@@ -226,13 +226,13 @@ class LocalWorkerGroup:
     ) -> LocalFuture:
         """Call a method with this rank's shard, and gather results over data parallel."""
         size, axes = self.parallel.dp_size, [*replicate_on_axes, *output_is_replicated]
-        if list(in_sharded_axes) != ["data_parallel"] or set(axes) - set(MODEL_AXES):
+        is_data_parallel = list(in_sharded_axes) == ["data_parallel"] and len(data) == size
+        if not is_data_parallel or set(axes) - set(MODEL_AXES):
             raise WorkerError(
                 f"{method_name}: data is sharded over data_parallel alone and replicated over "
-                f"{MODEL_AXES}, got {list(in_sharded_axes)} and {axes}"
+                f"{MODEL_AXES}, got {list(in_sharded_axes)} and {axes}, {len(data)} shards for "
+                f"{size} data-parallel ranks"
             )
-        if len(data) != size:
-            raise WorkerError(f"{method_name}: {len(data)} shards for {size} data-parallel ranks")
         # Call this process's worker, and exchange results or failures over data parallel.
         arguments = {"data": data[self.parallel.dp_rank], **(common_kwargs or {})}
         if size == 1:
