@@ -44,6 +44,14 @@ PATHS = {
     "algorithms.loss.interfaces": "losses.interfaces",
     "algorithms.loss.loss_functions": "losses.value losses.policy",
     "data.packing": "distributed.packing",
+    "distributed.model_utils": (
+        "distributed.model_utils.context_shard distributed.model_utils.distillation "
+        "distributed.model_utils.distributed_softmax distributed.model_utils.dtensor_logprobs "
+        "distributed.model_utils.hidden_logprobs distributed.model_utils.linear_ce_patch "
+        "distributed.model_utils.logits_logprob distributed.model_utils.parallel_logprobs "
+        "distributed.model_utils.vocab_entropy distributed.model_utils.vocab_topk "
+        "logprobs.fused logprobs.top_k_top_p logprobs.vocab_sequence_exchange"
+    ),
     "models.automodel.setup": "",  # a path of nemo_automodel
     "models.generation.interfaces": "models.interfaces",
     "models.nlp.gpt.megatron_gpt_critic": "models.gpt",
@@ -115,7 +123,7 @@ class PublishedPaths(MetaPathFinder, InspectLoader):
         """Give the module the attributes of its targets, which are imported at first use."""
         targets = _targets(module.__name__)
         module.__doc__ = f"Published path of {', '.join(targets) or 'other modules'}."
-        module.__dict__["__getattr__"] = partial(_attribute, module.__name__)
+        module.__dict__["__getattr__"] = partial(attribute, module.__name__)
 
     def get_code(self, fullname: str) -> CodeType | None:
         """Return the code of the first target module, for ``python -m``."""
@@ -152,7 +160,7 @@ def _targets(module: str) -> list[str]:
     return PATHS.get(module.removeprefix("aligner."), "").split()
 
 
-def _attribute(module: str, name: str) -> Any:
+def attribute(module: str, name: str) -> Any:
     """Import an attribute of an aliased module. ``__all__`` lists the module's attributes."""
     if name != "__all__":
         return published(module, name)
