@@ -28,18 +28,6 @@ class TrainingPhases(ABC):
         """Leave training."""
 
 
-class InferencePhases(ABC):
-    """A role that enters and leaves inference."""
-
-    @abstractmethod
-    def prepare_for_inference(self) -> None:
-        """Enter inference: evaluation mode, optimizer state off the device."""
-
-    @abstractmethod
-    def finish_inference(self) -> None:
-        """Leave inference."""
-
-
 class SupervisedInterface(ABC):
     """A role that trains on a loss. The hooks are NeMo-Aligner's and are never called."""
 
@@ -62,12 +50,20 @@ class SupervisedInterface(ABC):
         """Run after each validation batch of a caller's training loop."""
 
 
-class Inferrable(InferencePhases):
+class Inferrable(ABC):
     """A role with inference."""
+
+    @abstractmethod
+    def prepare_for_inference(self) -> None:
+        """Enter inference: evaluation mode, optimizer state off the device."""
 
     @abstractmethod
     def infer(self, *args: Any, **kwargs: Any) -> Any:
         """Run inference on a batch."""
+
+    @abstractmethod
+    def finish_inference(self) -> None:
+        """Leave inference."""
 
 
 class AlignableGenerativeInterface(SupervisedInterface, TrainingPhases, Inferrable):
@@ -254,7 +250,7 @@ class ColocatablePolicyInterface(PolicyInterface):
         """Invalidate the handles."""
 
 
-class ValueInterface(TrainingPhases, InferencePhases):
+class ValueInterface(TrainingPhases):
     """Critic whose methods take and return global batches."""
 
     @abstractmethod

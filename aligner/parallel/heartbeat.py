@@ -7,7 +7,6 @@ unwind, and kills its process, because a collective that waits for a dead rank m
 """
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -15,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -24,7 +23,7 @@ import psutil
 import torch.distributed as dist
 
 from aligner.errors import WorkerError
-from aligner.parallel.collectives import from_rank_zero
+from aligner.parallel.collectives import from_rank_zero, gather_objects
 from aligner.parallel.groups import ParallelState
 
 _INTERVAL_S = 0.5  # between heartbeats
@@ -80,9 +79,8 @@ class _Process:
 class RankWatch:
     """Heartbeats of one rank, and its checks of a neighbour.
 
-    Keys of the store: ``process/R`` (description of rank R), ``beat/R`` (its heartbeats),
-    ``left/R`` (it has left), ``left`` (ranks that have left), ``failure`` (first record),
-    ``received`` (its readers).
+    Keys of the store: ``beat/R`` (heartbeats of rank R), ``left/R`` (it has left), ``left`` (ranks that
+    have left), ``failure`` (first record), ``received`` (its readers).
     """
 
     def __init__(self, parallel: ParallelState, timeout_s: float) -> None:
@@ -91,11 +89,7 @@ class RankWatch:
         self._world_size = parallel.world_size
         self._process = _Process.current(parallel)
         self._store = _new_connection(self._silence_s)
-        self._store.set(f"process/{self._process.rank}", json.dumps(asdict(self._process)))
-        self._processes = [
-            _Process(**json.loads(self._store.get(f"process/{rank}")))
-            for rank in range(self._world_size)
-        ]
+        self._processes = gather_objects(self._process)
         self._failure: str | None = None  # of another rank
         self._has_failed = threading.Event()
         self._over = threading.Event()
