@@ -79,8 +79,8 @@ class _Process:
 class RankWatch:
     """Heartbeats of one rank, and its checks of a neighbour.
 
-    Keys of the store: ``beat/R`` (heartbeats of rank R), ``left/R`` (it has left), ``left`` (ranks that
-    have left), ``failure`` (first record), ``received`` (its readers).
+    Keys of the store: ``beat/R`` (heartbeats of rank R), ``left/R`` (it has left), ``left`` (count
+    of ranks that have left), ``failure`` (first record), ``received`` (its readers).
     """
 
     def __init__(self, parallel: ParallelState, timeout_s: float) -> None:
