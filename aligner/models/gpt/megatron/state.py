@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,24 +50,17 @@ WEIGHT = "weight"
 _MAX_PADDING = 128  # rows of a vocabulary, per part. A `.nemo` can specify fewer.
 
 
-class TensorPart(NamedTuple):
-    """Part ``rank`` of the ``size`` parts of a tensor. An unsplit tensor is part 0 of 1."""
-
-    rank: int
-    size: int
-
-
 def _part(
     name: str, shape: torch.Size, shapes: Mapping[str, Shape], parallel: ParallelState
-) -> TensorPart:
-    """Return which part of its tensor a parameter of this process is."""
+) -> tuple[int, int]:
+    """Return index and count of the parts of a parameter's tensor, (0, 1) if it is unsplit."""
     size = parallel.config.tensor
     # Heads, and experts with a separate tensor-parallel size, are unsplit next to split layers.
     is_head = name in REWARD_HEAD
     is_unsplit_expert = ".experts." in name and shapes[name] == tuple(shape)
     if size == 1 or split_axis(name) is None or is_head or is_unsplit_expert:
-        return TensorPart(0, 1)
-    return TensorPart(parallel.tp_rank, size)
+        return 0, 1
+    return parallel.tp_rank, size
 
 
 class _SavedRole:
@@ -130,21 +123,23 @@ class _SavedRole:
         """Return the kinds of optimizer state of a parameter, empty before the first update."""
         return [kind for kind in self._pieces(name)[0]["tensors"] if kind != WEIGHT]
 
-    def read(self, name: str, kind: str, part: TensorPart, shape: Shape, elements: range) -> Tensor:
+    def read(
+        self, name: str, kind: str, part: tuple[int, int], shape: Shape, elements: range
+    ) -> Tensor:
         """Return the flattened ``elements`` of a part of a tensor in the present layout."""
         # The same split: the saved elements themselves.
         piece = self._pieces(name)[0]
-        _, count = piece["part"]
+        (rank, size), (_, count) = part, piece["part"]
         surplus = piece["shape"][0] * count - self._architecture.vocab_size
         is_padded = name in (EMBEDDING, OUTPUT_LAYER) and 0 <= surplus < _MAX_PADDING * count
-        if count == part.size and (tuple(piece["shape"]) == shape or not is_padded):
+        if count == size and (tuple(piece["shape"]) == shape or not is_padded):
             check_shape(f"{name} of the run state", piece["shape"], shape)
-            return self._saved(name, kind, part.rank, elements)
+            return self._saved(name, kind, rank, elements)
         # Another split: locate the rows (or columns) of this part in the saved parts.
         axis, saved_shape = split_axis(name), list(piece["shape"])
         assert axis is not None, "an unsplit tensor always has part count 1"
         origin = origin_of_rows(
-            name, saved_shape, count, self._architecture, tp_rank=part.rank, tp_size=part.size
+            name, saved_shape, count, self._architecture, tp_rank=rank, tp_size=size
         )
         new_shape = [origin.numel() if dim == axis else n for dim, n in enumerate(saved_shape)]
         check_shape(f"{name} of the run state", new_shape, shape)
@@ -262,7 +257,7 @@ class RoleWeights(RoleModel):
                 continue
             tensors = {WEIGHT: owned_slice.main.detach(), **owned_slice.moments()}
             slices[name] = {
-                "part": tuple(_part(name, parameter.shape, shapes, self.parallel)),
+                "part": _part(name, parameter.shape, shapes, self.parallel),
                 "shape": list(parameter.shape),
                 "start": owned_slice.start,
                 "tensors": {kind: tensor.view(-1) for kind, tensor in tensors.items()},
