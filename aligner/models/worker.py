@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aligner.architecture import TransformersArchitecture
 from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.hf.any_model import save_any
 from aligner.checkpoint.hf.model_folder import save_hf
@@ -150,8 +149,9 @@ class RoleWorker(Generic[RoleT]):
     @classmethod
     def load_model(cls, settings: RoleSettings, path: str, tokenizer: Tokenizer) -> RoleT:
         """Load the backend's model from a `.nemo` file or a Hugging Face directory."""
-        model_class = cls.model_class()
-        with open_model(path, model_class.backend, trusted=settings.trust_remote_code) as source:
+        model_class, trusted = cls.model_class(), settings.trust_remote_code
+        has_lora = settings.lora is not None
+        with open_model(path, model_class.backend, has_lora, trusted=trusted) as source:
             return model_class.from_checkpoint(source, settings=settings, tokenizer=tokenizer)
 
     def __repr__(self) -> str:
@@ -302,7 +302,7 @@ class RoleWorker(Generic[RoleT]):
         self._restore_weights()
         # The suffix selects the format, unless only a directory can contain the model.
         architecture = self.model.architecture
-        if isinstance(architecture, TransformersArchitecture):
+        if not architecture.has_table:
             if weights_path.endswith(".nemo"):
                 raise ConfigError(
                     f"{weights_path}: a .nemo cannot contain a {architecture.family} model of "

@@ -126,7 +126,8 @@ def measure(
 def check_head(config: RewardRunConfig) -> None:
     """Raise if the model is a reward model with another number of attributes."""
     path, trusted = config.model.restore_from_path, config.model.trust_remote_code
-    with open_model(path, config.policy.backend, trusted=trusted) as checkpoint:
+    adapted = config.model.peft.lora is not None
+    with open_model(path, config.policy.backend, adapted, trusted=trusted) as checkpoint:
         saved = saved_attributes(checkpoint)
     columns = config.data.attribute_columns
     if saved is not None and max(1, len(saved)) != max(1, len(columns)):

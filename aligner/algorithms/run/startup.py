@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from aligner.algorithms.run.engine import Workers
-from aligner.architecture import GPTArchitecture, TransformersArchitecture
+from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapter_shapes, check_same, read_adapters
 from aligner.checkpoint.canonical import Shape, expected_shapes
 from aligner.checkpoint.hf.any_model import parameter_shapes, require_megatron
@@ -49,7 +49,9 @@ def describe_model(
     ``backend``: ``policy.backend``. Raises for adapters that do not fit the model.
     """
     trusted = model.trust_remote_code
-    with open_model(model.restore_from_path, backend, trusted=trusted) as checkpoint:
+    lora, path = model.peft.lora, model.peft.restore_from_path
+    source = open_model(model.restore_from_path, backend, lora is not None, trusted=trusted)
+    with source as checkpoint:
         tokenizer = (
             checkpoint.tokenizer
             if model.tokenizer is None
@@ -57,7 +59,6 @@ def describe_model(
         )
         architecture = checkpoint.architecture
     # Adapters must fit the model.
-    lora, path = model.peft.lora, model.peft.restore_from_path
     if lora is not None:
         adapter_shapes(architecture, lora)  # raises for targets that the model lacks
         if path is not None:
@@ -67,9 +68,7 @@ def describe_model(
 
 def shapes_of(architecture: GPTArchitecture) -> dict[str, Shape]:
     """Return name and shape of every parameter of the model, without a role's head."""
-    if isinstance(architecture, TransformersArchitecture):
-        return parameter_shapes(architecture)
-    return expected_shapes(architecture)
+    return (expected_shapes if architecture.has_table else parameter_shapes)(architecture)
 
 
 def count_parameters(architecture: GPTArchitecture) -> int:

@@ -1,10 +1,11 @@
 """Policy on a transformers model: generates responses, scores tokens, and trains."""
 
+from functools import partial
+
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from aligner.architecture import TransformersArchitecture
 from aligner.checkpoint.gpt_weights import load_weights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -13,7 +14,6 @@ from aligner.models.gpt.decode.sampled_model import SampledModel
 from aligner.models.gpt.dtensor.build import build_whole
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
-from aligner.models.gpt.dtensor.sampled_transformers import SampledTransformers
 from aligner.models.gpt.dtensor.shards import GatheredParameters
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.role.policy import SamplingPolicy
@@ -77,13 +77,12 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
         backend. If only transformers builds the model, the copy is transformers' causal language
         model, whole on each process.
         """
-        if isinstance(self.architecture, TransformersArchitecture):
-            weights, buffers = self.gathered_weights(), self.persistent_buffers()
-            whole = build_whole(self.architecture, weights, buffers, self.settings.dtype)
+        if not self.architecture.has_table:
+            whole = build_whole(self.architecture, self.gathered_weights(), self.settings.dtype)
             assert self.form.decoder is not None
-            return SampledTransformers(whole, self.form.decoder, self.vocab_group)
-        whole = RoleSettings(precision=self.settings.precision, parallel=self.parallel.config)
-        gpt = build_gpt(self.architecture, whole, initialize=False)
+            return SampledModel(whole, partial(self.form.decoder, whole), self.vocab_group)
+        settings = RoleSettings(precision=self.settings.precision, parallel=self.parallel.config)
+        gpt = build_gpt(self.architecture, settings, initialize=False)
         load_weights(
             gpt,
             self.canonical_weights(),

@@ -1,10 +1,11 @@
-"""Critic on a transformers model: a body with a scalar head in place of the output layer."""
+"""Critic and reward model on a transformers model, with a head in place of the output layer."""
 
 from torch import Tensor
 
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.forward.schedule import Microbatch
+from aligner.models.gpt.role.reward import RewardRole
 from aligner.models.gpt.role.value import ValueModel, framed_outputs
 from aligner.types import TokenOutputs
 
@@ -21,3 +22,7 @@ class DTensorCriticModel(DTensorModel, ValueModel):
         assert not with_entropy  # only a policy has an entropy
         assert model.score is not None
         return framed_outputs(model.score(hidden), microbatch.layout, right_shift=self.right_shift)
+
+
+class DTensorRewardModel(RewardRole, DTensorCriticModel):
+    """Reward model, the counterpart of `MegatronGPTRewardModel`."""

@@ -95,4 +95,4 @@ class MegatronRewardWorker(RewardWorker):
 class DTensorRewardWorker(RewardWorker):
     """Worker of `RewardModel` on a transformers model, as FSDP2."""
 
-    model_path = "aligner.models.gpt.dtensor.reward:DTensorRewardModel"
+    model_path = "aligner.models.gpt.dtensor.critic:DTensorRewardModel"
