@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import psutil
@@ -31,8 +31,6 @@ from aligner.errors import AlignerError, WorkerError, current_step
 
 if TYPE_CHECKING:
     from ray import ObjectRef
-
-    from aligner.distributed.virtual_cluster import RayVirtualCluster
 
 __all__ = ["LocalCluster", "MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
 
@@ -53,6 +51,20 @@ class Bundle:
     group: Any
     index: int
     node: str
+
+
+class BundleCluster(Protocol):
+    """Interface of `RayVirtualCluster` for worker groups, which avoids a circular import."""
+
+    name: str
+    timeout_s: float
+    log_dir: Path
+    use_gpus: bool
+    shares_bundles: bool
+    worker_resources: dict[str, float]
+
+    def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
+        """Return the bundles of a group. ``workers_per_node``: one value, or one per node."""
 
 
 class RayWorkerBuilder:
@@ -117,7 +129,7 @@ class RayWorkerGroup:
 
     def __init__(
         self,
-        cluster: "RayVirtualCluster",
+        cluster: BundleCluster,
         worker_builder: RayWorkerBuilder,
         name_prefix: str,
         workers_per_node: int | Sequence[int] | None = None,
