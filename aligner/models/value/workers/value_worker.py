@@ -24,9 +24,9 @@ from aligner.models.worker import RoleWorker, note_unused, passes_over, place_of
 from aligner.parallel.groups import ParallelState
 
 if TYPE_CHECKING:  # a handle's process need not import the models
+    from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel
     from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
 
-Critic = TypeVar("Critic", bound=ValueModel)
 TokenizerType = TypeVar("TokenizerType", bound=Tokenizer)  # NeMo-RL's
 
 
@@ -50,7 +50,7 @@ def read_critic(
     return config, config.with_layout(model), run or RunSettings(), published
 
 
-class ValueWorker(RoleWorker[Critic]):
+class ValueWorker(RoleWorker[ValueModel]):
     """Worker of `Value`, which loads the critic's body, by default the policy's.
 
     For the arguments see `Value` and `PolicyWorker`.
@@ -111,16 +111,17 @@ class ValueWorker(RoleWorker[Critic]):
         )
 
 
-class DTensorValueWorkerV2(ValueWorker[ValueModel]):
+class DTensorValueWorkerV2(ValueWorker):
     """Worker of `Value` on a transformers model, as FSDP2 and DTensors."""
 
     model_path = "aligner.models.gpt.dtensor.critic:DTensorCriticModel"
 
 
-class MegatronValueWorker(RewardScorer, ValueWorker["MegatronGPTCriticModel"]):
+class MegatronValueWorker(RewardScorer, ValueWorker):
     """Worker of `Value` on megatron-core. A reward model can share its backbone."""
 
     model_path = "aligner.models.gpt.megatron.critic:MegatronGPTCriticModel"
+    model: "MegatronGPTCriticModel"
     _reward: "SharedBackboneRewardModel | None" = None
 
     def share_backbone(
