@@ -92,12 +92,12 @@ def test_head_and_body_follow_one_schedule_and_one_clipping(start):
 
 def test_training_goes_through_forward_step_value(start, monkeypatch):
     assert issubclass(MegatronValueWorker, MegatronValueWorkerImpl)
-    assert megatron_value_worker.forward_step_value is critic.forward_step_value
-    calls = []
+    published, calls = megatron_value_worker.forward_step_value, []
+    assert published is critic.forward_step_value
 
     def spy(*args, **kwargs):
         calls.append(kwargs["value_head"])
-        return megatron_value_worker.forward_step_value(*args, **kwargs)
+        return published(*args, **kwargs)
 
     monkeypatch.setattr(critic, "forward_step_value", spy)
     worker = start()

@@ -131,7 +131,7 @@ class OwnedSlice:
         }
 
     def set_moments(self, moments: Mapping[str, Tensor], steps: int) -> None:
-        """Set the optimizer state after ``steps`` updates to copies of ``moments``."""
+        """Set the optimizer state after ``steps`` updates to copies of ``moments``, [n] each."""
         assert self.inner is not None
         self.inner.state.pop(self.main, None)
         if not moments:

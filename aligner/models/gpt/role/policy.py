@@ -62,7 +62,7 @@ class ReferencePolicy(LightningModule, Inferrable):
     def infer(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """Compute `SamplingPolicy.get_logprobs` under the initial weights."""
+        """Compute `SamplingPolicy.get_logprobs`, ``[B, S]``, under the initial weights."""
         with self.initial_model() as initial:
             return self._policy[0].infer_tokens(batch, micro_batches, initial)
 
