@@ -98,7 +98,7 @@ class DTensorModel(RoleModel, LightningModule):
     def build(
         self, weights: Mapping[str, Tensor] | None
     ) -> tuple[TransformersModel, list[ParameterShard]]:
-        """Build this process's shard of a model, with weights [out, in] or unset (`build_sharded`)."""
+        """Build this process's shard of a model, with weights [out, in] or unset."""
         trained = self.settings.optim is not None
         check_dropout(self.settings.dropout, self.architecture, trained=trained)
         return build_sharded(

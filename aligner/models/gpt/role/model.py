@@ -339,7 +339,7 @@ class RoleModel(ABC):
 
     @abstractmethod
     def load_whole_weights(self, weights: Weights, strict: bool = True) -> None:
-        """Load this process's share of canonical weights, [out, in] or [out]. Call it on every rank.
+        """Load this process's share of canonical weights, [out, in], on every rank.
 
         ``strict=False`` keeps a head that is missing in ``weights`` or of another shape.
         """
