@@ -92,7 +92,7 @@ def check_layout(folder, name, tp, pp):
     )
     with open_nemo(folder / f"{name}.nemo") as nemo:
         load_weights(gpt, nemo.weights, architecture, tp_rank=parallel.tp_rank, tp_size=tp)
-    seen = dict(canonical_parameters(gpt, architecture))
+    seen = dict(canonical_parameters(gpt))
     per_stage = architecture.num_layers // pp
     layers = {int(n.split(".")[2]) for n in seen if n.startswith("decoder.layers.")}
     assert layers == set(range(parallel.pp_rank * per_stage, (parallel.pp_rank + 1) * per_stage))

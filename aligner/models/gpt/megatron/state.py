@@ -246,7 +246,7 @@ class RoleWeights(RoleModel):
         owned, shapes = self._owned_slices(), self._shapes()
         is_replica = dist.get_rank(self.parallel.dp_cp_group) > 0
         slices: dict[str, Any] = {}
-        for name, parameter in canonical_parameters(self.gpt, self.architecture):
+        for name, parameter in canonical_parameters(self.gpt):
             owned_slice = owned.get(parameter)
             if owned_slice is None or (name == OUTPUT_LAYER and self.architecture.tie_embeddings):
                 continue
@@ -275,7 +275,7 @@ class RoleWeights(RoleModel):
         # Trained parameters, and the canonical tensor of each parameter that this process restores.
         trained = {
             name: parameter
-            for name, parameter in canonical_parameters(self.gpt, self.architecture)
+            for name, parameter in canonical_parameters(self.gpt)
             if parameter.requires_grad or lora is None
         }
         owned, shapes = self._owned_slices(), self._shapes()
