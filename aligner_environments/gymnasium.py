@@ -50,8 +50,9 @@ class GymnasiumEnv:
         self._seed, self._options = seed, None if options is None else dict(options)
         self._instructions, self._invalid_reward = instructions, float(invalid_reward)
         self._parse, self._help = action_parser(self._env.action_space, actions, action)
-        has_function = observation is not None and not self._is_rendered
-        self._text_of = loaded(observation, "observation") if has_function else None
+        self._text_of = None
+        if observation is not None and not self._is_rendered:
+            self._text_of = loaded(observation, "observation")
 
     @classmethod
     def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
