@@ -107,9 +107,10 @@ def check_roles(
 ) -> None:
     """Raise if workers (of policy, of critic or 0) cannot share the layouts or the batches."""
     check_layout(architecture, config.model.parallel, worlds[0])
-    if worlds[1]:
-        owner = ["critic"] if config.value_parallel != config.model.parallel else []
-        check_layout(architecture, config.value_parallel, worlds[1], *owner)
+    if worlds[1] and config.value_parallel != config.model.parallel:
+        check_layout(architecture, config.value_parallel, worlds[1], "critic")
+    elif worlds[1]:
+        check_layout(architecture, config.value_parallel, worlds[1])
     refuse(config.share_problems(*worlds))
 
 
