@@ -9,7 +9,6 @@
 
 import errno
 import io
-import multiprocessing
 import os
 import random
 import resource
@@ -23,6 +22,7 @@ import psutil
 import pytest
 import torch
 from newest_state import newest
+from ranks import FORKSERVER
 from test_run_loop import Counter, lines, run
 from test_run_state_failures import run_ranks
 
@@ -35,8 +35,6 @@ from aligner.checkpoint.run_state.worker_state import ShareWriter
 from aligner.errors import StorageError
 from aligner.observe.metrics import read_metrics
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state.store", "aligner.observe.metrics"])
 NUMBERS = 100_000
 
 
@@ -247,7 +245,7 @@ def test_killed_while_the_writer_works_nothing_older_is_lost(tmp_path, seed):
     role.train(1)
     save(store, role, 1)
     store.finish()
-    child = CONTEXT.Process(target=_save_slowly, args=(str(tmp_path), numbers))
+    child = FORKSERVER.Process(target=_save_slowly, args=(str(tmp_path), numbers))
     child.start()
     try:
         deadline = time.monotonic() + 60
@@ -286,8 +284,8 @@ def test_a_disk_that_takes_no_more_is_told_with_its_cause(tmp_path):
     store, role = RunStateStore(tmp_path), Role()
     role.train(1)
     save(store, role, 1, in_background=False)
-    answer = CONTEXT.SimpleQueue()
-    child = CONTEXT.Process(target=_save_with_size_limit, args=(str(tmp_path), answer))
+    answer = FORKSERVER.SimpleQueue()
+    child = FORKSERVER.Process(target=_save_with_size_limit, args=(str(tmp_path), answer))
     child.start()
     begun, message = answer.get(), answer.get()
     child.join()

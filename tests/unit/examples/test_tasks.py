@@ -2,12 +2,11 @@
 
 import ast
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from ranks import run_script
 
 from aligner.algorithms.run.directory import config_changes
 from aligner.algorithms.run.identity import RunIdentity
@@ -69,8 +68,7 @@ def test_a_module_that_lost_some_names_refuses_others():
 @pytest.mark.integration
 def test_the_earlier_command_runs(tmp_path):
     for module in ("aligner.checkpoint.tiny", "aligner.examples.tasks.tiny_model"):
-        command = [sys.executable, "-m", module, "--output", f"{module}.nemo"]
-        subprocess.run(command, check=True, cwd=tmp_path, timeout=120)
+        run_script(module, "--output", f"{module}.nemo", folder=tmp_path).check_returncode()
     first, second = (path.read_bytes() for path in tmp_path.iterdir())
     assert first == second
 

@@ -1,20 +1,16 @@
 """A run directory has one writer, and a killed writer keeps nobody out."""
 
-import multiprocessing
 import os
 import time
 
 import pytest
+from ranks import FORKSERVER
 
 from aligner.errors import StorageError
 from aligner.observe.metrics import MetricsWriter
 from aligner.observe.run_lock import RunLock
 
 pytestmark = pytest.mark.integration
-
-# Children of all tests share one server, which has imported what takes time.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state.store", "aligner.observe.metrics"])
 
 
 def _hold(folder: str, ready, fork: bool) -> None:
@@ -27,8 +23,8 @@ def _hold(folder: str, ready, fork: bool) -> None:
 
 
 def start_holder(folder, fork: bool = False):
-    ready = CONTEXT.SimpleQueue()
-    holder = CONTEXT.Process(target=_hold, args=(folder, ready, fork))
+    ready = FORKSERVER.SimpleQueue()
+    holder = FORKSERVER.Process(target=_hold, args=(folder, ready, fork))
     holder.start()
     return holder, ready.get()
 
