@@ -3,41 +3,16 @@
 PPO's are compared number by number in `tests/distributed/test_dtensor_layouts`.
 """
 
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
+from recipes import numbers, run_steps
 
-from aligner.catalog import ALGORITHMS, imported
-from aligner.config import load_config
-from aligner.observe.metrics import read_metrics
-
-CONF = Path(__file__).parents[2] / "conf"
-# By recipe; DTensor has neither reward models nor distillation. KTO is one of DPO's losses.
-CASES = {
-    **{ALGORITHMS[name].recipe: ALGORITHMS[name] for name in ("reinforce", "rs", "sft", "dpo")},
-    "kto_tiny_cpu": ALGORITHMS["dpo"],
-}
+# DTensor has neither reward models nor distillation. KTO is one of DPO's losses.
+CASES = ("grpo_tiny_cpu", "rs_tiny_cpu", "sft_tiny_cpu", "dpo_tiny_cpu", "kto_tiny_cpu")
 
 
 def run(folder, nemo, recipe, backend):
-    algorithm = CASES[recipe]
-    loop = "ppo" if algorithm.name == "reinforce" else algorithm.name
-    settings = [
-        f"model.restore_from_path={nemo}",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-        "exp_manager.save_nemo=false",
-        f"trainer.{loop}.max_steps=3",
-        f"policy.backend={backend}",
-    ]
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        tree = compose(f"recipes/{recipe}", overrides=settings)
-    imported(algorithm.builder)(load_config(tree, algorithm.root_class))
-    lines = [
-        {name: value for name, value in line.items() if not name.startswith("timers/")}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
+    run_steps(folder, nemo, recipe, 3, "exp_manager.save_nemo=false", f"policy.backend={backend}")
+    lines = numbers(folder)
     # Before the first update all pairs are ties: rounding says which side of 0 they are on.
     lines[1].pop("train_optim/accuracy", None)
     return lines

@@ -3,31 +3,13 @@
 Whole curves over three seeds, and what leaving out the right shift costs: benchmarks/value_parity.
 """
 
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
-
-from aligner.config import load_config
-from aligner.observe.metrics import read_metrics
-
-CONF = Path(__file__).parents[2] / "conf"
+import recipes
 
 
 def metrics(folder, nemo, backend, *overrides):
-    from aligner.algorithms.ppo.trainer import train_ppo
-
-    settings = [
-        f"model.restore_from_path={nemo}",
-        f"policy.backend={backend}",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-        "trainer.ppo.save_interval=2",
-        *overrides,
-    ]
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        train_ppo(load_config(compose("recipes/ppo_tiny_cpu", overrides=settings)))
-    return read_metrics(folder / "metrics.jsonl")
+    options = [f"policy.backend={backend}", "trainer.ppo.save_interval=2", *overrides]
+    return recipes.run(folder, nemo, "ppo_tiny_cpu", *options)
 
 
 def assert_same(one, other):

@@ -1,11 +1,8 @@
 """Runs in processes of their own."""
 
-from pathlib import Path
-
 import pytest
 from ranks import start_script
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from recipes import ROOT, settings
 
 
 @pytest.fixture(scope="module")
@@ -18,14 +15,9 @@ def start_run(tiny_nemo):
 
     def launch(script, folder, *arguments):
         folder.mkdir(exist_ok=True)
-        settings = [
-            *arguments,
-            f"model.restore_from_path={tiny_nemo}",
-            f"exp_manager.explicit_log_dir={folder}",
-            "exp_manager.create_tensorboard_logger=false",
-        ]
-        path = EXAMPLES / f"{script}.py"
-        processes.append(start_script(path, settings, folder.with_suffix(".log"), {}))
+        words = [*arguments, *settings(folder, tiny_nemo)]
+        path = ROOT / "examples" / f"{script}.py"
+        processes.append(start_script(path, words, folder.with_suffix(".log"), {}))
         return processes[-1]
 
     yield launch

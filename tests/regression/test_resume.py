@@ -4,13 +4,12 @@ Whole processes that run the script users start; the killed run is killed once w
 once while it is saving.
 """
 
-import hashlib
-import json
 import os
 import signal
 import time
 
 import pytest
+from recipes import numbers, trained_hash
 
 from aligner.observe.metrics import read_metrics
 
@@ -51,13 +50,7 @@ def kill(process):
 
 
 def result(folder):
-    """The metrics as they stand in the file (NaN is a word there), times aside; the weights."""
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    lines = [
-        {name: value for name, value in record.items() if not name.startswith("timers/")}
-        for record in records
-    ]
-    return lines, hashlib.sha256((folder / "policy.nemo").read_bytes()).hexdigest()
+    return numbers(folder), trained_hash(folder)
 
 
 @pytest.fixture(scope="module")
