@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import recipes
 import torch
+from batches import ppo_batch
 from newest_state import newest
 
 from aligner.algorithms.rollout.rollout import prompts_batch, rollout_of
@@ -124,19 +125,8 @@ def test_every_data_parallel_rank_has_samples_of_its_own():
 
 def responses(rows=4, width=10):
     """Rows of different lengths; the mask tells what is learned."""
-    ids = torch.randint(1, 250, (rows, width), generator=torch.Generator().manual_seed(5))
-    lengths = torch.tensor([10, 5, 8, 6][:rows])
-    position = torch.arange(width)
-    mask = (position >= 3) & (position < lengths[:, None])
-    return {
-        "input_ids": ids,
-        "input_lengths": lengths,
-        "token_mask": mask.float(),
-        "sample_mask": torch.ones(rows),
-        "advantages": torch.ones(rows, width),
-        "prev_logprobs": torch.full((rows, width), -5.5),
-        "generation_logprobs": torch.full((rows, width), -5.5),
-    }
+    batch = ppo_batch([10, 5, 8, 6][:rows], [3] * rows, width=width)
+    return {**batch, "advantages": torch.ones(rows, width)}
 
 
 @pytest.fixture(scope="module")

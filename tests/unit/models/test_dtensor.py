@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from batches import ppo_batch
 
 from aligner.checkpoint.hf.families import architecture_from_hf
 from aligner.checkpoint.model_source import open_model
@@ -33,21 +34,7 @@ LENGTHS, PROMPTS, WIDTH = (9, 5, 12, 7), (4, 3, 6, 2), 12
 
 
 def make_batch():
-    generator = torch.Generator().manual_seed(7)
-    position = torch.arange(WIDTH)
-    lengths, prompts = torch.tensor(LENGTHS), torch.tensor(PROMPTS)
-    noise = torch.randn(len(LENGTHS), WIDTH, generator=generator)
-    return {
-        "input_ids": torch.randint(1, 250, (len(LENGTHS), WIDTH), generator=generator),
-        "input_lengths": lengths,
-        "token_mask": ((position >= prompts[:, None]) & (position < lengths[:, None])).float(),
-        "sample_mask": torch.ones(len(LENGTHS)),
-        "advantages": noise,
-        "returns": noise.flip(0),
-        "values": torch.zeros_like(noise),
-        "prev_logprobs": torch.full_like(noise, -5.5),
-        "generation_logprobs": torch.full_like(noise, -5.5),
-    }
+    return ppo_batch(LENGTHS, PROMPTS, seed=7)
 
 
 def load(cls, path, **changes):

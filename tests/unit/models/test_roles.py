@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import ppo_batch
 
 from aligner.config import LengthParams, OptimConfig, SamplingParams, SchedConfig
 from aligner.errors import (
@@ -42,7 +43,6 @@ pytestmark = pytest.mark.integration
 
 LENGTHS = (9, 5, 12, 7)
 PROMPTS = (4, 3, 6, 2)
-WIDTH = max(LENGTHS)
 
 
 def settings(**changes):
@@ -54,26 +54,8 @@ def actor(tiny_nemo):
     return load_from_nemo(MegatronGPTActorModel, settings(), restore_path=tiny_nemo)
 
 
-def make_batch(width=WIDTH):
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(1, 250, (len(LENGTHS), max(LENGTHS)), generator=generator)
-    ids = torch.nn.functional.pad(ids, (0, width - ids.shape[1]))
-    lengths, prompts = torch.tensor(LENGTHS), torch.tensor(PROMPTS)
-    position = torch.arange(width)
-    mask = (position >= prompts[:, None]) & (position < lengths[:, None])
-    noise = torch.randn(len(LENGTHS), max(LENGTHS), generator=generator)
-    noise = torch.nn.functional.pad(noise, (0, width - noise.shape[1]))
-    return {
-        "input_ids": ids,
-        "input_lengths": lengths,
-        "token_mask": mask.float(),
-        "sample_mask": torch.ones(len(LENGTHS)),
-        "advantages": noise,
-        "returns": noise.flip(0),
-        "values": torch.zeros_like(noise),
-        "prev_logprobs": torch.full_like(noise, -5.5),
-        "generation_logprobs": torch.full_like(noise, -5.5),
-    }
+def make_batch(width=None):
+    return ppo_batch(LENGTHS, PROMPTS, seed=7, width=width)
 
 
 def reference_hidden(model, ids):
