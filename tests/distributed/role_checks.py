@@ -8,6 +8,7 @@ from ranks import run_ranks
 
 from aligner.checkpoint.nemo.model_file import open_nemo
 
+TOLERANCE = 1e-5
 WORKER = Path(__file__).with_name("role_worker.py")
 
 
@@ -15,6 +16,36 @@ def launch(processes, model, output, layouts):
     """Run the worker on so many processes; what it saw, by layout."""
     run_ranks(WORKER, processes, [model, output, *layouts], timeout_s=480)
     return torch.load(output, weights_only=True)
+
+
+def difference(expected, actual, smallest=1e-6):
+    """The largest difference, relative to the largest value."""
+    return ((expected - actual).abs().max() / expected.abs().max().clamp(min=smallest)).item()
+
+
+def assert_near(expected, actual, where="", smallest=1e-6):
+    """Compare tensors relative to their largest value, numbers to theirs or to 1e-2.
+
+    A number may be a mean of terms up to 1, which cancel. ``smallest``: the least value to which
+    differences are relative.
+    """
+    if isinstance(expected, torch.Tensor):
+        assert difference(expected, actual, smallest) < TOLERANCE, where
+    elif isinstance(expected, dict):
+        assert expected.keys() == actual.keys(), where
+        for name, value in expected.items():
+            assert_near(value, actual[name], f"{where} {name}", smallest)
+    else:
+        assert abs(expected - actual) < TOLERANCE * max(abs(expected), 1e-2), where
+
+
+def assert_near_supervised(one, other):
+    """Reports of two updates and a validation, and the weights after them."""
+    for expected, actual in zip(one["steps"], other["steps"], strict=True):
+        assert expected.keys() == actual.keys()
+        for name, value in expected.items():
+            assert actual[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    assert_near(one["weights"], other["weights"])
 
 
 def assert_same(one, many, files, tolerance=1e-5):

@@ -44,7 +44,6 @@ from aligner.models.gpt.role.settings import RoleSettings
 from aligner.parallel.collectives import gather_objects
 from aligner.parallel.groups import shutdown_parallel
 
-ROWS = 4
 LLAMA = dataclasses.replace(TINY_ARCHITECTURE, num_layers=2)
 GPT = dataclasses.replace(  # tied, with biases and learned positions
     LLAMA,

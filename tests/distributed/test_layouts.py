@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from role_checks import assert_near
 
 WORKER = Path(__file__).with_name("layout_worker.py")
-TOLERANCE = 1e-5
 MODES = ("padded", "dynamic", "packed", "shared")
 REFERENCES = {"masked": "masked", "shared": "separate"}  # of one process; of the others: padded
 # tensor, pipeline, context, sequence parallel; the rest of the processes is data parallel
@@ -77,11 +77,6 @@ def seen(tiny_nemo, tmp_path_factory):
     return cache(lambda processes: launch(processes, tiny_nemo, folder / f"{processes}.pt"))
 
 
-def difference(expected, actual):
-    """The largest, relative to the largest value."""
-    return ((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
-
-
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize(("processes", "name", "mode"), [*CASES, (2, "data 2", "masked")])
 def test_a_layout_equals_one_process(processes, name, mode, role, seen):
@@ -123,16 +118,5 @@ def test_rows_of_several_sequences(processes, name, role, seen):
 
 
 def assert_same(one, other):
-    assert one.keys() == other.keys()
     assert (one["after"] - one["before"]).abs().max() > 1e-4  # there was something to compare
-    for key, expected in one.items():
-        if isinstance(expected, torch.Tensor):
-            assert difference(expected, other[key]) < TOLERANCE, key
-            continue
-        assert expected.keys() == other[key].keys()
-        for what, value in expected.items():
-            if isinstance(value, torch.Tensor):
-                assert difference(value, other[key][what]) < TOLERANCE, (key, what)
-            else:
-                scale = max(abs(value), 1e-2)  # a mean of terms up to 1, which cancel
-                assert abs(value - other[key][what]) < TOLERANCE * scale, (key, what)
+    assert_near(one, other)
