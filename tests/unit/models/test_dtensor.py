@@ -236,19 +236,6 @@ def test_bf16_keeps_float32_weights_and_head(tiny_nemo):
     assert critic.whole_weights()["rm_head.weight"].dtype == torch.float32
 
 
-def test_the_reference_keeps_the_initial_weights(tiny_nemo):
-    batch = make_batch()
-    for mode in ("keep", "swap"):
-        role = load(DTensorActorModel, tiny_nemo)
-        initial = role.get_logprobs(batch)
-        role.keep_reference(mode)
-        trained(role, PPOPolicyLoss())
-        after = role.get_logprobs(batch)
-        assert not torch.equal(after, initial)
-        assert torch.equal(role.get_reference_logprobs(batch), initial)
-        assert torch.equal(role.get_logprobs(batch), after)
-
-
 def test_what_is_not_finite_never_reaches_the_weights(tiny_nemo, tmp_path):
     critic = critic_with_head(tiny_nemo, non_finite_dir=tmp_path)
     critic.setup_training()
