@@ -1,13 +1,15 @@
 """The DTensor backend writes megatron-core's metrics for every algorithm, step by step.
 
-PPO's are compared number by number in `tests/distributed/test_dtensor_layouts`.
+Layouts are compared number by number in `tests/distributed/test_dtensor_layouts`. Whole curves of
+PPO over three seeds, and what leaving out the right shift costs: benchmarks/value_parity.
 """
 
 import pytest
 from recipes import numbers, run_steps
+from variants import extended_except
 
 # DTensor has neither reward models nor distillation. KTO is one of DPO's losses.
-CASES = ("grpo_tiny_cpu", "rs_tiny_cpu", "sft_tiny_cpu", "dpo_tiny_cpu", "kto_tiny_cpu")
+CASES = ("ppo", "grpo", "rs", "sft", "dpo", "kto")
 
 
 def run(folder, nemo, recipe, backend):
@@ -18,11 +20,11 @@ def run(folder, nemo, recipe, backend):
     return lines
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("recipe", CASES)
-def test_backends_write_the_same_metrics(tmp_path, tiny_nemo, recipe):
+@pytest.mark.parametrize("name", extended_except(("ppo",), CASES))
+def test_backends_write_the_same_metrics(tmp_path, tiny_nemo, name):
     megatron, dtensor = (
-        run(tmp_path / backend, tiny_nemo, recipe, backend) for backend in ("megatron", "dtensor")
+        run(tmp_path / backend, tiny_nemo, f"{name}_tiny_cpu", backend)
+        for backend in ("megatron", "dtensor")
     )
     assert len(megatron) > 2
     for line, other in zip(megatron, dtensor, strict=True):
