@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hydra import compose, initialize_config_dir
 
 from aligner.catalog import ALGORITHMS, AlgorithmEntry, imported
@@ -72,6 +73,14 @@ def numbers(folder: Path, *without: str) -> list[dict[str, Any]]:
         }
         for record in records
     ]
+
+
+def near(line: dict[str, Any], rel: float = 2e-4, abs: float = 2e-5) -> dict[str, Any]:
+    """A line of `numbers` for comparisons that allow rounding."""
+    return {
+        name: value if isinstance(value, str) else pytest.approx(value, rel=rel, abs=abs)
+        for name, value in line.items()
+    }
 
 
 def trained_hash(folder: Path) -> str:

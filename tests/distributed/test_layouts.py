@@ -90,11 +90,12 @@ def seen_by(processes, model, output, layouts):
 @pytest.fixture(scope="module")
 def seen(tiny_nemo, tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
-    return cache(
-        lambda processes, is_further=False: launch(
+    launched = cache(
+        lambda processes, is_further: launch(
             processes, is_further, tiny_nemo, folder / f"{processes}{is_further}.pt"
         )
     )
+    return lambda processes, is_further=False: launched(processes, is_further)
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])

@@ -8,7 +8,7 @@ import re
 
 import pytest
 from ranks import run_ranks
-from recipes import ROOT, numbers, settings
+from recipes import ROOT, near, numbers, settings
 
 EXAMPLES = ROOT / "examples"
 TENSOR_PACKED = [
@@ -44,7 +44,7 @@ def metrics(folder, nemo, script, recipe, processes, layout=()):
 def compare(one, two):
     assert len(one) > 1
     for line, other in zip(one, two, strict=True):
-        assert other == pytest.approx(line, rel=1e-4, abs=1e-5)
+        assert other == near(line, rel=1e-4, abs=1e-5)
 
 
 def extended(*values):

@@ -5,7 +5,7 @@ PPO over three seeds, and what leaving out the right shift costs: benchmarks/val
 """
 
 import pytest
-from recipes import numbers, run_steps
+from recipes import near, numbers, run_steps
 from variants import extended_except
 
 # DTensor has neither reward models nor distillation. KTO is one of DPO's losses.
@@ -28,4 +28,4 @@ def test_backends_write_the_same_metrics(tmp_path, tiny_nemo, name):
     )
     assert len(megatron) > 2
     for line, other in zip(megatron, dtensor, strict=True):
-        assert other == pytest.approx(line, rel=2e-4, abs=2e-5, nan_ok=True)
+        assert other == near(line)

@@ -11,7 +11,7 @@ trainer does not know: the two differ from the first token on.
 from string import ascii_lowercase
 
 import pytest
-from recipes import numbers
+from recipes import near, numbers
 from test_environments_learn import run as converse
 from test_extend import PACKED, run
 from variants import extended_except
@@ -88,7 +88,7 @@ def test_every_kind_in_a_run_of_any_micro_batch(tmp_path, tiny_nemo, case):
         run(tmp_path / str(rows), tiny_nemo, recipe, 2, *SMALL, *options, *micro)
         runs.append(lines_of(tmp_path / str(rows)))
     for line, other in zip(*runs, strict=True):
-        assert other == pytest.approx(line, rel=2e-4, abs=2e-5, nan_ok=True)
+        assert other == near(line)
     first = runs[0][1]
     assert 0 < first[metric] <= 1
     assert first["sampler/logprob_gap_mean"] > 1e-3
@@ -112,7 +112,7 @@ def test_conversations_are_corrected_whatever_the_micro_batch(tmp_path, tiny_nem
         converse(tmp_path / str(rows), tiny_nemo, *options, *micro)
         runs.append(lines_of(tmp_path / str(rows)))
     for line, other in zip(*runs, strict=True):
-        assert other == pytest.approx(line, rel=2e-4, abs=2e-5, nan_ok=True)
+        assert other == near(line)
     last = runs[0][-1]
     assert last["train_rollouts/turns"] > 1
     assert 0 < last["train_optim/tokens_over_second_moment"] < 1

@@ -8,7 +8,7 @@ import pytest
 import recipes
 import yaml
 from ranks import run_ranks
-from recipes import ROOT, numbers, settings
+from recipes import ROOT, near, numbers, settings
 
 from aligner.examples.tasks.games import guessing_games
 from aligner.observe.metrics import read_metrics
@@ -179,7 +179,7 @@ def test_a_layout_has_the_same_forked_conversations(tmp_path, tiny_nemo, forking
     assert ours == theirs
     first, other = (numbers(folder)[1] for folder in (one, two))
     assert first["train_rollouts/forks"] > 0
-    assert {name: other[name] for name in first} == pytest.approx(first, rel=2e-4, abs=2e-5)
+    assert {name: other[name] for name in first} == near(first)
 
 
 # Over the same conversations, each of these makes its passes in another way.
@@ -204,7 +204,7 @@ def test_other_passes_have_the_same_numbers(tmp_path, tiny_nemo, way):
     run(tmp_path / "other", tiny_nemo, *options, *WAYS[way])
     plain, other = (numbers(tmp_path / name) for name in ("plain", "other"))
     for line, changed in zip(plain, other, strict=True):
-        assert {name: changed[name] for name in line} == pytest.approx(line, rel=2e-4, abs=2e-5)
+        assert {name: changed[name] for name in line} == near(line)
 
 
 @pytest.mark.extended

@@ -123,10 +123,11 @@ def test_every_data_parallel_rank_has_samples_of_its_own():
 # A loss that needs micro-batches of 1, and NaN from a micro-batch of padding ------------------
 
 
-def responses(rows=4, width=10):
+def responses(rows=4):
     """Rows of different lengths; the mask tells what is learned."""
-    batch = ppo_batch([10, 5, 8, 6][:rows], [3] * rows, width=width)
-    return {**batch, "advantages": torch.ones(rows, width)}
+    batch = ppo_batch([10, 5, 8, 6], [3] * 4)
+    batch["advantages"] = torch.ones(4, 10)
+    return {name: column[:rows] for name, column in batch.items()}
 
 
 @pytest.fixture(scope="module")

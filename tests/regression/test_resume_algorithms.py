@@ -1,7 +1,7 @@
 """A run that stops and goes on is the run that went through, to the bit, whatever it learns by."""
 
 import pytest
-from recipes import run_steps
+from recipes import numbers, run_steps
 from variants import extended_except
 
 from aligner.checkpoint.nemo.model_file import open_nemo
@@ -26,7 +26,7 @@ def run(folder, nemo, teacher, recipe, steps, *options):
 
 def written(folder):
     """What every step wrote, without the validation of a run's last step."""
-    return written(folder, "val_")
+    return numbers(folder, "val_")
 
 
 def assert_same_weights(folder, other_folder):
